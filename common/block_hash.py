@@ -1,0 +1,64 @@
+"""Names of KV blocks: what a block holds decides what it is called.
+
+`hash = H(parent_hash, token_ids, extra_keys)`, chained from a root that commits to the weights and the KV layout.
+Equal hashes mean equal bytes, in any process, on any machine, in any Python version. BLAKE2b with 128 bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+HASH_BYTES = 16
+
+
+def root_hash(fingerprint: str) -> bytes:
+    """Where every chain of one model and KV layout starts."""
+    return hashlib.blake2b(fingerprint.encode(), digest_size=HASH_BYTES, person=b"baton-root").digest()
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int], extra_keys: tuple[str, ...] = ()) -> bytes:
+    """Name of the block that holds `token_ids` (a whole block, or the tail of a prompt) after `parent`.
+
+    `extra_keys` are what else the KV depends on, in a fixed order: LoRA id, multimodal content hash, cache salt.
+    """
+    digest = hashlib.blake2b(parent, digest_size=HASH_BYTES, person=b"baton-block")
+    digest.update(len(token_ids).to_bytes(4, "little"))
+    ids = array("I", token_ids)  # 4 bytes each on every platform that CPython supports
+    if ids.itemsize != 4:
+        raise RuntimeError("array('I') does not have 4-byte items on this platform")
+    digest.update(ids.tobytes() if _LITTLE_ENDIAN else _swapped(ids))
+    for key in extra_keys:
+        data = key.encode()
+        digest.update(len(data).to_bytes(4, "little"))
+        digest.update(data)
+    return digest.digest()
+
+
+def block_hashes(
+    root: bytes, token_ids: Sequence[int], block_size: int, extra_keys: tuple[str, ...] = (), *, partial: bool = False
+) -> list[bytes]:
+    """Names of the full blocks of `token_ids`, in order; with `partial` also of a tail shorter than a block."""
+    hashes: list[bytes] = []
+    parent = root
+    stop = len(token_ids) if partial else len(token_ids) - len(token_ids) % block_size
+    for start in range(0, stop, block_size):
+        parent = block_hash(parent, token_ids[start : start + block_size], extra_keys)
+        hashes.append(parent)
+    return hashes
+
+
+def extra_keys(*, lora_id: str = "", content_hash: str = "", cache_salt: str = "") -> tuple[str, ...]:
+    """The extra keys of a request, empty where there is nothing extra; each names its kind."""
+    named = (("lora", lora_id), ("content", content_hash), ("salt", cache_salt))
+    return tuple(f"{kind}:{value}" for kind, value in named if value)
+
+
+def _swapped(ids: array[int]) -> bytes:
+    copy = array("I", ids)
+    copy.byteswap()
+    return copy.tobytes()
+
+
+_LITTLE_ENDIAN = array("I", [1]).tobytes()[0] == 1

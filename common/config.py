@@ -1,0 +1,120 @@
+"""Every setting of every process, validated. Flags, `BATON_*` variables and YAML keys are all made from these fields.
+
+A field's name is its YAML key; `--num-blocks` and `BATON_NUM_BLOCKS` are the same setting. Descriptions are the help
+texts. Defaults that depend on the machine or model are None here and decided where the machine or model is known.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from common.logs import LogFormat
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def _comma_separated(value: object) -> object:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+Addresses = Annotated[tuple[str, ...], BeforeValidator(_comma_separated)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Positive = Annotated[int, Field(gt=0)]
+
+
+def default_cache_dir() -> str:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return str(Path(base) / "baton")
+
+
+class Settings(BaseModel):
+    """Base of all settings: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), validate_default=True)
+
+
+class LogSettings(Settings):
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line shown")
+    log_format: LogFormat = Field("text", description="text, or json (one object per line)")
+
+
+class ModelSettings(Settings):
+    model: str = Field(
+        DEFAULT_MODEL, description=f"{DEFAULT_MODEL} (embedded), or a Hugging Face model directory on disk"
+    )
+    served_model_name: str | None = Field(None, description="name that clients use; the model's own where unset")
+    cache_dir: str = Field(default_factory=default_cache_dir, description="where converted models are kept")
+
+
+class EngineSettings(ModelSettings):
+    """What one engine process needs."""
+
+    dtype: Literal["bfloat16", "float32", "float16"] = Field("bfloat16", description="weights, activations and KV")
+    device: str = Field("cpu", description="cpu, cuda or cuda:N")
+    block_size: Positive = Field(16, description="tokens per KV block")
+    num_blocks: Positive | None = Field(None, description="KV blocks; from --kv-cache-memory-gb where unset")
+    kv_cache_memory_gb: float | None = Field(
+        None, gt=0, description="KV cache size in GiB; where unset 1 on CPU, --memory-utilization on CUDA"
+    )
+    memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a CUDA device's memory that may be used")
+    max_model_len: Positive | None = Field(None, description="prompt and answer tokens; the model's own where unset")
+    max_num_seqs: Positive = Field(64, description="requests in one batch")
+    max_num_batched_tokens: Positive = Field(2048, description="tokens in one engine step")
+    chunk_size: Positive = Field(512, description="tokens of one prompt in one engine step")
+    enable_prefix_caching: bool = Field(True, description="reuse KV blocks of equal prefixes")
+    num_threads: Positive | None = Field(None, description="compute threads; the pinned cores' number where unset")
+    cpu_cores: Annotated[tuple[int, ...], BeforeValidator(_comma_separated)] = Field(
+        (), description="cores that the engine process is pinned to, as 0,1; none pinned where empty"
+    )
+
+
+class ConnectorSettings(Settings):
+    connector: str = Field("shared_storage", description="how KV blocks move between workers")
+    kv_dir: str | None = Field(None, description="shared_storage: directory that all workers share")
+    transfer_timeout_s: float = Field(10.0, gt=0, description="a KV block's transfer fails after this many seconds")
+    verify_checksums: bool = Field(False, description="verify KV that moves from peer to peer (stores always do)")
+
+
+class WorkerSettings(EngineSettings, ConnectorSettings, LogSettings):
+    """`baton prefill`, `baton decode` and `baton worker`."""
+
+    listen: str = Field("127.0.0.1:50061", description="gRPC address; port 0 takes a free one")
+    advertise: str | None = Field(None, description="address by which others reach this worker; --listen where unset")
+    drain_timeout: float = Field(30.0, ge=0, description="seconds that SIGTERM waits for streams and leases to end")
+    metrics_port: Port | None = Field(None, description="port of Prometheus' /metrics over HTTP; off where unset")
+
+
+class RouterSettings(LogSettings):
+    """`baton router`."""
+
+    prefill: Addresses = Field((), description="prefill workers, host:port,host:port")
+    decode: Addresses = Field((), description="decode workers, host:port,host:port (a worker of both roles in both)")
+    http_listen: str = Field("127.0.0.1:8000", description="REST address; port 0 takes a free one")
+    grpc_listen: str = Field("127.0.0.1:50051", description="gRPC address; port 0 takes a free one")
+    drain_timeout: float = Field(30.0, ge=0, description="seconds that SIGTERM waits for answers to end")
+    request_timeout: float = Field(600.0, gt=0, description="deadline in seconds of a request that brings none")
+
+
+class UpSettings(EngineSettings, ConnectorSettings, LogSettings):
+    """`baton up`: a whole stack on this machine."""
+
+    prefill: int = Field(1, ge=0, description="prefill workers")
+    decode: int = Field(1, ge=0, description="decode workers")
+    both: int = Field(0, ge=0, description="workers with both roles")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    http_port: Port = Field(8000, description="REST port; 0 takes a free one")
+    grpc_port: Port = Field(50051, description="gRPC port; 0 takes a free one")
+    drain_timeout: float = Field(30.0, ge=0, description="seconds that Ctrl-C or SIGTERM waits for answers to end")
+    start_timeout: float = Field(120.0, gt=0, description="seconds that the stack may take to become ready")
+
+
+class ClientSettings(Settings):
+    """`baton chat`, `baton generate`, `baton status`."""
+
+    router: str = Field("127.0.0.1:50051", description="the router's gRPC address")

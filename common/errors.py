@@ -1,0 +1,98 @@
+"""Every error that Baton raises on purpose.
+
+    BatonError
+    ├── InvalidArgumentError      the request is wrong: names the field        INVALID_ARGUMENT     400
+    ├── ModelNotFoundError        no such model is served                      NOT_FOUND            404
+    ├── OverloadedError           try again after `retry_after_s`              RESOURCE_EXHAUSTED   429
+    ├── UnavailableError          no worker can take it, or one went away      UNAVAILABLE          503
+    ├── IncompatibleError         model, dtype or KV layout differ             FAILED_PRECONDITION  409
+    ├── DeadlineError             the request's own deadline passed            DEADLINE_EXCEEDED    504
+    ├── InternalError             a defect of ours                             INTERNAL             500
+    ├── ConfigError               a setting is wrong: names the key            (at start only)
+    ├── StartupError              a process cannot start: one line that says why
+    └── TransferError             KV did not arrive; becomes a fallback, never a failed request
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class BatonError(Exception):
+    """Root of the tree. `grpc_code` is the name of a `grpc.StatusCode`; this package knows no grpc."""
+
+    grpc_code: ClassVar[str] = "INTERNAL"
+    http_status: ClassVar[int] = 500
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class InvalidArgumentError(BatonError):
+    """A request that can never succeed. `field` is the name as the client wrote it."""
+
+    grpc_code = "INVALID_ARGUMENT"
+    http_status = 400
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class ModelNotFoundError(BatonError):
+    grpc_code = "NOT_FOUND"
+    http_status = 404
+
+    def __init__(self, model: str, served: str) -> None:
+        super().__init__(f"model: {model!r} is not served here; this is {served!r}")
+        self.field = "model"
+
+
+class OverloadedError(BatonError):
+    grpc_code = "RESOURCE_EXHAUSTED"
+    http_status = 429
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(BatonError):
+    grpc_code = "UNAVAILABLE"
+    http_status = 503
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class IncompatibleError(BatonError):
+    grpc_code = "FAILED_PRECONDITION"
+    http_status = 409
+
+
+class DeadlineError(BatonError):
+    grpc_code = "DEADLINE_EXCEEDED"
+    http_status = 504
+
+
+class InternalError(BatonError):
+    pass
+
+
+class ConfigError(BatonError):
+    """A setting that is unknown or out of range. `key` is its name in flags, environment and YAML alike."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"{key}: {reason}")
+        self.key = key
+
+
+class StartupError(BatonError):
+    """A process cannot start. The message is one line for an operator."""
+
+
+class TransferError(BatonError):
+    """A KV block could not be moved."""

@@ -1,0 +1,60 @@
+"""Log lines: one per event, to standard error, with `request_id` where there is one.
+
+`log.warning("prefill failed, computing in place", extra={"request_id": id, "reason": why})` prints
+`12:34:56.789 WARNING worker.x prefill failed, computing in place request_id=... reason=...`, or one JSON object with
+`--log-format json`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Literal
+
+LogFormat = Literal["text", "json"]
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+
+
+def _extras(record: logging.LogRecord) -> dict[str, object]:
+    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+
+
+class TextFormatter(logging.Formatter):
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)s [{process}] %(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        extras = " ".join(f"{key}={value}" for key, value in _extras(record).items())
+        if not extras:
+            return line
+        head, newline, rest = line.partition("\n")
+        return f"{head} {extras}{newline}{rest}"
+
+
+class JsonFormatter(logging.Formatter):
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "ts": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_extras(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def setup_logging(process: str, *, level: str = "info", log_format: LogFormat = "text") -> None:
+    """Sends all log lines of this process to standard error. `process` is its name in each line."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -1,0 +1,133 @@
+"""The nouns that every package shares. Values are frozen; all of them encode to msgpack with msgspec."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a request ended, as the OpenAI API spells it."""
+
+    STOP = "stop"  # end of sequence, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or the model's context is full
+
+
+class WorkerRole(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class WorkerState(StrEnum):
+    READY = "ready"
+    DRAINING = "draining"
+    UNREACHABLE = "unreachable"  # as a router sees it
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when generation ends. Validated at the edge, by `common.validation`.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `logprobs` None means none; N means the sampled
+    token's and those of the N likeliest. `seed` decides every draw together with the token's position, so that a
+    request gives the same tokens on whichever worker it continues.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+@dataclass(slots=True, frozen=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float  # natural logarithm
+
+
+@dataclass(slots=True, frozen=True)
+class SampledToken:
+    """One generated token. `logprob` is None where logprobs were not asked for."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[TokenLogprob, ...] = ()  # likeliest first
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class KVCacheSpec:
+    """Shape of one KV block, and whose bytes it holds.
+
+    The cache is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`; index 0 of the third
+    axis is K (after rotary embedding), 1 is V. `num_layers` and `num_kv_heads` are those of this shard.
+    """
+
+    model_id: str  # identity of the weights, see `common.model_files.model_identity`
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # tokens
+    dtype: str  # "float32", "bfloat16", "float16"
+    tp_size: int = 1
+    tp_rank: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers, K and V."""
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * self.itemsize
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+
+    def fingerprint(self) -> str:
+        """32 hex digits; equal where two workers' blocks hold the same bytes for the same tokens.
+
+        The tensor-parallel shard is left out on purpose: shards of one whole are exchangeable by offsets.
+        """
+        whole_heads = self.num_kv_heads * self.tp_size
+        parts = ("kv1", self.model_id, self.num_layers, whole_heads, self.head_dim, self.block_size, self.dtype)
+        return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class WorkerLoad:
+    """What a worker tells routers, autoscalers and people about itself. All counts are of this instant.
+
+    Every block is in exactly one of three states, so `num_blocks - num_free_blocks - num_cached_blocks` are owned by
+    a request, a lease or a transfer.
+    """
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    num_queued_prompt_tokens: int = 0  # prompt tokens whose KV is not computed yet
+    num_blocks: int = 0
+    num_free_blocks: int = 0  # hold nothing
+    num_cached_blocks: int = 0  # hold a reusable prefix, owned by nobody
+    num_leases: int = 0  # finished prefills whose blocks are held for a decode worker

@@ -1,0 +1,203 @@
+"""What the gRPC front and the engine process say to each other, over one ZeroMQ pair, as msgpack.
+
+Commands go to the engine, events come back. Progress of a request is reported as deltas: neither side repeats state
+that the other already has. Nothing here is pickled.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from common.types import FinishReason, KVCacheSpec, SampledToken, SamplingParams, WorkerLoad
+from kv_store.base import BlockRef
+
+# ---------------------------------------------------------------------------------------------- commands
+
+
+class RequestMode(StrEnum):
+    LOCAL = "local"  # compute the prompt here, then generate
+    PREFILL = "prefill"  # compute the prompt, sample one token, hold the blocks until ReleaseLease
+    REMOTE = "remote"  # wait for the prompt's KV and first token from a prefill worker, then generate
+
+
+class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    mode: RequestMode = RequestMode.LOCAL
+    cache_salt: str = ""
+    priority: int = 0
+    output_token_ids: list[int] = []  # LOCAL and REMOTE: already generated elsewhere, and already with the client
+    first_block: int = 0  # PREFILL: first index in the block table that has to be published
+
+
+class BlocksAnnounced(msgspec.Struct, tag=True, frozen=True):
+    """REMOTE: the prefill worker holds these ready; fetch what is missing."""
+
+    request_id: str
+    blocks: list[BlockRef]
+
+
+class RemoteFirstToken(msgspec.Struct, tag=True, frozen=True):
+    """REMOTE: the prompt's first token, after the last BlocksAnnounced."""
+
+    request_id: str
+    token: SampledToken
+
+
+class RemotePrefillFailed(msgspec.Struct, tag=True, frozen=True):
+    """REMOTE: what has not arrived by now is computed here. Nothing more will be announced."""
+
+    request_id: str
+    reason: str
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """Ends a request at once, in any state. No event follows. Unknown ids are ignored."""
+
+    request_id: str
+
+
+class ReleaseLease(msgspec.Struct, tag=True, frozen=True):
+    """PREFILL: the stream ended. Frees the blocks, or aborts what still runs. Unknown ids are ignored."""
+
+    request_id: str
+
+
+class AddPeer(msgspec.Struct, tag=True, frozen=True):
+    """Bytes of a peer's `KVConnector.describe()`."""
+
+    peer: bytes
+
+
+class GetStatus(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+
+
+Command = (
+    AddRequest
+    | BlocksAnnounced
+    | RemoteFirstToken
+    | RemotePrefillFailed
+    | Abort
+    | ReleaseLease
+    | AddPeer
+    | GetStatus
+)
+
+# ------------------------------------------------------------------------------------------------ events
+
+
+class EngineReady(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """First event of an engine that started."""
+
+    spec: KVCacheSpec
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    peer: bytes  # KVConnector.describe()
+
+
+class EngineFailed(msgspec.Struct, tag=True, frozen=True):
+    """The engine cannot start, or cannot go on. Its process ends after this."""
+
+    message: str
+
+
+class RemotePrefillNeeded(msgspec.Struct, tag=True, frozen=True):
+    """REMOTE: blocks are allocated; ask a prefill worker for those from `first_block` on."""
+
+    request_id: str
+    first_block: int
+
+
+class BlocksPublished(msgspec.Struct, tag=True, frozen=True):
+    """PREFILL: announce these; `failed_indexes` will never come."""
+
+    request_id: str
+    blocks: list[BlockRef]
+    failed_indexes: list[int]
+    failure: str
+
+
+class BlocksFetched(msgspec.Struct, tag=True, frozen=True):
+    """REMOTE: these arrived and may be acknowledged. `failed_indexes` will be computed here."""
+
+    request_id: str
+    indexes: list[int]
+    failed_indexes: list[int]
+    failure: str
+    num_bytes: int
+
+
+class PrefillReceived(msgspec.Struct, tag=True, frozen=True):
+    """REMOTE: nothing more is needed from the prefill worker; its stream can end."""
+
+    request_id: str
+
+
+class TokensGenerated(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """New tokens. PREFILL gives exactly one, after its last BlocksPublished.
+
+    Marks are seconds since the request was added to this engine, and 0 until they have happened.
+    """
+
+    request_id: str
+    tokens: list[SampledToken]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0  # prompt tokens found in this worker's prefix cache or store
+    num_preemptions: int = 0
+    scheduled_s: float = 0.0  # first scheduled, or blocks allocated for remote KV
+    fallback_reason: str = ""
+
+
+class RequestFailed(msgspec.Struct, tag=True, frozen=True):
+    """The request cannot be served by this engine, through no fault of its own or because it can never fit."""
+
+    request_id: str
+    grpc_code: str
+    message: str
+
+
+class LoadChanged(msgspec.Struct, tag=True, frozen=True):
+    load: WorkerLoad
+
+
+class Status(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+    load: WorkerLoad
+    integrity: str  # "ok", or what is wrong
+
+
+Event = (
+    EngineReady
+    | EngineFailed
+    | RemotePrefillNeeded
+    | BlocksPublished
+    | BlocksFetched
+    | PrefillReceived
+    | TokensGenerated
+    | RequestFailed
+    | LoadChanged
+    | Status
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_command_decoder = msgspec.msgpack.Decoder(list[Command])
+_event_decoder = msgspec.msgpack.Decoder(list[Event])
+
+
+def encode(messages: list[Command] | list[Event]) -> bytes:
+    return _encoder.encode(messages)
+
+
+def decode_commands(data: bytes) -> list[Command]:
+    return _command_decoder.decode(data)
+
+
+def decode_events(data: bytes) -> list[Event]:
+    return _event_decoder.decode(data)

@@ -1,0 +1,147 @@
+"""The connector interface: moves KV blocks between one worker's cache and somewhere else.
+
+A connector is ignorant of requests. Block ids, hashes and bytes go in; results come out, block by block.
+
+Threads: the engine calls every method from one thread and never waits inside one. A connector may run threads of its
+own; they call `wake` (see `register_kv_cache`) when `poll` has something new.
+
+Ownership, which is what keeps wrong bytes away:
+- `publish`: the producer keeps the block's bytes unchanged until its result has come, and, for a P2P connector
+  (`is_store` False), until `release` of that job as well, since peers read the cache itself.
+- `fetch`: the destination belongs to the connector until the block's result has come. A result, good or bad, means
+  that no byte will land there any more. Until then the caller must not hand the block on, whatever happened to the
+  request. There is no cancel: a fetch that is not wanted any more is waited for.
+- Every block given to `publish` or `fetch` gets exactly one result. Deadlines are the connector's own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+import torch
+
+from common.types import KVCacheSpec
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class BlockRef:
+    """What a producer announces: one block, readable until the producer's lease on it ends.
+
+    `peer`, `epoch` and `block_id` say where a P2P block lies; stores leave them empty and go by `block_hash`.
+    """
+
+    index: int  # position in the request's block table
+    block_hash: bytes
+    peer: str = ""
+    epoch: str = ""
+    block_id: int = 0
+    checksum: int | None = None  # XXH3-64 of the block's bytes, where the producer computes it
+
+
+@dataclass(slots=True, frozen=True)
+class LocalBlock:
+    """One block of this worker's own cache, to be published."""
+
+    index: int  # position in the request's block table
+    block_id: int
+    block_hash: bytes
+
+
+@dataclass(slots=True, frozen=True)
+class FetchBlock:
+    """One block to be brought: from `ref`, into `block_id` of this worker's cache."""
+
+    ref: BlockRef
+    block_id: int
+
+
+class TransferKind(StrEnum):
+    PUBLISH = "publish"
+    FETCH = "fetch"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TransferResult:
+    """The end of one block's transfer.
+
+    `error` is None where it went well, else one line that says why. `ref` is set for a published block: what to
+    announce. `num_bytes` counts bytes moved; 0 where the store already held the block or nothing had to move.
+    """
+
+    job_id: int
+    kind: TransferKind
+    index: int
+    block_id: int
+    error: str | None = None
+    ref: BlockRef | None = None
+    num_bytes: int = 0
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ConnectorConfig:
+    """What any connector may need; each reads its own part."""
+
+    kv_dir: str = ""  # shared_storage: the directory
+    epoch: str = ""  # this worker's incarnation, new at each start of the process
+    worker_id: str = ""
+    num_io_threads: int = 2
+    transfer_timeout_s: float = 10.0  # one block's fetch fails after this
+    verify_checksums: bool = False  # P2P: producer computes checksums, consumer verifies; stores always do
+
+
+class KVConnector(ABC):
+    """See the module's docstring for threads and ownership."""
+
+    name: ClassVar[str]
+    is_store: ClassVar[bool]
+    """True: blocks are named by hash, outlive their producer, and `lookup` finds them."""
+
+    @abstractmethod
+    def __init__(self, config: ConnectorConfig) -> None:
+        """Raises `StartupError` with one line where it cannot work here (directory read-only, library missing)."""
+
+    @abstractmethod
+    def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
+        """Called once, before anything else. `cache` is contiguous `[num_blocks, *spec.block_shape]` of `spec.dtype`,
+        on any device, and outlives the connector. `wake` may be called from any thread."""
+
+    @abstractmethod
+    def describe(self) -> bytes:
+        """Opaque bytes that let a peer's `add_peer` reach this connector; empty where none are needed."""
+
+    @abstractmethod
+    def add_peer(self, peer: bytes) -> None:
+        """Makes the connector behind `peer` (its `describe()`) reachable. Adding one twice does nothing.
+
+        Raises `IncompatibleError` where the two can never exchange blocks, `TransferError` where the peer can't be
+        reached now.
+        """
+
+    @abstractmethod
+    def lookup(self, block_hashes: Sequence[bytes]) -> int:
+        """How many leading blocks of `block_hashes` the store holds; 0 for P2P connectors. A hint: a fetch may
+        still fail."""
+
+    @abstractmethod
+    def publish(self, job_id: int, blocks: Sequence[LocalBlock]) -> None:
+        """Starts to make `blocks` readable by others. `job_id` is new with each call to `publish` or `fetch`."""
+
+    @abstractmethod
+    def fetch(self, job_id: int, blocks: Sequence[FetchBlock]) -> None:
+        """Starts to bring `blocks`. Never blocks and never raises for what a peer or store did: that is a result."""
+
+    @abstractmethod
+    def poll(self) -> list[TransferResult]:
+        """Results since the last call, in the order in which they came."""
+
+    @abstractmethod
+    def release(self, job_id: int) -> None:
+        """The lease on what `job_id` published has ended. Unknown jobs are ignored."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stops threads and lets go of the cache. Results that are still due do not come."""

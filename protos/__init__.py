@@ -1,0 +1,1 @@
+"""The contracts: `baton/v1/*.proto` and the Python code generated from them (`make protos`)."""
