@@ -1,0 +1,48 @@
+"""What one engine step asks of the model: the tokens of several requests, flattened into one forward pass.
+
+    request A (prefill chunk)         request B (decode)
+    |<- num_computed ->|<- new ->|    |<-------- num_computed -------->|1|
+    block table: ceil((num_computed + new) / block_size) blocks at least, in order
+
+K and V of the new tokens are written to their blocks first, then every new token attends to all tokens of its own
+request up to and including itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.types import SamplingParams
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SampleInput:
+    """Asks for one token after the sequence's last new token.
+
+    The draw depends on `params.seed` and `num_output_tokens` only (and on the logits), never on the batch, the worker
+    or the past, so that a request continues with the same tokens anywhere.
+    """
+
+    params: SamplingParams
+    num_output_tokens: int  # already generated: the index of the token to be sampled
+    banned_token_ids: tuple[int, ...] = ()  # end-of-sequence and stop ids while below min_tokens
+    prompt_token_ids: list[int] | None = None  # set where a penalty needs them
+    output_token_ids: list[int] | None = None
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SequenceInput:
+    """One request's share of a step."""
+
+    token_ids: list[int]  # the new tokens, at positions num_computed_tokens ...
+    num_computed_tokens: int
+    block_ids: list[int]
+    sample: SampleInput | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class BlockCopy:
+    """Copy one whole block inside the cache (copy-on-write), before the step's forward pass."""
+
+    source: int
+    target: int
