@@ -68,6 +68,10 @@ class EngineSettings(ModelSettings):
     max_num_batched_tokens: Positive = Field(2048, description="tokens in one engine step")
     chunk_size: Positive = Field(512, description="tokens of one prompt in one engine step")
     enable_prefix_caching: bool = Field(True, description="reuse KV blocks of equal prefixes")
+    preemption_mode: Literal["recompute", "swap"] = Field(
+        "recompute", description="what happens to a request that has to give its KV blocks back"
+    )
+    swap_space_gb: float = Field(1.0, gt=0, description="host memory for --preemption-mode swap, GiB")
     num_threads: Positive | None = Field(None, description="compute threads; the pinned cores' number where unset")
     cpu_cores: Annotated[tuple[int, ...], BeforeValidator(_comma_separated)] = Field(
         (), description="cores that the engine process is pinned to, as 0,1; none pinned where empty"
@@ -115,6 +119,41 @@ class UpSettings(EngineSettings, ConnectorSettings, LogSettings):
 
 
 class ClientSettings(Settings):
-    """`baton chat`, `baton generate`, `baton status`."""
+    """What every command that talks to a running stack needs."""
 
     router: str = Field("127.0.0.1:50051", description="the router's gRPC address")
+    timeout: float | None = Field(None, gt=0, description="seconds until the request is given up; the router's limit where unset")
+
+
+class SamplingSettings(Settings):
+    """How an answer is sampled. Unset is the server's default, and the server says which values are good."""
+
+    max_tokens: int | None = Field(None, description="most tokens of the answer; what is left of the context where unset")
+    temperature: float | None = Field(None, description="0 is greedy; 1 where unset")
+    top_p: float | None = Field(None, description="sample from the likeliest tokens of this total probability")
+    top_k: int | None = Field(None, description="sample from this many likeliest tokens; 0 is off")
+    min_p: float | None = Field(None, description="drop tokens less likely than this share of the likeliest")
+    seed: int | None = Field(None, description="equal seeds give equal answers; drawn where unset")
+    stop: str | None = Field(None, description="the answer ends before this text")
+
+
+class ChatSettings(ClientSettings, SamplingSettings):
+    """`baton chat`."""
+
+    system: str | None = Field(None, description="system message that the conversation starts with")
+    timeline: bool = Field(False, description="print where each answer's time went")
+
+
+class GenerateSettings(ClientSettings, SamplingSettings):
+    """`baton generate`."""
+
+    timeline: bool = Field(False, description="print where the answer's time went, to standard error")
+
+
+class DemoSettings(UpSettings):
+    """`baton demo`: a stack on free ports, one question, its timeline."""
+
+    http_port: Port = Field(0, description="REST port; 0 takes a free one")
+    grpc_port: Port = Field(0, description="gRPC port; 0 takes a free one")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="least severe log line shown")
+    max_tokens: Positive = Field(64, description="most tokens of the answer")

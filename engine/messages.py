@@ -6,6 +6,7 @@ that the other already has. Nothing here is pickled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -34,14 +35,16 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class BlocksAnnounced(msgspec.Struct, tag=True, frozen=True):
-    """REMOTE: the prefill worker holds these ready; fetch what is missing."""
+    """REMOTE: the prefill worker holds `blocks` ready; fetch what is missing. `failed_indexes` will never come."""
 
     request_id: str
     blocks: list[BlockRef]
+    failed_indexes: list[int] = []
+    failure: str = ""
 
 
 class RemoteFirstToken(msgspec.Struct, tag=True, frozen=True):
-    """REMOTE: the prompt's first token, after the last BlocksAnnounced."""
+    """REMOTE: the prompt's first token, already relayed to the client. BlocksAnnounced may still follow."""
 
     request_id: str
     token: SampledToken
@@ -77,14 +80,7 @@ class GetStatus(msgspec.Struct, tag=True, frozen=True):
 
 
 Command = (
-    AddRequest
-    | BlocksAnnounced
-    | RemoteFirstToken
-    | RemotePrefillFailed
-    | Abort
-    | ReleaseLease
-    | AddPeer
-    | GetStatus
+    AddRequest | BlocksAnnounced | RemoteFirstToken | RemotePrefillFailed | Abort | ReleaseLease | AddPeer | GetStatus
 )
 
 # ------------------------------------------------------------------------------------------------ events
@@ -140,10 +136,7 @@ class PrefillReceived(msgspec.Struct, tag=True, frozen=True):
 
 
 class TokensGenerated(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """New tokens. PREFILL gives exactly one, after its last BlocksPublished.
-
-    Marks are seconds since the request was added to this engine, and 0 until they have happened.
-    """
+    """New tokens. PREFILL gives exactly one, the moment it is sampled; BlocksPublished may still follow."""
 
     request_id: str
     tokens: list[SampledToken]
@@ -151,7 +144,7 @@ class TokensGenerated(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     stop_token_id: int | None = None
     num_cached_tokens: int = 0  # prompt tokens found in this worker's prefix cache or store
     num_preemptions: int = 0
-    scheduled_s: float = 0.0  # first scheduled, or blocks allocated for remote KV
+    queue_s: float = 0.0  # from being added to being first scheduled (or, REMOTE, having its blocks allocated)
     fallback_reason: str = ""
 
 
@@ -191,7 +184,7 @@ _command_decoder = msgspec.msgpack.Decoder(list[Command])
 _event_decoder = msgspec.msgpack.Decoder(list[Event])
 
 
-def encode(messages: list[Command] | list[Event]) -> bytes:
+def encode(messages: Sequence[Command] | Sequence[Event]) -> bytes:
     return _encoder.encode(messages)
 
 

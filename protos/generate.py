@@ -29,8 +29,11 @@ def proto_files() -> list[str]:
 def generate(target: Path) -> dict[str, str]:
     """Runs protoc into `target`; returns relative path to text for each generated file."""
     well_known = Path(grpc_tools.__file__).parent / "_proto"
+    scripts = Path(sys.executable).parent  # mypy-protobuf's plugins lie beside the interpreter, often not on PATH
     arguments = [
         "protoc",
+        f"--plugin=protoc-gen-mypy={scripts / 'protoc-gen-mypy'}",
+        f"--plugin=protoc-gen-mypy_grpc={scripts / 'protoc-gen-mypy_grpc'}",
         f"-I{ROOT}",
         f"-I{well_known}",
         f"--python_out={target}",

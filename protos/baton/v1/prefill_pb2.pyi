@@ -136,7 +136,7 @@ class PrefillEvent(_message.Message):
     def blocks_ready(self) -> Global___BlocksReady: ...
     @_builtins.property
     def first_token(self) -> Global___FirstToken:
-        """last event of a prompt, after all of its blocks_ready"""
+        """once, the moment it is sampled; blocks_ready may still follow"""
 
     def __init__(
         self,

@@ -1,0 +1,304 @@
+"""Who owns which KV block. Pure bookkeeping: no tensor, no clock.
+
+A block is in exactly one of three states:
+
+    empty    nobody refers to it, and it holds nothing worth keeping
+    cached   nobody refers to it, but it holds a full block that can be found by its hash; evicted when room is needed
+    owned    ref_cnt > 0: by requests that share it, and by transfers that read or write it
+
+    allocate/append: empty or cached (evicting) -> owned      match: cached -> owned
+    free:            owned -> cached (has a hash) or empty    reset: cached -> empty
+
+Eviction takes the least recently freed cached block. `free` returns a request's blocks last one first, so that of
+equally old blocks the one furthest from the root goes first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from common.block_hash import block_hash
+from engine.batch import BlockCopy
+from engine.request import Request
+
+
+@dataclass(slots=True)
+class KVBlock:
+    block_id: int
+    ref_cnt: int = 0
+    block_hash: bytes | None = None  # set while the block can be found by it
+
+
+@dataclass(slots=True, frozen=True)
+class BlockSwap:
+    """Copy one whole block between the device's cache and the host's."""
+
+    device_block: int
+    host_block: int
+
+
+class BlockManager:
+    """Allocates, shares, names and evicts the blocks of one KV cache."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        root_hash: bytes,
+        *,
+        enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+    ) -> None:
+        self.block_size = block_size
+        self._root_hash = root_hash
+        self._enable_prefix_caching = enable_prefix_caching
+        self._blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
+        self._empty = deque(range(num_blocks))
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached blocks, the next to be evicted first
+        self._by_hash: dict[bytes, int] = {}
+        self._host_empty = deque(range(num_host_blocks))
+        self._num_host_blocks = num_host_blocks
+        self._held: Counter[int] = Counter()  # references of transfers
+
+    # ------------------------------------------------------------------------------------------- counts
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def num_empty_blocks(self) -> int:
+        return len(self._empty)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return len(self._evictable)
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that an allocation could get: empty ones and cached ones."""
+        return len(self._empty) + len(self._evictable)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # ------------------------------------------------------------------------------- names and prefix cache
+
+    def name_full_blocks(self, request: Request) -> None:
+        """Extends `request.block_hashes` to all full blocks of its tokens."""
+        hashes = request.block_hashes
+        while (len(hashes) + 1) * self.block_size <= request.num_tokens:
+            hashes.append(self._hash_of(request, len(hashes), (len(hashes) + 1) * self.block_size))
+
+    def tail_hash(self, request: Request) -> bytes:
+        """Name of the prompt's last block where the prompt fills it only in part."""
+        self.name_full_blocks(request)
+        index = request.num_prompt_tokens // self.block_size
+        return self._hash_of(request, index, request.num_prompt_tokens)
+
+    def _hash_of(self, request: Request, index: int, stop: int) -> bytes:
+        parent = request.block_hashes[index - 1] if index else self._root_hash
+        return block_hash(parent, request.token_ids[index * self.block_size : stop], request.extra_keys)
+
+    def find_prefix(self, request: Request) -> list[int]:
+        """Blocks that already hold the request's leading full blocks. Takes no reference.
+
+        One token at least is left to compute, since only a computed token gives logits.
+        """
+        if not self._enable_prefix_caching:
+            return []
+        self.name_full_blocks(request)
+        found: list[int] = []
+        for name in request.block_hashes[: (request.num_tokens - 1) // self.block_size]:
+            block_id = self._by_hash.get(name)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def name_computed(self, request: Request) -> None:
+        """Makes the full blocks below `request.num_computed_tokens` findable. Of equal blocks the first one stays."""
+        if not self._enable_prefix_caching:
+            return
+        self.name_full_blocks(request)
+        num_full = request.num_computed_tokens // self.block_size
+        for index in range(request.num_named_blocks, num_full):
+            block, name = self._blocks[request.block_ids[index]], request.block_hashes[index]
+            if block.block_hash is None and name not in self._by_hash:
+                block.block_hash = name
+                self._by_hash[name] = block.block_id
+        request.num_named_blocks = num_full
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every name; blocks in use stay in use, unfindable."""
+        for block in self._blocks:
+            block.block_hash = None
+        self._by_hash.clear()
+        self._empty.extend(self._evictable)
+        self._evictable.clear()
+
+    # ------------------------------------------------------------------------------------ allocate and free
+
+    def allocate(self, request: Request, num_tokens: int, prefix: Sequence[int] = ()) -> bool:
+        """Gives a request without blocks its `prefix` (shared) and new blocks up to `num_tokens`; all or nothing."""
+        if request.block_ids:
+            raise ValueError(f"request {request.request_id} already has blocks")
+        num_new = max(self.blocks_for(num_tokens) - len(prefix), 0)
+        num_taken = sum(self._blocks[block_id].ref_cnt == 0 for block_id in prefix)
+        if num_new > self.num_available_blocks - num_taken:
+            return False
+        for block_id in prefix:
+            self._share(block_id)
+        request.block_ids = [*prefix, *(self._take() for _ in range(num_new))]
+        return True
+
+    def append(self, request: Request, num_tokens: int) -> bool:
+        """Grows the block table to hold `num_tokens`; all or nothing."""
+        num_new = self.blocks_for(num_tokens) - len(request.block_ids)
+        if num_new > self.num_available_blocks:
+            return False
+        request.block_ids.extend(self._take() for _ in range(num_new))
+        return True
+
+    def free(self, request: Request) -> None:
+        """Gives up all of the request's blocks."""
+        for block_id in reversed(request.block_ids):
+            self._drop(block_id)
+        request.block_ids = []
+        request.num_named_blocks = 0
+        self._host_empty.extend(request.host_block_ids)
+        request.host_block_ids = []
+
+    # --------------------------------------------------------------------------------- share, copy and swap
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Gives `child` the same blocks as `parent`; the first to write into one copies it."""
+        if child.block_ids:
+            raise ValueError(f"request {child.request_id} already has blocks")
+        for block_id in parent.block_ids:
+            self._share(block_id)
+        child.block_ids = list(parent.block_ids)
+        child.num_computed_tokens = parent.num_computed_tokens
+
+    def copy_on_write(self, request: Request, index: int) -> BlockCopy | None:
+        """Makes block `index` safe to write; the copy to carry out first, or None where it is not shared.
+
+        Raises `MemoryError` where no block is left; callers make room first.
+        """
+        source = request.block_ids[index]
+        if self._blocks[source].ref_cnt == 1:
+            return None
+        if not self.num_available_blocks:
+            raise MemoryError("no KV block is left for a copy-on-write")
+        target = self._take()
+        request.block_ids[index] = target
+        self._drop(source)
+        return BlockCopy(source, target)
+
+    def swap_out(self, request: Request) -> list[BlockSwap] | None:
+        """Moves a request to host memory; None, and nothing done, where that is full."""
+        if len(request.block_ids) > len(self._host_empty):
+            return None
+        swaps = [BlockSwap(block_id, self._host_empty.popleft()) for block_id in request.block_ids]
+        for block_id in reversed(request.block_ids):
+            self._drop(block_id)
+        request.block_ids = []
+        request.num_named_blocks = 0
+        request.host_block_ids = [swap.host_block for swap in swaps]
+        return swaps
+
+    def swap_in(self, request: Request) -> list[BlockSwap] | None:
+        """Brings a swapped request back; None, and nothing done, where there is no room."""
+        if len(request.host_block_ids) > self.num_available_blocks:
+            return None
+        swaps = [BlockSwap(self._take(), host_block) for host_block in request.host_block_ids]
+        request.block_ids = [swap.device_block for swap in swaps]
+        self._host_empty.extend(request.host_block_ids)
+        request.host_block_ids = []
+        return swaps
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """References of a transfer: the blocks stay owned until `unhold`, whatever becomes of their request."""
+        for block_id in block_ids:
+            self._share(block_id)
+            self._held[block_id] += 1
+
+    def unhold(self, block_id: int) -> None:
+        if not self._held[block_id]:
+            raise ValueError(f"block {block_id} is not held")
+        self._held[block_id] -= 1
+        if not self._held[block_id]:
+            del self._held[block_id]
+        self._drop(block_id)
+
+    # -------------------------------------------------------------------------------------------- internals
+
+    def _take(self) -> int:
+        """An empty block, or the next cached one, evicted; owned from here on."""
+        if self._empty:
+            block_id = self._empty.popleft()
+        else:
+            block_id, _ = self._evictable.popitem(last=False)
+            self._forget(self._blocks[block_id])
+        self._blocks[block_id].ref_cnt = 1
+        return block_id
+
+    def _share(self, block_id: int) -> None:
+        block = self._blocks[block_id]
+        if block.ref_cnt == 0:
+            if block_id not in self._evictable:
+                raise ValueError(f"block {block_id} is empty and cannot be shared")
+            del self._evictable[block_id]
+        block.ref_cnt += 1
+
+    def _drop(self, block_id: int) -> None:
+        block = self._blocks[block_id]
+        if block.ref_cnt == 0:
+            raise ValueError(f"block {block_id} is freed twice")
+        block.ref_cnt -= 1
+        if block.ref_cnt == 0:
+            if block.block_hash is None:
+                self._empty.append(block_id)
+            else:
+                self._evictable[block_id] = None
+
+    def _forget(self, block: KVBlock) -> None:
+        if block.block_hash is not None:
+            del self._by_hash[block.block_hash]
+            block.block_hash = None
+
+    # -------------------------------------------------------------------------------------------- integrity
+
+    def check_integrity(self, requests: Iterable[Request]) -> list[str]:
+        """What is wrong, given all requests that may own blocks; empty where every block is accounted for."""
+        problems: list[str] = []
+        expected = Counter(self._held)
+        host_used: Counter[int] = Counter()
+        for request in requests:
+            expected.update(request.block_ids)
+            host_used.update(request.host_block_ids)
+        empty = Counter(self._empty)
+        for block in self._blocks:
+            name, places = f"block {block.block_id}", (empty[block.block_id], block.block_id in self._evictable)
+            if block.ref_cnt != expected[block.block_id]:
+                problems.append(f"{name} has ref_cnt {block.ref_cnt}, but {expected[block.block_id]} owners")
+            if sum(places) + (block.ref_cnt > 0) != 1:
+                problems.append(f"{name} is in {sum(places)} free lists with ref_cnt {block.ref_cnt}")
+            if block.block_hash is None and places[1]:
+                problems.append(f"{name} is cached without a name")
+            if block.block_hash is not None and self._by_hash.get(block.block_hash) != block.block_id:
+                problems.append(f"{name} has a name that finds another block")
+        problems.extend(
+            f"a name finds block {block_id}, which has another"
+            for name_, block_id in self._by_hash.items()
+            if self._blocks[block_id].block_hash != name_
+        )
+        host_free = Counter(self._host_empty)
+        problems.extend(
+            f"host block {host_block} has {host_free[host_block] + host_used[host_block]} owners"
+            for host_block in range(self._num_host_blocks)
+            if host_free[host_block] + host_used[host_block] != 1
+        )
+        return problems

@@ -1,0 +1,328 @@
+"""One engine: takes commands, runs steps, gives events. Single-threaded, and ignorant of how messages travel.
+
+A step is `schedule -> execute -> update`. Between steps come commands and the results of KV transfers. The engine
+never waits for a transfer: a request that needs remote KV is not scheduled until its blocks are here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from common.block_hash import extra_keys, root_hash
+from common.config import EngineSettings
+from common.errors import BatonError
+from common.types import FinishReason, KVCacheSpec, SampledToken, WorkerLoad
+from engine import messages as m
+from engine.batch import BlockCopy, SampleInput, SequenceInput
+from engine.block_manager import BlockManager, BlockSwap
+from engine.request import Request
+from engine.scheduler import NewToken, Publish, Scheduler, SchedulerConfig, SchedulerOutput
+from engine.transfers import Transfers
+from kv_store.base import BlockRef, KVConnector, TransferKind
+
+log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """The model on its device. `engine.model_runner.ModelRunner`, or a fake in tests."""
+
+    spec: KVCacheSpec
+    kv_cache: torch.Tensor  # [num_blocks, *spec.block_shape]
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+
+    def execute(
+        self, sequences: Sequence[SequenceInput], copies: Sequence[BlockCopy] = ()
+    ) -> list[SampledToken | None]: ...
+
+
+@dataclass(slots=True)
+class _TransferNews:
+    """What `poll` brought for one request."""
+
+    refs: list[BlockRef] = field(default_factory=list)
+    published_lost: list[int] = field(default_factory=list)
+    arrived: list[int] = field(default_factory=list)
+    fetch_lost: list[int] = field(default_factory=list)
+    failure: str = ""
+    num_bytes: int = 0
+
+
+class EngineCore:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        runner: Runner,
+        connector: KVConnector,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+    ) -> None:
+        self._runner = runner
+        self._connector = connector
+        self._clock = clock
+        self._host_cache = _host_cache(settings, runner.spec)
+        self.blocks = BlockManager(
+            runner.num_blocks,
+            runner.spec.block_size,
+            root_hash(runner.spec.fingerprint()),
+            enable_prefix_caching=settings.enable_prefix_caching,
+            num_host_blocks=len(self._host_cache),
+        )
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=settings.max_num_batched_tokens,
+                chunk_size=settings.chunk_size,
+                max_model_len=runner.max_model_len,
+                eos_token_ids=frozenset(runner.eos_token_ids),
+                preemption_mode=settings.preemption_mode,
+            ),
+            self.blocks,
+        )
+        self._transfers = Transfers(connector, self.blocks)
+        self._events: list[m.Event] = []
+        connector.register_kv_cache(runner.kv_cache, runner.spec, wake)
+
+    # ------------------------------------------------------------------------------------------ interface
+
+    def ready(self) -> m.EngineReady:
+        runner = self._runner
+        return m.EngineReady(
+            spec=runner.spec,
+            num_blocks=runner.num_blocks,
+            max_model_len=runner.max_model_len,
+            vocab_size=runner.vocab_size,
+            eos_token_ids=list(runner.eos_token_ids),
+            peer=self._connector.describe(),
+        )
+
+    def handle(self, command: m.Command) -> None:
+        """Takes one command in. Never raises for what a command asks."""
+        match command:
+            case m.AddRequest():
+                self._add(command)
+            case m.BlocksAnnounced(request_id, refs, failed_indexes, failure):
+                self._transfers.fetch(request_id, self.scheduler.announce(request_id, refs))
+                self.scheduler.blocks_lost(request_id, failed_indexes, failure)
+                self._settle_remote(request_id)
+            case m.RemoteFirstToken(request_id, token):
+                new = self.scheduler.first_token(request_id, token)
+                if new is not None and new.finish_reason is not None:
+                    self._report_token(new, is_relayed=True)
+                self._settle_remote(request_id)
+            case m.RemotePrefillFailed(request_id, reason):
+                self.scheduler.remote_failed(request_id, reason)
+                self._settle_remote(request_id)
+            case m.Abort(request_id) | m.ReleaseLease(request_id):
+                self.scheduler.abort(request_id)
+                self._transfers.release(request_id)
+            case m.AddPeer(peer):
+                try:
+                    self._connector.add_peer(peer)
+                except BatonError as error:  # fetches from it will fail, and say so with their request's id
+                    log.warning("cannot reach a peer's KV cache", extra={"reason": str(error)})
+            case m.GetStatus(call_id):
+                problems = self.scheduler.check_integrity()
+                self._events.append(m.Status(call_id, self.load, "; ".join(problems[:5]) or "ok"))
+
+    def step(self) -> bool:
+        """Takes in finished transfers and computes one batch; False where there was nothing to compute."""
+        self._take_in_transfers()
+        output = self.scheduler.schedule(self._clock())
+        self._carry_out(output)
+        if not output.num_tokens:
+            return bool(output.preempted) and self.scheduler.num_running > 0
+        result = self.scheduler.update(output, self._execute(output))
+        for publish in result.publishes:
+            self._publish(publish)
+        for new in result.tokens:
+            self._report_token(new)
+        return True
+
+    def take_events(self) -> list[m.Event]:
+        """Events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def load(self) -> WorkerLoad:
+        scheduler, blocks = self.scheduler, self.blocks
+        return WorkerLoad(
+            num_requests_running=scheduler.num_running,
+            num_requests_waiting=scheduler.num_waiting,
+            num_queued_prompt_tokens=scheduler.num_queued_prompt_tokens,
+            num_blocks=blocks.num_blocks,
+            num_free_blocks=blocks.num_empty_blocks,
+            num_cached_blocks=blocks.num_cached_blocks,
+            num_leases=scheduler.num_leases,
+        )
+
+    def close(self) -> None:
+        self._connector.close()
+
+    # ------------------------------------------------------------------------------------------- commands
+
+    def _add(self, command: m.AddRequest) -> None:
+        num_tokens = len(command.prompt_token_ids) + len(command.output_token_ids)
+        if not command.prompt_token_ids:
+            self._fail(command.request_id, "INVALID_ARGUMENT", "prompt_token_ids: is empty")
+            return
+        if num_tokens >= self._runner.max_model_len:
+            limit = self._runner.max_model_len
+            reason = f"prompt_token_ids: {num_tokens} tokens leave no room in a context of {limit}"
+            self._fail(command.request_id, "INVALID_ARGUMENT", reason)
+            return
+        self.scheduler.add(
+            Request(
+                request_id=command.request_id,
+                token_ids=[*command.prompt_token_ids, *command.output_token_ids],
+                num_prompt_tokens=len(command.prompt_token_ids),
+                sampling_params=command.sampling_params,
+                arrival_time=self._clock(),
+                mode=command.mode,
+                extra_keys=extra_keys(cache_salt=command.cache_salt),
+                priority=command.priority,
+                first_block=command.first_block,
+            )
+        )
+
+    def _fail(self, request_id: str, grpc_code: str, message: str) -> None:
+        self._events.append(m.RequestFailed(request_id, grpc_code, message))
+
+    # ------------------------------------------------------------------------------------------ transfers
+
+    def _publish(self, publish: Publish) -> None:
+        self._transfers.publish(publish.request.request_id, publish.blocks)
+
+    def _take_in_transfers(self) -> None:
+        news: defaultdict[str, _TransferNews] = defaultdict(_TransferNews)
+        for request_id, result in self._transfers.poll():
+            item = news[request_id]
+            item.num_bytes += result.num_bytes
+            if result.error is not None:
+                item.failure = item.failure or result.error
+            if result.kind is TransferKind.FETCH:
+                (item.arrived if result.error is None else item.fetch_lost).append(result.index)
+            elif result.ref is not None:
+                item.refs.append(result.ref)
+            else:
+                item.published_lost.append(result.index)
+        for request_id, item in news.items():
+            self._report_transfers(request_id, item)
+
+    def _report_transfers(self, request_id: str, news: _TransferNews) -> None:
+        if news.refs or news.published_lost:
+            self._events.append(m.BlocksPublished(request_id, news.refs, news.published_lost, news.failure))
+        if not (news.arrived or news.fetch_lost):
+            return
+        for index in news.arrived:
+            self.scheduler.block_arrived(request_id, index)
+        self.scheduler.blocks_lost(request_id, news.fetch_lost, news.failure)
+        self._events.append(m.BlocksFetched(request_id, news.arrived, news.fetch_lost, news.failure, news.num_bytes))
+        self._settle_remote(request_id)
+
+    def _settle_remote(self, request_id: str) -> None:
+        request = self.scheduler.settle_remote(request_id)
+        if request is None:
+            return
+        if request.fallback_reason:
+            log.warning(
+                "remote KV did not arrive, computing it here",
+                extra={
+                    "request_id": request_id,
+                    "reason": request.fallback_reason,
+                    "num_computed_tokens": request.num_computed_tokens,
+                    "num_prompt_tokens": request.num_prompt_tokens,
+                },
+            )
+        self._events.append(m.PrefillReceived(request_id))
+
+    # ----------------------------------------------------------------------------------------------- step
+
+    def _carry_out(self, output: SchedulerOutput) -> None:
+        self._swap(output.swap_outs, output.swap_ins)
+        for publish in output.publishes:
+            self._publish(publish)
+        for request in output.remote_needed:
+            if request.remote is not None:
+                self._events.append(m.RemotePrefillNeeded(request.request_id, request.remote.first_block))
+        self._events.extend(m.PrefillReceived(request.request_id) for request in output.remote_not_needed)
+        for request in output.preempted:
+            log.warning(
+                "preempted: KV blocks ran out; raise --kv-cache-memory-gb or --num-blocks, or lower --max-num-seqs",
+                extra={"request_id": request.request_id, "num_preemptions": request.num_preemptions},
+            )
+
+    def _swap(self, swap_outs: list[BlockSwap], swap_ins: list[BlockSwap]) -> None:
+        """Copies whole blocks; outs first, since an in may go to a block that an out has just left."""
+        cache = self._runner.kv_cache
+        for swap in swap_outs:
+            self._host_cache[swap.host_block].copy_(cache[swap.device_block])
+        for swap in swap_ins:
+            cache[swap.device_block].copy_(self._host_cache[swap.host_block])
+
+    def _execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
+        sequences = [self._sequence(request, num_new) for request, num_new in output.num_tokens.items()]
+        try:
+            return self._runner.execute(sequences)
+        except Exception:
+            # One batch is lost, not the worker: its requests fail with their ids, all others go on.
+            log.exception("a step failed", extra={"num_requests": len(sequences)})
+            for request in list(output.num_tokens):
+                self.scheduler.abort(request.request_id)
+                self._transfers.release(request.request_id)
+                self._fail(request.request_id, "INTERNAL", "the engine failed to compute this request")
+            return [None] * len(sequences)
+
+    def _sequence(self, request: Request, num_new: int) -> SequenceInput:
+        start = request.num_computed_tokens
+        return SequenceInput(
+            token_ids=request.token_ids[start : start + num_new],
+            num_computed_tokens=start,
+            block_ids=request.block_ids,
+            sample=self._sample(request) if num_new == request.num_missing_tokens else None,
+        )
+
+    def _sample(self, request: Request) -> SampleInput:
+        params = request.sampling_params
+        return SampleInput(
+            params=params,
+            num_output_tokens=request.num_output_tokens,
+            banned_token_ids=request.banned_token_ids(self.scheduler.config.eos_token_ids),
+            prompt_token_ids=request.prompt_token_ids if params.has_penalties else None,
+            output_token_ids=request.output_token_ids if params.has_penalties else None,
+        )
+
+    def _report_token(self, new: NewToken, *, is_relayed: bool = False) -> None:
+        request, reason = new.request, new.finish_reason
+        self._events.append(
+            m.TokensGenerated(
+                request_id=request.request_id,
+                tokens=[] if is_relayed else [new.token],
+                finish_reason=reason,
+                stop_token_id=request.stop_token_id if reason is FinishReason.STOP else None,
+                num_cached_tokens=request.num_cached_tokens,
+                num_preemptions=request.num_preemptions,
+                queue_s=(request.scheduled_time or request.arrival_time) - request.arrival_time,
+                fallback_reason=request.fallback_reason,
+            )
+        )
+
+
+def _host_cache(settings: EngineSettings, spec: KVCacheSpec) -> torch.Tensor:
+    """Host memory for swapped blocks `[num_host_blocks, *block_shape]`; no blocks where swapping is off."""
+    is_on = settings.preemption_mode == "swap"
+    num_blocks = int(settings.swap_space_gb * 2**30) // spec.block_bytes if is_on else 0
+    return torch.empty((num_blocks, *spec.block_shape), dtype=getattr(torch, spec.dtype))

@@ -1,0 +1,157 @@
+"""The engine's own process: `python -m engine.process`, started by `worker.engine_client`.
+
+It reads one line of JSON from standard input (`Bootstrap`), connects back over a local ZeroMQ pair, and serves until
+standard input closes, which happens when its parent ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from common.config import WorkerSettings
+from common.errors import BatonError
+from common.logs import setup_logging
+from common.types import WorkerLoad
+from engine import messages as m
+
+LOAD_INTERVAL_S = 0.05  # load is reported on change, at most this often
+IDLE_POLL_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
+    """First line of standard input."""
+
+    address: str  # where to connect to, ipc://…
+    name: str  # of this process, in log lines
+    model_dir: str
+    worker_id: str
+    epoch: str
+    settings: str  # WorkerSettings as JSON
+
+
+class Wakeup:
+    """Lets other threads end the engine's wait for commands. `read_fd` is readable after `set`."""
+
+    def __init__(self) -> None:
+        self.read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self.read_fd, False)
+        os.set_blocking(self._write_fd, False)
+
+    def set(self) -> None:
+        try:
+            os.write(self._write_fd, b"\0")
+        except BlockingIOError:
+            return  # the pipe is full of wake-ups already
+
+    def clear(self) -> None:
+        try:
+            while os.read(self.read_fd, 4096):
+                pass
+        except BlockingIOError:
+            return
+
+
+def main() -> int:
+    bootstrap = msgspec.json.decode(sys.stdin.readline(), type=Bootstrap)
+    settings = WorkerSettings.model_validate_json(bootstrap.settings)
+    setup_logging(bootstrap.name, level=settings.log_level, log_format=settings.log_format)
+    if settings.cpu_cores:
+        os.sched_setaffinity(0, settings.cpu_cores)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    socket = zmq.Context.instance().socket(zmq.PAIR)
+    socket.set(zmq.LINGER, 1000)
+    socket.connect(bootstrap.address)
+    try:
+        _serve(bootstrap, settings, socket)
+    except BatonError as error:
+        socket.send(m.encode([m.EngineFailed(error.message)]))
+        return 1
+    except MemoryError as error:
+        socket.send(m.encode([m.EngineFailed(f"out of memory: {error}")]))
+        return 1
+    except Exception as error:
+        log.exception("the engine failed")
+        socket.send(m.encode([m.EngineFailed(f"{type(error).__name__}: {error}")]))
+        return 1
+    finally:
+        socket.close()
+    return 0
+
+
+def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[bytes]) -> None:
+    """Loads the model, then: commands in, one step, events out, for ever."""
+    from engine.core import EngineCore
+    from engine.model_runner import ModelRunner
+    from kv_store.base import ConnectorConfig
+    from kv_store.registry import create_connector
+
+    wakeup = Wakeup()
+    connector = create_connector(
+        settings.connector,
+        ConnectorConfig(
+            kv_dir=settings.kv_dir or "",
+            epoch=bootstrap.epoch,
+            worker_id=bootstrap.worker_id,
+            transfer_timeout_s=settings.transfer_timeout_s,
+            verify_checksums=settings.verify_checksums,
+        ),
+    )
+    runner = ModelRunner(Path(bootstrap.model_dir), settings)
+    core = EngineCore(settings, runner, connector, time.monotonic, wakeup.set)
+    socket.send(m.encode([core.ready()]))
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    poller.register(wakeup.read_fd, zmq.POLLIN)
+    reporter = _LoadReporter()
+    is_busy = False
+    while True:
+        poller.poll(0 if is_busy else reporter.ms_until_due(time.monotonic()))
+        wakeup.clear()
+        while socket.poll(0):
+            for command in m.decode_commands(socket.recv()):
+                core.handle(command)
+        is_busy = core.step()
+        events = core.take_events()
+        reporter.add_if_due(core.load, time.monotonic(), events)
+        if events:
+            socket.send(m.encode(events))
+
+
+class _LoadReporter:
+    """Reports load at once, then on change, at most every LOAD_INTERVAL_S."""
+
+    def __init__(self) -> None:
+        self._last: WorkerLoad | None = None
+        self._last_time = 0.0
+        self._is_pending = False
+
+    def ms_until_due(self, now: float) -> int:
+        """How long the engine may sleep where nothing else wakes it."""
+        due_s = self._last_time + LOAD_INTERVAL_S - now if self._is_pending else IDLE_POLL_S
+        return max(int(due_s * 1000), 1)
+
+    def add_if_due(self, load: WorkerLoad, now: float, events: list[m.Event]) -> None:
+        self._is_pending = load != self._last
+        if self._is_pending and now - self._last_time >= LOAD_INTERVAL_S:
+            events.append(m.LoadChanged(load))
+            self._last, self._last_time, self._is_pending = load, now, False
+
+
+def _exit_with_parent() -> None:
+    """The parent holds the other end of standard input and never writes again; it closes when the parent ends."""
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""What a request that waits for remote KV knows about its blocks. Pure: it is told, and answers.
+
+Each block of the prompt from `first_block` on is missing, in flight, arrived or lost. The wait is over when every
+block has arrived or is lost for good, the first token is known, and nothing is in flight any more; or, after a
+failure, as soon as nothing is in flight. What has not arrived by then is just tokens not yet computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kv_store.base import BlockRef
+
+
+@dataclass(slots=True)
+class RemotePrefill:
+    first_block: int
+    num_blocks: int  # of the whole prompt, its partial tail included
+    arrived: set[int] = field(default_factory=set)
+    in_flight: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)  # could be announced again, by another prefill worker
+    has_first_token: bool = False
+    is_ended: bool = False  # nothing more will be announced
+    failure: str = ""  # the first reason why a block will be computed here
+
+    def announce(self, refs: Sequence[BlockRef]) -> list[BlockRef]:
+        """Which of `refs` to fetch now; they count as in flight from here on."""
+        wanted = [
+            ref
+            for ref in refs
+            if self.first_block <= ref.index < self.num_blocks
+            and ref.index not in self.arrived
+            and ref.index not in self.in_flight
+        ]
+        for ref in wanted:
+            self.in_flight.add(ref.index)
+            self.lost.discard(ref.index)
+        return wanted
+
+    def lose(self, indexes: Iterable[int], failure: str) -> None:
+        """These blocks could not be published, or their transfer failed."""
+        for index in indexes:
+            self.in_flight.discard(index)
+            if index not in self.arrived:
+                self.lost.add(index)
+                self.failure = self.failure or failure
+
+    def arrive(self, index: int) -> None:
+        self.in_flight.discard(index)
+        self.arrived.add(index)
+
+    def end(self, failure: str) -> None:
+        """The stream is gone for good."""
+        self.is_ended = True
+        if not self.is_complete:
+            self.failure = self.failure or failure
+
+    @property
+    def is_complete(self) -> bool:
+        """All blocks and the first token are here."""
+        return self.has_first_token and len(self.arrived) == self.num_blocks - self.first_block
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing more is to be waited for, be it for good or for bad."""
+        if self.in_flight:
+            return False
+        accounted = len(self.arrived) + len(self.lost) == self.num_blocks - self.first_block
+        return self.is_ended or (self.has_first_token and accounted)
+
+    @property
+    def num_ready_blocks(self) -> int:
+        """Length of the run of blocks, from the prompt's start, whose KV is here."""
+        index = self.first_block
+        while index in self.arrived:
+            index += 1
+        return index

@@ -1,0 +1,104 @@
+"""One request as the engine sees it. All of its state lives here; the scheduler and block manager only act on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from common.types import FinishReason, SamplingParams
+from engine.messages import RequestMode
+from engine.remote_prefill import RemotePrefill
+
+
+class RequestStatus(StrEnum):
+    WAITING = "waiting"
+    WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"  # blocks allocated, bytes on their way
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # lost its blocks; its tokens will be computed again
+    SWAPPED = "swapped"  # its blocks are in host memory
+    FINISHED_STOPPED = "finished_stopped"
+    FINISHED_LENGTH = "finished_length"
+    FINISHED_ABORTED = "finished_aborted"
+    FINISHED_LEASED = "finished_leased"  # a prefill whose blocks are held until its stream ends
+
+    @property
+    def is_finished(self) -> bool:
+        return self.value.startswith("finished")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """Progress is one number: the scheduler lets `num_computed_tokens` catch up with `num_tokens`.
+
+    token_ids      | prompt                         | output            |
+                   0                    num_prompt_tokens      num_tokens
+    KV             | computed (cached, fetched or own)  |  to compute   |
+                   0                     num_computed_tokens
+    block_ids      | 0 | 1 | 2 | ...                 (may reach further than computed)
+    """
+
+    request_id: str
+    token_ids: list[int]  # prompt, then output
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    arrival_time: float  # seconds, on the clock that the caller passes everywhere
+    mode: RequestMode = RequestMode.LOCAL
+    extra_keys: tuple[str, ...] = ()
+    priority: int = 0
+    first_block: int = 0  # PREFILL: first index that the decode worker lacks
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
+    block_ids: list[int] = field(default_factory=list)
+    host_block_ids: list[int] = field(default_factory=list)  # while SWAPPED
+    block_hashes: list[bytes] = field(default_factory=list)  # names of the full blocks of token_ids
+    num_named_blocks: int = 0  # leading blocks of block_ids that name_computed has seen
+    num_published_blocks: int = 0  # PREFILL: blocks before this index are published or not needed
+    num_preemptions: int = 0
+    scheduled_time: float | None = None  # first admitted
+    remote: RemotePrefill | None = None  # while WAITING_FOR_REMOTE_KV
+    fallback_reason: str = ""
+    stop_token_id: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Tokens whose KV has to be computed before the next token can be sampled."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def banned_token_ids(self, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
+        """Tokens that may not come next, because they would end the answer before min_tokens."""
+        params = self.sampling_params
+        if self.num_output_tokens >= params.min_tokens:
+            return ()
+        eos = () if params.ignore_eos else tuple(eos_token_ids)
+        return tuple(sorted({*eos, *params.stop_token_ids}))
+
+    def append(self, token_id: int, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
+        """Adds a generated token; says why the request is finished with it, if it is."""
+        self.token_ids.append(token_id)
+        params = self.sampling_params
+        if self.num_output_tokens >= params.min_tokens:
+            if token_id in params.stop_token_ids:
+                self.stop_token_id = token_id
+                return FinishReason.STOP
+            if token_id in eos_token_ids and not params.ignore_eos:
+                return FinishReason.STOP
+        if self.num_output_tokens >= params.max_tokens or self.num_tokens >= max_model_len:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,374 @@
+"""Decides what the next engine step computes. Pure: it returns effects, the engine carries them out.
+
+There is no prefill phase and no decode phase. Each step gives every running request the tokens that it lacks, within
+one token budget: decodes (one missing token) first, then prompts, in chunks, into what is left. When blocks run out
+the request that was admitted last gives its blocks back.
+
+One step, in order: `schedule` -> the engine carries out swaps, copies, the forward pass -> `update` with the sampled
+tokens. Between steps: `add`, `abort`, `finish_lease`, and the events of remote KV.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from common.types import FinishReason, SampledToken
+from engine.block_manager import BlockManager, BlockSwap
+from engine.messages import RequestMode
+from engine.remote_prefill import RemotePrefill
+from engine.request import Request, RequestStatus
+from kv_store.base import BlockRef, FetchBlock, LocalBlock
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunk_size: int  # most tokens of one prompt in one step
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    preemption_mode: Literal["recompute", "swap"] = "recompute"
+
+
+@dataclass(slots=True, frozen=True)
+class Publish:
+    """Blocks of a prefill that are computed and that its decode worker lacks."""
+
+    request: Request
+    blocks: list[LocalBlock]
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """What to do in this step. Carry out in the order of the fields."""
+
+    swap_outs: list[BlockSwap] = field(default_factory=list)  # device to host, before anything is written
+    swap_ins: list[BlockSwap] = field(default_factory=list)
+    publishes: list[Publish] = field(default_factory=list)  # blocks found in the prefix cache
+    num_tokens: dict[Request, int] = field(default_factory=dict)  # new tokens of each request in this step
+    remote_needed: list[Request] = field(default_factory=list)  # ask a prefill worker for these prompts
+    remote_not_needed: list[Request] = field(default_factory=list)  # the prefix cache had it: no prefill worker
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.num_tokens or self.remote_needed or self.remote_not_needed or self.publishes)
+
+
+@dataclass(slots=True, frozen=True)
+class NewToken:
+    request: Request
+    token: SampledToken
+    finish_reason: FinishReason | None
+
+
+@dataclass(slots=True)
+class StepResult:
+    tokens: list[NewToken] = field(default_factory=list)
+    publishes: list[Publish] = field(default_factory=list)
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.requests: dict[str, Request] = {}  # every request that is not finished, or that is leased
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []  # in the order of admission
+        self._remote: dict[str, Request] = {}  # WAITING_FOR_REMOTE_KV
+
+    # ------------------------------------------------------------------------------------------- requests
+
+    def add(self, request: Request) -> None:
+        if request.request_id in self.requests:
+            raise ValueError(f"request {request.request_id} exists already")
+        self.requests[request.request_id] = request
+        self._waiting.append(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """Ends a request in whatever state; its blocks are free but for those that a transfer still holds."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._finish(request, RequestStatus.FINISHED_ABORTED)
+        return request
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could compute something now or once blocks are free."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running) + len(self._remote)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_leases(self) -> int:
+        return sum(request.status is RequestStatus.FINISHED_LEASED for request in self.requests.values())
+
+    @property
+    def num_queued_prompt_tokens(self) -> int:
+        """Prompt tokens whose KV this engine still has to compute."""
+        here = (*self._waiting, *self._running)
+        return sum(max(request.num_prompt_tokens - request.num_computed_tokens, 0) for request in here)
+
+    # ------------------------------------------------------------------------------------------- schedule
+
+    def schedule(self, now: float) -> SchedulerOutput:
+        """Fills one step's token budget."""
+        output = SchedulerOutput()
+        budget = self.config.max_num_batched_tokens
+        for is_decode in (True, False):
+            for request in list(self._running):
+                if (request.num_missing_tokens == 1) is not is_decode or request in output.num_tokens:
+                    continue
+                budget -= self._schedule_running(request, budget, output)
+        if not output.preempted:  # what was just pushed out must not come back in the same step
+            self._admit(budget, output, now)
+        return output
+
+    def chunk_size(self, request: Request, budget: int) -> int:
+        """How many of the request's missing tokens go into this step."""
+        return min(request.num_missing_tokens, self.config.chunk_size, budget)
+
+    def _schedule_running(self, request: Request, budget: int, output: SchedulerOutput) -> int:
+        """Schedules one running request, preempting others where blocks are missing; the tokens it got."""
+        num_new = self.chunk_size(request, budget)
+        if num_new <= 0 or request.status is not RequestStatus.RUNNING:
+            return 0
+        while not self.blocks.append(request, request.num_computed_tokens + num_new):
+            victim = self._victim(request, output)
+            if victim is None:
+                return 0
+            self._preempt(victim, output)
+            if victim is request:
+                return 0
+        output.num_tokens[request] = num_new
+        return num_new
+
+    def _victim(self, needy: Request, output: SchedulerOutput) -> Request | None:
+        """Who gives its blocks back for `needy`: the last admitted that is not in this step already.
+
+        A prefill is never pushed out: its decode worker may be reading its blocks, and it needs no more of them.
+        """
+        for request in reversed(self._running):
+            if request.mode is not RequestMode.PREFILL and request not in output.num_tokens:
+                return request
+        return needy if needy in self._running and needy.mode is not RequestMode.PREFILL else None
+
+    def _preempt(self, request: Request, output: SchedulerOutput) -> None:
+        self._running.remove(request)
+        request.num_preemptions += 1
+        swaps = self.blocks.swap_out(request) if self.config.preemption_mode == "swap" else None
+        if swaps is not None:
+            output.swap_outs.extend(swaps)
+            request.status = RequestStatus.SWAPPED
+        else:
+            self.blocks.free(request)
+            request.num_computed_tokens = 0
+            request.status = RequestStatus.PREEMPTED
+        self._waiting.appendleft(request)
+        output.preempted.append(request)
+
+    # ------------------------------------------------------------------------------------------ admission
+
+    def _admit(self, budget: int, output: SchedulerOutput, now: float) -> None:
+        """Takes requests from the queue's head while there is room; the first that does not fit stops it."""
+        while self._waiting and self.num_running < self.config.max_num_seqs:
+            request = self._waiting[0]
+            is_remote = request.mode is RequestMode.REMOTE and request.status is RequestStatus.WAITING
+            if budget <= 0 and not is_remote:
+                return
+            if request.status is RequestStatus.SWAPPED:
+                swaps = self.blocks.swap_in(request)
+                if swaps is None:
+                    return
+                output.swap_ins.extend(swaps)
+            elif not self._allocate(request):
+                return
+            self._waiting.popleft()
+            if request.scheduled_time is None:
+                request.scheduled_time = now
+                request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+            if is_remote and self._waits_for_remote(request):
+                output.remote_needed.append(request)
+                continue
+            if is_remote:
+                output.remote_not_needed.append(request)
+            request.status = RequestStatus.RUNNING
+            self._running.append(request)
+            if publish := self._publish(request):
+                output.publishes.append(publish)
+            budget -= self._schedule_running(request, budget, output)
+
+    def _allocate(self, request: Request) -> bool:
+        """Blocks for all tokens known so far, the cached prefix shared; False where they are not there.
+
+        All of them at once, so that a prefill can never run out of blocks half-way and a remote prompt's blocks are
+        there to be fetched into.
+        """
+        prefix = self.blocks.find_prefix(request)
+        if not self.blocks.allocate(request, request.num_tokens, prefix):
+            return False
+        request.num_computed_tokens = len(prefix) * self.blocks.block_size
+        return True
+
+    def _waits_for_remote(self, request: Request) -> bool:
+        """Whether a prefill worker is asked. Not where the cache held all but the prompt's last block: computing
+        those few tokens costs less than asking for them."""
+        num_blocks = self.blocks.blocks_for(request.num_prompt_tokens)
+        first_block = request.num_computed_tokens // self.blocks.block_size
+        if first_block >= num_blocks - 1 and request.num_computed_tokens > 0:
+            return False
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KV
+        request.remote = RemotePrefill(first_block, num_blocks, has_first_token=request.num_output_tokens > 0)
+        self._remote[request.request_id] = request
+        return True
+
+    # ------------------------------------------------------------------------------------------ remote KV
+
+    def announce(self, request_id: str, refs: Sequence[BlockRef]) -> list[FetchBlock]:
+        """Blocks became readable at a prefill worker; which to fetch, and where to. Hold them while they move."""
+        request = self._remote.get(request_id)
+        if request is None or request.remote is None:
+            return []
+        return [FetchBlock(ref, request.block_ids[ref.index]) for ref in request.remote.announce(refs)]
+
+    def blocks_lost(self, request_id: str, indexes: Iterable[int], failure: str) -> None:
+        if remote := self._remote_of(request_id):
+            remote.lose(indexes, failure)
+
+    def block_arrived(self, request_id: str, index: int) -> None:
+        if remote := self._remote_of(request_id):
+            remote.arrive(index)
+
+    def remote_failed(self, request_id: str, failure: str) -> None:
+        if remote := self._remote_of(request_id):
+            remote.end(failure)
+
+    def first_token(self, request_id: str, token: SampledToken) -> NewToken | None:
+        """The prompt's first token from a prefill worker; finishes the request where it is the last one too.
+
+        None where the token is known already: the request continues one that an earlier worker began.
+        """
+        request = self._remote.get(request_id)
+        if request is None or request.remote is None or request.remote.has_first_token:
+            return None
+        request.remote.has_first_token = True
+        reason = request.append(token.token_id, self.config.eos_token_ids, self.config.max_model_len)
+        self._finish_for(request, reason)
+        return NewToken(request, token, reason)
+
+    def settle_remote(self, request_id: str) -> Request | None:
+        """Lets the request run where nothing more is to be waited for; the request, or None while it waits."""
+        request = self._remote.get(request_id)
+        if request is None or request.remote is None or not request.remote.is_settled:
+            return None
+        remote = request.remote
+        if not remote.is_complete:
+            request.fallback_reason = remote.failure or "the prefill worker announced too few blocks"
+        num_ready = remote.num_ready_blocks * self.blocks.block_size
+        # Without a first token the prompt's last token is computed again: only a computed token gives logits.
+        most = request.num_prompt_tokens if request.num_output_tokens else request.num_prompt_tokens - 1
+        request.num_computed_tokens = min(num_ready, most)
+        request.remote = None
+        del self._remote[request_id]
+        self.blocks.name_computed(request)
+        request.status = RequestStatus.RUNNING
+        self._running.append(request)
+        return request
+
+    def _remote_of(self, request_id: str) -> RemotePrefill | None:
+        request = self._remote.get(request_id)
+        return request.remote if request is not None else None
+
+    # --------------------------------------------------------------------------------------------- update
+
+    def update(self, output: SchedulerOutput, tokens: Sequence[SampledToken | None]) -> StepResult:
+        """Takes in a step's results; `tokens` in the order of `output.num_tokens`, None for those that are not done."""
+        result = StepResult()
+        for (request, num_new), token in zip(output.num_tokens.items(), tokens, strict=True):
+            if request.status is not RequestStatus.RUNNING:
+                continue  # aborted or failed meanwhile
+            request.num_computed_tokens += num_new
+            self.blocks.name_computed(request)
+            if publish := self._publish(request):
+                result.publishes.append(publish)
+            if token is None:
+                continue
+            if request.mode is RequestMode.PREFILL:
+                self._running.remove(request)
+                request.status = RequestStatus.FINISHED_LEASED
+                result.tokens.append(NewToken(request, token, None))
+                continue
+            reason = request.append(token.token_id, self.config.eos_token_ids, self.config.max_model_len)
+            self._finish_for(request, reason)
+            result.tokens.append(NewToken(request, token, reason))
+        return result
+
+    def _publish(self, request: Request) -> Publish | None:
+        """The blocks of a prefill that became complete since the last call, its partial tail with the last chunk."""
+        if request.mode is not RequestMode.PREFILL:
+            return None
+        size = self.blocks.block_size
+        is_done = request.num_computed_tokens >= request.num_prompt_tokens
+        stop = self.blocks.blocks_for(request.num_prompt_tokens) if is_done else request.num_computed_tokens // size
+        start = max(request.num_published_blocks, request.first_block)
+        if start >= stop:
+            return None
+        self.blocks.name_full_blocks(request)
+        request.num_published_blocks = stop
+        num_full = request.num_prompt_tokens // size
+        return Publish(
+            request,
+            [
+                LocalBlock(
+                    index,
+                    request.block_ids[index],
+                    request.block_hashes[index] if index < num_full else self.blocks.tail_hash(request),
+                )
+                for index in range(start, stop)
+            ],
+        )
+
+    def _finish_for(self, request: Request, reason: FinishReason | None) -> None:
+        if reason is FinishReason.STOP:
+            self._finish(request, RequestStatus.FINISHED_STOPPED)
+        elif reason is FinishReason.LENGTH:
+            self._finish(request, RequestStatus.FINISHED_LENGTH)
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        if request in self._running:
+            self._running.remove(request)
+        elif request.request_id in self._remote:
+            del self._remote[request.request_id]
+        elif request in self._waiting:
+            self._waiting.remove(request)
+        request.status = status
+        self.blocks.free(request)
+        del self.requests[request.request_id]
+
+    # ------------------------------------------------------------------------------------------ integrity
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong with blocks or queues; empty where every block is free, cached or owned by a live request."""
+        problems = self.blocks.check_integrity(self.requests.values())
+        places = [*self._waiting, *self._running, *self._remote.values()]
+        for request in self.requests.values():
+            num_places = sum(place is request for place in places)
+            wanted = 0 if request.status is RequestStatus.FINISHED_LEASED else 1
+            if num_places != wanted:
+                problems.append(f"request {request.request_id} ({request.status}) is in {num_places} queues")
+            if request.status is RequestStatus.WAITING and request.block_ids:
+                problems.append(f"request {request.request_id} waits with blocks")
+        known = {id(request) for request in self.requests.values()}
+        problems.extend(
+            f"request {request.request_id} is in a queue, but unknown" for request in places if id(request) not in known
+        )
+        return problems

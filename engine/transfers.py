@@ -1,0 +1,57 @@
+"""KV transfers of the engine's requests: which job belongs to whom, and which blocks it keeps from being reused.
+
+A block that a connector reads or writes is held in the block manager until its result has come. So an aborted
+request's destination blocks stay quarantined for as long as bytes may land in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from engine.block_manager import BlockManager
+from kv_store.base import FetchBlock, KVConnector, LocalBlock, TransferResult
+
+
+class Transfers:
+    def __init__(self, connector: KVConnector, blocks: BlockManager) -> None:
+        self._connector = connector
+        self._blocks = blocks
+        self._next_job = 0
+        self._owners: dict[int, tuple[str, int]] = {}  # job: request id, blocks whose results are due
+        self._published: dict[str, list[int]] = {}  # request id: its publish jobs
+
+    @property
+    def num_in_flight(self) -> int:
+        """Blocks whose results are due."""
+        return sum(num_due for _, num_due in self._owners.values())
+
+    def publish(self, request_id: str, blocks: Sequence[LocalBlock]) -> None:
+        job_id = self._start(request_id, [block.block_id for block in blocks])
+        self._published.setdefault(request_id, []).append(job_id)
+        self._connector.publish(job_id, blocks)
+
+    def fetch(self, request_id: str, blocks: Sequence[FetchBlock]) -> None:
+        if blocks:
+            self._connector.fetch(self._start(request_id, [block.block_id for block in blocks]), blocks)
+
+    def poll(self) -> Iterator[tuple[str, TransferResult]]:
+        """Request id and result of each block whose transfer ended; the block is not held any more."""
+        for result in self._connector.poll():
+            request_id, num_due = self._owners[result.job_id]
+            if num_due == 1:
+                del self._owners[result.job_id]
+            else:
+                self._owners[result.job_id] = (request_id, num_due - 1)
+            self._blocks.unhold(result.block_id)
+            yield request_id, result
+
+    def release(self, request_id: str) -> None:
+        """The lease on everything that the request published has ended."""
+        for job_id in self._published.pop(request_id, ()):
+            self._connector.release(job_id)
+
+    def _start(self, request_id: str, block_ids: list[int]) -> int:
+        self._next_job += 1
+        self._owners[self._next_job] = (request_id, len(block_ids))
+        self._blocks.hold(block_ids)
+        return self._next_job
