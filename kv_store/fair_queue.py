@@ -1,0 +1,59 @@
+"""Work of several jobs, handed out in turns, so that a long transfer does not hold up a short one."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import Generic, TypeVar
+
+Job = TypeVar("Job")
+Item = TypeVar("Item")
+
+
+class FairQueue(Generic[Job, Item]):
+    """Round-robin over jobs: each turn hands out one slice of a job's items, in their order.
+
+        put(A, a1 a2 a3 a4)  put(B, b1)      take(2) -> A: a1 a2      take(2) -> B: b1      take(2) -> A: a3 a4
+
+    Any thread may put and take.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: deque[tuple[Job, deque[Item]]] = deque()
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    def put(self, job: Job, items: Iterable[Item]) -> None:
+        """Does nothing once the queue is closed."""
+        queued = deque(items)
+        if not queued:
+            return
+        with self._changed:
+            if not self._is_closed:
+                self._jobs.append((job, queued))
+                # All: two takers may both have room for parts of this job.
+                self._changed.notify_all()
+
+    def take(self, limit: int, timeout_s: float | None = None) -> tuple[Job, list[Item]] | None:
+        """Up to `limit` items of the job whose turn it is; waits for work. None once closed, or after `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._is_closed, timeout_s)
+            if self._is_closed or not self._jobs:
+                return None
+            job, queued = self._jobs.popleft()
+            items = [queued.popleft() for _ in range(min(limit, len(queued)))]
+            if queued:
+                self._jobs.append((job, queued))
+            return job, items
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def close(self) -> None:
+        """Drops what is queued and ends every `take`."""
+        with self._changed:
+            self._is_closed = True
+            self._jobs.clear()
+            self._changed.notify_all()

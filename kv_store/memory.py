@@ -1,0 +1,145 @@
+"""Blocks copied between workers of one process. For tests, and the shortest example of a P2P connector.
+
+It is strict where real transports can't be: a block that its producer has not published, or has released, is not read.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+import xxhash
+
+from common.errors import TransferError
+from common.types import KVCacheSpec
+from kv_store.base import (
+    BlockRef,
+    ConnectorConfig,
+    FetchBlock,
+    KVConnector,
+    LocalBlock,
+    TransferKind,
+    TransferResult,
+)
+from kv_store.cache_view import CacheView
+from kv_store.peers import PeerInfo, check_compatible, decode_peer, encode_peer
+from kv_store.results import ResultQueue
+
+# One lock for all connectors of the process: a copy never meets a release, and this connector is not about speed.
+_lock = threading.Lock()
+_connectors: dict[str, MemoryConnector] = {}
+
+
+class MemoryConnector(KVConnector):
+    """Copies inside `fetch`; everything is done when it returns, and reported by `poll`."""
+
+    name: ClassVar[str] = "memory"
+    is_store: ClassVar[bool] = False
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        self._config = config
+        self._peer_name = config.worker_id or f"memory-{uuid.uuid4().hex}"
+        self._epoch = config.epoch or uuid.uuid4().hex
+        self._published: dict[int, dict[int, bytes]] = {}  # job_id -> block_id -> block_hash
+        self._peers: dict[str, str] = {}  # name -> epoch
+
+    def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
+        self._spec = spec
+        self._view = CacheView(cache, spec)
+        self._results = ResultQueue(wake)
+        with _lock:
+            _connectors[self._peer_name] = self
+
+    def describe(self) -> bytes:
+        return encode_peer(
+            PeerInfo(
+                connector=self.name,
+                name=self._peer_name,
+                epoch=self._epoch,
+                spec=self._spec,
+                num_blocks=self._view.num_blocks,
+            )
+        )
+
+    def add_peer(self, peer: bytes) -> None:
+        info = decode_peer(peer)
+        check_compatible(self.name, self._spec, info)
+        with _lock:
+            found = _connectors.get(info.name)
+            if found is None or found._epoch != info.epoch:
+                raise TransferError(f"peer {info.name!r} with epoch {info.epoch!r} is not in this process")
+            self._peers[info.name] = info.epoch
+
+    def lookup(self, block_hashes: Sequence[bytes]) -> int:  # noqa: ARG002
+        return 0
+
+    def publish(self, job_id: int, blocks: Sequence[LocalBlock]) -> None:
+        with _lock:
+            self._published[job_id] = {block.block_id: block.block_hash for block in blocks}
+        self._results.add(self._published_result(job_id, block) for block in blocks)
+
+    def fetch(self, job_id: int, blocks: Sequence[FetchBlock]) -> None:
+        self._results.add(self._fetch_block(job_id, block) for block in blocks)
+
+    def poll(self) -> list[TransferResult]:
+        return self._results.drain()
+
+    def release(self, job_id: int) -> None:
+        with _lock:
+            self._published.pop(job_id, None)
+
+    def close(self) -> None:
+        with _lock:
+            self._published.clear()
+            if _connectors.get(self._peer_name) is self:
+                del _connectors[self._peer_name]
+
+    def _published_result(self, job_id: int, block: LocalBlock) -> TransferResult:
+        ref = BlockRef(
+            index=block.index,
+            block_hash=block.block_hash,
+            peer=self._peer_name,
+            epoch=self._epoch,
+            block_id=block.block_id,
+            checksum=self._checksum(block.block_id) if self._config.verify_checksums else None,
+        )
+        return TransferResult(
+            job_id=job_id, kind=TransferKind.PUBLISH, index=block.index, block_id=block.block_id, ref=ref
+        )
+
+    def _fetch_block(self, job_id: int, block: FetchBlock) -> TransferResult:
+        error: str | None = None
+        try:
+            self._copy(block)
+        except TransferError as failure:
+            error = failure.message
+        return TransferResult(
+            job_id=job_id,
+            kind=TransferKind.FETCH,
+            index=block.ref.index,
+            block_id=block.block_id,
+            error=error,
+            num_bytes=0 if error else self._view.block_bytes,
+        )
+
+    def _copy(self, block: FetchBlock) -> None:
+        ref = block.ref
+        with _lock:
+            if self._peers.get(ref.peer) is None:
+                raise TransferError(f"peer {ref.peer!r} is not known here")
+            producer = _connectors.get(ref.peer)
+            if producer is None:
+                raise TransferError(f"peer {ref.peer!r} is gone")
+            if not ref.epoch == self._peers[ref.peer] == producer._epoch:
+                raise TransferError(f"peer {ref.peer!r} has restarted since it announced the block")
+            if not any(job.get(ref.block_id) == ref.block_hash for job in producer._published.values()):
+                raise TransferError(f"peer {ref.peer!r} holds no lease on block {ref.block_id}")
+            self._view.rows[block.block_id].copy_(producer._view.rows[ref.block_id])
+        if self._config.verify_checksums and ref.checksum != self._checksum(block.block_id):
+            raise TransferError(f"block {ref.block_id} of peer {ref.peer!r} fails its checksum")
+
+    def _checksum(self, block_id: int) -> int:
+        return xxhash.xxh3_64_intdigest(self._view.rows[block_id].cpu().numpy().data)

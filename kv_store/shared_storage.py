@@ -1,0 +1,177 @@
+"""KV blocks through a directory that all workers share: a local disk, tmpfs, or any POSIX file system.
+
+The engine's thread only queues; a few threads do the I/O, in slices of several blocks, and report slice by slice.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from common.errors import TransferError
+from common.types import KVCacheSpec
+from kv_store.base import (
+    BlockRef,
+    ConnectorConfig,
+    FetchBlock,
+    KVConnector,
+    LocalBlock,
+    TransferKind,
+    TransferResult,
+)
+from kv_store.block_files import BlockFiles, prepare_directory
+from kv_store.cache_view import CacheView, Staging
+from kv_store.fair_queue import FairQueue
+from kv_store.results import ResultQueue
+
+log = logging.getLogger(__name__)
+
+SLICE_BYTES = 4 << 20  # work of one turn: long enough to amortise the queue, short enough to report early
+_JOIN_TIMEOUT_S = 5.0  # of close(): a thread that hangs in a dead network file system is left behind
+
+
+@dataclass(slots=True, frozen=True)
+class _Job:
+    job_id: int
+    kind: TransferKind
+    deadline: float | None  # time.monotonic(); blocks not begun by then fail
+    after: torch.cuda.Event | None  # device work that comes before it
+
+
+class SharedStorageConnector(KVConnector):
+    """A store: blocks are named by hash, outlive their producer, and need no peers.
+
+    A read that has begun can't be stopped, so a block's result waits for it, however long the file system takes.
+    `transfer_timeout_s` fails the blocks that were not begun in time.
+    """
+
+    name: ClassVar[str] = "shared_storage"
+    is_store: ClassVar[bool] = True
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        self._config = config
+        self._kv_dir = prepare_directory(config.kv_dir)
+        self._queue: FairQueue[_Job, LocalBlock] = FairQueue()
+        self._threads: list[threading.Thread] = []
+
+    def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
+        self._view = CacheView(cache, spec)
+        self._files = BlockFiles(self._kv_dir, spec)
+        self._results = ResultQueue(wake)
+        self._slice_blocks = max(1, SLICE_BYTES // spec.block_bytes)
+        for number in range(self._config.num_io_threads):
+            thread = threading.Thread(target=self._run, name=f"kv-io-{number}", args=(number == 0,), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def describe(self) -> bytes:
+        return b""
+
+    def add_peer(self, peer: bytes) -> None:
+        """Does nothing: the directory is all that workers share."""
+
+    def lookup(self, block_hashes: Sequence[bytes]) -> int:
+        for num_found, block_hash in enumerate(block_hashes):
+            if not self._files.contains(block_hash):
+                return num_found
+        return len(block_hashes)
+
+    def publish(self, job_id: int, blocks: Sequence[LocalBlock]) -> None:
+        self._queue.put(_Job(job_id, TransferKind.PUBLISH, None, self._view.mark()), blocks)
+
+    def fetch(self, job_id: int, blocks: Sequence[FetchBlock]) -> None:
+        deadline = time.monotonic() + self._config.transfer_timeout_s
+        self._queue.put(
+            _Job(job_id, TransferKind.FETCH, deadline, self._view.mark()),
+            [LocalBlock(block.ref.index, block.block_id, block.ref.block_hash) for block in blocks],
+        )
+
+    def poll(self) -> list[TransferResult]:
+        return self._results.drain()
+
+    def release(self, job_id: int) -> None:
+        """Does nothing: the files are the lease."""
+
+    def close(self) -> None:
+        self._queue.close()
+        for thread in self._threads:
+            thread.join(_JOIN_TIMEOUT_S)
+            if thread.is_alive():
+                log.warning("I/O thread still waits for the file system", extra={"thread": thread.name})
+        self._threads.clear()
+
+    # ------------------------------------------------------------------------------------- I/O threads
+
+    def _run(self, is_cleaner: bool) -> None:
+        if is_cleaner:
+            self._clean_up()
+        staging: Staging | None = None
+        while (taken := self._queue.take(self._slice_blocks)) is not None:
+            job, blocks = taken
+            try:
+                staging = staging or Staging(self._view, self._slice_blocks)
+                if job.kind is TransferKind.PUBLISH:
+                    results = self._write(job, blocks, staging)
+                else:
+                    results = self._read(job, blocks, staging)
+            except Exception as error:
+                # Not a block's fault: the device, or a defect. Each block still gets its one result.
+                log.exception("KV transfer failed", extra={"job_id": job.job_id})
+                results = [_result(job, block, error=f"{type(error).__name__}: {error}") for block in blocks]
+            self._results.add(results)
+
+    def _write(self, job: _Job, blocks: list[LocalBlock], staging: Staging) -> list[TransferResult]:
+        results: list[TransferResult] = []
+        for block, data in zip(blocks, staging.load([block.block_id for block in blocks], job.after), strict=True):
+            try:
+                num_bytes = self._files.write(block.block_hash, data)
+            except TransferError as error:
+                results.append(_result(job, block, error=error.message))
+            else:
+                ref = BlockRef(index=block.index, block_hash=block.block_hash)
+                results.append(_result(job, block, ref=ref, num_bytes=num_bytes))
+        return results
+
+    def _read(self, job: _Job, blocks: list[LocalBlock], staging: Staging) -> list[TransferResult]:
+        block_ids = [block.block_id for block in blocks]
+        results: list[TransferResult] = []
+        for block, buffer in zip(blocks, staging.buffers(block_ids), strict=True):
+            try:
+                if job.deadline is not None and time.monotonic() > job.deadline:
+                    raise TransferError(f"not read within {self._config.transfer_timeout_s} s")
+                self._files.read(block.block_hash, buffer)
+            except TransferError as error:
+                results.append(_result(job, block, error=error.message))
+            else:
+                results.append(_result(job, block, num_bytes=self._view.block_bytes))
+        staging.store(block_ids, [result.error is None for result in results], job.after)
+        return results
+
+    def _clean_up(self) -> None:
+        try:
+            num_deleted = self._files.delete_stale_temps()
+        except OSError as error:
+            log.warning("cannot clean up temporary files", extra={"kv_dir": str(self._kv_dir), "reason": str(error)})
+        else:
+            if num_deleted:
+                log.info("deleted what killed writers left", extra={"num_files": num_deleted})
+
+
+def _result(
+    job: _Job, block: LocalBlock, *, error: str | None = None, ref: BlockRef | None = None, num_bytes: int = 0
+) -> TransferResult:
+    return TransferResult(
+        job_id=job.job_id,
+        kind=job.kind,
+        index=block.index,
+        block_id=block.block_id,
+        error=error,
+        ref=ref,
+        num_bytes=num_bytes,
+    )
