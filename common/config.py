@@ -122,13 +122,17 @@ class ClientSettings(Settings):
     """What every command that talks to a running stack needs."""
 
     router: str = Field("127.0.0.1:50051", description="the router's gRPC address")
-    timeout: float | None = Field(None, gt=0, description="seconds until the request is given up; the router's limit where unset")
+    timeout: float | None = Field(
+        None, gt=0, description="seconds until the request is given up; the router's limit where unset"
+    )
 
 
 class SamplingSettings(Settings):
     """How an answer is sampled. Unset is the server's default, and the server says which values are good."""
 
-    max_tokens: int | None = Field(None, description="most tokens of the answer; what is left of the context where unset")
+    max_tokens: int | None = Field(
+        None, description="most tokens of the answer; what is left of the context where unset"
+    )
     temperature: float | None = Field(None, description="0 is greedy; 1 where unset")
     top_p: float | None = Field(None, description="sample from the likeliest tokens of this total probability")
     top_k: int | None = Field(None, description="sample from this many likeliest tokens; 0 is off")
@@ -155,5 +159,7 @@ class DemoSettings(UpSettings):
 
     http_port: Port = Field(0, description="REST port; 0 takes a free one")
     grpc_port: Port = Field(0, description="gRPC port; 0 takes a free one")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("warning", description="least severe log line shown")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "warning", description="least severe log line shown"
+    )
     max_tokens: Positive = Field(64, description="most tokens of the answer")

@@ -1,0 +1,246 @@
+"""Commands that ask a running stack: chat, generate, status, models; and `demo`, which brings its own stack."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from baton.cli.options import SettingsCommand
+from common.config import ChatSettings, ClientSettings, DemoSettings, GenerateSettings, SamplingSettings
+from common.errors import BatonError
+
+if TYPE_CHECKING:
+    from baton.client import Answer, Client, SamplingOptions
+    from baton.report import FleetWorker, Result
+    from baton.stack import Addresses
+
+DEMO_QUESTION = "What is the capital of France?"
+
+
+def connect(settings: ClientSettings) -> Client:
+    from baton.client import Client
+
+    return Client(settings.router, timeout=settings.timeout)
+
+
+def sampling(settings: SamplingSettings) -> SamplingOptions:
+    """What was set, and nothing else: the rest is the server's to decide."""
+    options: SamplingOptions = {}
+    for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"):
+        value: int | float | None = getattr(settings, name)
+        if value is not None:
+            options[name] = value
+    if settings.stop is not None:
+        options["stop"] = [settings.stop]
+    return options
+
+
+# ------------------------------------------------------------------------------------------ chat and generate
+
+
+def chat(settings: ChatSettings, *, question: tuple[str, ...]) -> int:
+    history = [("system", settings.system)] if settings.system else []
+    with connect(settings) as client:
+        if question:
+            answer = client.chat([*history, ("user", " ".join(question))], **sampling(settings))
+            stream(answer)
+            if settings.timeline:
+                print_timeline(answer.result())
+            return 0
+        return converse(client, settings, history)
+
+
+def converse(client: Client, settings: ChatSettings, history: list[tuple[str, str]]) -> int:
+    """Questions from standard input until its end. Ctrl-C stops an answer, and what was said of it stays said."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - gives input() editing and a history
+        served = ", ".join(model.id for model in client.models())
+        print(f"{served}. Ctrl-C stops an answer, Ctrl-D leaves.")
+    failed = False
+    while True:
+        try:
+            question = input("> " if interactive else "")
+        except EOFError:
+            if interactive:
+                print()
+            return 1 if failed else 0
+        except KeyboardInterrupt:
+            print()
+            continue
+        if not question.strip():
+            continue
+        history.append(("user", question))
+        answer = client.chat(history, **sampling(settings))
+        try:
+            stream(answer)
+        except KeyboardInterrupt:
+            answer.cancel()
+            print()
+        except BatonError as error:
+            if not interactive:
+                raise
+            print(f"error: {error.message}", file=sys.stderr)
+            failed = True
+        else:
+            failed = False
+            if settings.timeline:
+                print_timeline(answer.result())
+        if answer.text:
+            history.append(("assistant", answer.text))
+        else:
+            history.pop()
+
+
+def generate(settings: GenerateSettings, *, prompt: str, as_json: bool) -> int:
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with connect(settings) as client:
+        answer = client.generate(text, **sampling(settings))
+        if not as_json:
+            stream(answer)
+        result = answer.result()
+    if as_json:
+        print(json.dumps(dataclasses.asdict(result), ensure_ascii=False))
+    if settings.timeline:
+        print_timeline(result)
+    return 0
+
+
+def stream(answer: Answer) -> None:
+    """Prints an answer as it arrives, and ends its last line."""
+    for chunk in answer:
+        print(chunk.text, end="", flush=True)
+    print(flush=True)
+
+
+def print_timeline(result: Result) -> None:
+    """To standard error, so that standard output holds the answer alone."""
+    from baton.timeline import render_timeline
+
+    width = min(80, shutil.get_terminal_size().columns)
+    ascii_only = not (sys.stderr.encoding or "").lower().startswith("utf")
+    picture = render_timeline(result.report, result.usage, result.finish_reason, width=width, ascii_only=ascii_only)
+    print(f"\n{picture}", file=sys.stderr, flush=True)
+
+
+# ----------------------------------------------------------------------------------------------------- fleet
+
+
+def status(settings: ClientSettings, *, as_json: bool) -> int:
+    with connect(settings) as client:
+        workers = client.fleet()
+    if as_json:
+        print(json.dumps({"workers": [dataclasses.asdict(worker) for worker in workers]}))
+    else:
+        print_fleet(workers)
+    return 0
+
+
+def print_fleet(workers: Sequence[FleetWorker]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("role", "address", "state"):
+        table.add_column(title, no_wrap=True)
+    for title in ("running", "waiting", "blocks", "free", "cached", "leases"):
+        table.add_column(title, justify="right")
+    table.add_column("integrity")
+    for one in workers:
+        counts = [one.num_requests_running, one.num_requests_waiting, one.num_blocks]
+        counts += [one.num_free_blocks, one.num_cached_blocks, one.num_leases]
+        table.add_row(one.role.value, one.address, one.state.value, *map(str, counts), one.integrity)
+    Console().print(table)
+
+
+def models(settings: ClientSettings) -> int:
+    with connect(settings) as client:
+        for model in client.models():
+            print(f"{model.id}  {model.max_model_len} tokens")
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------ demo
+
+
+def demo(settings: DemoSettings, *, question: tuple[str, ...]) -> int:
+    """Brings a stack up, asks it one question, prints the answer and where its time went, and ends the stack."""
+    from baton import stack
+    from baton.cli.serve import prepare_model
+    from common.logs import setup_logging
+
+    text = " ".join(question) or DEMO_QUESTION
+
+    def ask(addresses: Addresses) -> int:
+        from baton.client import Client
+
+        print(f"{len(running.children)} processes: {', '.join(running.commands)}", file=sys.stderr)
+        print(f"\n> {text}", flush=True)
+        with Client(addresses.grpc, timeout=settings.start_timeout) as client:
+            answer = client.chat(text, temperature=0.0, max_tokens=settings.max_tokens)
+            stream(answer)
+            print_timeline(answer.result())
+        return 0 if answer.text.strip() else 1
+
+    setup_logging("demo", level=settings.log_level, log_format=settings.log_format)
+    stack.check(settings)
+    prepare_model(settings)
+    with stack.kv_directory(settings.kv_dir) as kv_dir:
+        running = stack.plan(settings, kv_dir)
+        return stack.run(running, work=ask)
+
+
+_AS_JSON = click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object.")
+
+ASK_COMMANDS = (
+    SettingsCommand(
+        "chat",
+        ChatSettings,
+        chat,
+        about="Asks a running stack; a conversation where no question is given.",
+        examples=[
+            'baton chat "What is the capital of France?"',
+            "baton chat --system 'You answer in rhymes.' --temperature 0.7",
+            'baton chat --timeline --max-tokens 32 "Why is the sky blue?"',
+        ],
+        params=[click.Argument(["question"], nargs=-1)],
+    ),
+    SettingsCommand(
+        "generate",
+        GenerateSettings,
+        generate,
+        about="Continues a prompt; - reads it from standard input.",
+        examples=[
+            'baton generate "Once upon a time" --max-tokens 40',
+            'baton generate "1, 2, 3," --temperature 0 --json',
+        ],
+        params=[click.Argument(["prompt"]), _AS_JSON],
+    ),
+    SettingsCommand(
+        "status",
+        ClientSettings,
+        status,
+        about="Shows every worker of the fleet.",
+        examples=["baton status", "baton status --router 10.0.0.5:50051 --json"],
+        params=[_AS_JSON],
+    ),
+    SettingsCommand(
+        "models", ClientSettings, models, about="Lists the models that are served.", examples=["baton models"]
+    ),
+    SettingsCommand(
+        "demo",
+        DemoSettings,
+        demo,
+        about="Starts a stack on free ports, asks one question, shows where its time went, and ends the stack.",
+        examples=["baton demo", 'baton demo --prefill 2 "Name three colours."'],
+        params=[click.Argument(["question"], nargs=-1)],
+    ),
+)

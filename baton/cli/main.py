@@ -1,0 +1,56 @@
+"""The `baton` command: which commands there are, and how they fail.
+
+Exit codes: 0 done, 1 it did not work (one line says why), 2 it was asked wrongly, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from baton.cli.ask import ASK_COMMANDS
+from baton.cli.options import print_error
+from baton.cli.serve import SERVE_COMMANDS
+
+
+def _show_help() -> None:
+    ctx = click.get_current_context()
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+GROUP = click.Group(
+    "baton",
+    callback=_show_help,
+    invoke_without_command=True,
+    help="Serves large language models with prefill and decode on separate workers.\n\n"
+    "\b\n"
+    "  baton up                      a whole stack on this machine\n"
+    '  baton chat "Hello!"           ask it\n'
+    "  baton COMMAND --help          everything a command can be told",
+    commands={command.name or "": command for command in (*SERVE_COMMANDS, *ASK_COMMANDS)},
+)
+
+
+click.version_option(package_name="baton-serve", prog_name="baton", message="%(prog)s %(version)s")(GROUP)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        code = GROUP.main(arguments, prog_name="baton", standalone_mode=False)
+        sys.stdout.flush()
+    except click.UsageError as error:
+        print_error(error.ctx.command_path if error.ctx else "baton", error.format_message())
+        return 2
+    except click.ClickException as error:
+        print_error("baton", error.format_message())
+        return 1
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    except BrokenPipeError:  # `baton status | head`: nothing is left to say, and nobody to say it to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code if isinstance(code, int) else 0

@@ -1,0 +1,94 @@
+"""Commands that serve: a stack, or one process of it. What is slow to import is imported inside."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+from baton.cli.options import SettingsCommand
+from common.config import DEFAULT_MODEL, RouterSettings, UpSettings, WorkerSettings
+from common.logs import setup_logging
+from common.types import WorkerRole
+
+if TYPE_CHECKING:
+    from baton.stack import Addresses
+
+
+def up(settings: UpSettings) -> int:
+    from baton import stack
+
+    setup_logging("up", level=settings.log_level, log_format=settings.log_format)
+    stack.check(settings)
+    prepare_model(settings)
+    with stack.kv_directory(settings.kv_dir) as kv_dir:
+        return stack.run(stack.plan(settings, kv_dir), on_ready=print_ready)
+
+
+def prepare_model(settings: UpSettings) -> None:
+    """Makes sure that the model is on disk, once, before several workers look for it. Progress to standard error."""
+    from engine.embedded_model import ensure_model
+
+    ensure_model(settings.model, settings.cache_dir, lambda line: print(line, file=sys.stderr, flush=True))
+
+
+def print_ready(addresses: Addresses) -> None:
+    print(f"ready http={addresses.http} grpc={addresses.grpc}", flush=True)
+
+
+def worker(settings: WorkerSettings, *, role: WorkerRole) -> int:
+    from worker.server import main
+
+    return main(settings, role)
+
+
+def router(settings: RouterSettings) -> int:
+    from router.server import main
+
+    return main(settings)
+
+
+SERVE_COMMANDS = (
+    SettingsCommand(
+        "up",
+        UpSettings,
+        up,
+        about="Runs a whole stack on this machine: router, prefill and decode workers.",
+        examples=[
+            "baton up",
+            "baton up --model ./Llama-3.2-1B-Instruct --prefill 2 --decode 2",
+            "baton up --prefill 0 --decode 0 --both 1 --http-port 0 --grpc-port 0",
+        ],
+    ),
+    SettingsCommand(
+        "prefill",
+        WorkerSettings,
+        partial(worker, role=WorkerRole.PREFILL),
+        about="Runs one prefill worker.",
+        examples=[f"baton prefill --listen 127.0.0.1:50061 --model {DEFAULT_MODEL} --kv-dir /tmp/kv"],
+    ),
+    SettingsCommand(
+        "decode",
+        WorkerSettings,
+        partial(worker, role=WorkerRole.DECODE),
+        about="Runs one decode worker.",
+        examples=[f"baton decode --listen 127.0.0.1:50062 --model {DEFAULT_MODEL} --kv-dir /tmp/kv"],
+    ),
+    SettingsCommand(
+        "worker",
+        WorkerSettings,
+        partial(worker, role=WorkerRole.BOTH),
+        about="Runs one worker with both roles.",
+        examples=[f"baton worker --listen 127.0.0.1:50063 --model {DEFAULT_MODEL} --kv-dir /tmp/kv"],
+    ),
+    SettingsCommand(
+        "router",
+        RouterSettings,
+        router,
+        about="Runs a router in front of workers.",
+        examples=[
+            "baton router --prefill 127.0.0.1:50061 --decode 127.0.0.1:50062",
+            "baton router --decode 10.0.0.1:50061,10.0.0.2:50061 --http-listen 0.0.0.0:8000",
+        ],
+    ),
+)

@@ -1,0 +1,349 @@
+"""A small synchronous client of a router's gRPC API.
+
+    with Client("127.0.0.1:50051") as client:
+        answer = client.chat("What is the capital of France?", temperature=0)
+        for chunk in answer:
+            print(chunk.text, end="", flush=True)
+        print(answer.result().usage)
+
+Errors are those of `common.errors`. Leaving a stream early (`cancel`, or the end of the client) ends the request on
+every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self, TypedDict, TypeVar, Unpack
+
+import grpc
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from baton.report import Chunk, FleetWorker, ModelCard, RequestReport, Result, Timings, Usage
+from common.errors import (
+    BatonError,
+    DeadlineError,
+    IncompatibleError,
+    InternalError,
+    InvalidArgumentError,
+    ModelNotFoundError,
+    OverloadedError,
+    UnavailableError,
+)
+from common.types import FinishReason, SampledToken, TokenLogprob, WorkerRole, WorkerState
+from protos.baton.v1 import (
+    inference_pb2,
+    inference_pb2_grpc,
+    router_pb2,
+    router_pb2_grpc,
+    types_pb2,
+    worker_pb2,
+)
+
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.enable_http_proxy", 0),  # routers are neighbours; a proxy meant for the web only gets in the way
+)
+
+Request = TypeVar("Request", bound=Message)
+Response = TypeVar("Response", bound=Message)
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How an answer is sampled; what is left out is the server's default (see `protos/baton/v1/types.proto`)."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+
+
+class Answer:
+    """An answer that is arriving: iterate over its chunks, then ask for its `result()`."""
+
+    def __init__(self, call: Iterator[inference_pb2.GenerateResponse], router: str) -> None:
+        self._call = call
+        self._cancel: Callable[[], object] = call.cancel  # type: ignore[attr-defined]  # a call is also an iterator
+        self._router = router
+        self._chunks: list[Chunk] = []
+        self._last = inference_pb2.GenerateResponse()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        try:
+            for message in self._call:
+                self._last = message
+                chunk = Chunk(message.text, tuple(message.token_ids), tuple(map(_sampled_token, message.logprobs)))
+                self._chunks.append(chunk)
+                yield chunk
+        except grpc.RpcError as error:
+            raise to_baton_error(error, self._router) from error
+
+    def result(self) -> Result:
+        """The whole answer; reads what has not arrived yet."""
+        for _ in self:
+            pass
+        last = self._last
+        return Result(
+            request_id=last.request_id,
+            model=last.model,
+            text=self.text,
+            token_ids=tuple(token for chunk in self._chunks for token in chunk.token_ids),
+            logprobs=tuple(token for chunk in self._chunks for token in chunk.logprobs),
+            finish_reason=_finish_reason(last.finish_reason),
+            stop_reason=last.stop_reason,
+            usage=Usage(
+                prompt_tokens=last.usage.prompt_tokens,
+                completion_tokens=last.usage.completion_tokens,
+                cached_tokens=last.usage.cached_tokens,
+            ),
+            report=_report(last.report),
+        )
+
+    @property
+    def text(self) -> str:
+        """What has arrived so far."""
+        return "".join(chunk.text for chunk in self._chunks)
+
+    def cancel(self) -> None:
+        """Ends the request. Iterating on raises a BatonError."""
+        self._cancel()
+
+
+class Client:
+    """`router` is host:port. `timeout` is each request's deadline in seconds; the router's own limit where None."""
+
+    def __init__(self, router: str = "127.0.0.1:50051", *, timeout: float | None = None) -> None:
+        self._router = router
+        self._timeout = timeout
+        self._channel = grpc.insecure_channel(router, options=_CHANNEL_OPTIONS)
+        self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._fleet = router_pb2_grpc.RouterServiceStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends every request in flight."""
+        self._channel.close()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        model: str = "",
+        request_id: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Answer:
+        """Continues a prompt, given as text or as token ids."""
+        request = inference_pb2.GenerateRequest(
+            request_id=request_id,
+            model=model,
+            prompt=prompt if isinstance(prompt, str) else "",
+            prompt_token_ids=() if isinstance(prompt, str) else prompt,
+            sampling_params=_sampling_params(sampling),
+            cache_salt=cache_salt,
+            priority=priority,
+        )
+        return Answer(self._inference.Generate(request, timeout=self._timeout), self._router)
+
+    def chat(
+        self,
+        messages: str | Sequence[tuple[str, str]],
+        *,
+        model: str = "",
+        request_id: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Answer:
+        """Answers a conversation: (role, content) pairs, or one question."""
+        pairs = [("user", messages)] if isinstance(messages, str) else messages
+        request = inference_pb2.ChatRequest(
+            request_id=request_id,
+            model=model,
+            messages=[inference_pb2.ChatMessage(role=role, content=content) for role, content in pairs],
+            sampling_params=_sampling_params(sampling),
+            cache_salt=cache_salt,
+            priority=priority,
+        )
+        return Answer(self._inference.Chat(request, timeout=self._timeout), self._router)
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        request = inference_pb2.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+        return list(self._ask(self._inference.Tokenize, request).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        request = inference_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        return self._ask(self._inference.Detokenize, request).text
+
+    def models(self) -> list[ModelCard]:
+        response = self._ask(self._inference.ListModels, inference_pb2.ListModelsRequest())
+        return [ModelCard(model.id, model.max_model_len) for model in response.models]
+
+    def fleet(self) -> list[FleetWorker]:
+        """Every worker that the router knows, asked now."""
+        response = self._ask(self._fleet.GetFleet, router_pb2.GetFleetRequest())
+        return [_fleet_worker(worker) for worker in response.workers]
+
+    def _ask(self, method: grpc.UnaryUnaryMultiCallable[Request, Response], request: Request) -> Response:
+        try:
+            return method(request, timeout=self._timeout)
+        except grpc.RpcError as error:
+            raise to_baton_error(error, self._router) from error
+
+
+# -------------------------------------------------------------------------------------------- errors
+
+
+def to_baton_error(error: grpc.RpcError, router: str) -> BatonError:
+    """The error of `common.errors` that a failed call stands for."""
+    if not isinstance(error, grpc.Call):
+        return InternalError(str(error))
+    code, message = error.code(), error.details() or error.code().name
+    retry_after_s, field, reason = 1.0, "", ""
+    status = rpc_status.from_call(error)
+    for detail in status.details if status is not None else ():
+        retry, bad = error_details_pb2.RetryInfo(), error_details_pb2.BadRequest()
+        if detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
+        elif detail.Unpack(bad) and bad.field_violations:
+            field, reason = bad.field_violations[0].field, bad.field_violations[0].description
+    match code:
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            if field:
+                return InvalidArgumentError(field, reason)
+            named, separator, why = message.partition(": ")
+            return InvalidArgumentError(named, why) if separator else InvalidArgumentError("request", message)
+        case grpc.StatusCode.NOT_FOUND:
+            return _NotFoundError(message)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return OverloadedError(message, retry_after_s)
+        case grpc.StatusCode.UNAVAILABLE:
+            if any(sign in message for sign in ("failed to connect", "DNS resolution failed", "Connection refused")):
+                return UnavailableError(f"no router answers at {router} (`baton up` starts a stack)", retry_after_s)
+            return UnavailableError(message, retry_after_s)
+        case grpc.StatusCode.FAILED_PRECONDITION:
+            return IncompatibleError(message)
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineError(message)
+        case grpc.StatusCode.CANCELLED:
+            return CancelledError(message)
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return UnavailableError(f"what answers at {router} is not a Baton router: {message}")
+        case _:
+            return InternalError(message)
+
+
+class CancelledError(BatonError):
+    """The request was cancelled, by `Answer.cancel` or with the client."""
+
+    grpc_code = "CANCELLED"
+    http_status = 499
+
+
+class _NotFoundError(ModelNotFoundError):
+    def __init__(self, message: str) -> None:
+        BatonError.__init__(self, message)  # the router's words, which name the model already
+        self.field = "model"
+
+
+# -------------------------------------------------------------------------------------------- conversion
+
+
+def _sampling_params(options: SamplingOptions) -> types_pb2.SamplingParams:
+    try:
+        return types_pb2.SamplingParams(**options)
+    except (TypeError, ValueError) as error:  # a wrong type, or an integer beyond the field's width
+        for name, value in options.items():
+            try:
+                types_pb2.SamplingParams(**{name: value})  # type: ignore[arg-type]
+            except (TypeError, ValueError) as cause:
+                raise InvalidArgumentError(name, f"{value!r} is no value for it: {cause}") from error
+        raise
+
+
+def _sampled_token(token: types_pb2.SampledToken) -> SampledToken:
+    return SampledToken(
+        token.token_id,
+        token.logprob if token.HasField("logprob") else None,
+        tuple(TokenLogprob(top.token_id, top.logprob) for top in token.top_logprobs),
+    )
+
+
+def _finish_reason(value: int) -> FinishReason | None:
+    return {
+        types_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+        types_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    }.get(types_pb2.FinishReason.ValueType(value))
+
+
+def _report(report: types_pb2.RequestReport) -> RequestReport:
+    timings = report.timings
+    return RequestReport(
+        timings=Timings(
+            queue_ms=timings.queue_ms,
+            prefill_ms=timings.prefill_ms,
+            handoff_ms=timings.handoff_ms,
+            first_decode_ms=timings.first_decode_ms,
+            ttft_ms=timings.ttft_ms,
+            total_ms=timings.total_ms,
+            tokens_per_second=timings.tokens_per_second,
+        ),
+        prefill_worker=report.prefill_worker,
+        decode_worker=report.decode_worker,
+        num_blocks_moved=report.num_blocks_moved,
+        num_bytes_moved=report.num_bytes_moved,
+        fallback_reason=report.fallback_reason,
+        num_retries=report.num_retries,
+        num_migrations=report.num_migrations,
+        num_preemptions=report.num_preemptions,
+    )
+
+
+_ROLES = {
+    worker_pb2.WORKER_ROLE_PREFILL: WorkerRole.PREFILL,
+    worker_pb2.WORKER_ROLE_DECODE: WorkerRole.DECODE,
+    worker_pb2.WORKER_ROLE_BOTH: WorkerRole.BOTH,
+}
+_STATES = {
+    worker_pb2.WORKER_STATE_READY: WorkerState.READY,
+    worker_pb2.WORKER_STATE_DRAINING: WorkerState.DRAINING,
+}
+
+
+def _fleet_worker(worker: router_pb2.FleetWorker) -> FleetWorker:
+    load = worker.load
+    return FleetWorker(
+        role=_ROLES.get(worker.info.role) or _ROLES.get(worker.role, WorkerRole.BOTH),
+        address=worker.address,
+        epoch=worker.info.epoch or load.epoch,
+        state=_STATES.get(worker.state, WorkerState.UNREACHABLE),
+        num_requests_running=load.num_requests_running,
+        num_requests_waiting=load.num_requests_waiting,
+        num_blocks=load.num_blocks,
+        num_free_blocks=load.num_free_blocks,
+        num_cached_blocks=load.num_cached_blocks,
+        num_leases=load.num_leases,
+        integrity=worker.integrity,
+    )

@@ -1,0 +1,87 @@
+"""What a client learns about one answer besides its text. Plain values, without protobuf or grpc."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.types import FinishReason, SampledToken, WorkerRole, WorkerState
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Usage:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens whose KV was found in a prefix cache
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Timings:
+    """Where the time went, in milliseconds. `protos/baton/v1/types.proto` says where each part starts and ends."""
+
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    handoff_ms: float = 0.0
+    first_decode_ms: float = 0.0
+    ttft_ms: float = 0.0
+    total_ms: float = 0.0
+    tokens_per_second: float = 0.0
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RequestReport:
+    timings: Timings = field(default_factory=Timings)
+    prefill_worker: str = ""  # empty where the decode worker prefilled in place
+    decode_worker: str = ""
+    num_blocks_moved: int = 0
+    num_bytes_moved: int = 0
+    fallback_reason: str = ""  # empty where no KV had to be computed a second time
+    num_retries: int = 0
+    num_migrations: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class Chunk:
+    """A piece of an answer as it arrives."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[SampledToken, ...] = ()
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Result:
+    """A whole answer. `finish_reason` is None where it was cut off."""
+
+    request_id: str
+    model: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[SampledToken, ...]
+    finish_reason: FinishReason | None
+    stop_reason: str
+    usage: Usage
+    report: RequestReport
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class FleetWorker:
+    """One worker as the router sees it."""
+
+    role: WorkerRole
+    address: str
+    epoch: str
+    state: WorkerState
+    num_requests_running: int
+    num_requests_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_leases: int
+    integrity: str  # "ok", or what is wrong
+
+
+@dataclass(slots=True, frozen=True)
+class ModelCard:
+    id: str
+    max_model_len: int  # tokens, prompt and answer together

@@ -1,0 +1,303 @@
+"""A whole stack on this machine: workers and a router as child processes, started and ended together.
+
+    up:    ports and cores chosen -> workers and router start at once -> every one has said that it is ready
+    down:  router ends (its answers finish first) -> workers end -> private KV directory goes away
+
+All processes start at once, since each needs about the same time to import what it needs. The router is told worker
+addresses that do not answer yet, so worker ports are chosen here beforehand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import logging
+import os
+import queue
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.processes import Child, Ended, Event, Events, Finished, Ready, Signalled, start_all
+from baton.settings import PREFIX, to_flags
+from common.config import RouterSettings, Settings, UpSettings, WorkerSettings
+from common.errors import BatonError, ConfigError, StartupError
+
+log = logging.getLogger(__name__)
+
+# Below what Linux, macOS and Windows hand out to outgoing connections, so that none of those takes a port between
+# our choice and the worker's bind.
+_WORKER_PORTS = range(20000, 32000)
+_KV_PREFIX = "baton-kv-"
+_SHM = Path("/dev/shm")  # noqa: S108 - the directory below it is made by mkdtemp
+_SHM_MIN_FREE = 1 << 30  # bytes; containers often have 64 MiB
+_KILL_GRACE_S = 5.0  # beyond its own drain timeout, until a child is killed
+
+
+@dataclass(slots=True, frozen=True)
+class Addresses:
+    """Where a stack answers."""
+
+    http: str  # URL
+    grpc: str  # host:port
+
+
+@dataclass(slots=True)
+class Stack:
+    """Child processes of which `router` is one, and the state of bringing them up and down."""
+
+    commands: Mapping[str, Sequence[str]]  # name to argv
+    drain_timeout: float  # seconds
+    start_timeout: float  # seconds
+    router: str = "router"
+    events: Events = field(default_factory=Events)
+    children: list[Child] = field(default_factory=list)
+    ready: dict[str, Mapping[str, str]] = field(default_factory=dict)  # child's name to the fields of its ready line
+
+    def start(self) -> Addresses | Signalled:
+        """Starts all and waits for every ready line. Returns the signal where one came first.
+
+        Raises StartupError when a child ends or `start_timeout` passes.
+        """
+        environ = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
+        environ["PYTHONUNBUFFERED"] = "1"
+        self.children = start_all(self.commands, self.events, environ=environ)
+        deadline = time.monotonic() + self.start_timeout
+        while len(self.ready) < len(self.children):
+            event = self._next(deadline - time.monotonic())
+            match event:
+                case Ready(child, fields):
+                    self.ready[child.name] = fields
+                case Ended(child):
+                    raise StartupError(f"{child.name} could not start: {child.reason()}")
+                case Signalled():
+                    return event
+                case _:
+                    late = ", ".join(child.name for child in self.children if child.name not in self.ready)
+                    raise StartupError(f"{late}: not ready after {self.start_timeout:g} s (--start-timeout)")
+        fields = self.ready[self.router]
+        return Addresses(fields["http"], fields["grpc"])
+
+    def watch(self) -> Signalled | Finished:
+        """Waits for a signal or for the work beside the stack. Raises StartupError when a child ends before."""
+        while True:
+            match self._next(None):
+                case Ended(child):
+                    raise StartupError(f"{child.name} went away: {child.reason()}")
+                case Signalled() | Finished() as event:
+                    return event
+
+    def drain(self) -> None:
+        """Ends the router, then the workers, each after what it has in hand. Another signal ends all at once."""
+        workers = [child for child in self.children if child.name != self.router]
+        routers = [child for child in self.children if child.name == self.router]
+        for group in (routers, workers):
+            for child in group:
+                child.terminate()
+            deadline = time.monotonic() + self.drain_timeout + _KILL_GRACE_S
+            while any(child.running for child in group):
+                event = self._next(deadline - time.monotonic())
+                if event is None:
+                    late = ", ".join(child.name for child in group if child.running)
+                    log.warning("not drained in time, ending at once", extra={"processes": late})
+                if event is None or isinstance(event, Signalled):
+                    self.kill()
+                    return
+
+    def kill(self) -> None:
+        """Ends everything at once, and waits until it is gone."""
+        for child in self.children:
+            child.kill()
+        for child in self.children:
+            child.join(_KILL_GRACE_S)
+
+    def _next(self, timeout: float | None) -> Event | None:
+        """The next event; None when `timeout` seconds pass without one."""
+        try:
+            return self.events.get(timeout=None if timeout is None else max(0.0, timeout))
+        except queue.Empty:
+            return None
+
+
+def run(
+    stack: Stack, *, on_ready: Callable[[Addresses], None] | None = None, work: Callable[[Addresses], int] | None = None
+) -> int:
+    """Brings the stack up, runs `work` beside it (or waits for a signal), and takes it down. Returns the exit code.
+
+    `work` runs in a thread of its own. Without it, a signal is how a stack is meant to end: exit code 0.
+    """
+    with _signals_into(stack.events):
+        try:
+            started = stack.start()
+            if isinstance(started, Signalled):
+                return 128 + started.signum
+            if on_ready is not None:
+                on_ready(started)
+            if work is not None:
+                threading.Thread(target=_work, args=(work, started, stack.events), daemon=True).start()
+            try:
+                event = stack.watch()
+            finally:
+                stack.drain()
+            if isinstance(event, Signalled):
+                return 0 if work is None else 128 + event.signum
+            if event.error is not None:
+                raise event.error
+            return event.code
+        finally:
+            stack.kill()
+
+
+def _work(work: Callable[[Addresses], int], addresses: Addresses, events: Events) -> None:
+    finished = Finished(1)  # where it raises what it should not, which the thread's own hook prints
+    try:
+        finished = Finished(work(addresses))
+    except BatonError as error:
+        finished = Finished(1, error)
+    finally:
+        events.put(finished)
+
+
+@contextlib.contextmanager
+def _signals_into(events: Events) -> Iterator[None]:
+    """SIGINT and SIGTERM become events while inside."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(one, lambda signum, _frame: events.put(Signalled(signum))) for one in signals]
+    try:
+        yield
+    finally:
+        for one, handler in zip(signals, before, strict=True):
+            signal.signal(one, handler)
+
+
+# ------------------------------------------------------------------------------------- from settings to commands
+
+
+def check(settings: UpSettings) -> None:
+    """Raises ConfigError where the numbers of workers make no stack."""
+    if settings.decode + settings.both == 0:
+        raise ConfigError("--decode", "a stack needs at least one decode worker or one with --both roles")
+
+
+def plan(settings: UpSettings, kv_dir: Path) -> Stack:
+    """The commands of a stack. Worker ports and cores are decided here."""
+    roles = ["prefill"] * settings.prefill + ["decode"] * settings.decode + ["worker"] * settings.both
+    cores = divide_cores(settings.cpu_cores or usable_cores(), len(roles))
+    ports = free_ports(settings.host, len(roles))
+    addresses = [f"{settings.host}:{port}" for port in ports]
+    common = WorkerSettings.model_fields.keys() & UpSettings.model_fields.keys()
+    shared: dict[str, object] = {name: getattr(settings, name) for name in common}
+    shared["kv_dir"] = str(kv_dir)
+    if settings.device == "cuda":  # all workers are on the same device, so each gets its share of it
+        shared["memory_utilization"] = settings.memory_utilization / len(roles)
+    commands: dict[str, list[str]] = {}
+    numbers: dict[str, int] = {}
+    for role, address, own in zip(roles, addresses, cores, strict=True):
+        worker = WorkerSettings.model_validate({**shared, "listen": address, "cpu_cores": own})
+        numbers[role] = numbers.get(role, 0) + 1
+        commands[f"{role}-{numbers[role]}"] = baton_command(role, worker)
+    router = RouterSettings(
+        prefill=tuple(address for role, address in zip(roles, addresses, strict=True) if role != "decode"),
+        decode=tuple(address for role, address in zip(roles, addresses, strict=True) if role != "prefill"),
+        http_listen=f"{settings.host}:{settings.http_port}",
+        grpc_listen=f"{settings.host}:{settings.grpc_port}",
+        drain_timeout=settings.drain_timeout,
+        log_level=settings.log_level,
+        log_format=settings.log_format,
+    )
+    commands["router"] = baton_command("router", router)
+    return Stack(commands, settings.drain_timeout, settings.start_timeout)
+
+
+def baton_command(command: str, settings: Settings) -> list[str]:
+    return [sys.executable, "-m", "baton", command, *to_flags(settings)]
+
+
+def usable_cores() -> tuple[int, ...]:
+    """Cores this process may run on; none where the system cannot pin."""
+    if sys.platform != "linux":
+        return ()
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def divide_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
+    """Cores of each worker: neighbouring, as equal as possible; shared one by one where there are too few."""
+    if len(cores) < num_workers:
+        return [(cores[i % len(cores)],) if cores else () for i in range(num_workers)]
+    bounds = [len(cores) * i // num_workers for i in range(num_workers + 1)]
+    return [tuple(cores[start:stop]) for start, stop in itertools.pairwise(bounds)]
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Different ports that nobody listens on now. Raises StartupError where `host` is no address of this machine."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    ports: list[int] = []
+    for port in random.sample(_WORKER_PORTS, len(_WORKER_PORTS)):
+        if len(ports) == count:
+            return ports
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((host, port))
+            except socket.gaierror as error:
+                raise StartupError(f"--host {host}: {error.strerror}") from error
+            except OSError as error:
+                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise StartupError(f"--host {host}: {error.strerror}") from error
+                continue
+        ports.append(port)
+    raise StartupError(f"--host {host}: no {count} free ports between {_WORKER_PORTS.start} and {_WORKER_PORTS.stop}")
+
+
+@contextlib.contextmanager
+def kv_directory(given: str | None) -> Iterator[Path]:
+    """The directory of shared KV blocks: `given`, created and kept, or a private one in memory that goes at the end.
+
+    A private directory is locked while in use, so that one whose owner was killed is found and removed by the next.
+    """
+    if given is not None:
+        path = Path(given).absolute()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StartupError(f"--kv-dir {given}: {error.strerror}") from error
+        yield path
+        return
+    shm = _SHM.is_dir() and os.access(_SHM, os.W_OK) and shutil.disk_usage(_SHM).free >= _SHM_MIN_FREE
+    parent = _SHM if shm else Path(tempfile.gettempdir())
+    _remove_abandoned(parent)
+    path = Path(tempfile.mkdtemp(prefix=_KV_PREFIX, dir=parent))
+    lock = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for path in parent.glob(f"{_KV_PREFIX}*"):
+        try:
+            if path.stat().st_uid != os.getuid() or time.time() - path.stat().st_mtime < 60:
+                continue  # somebody else's, or made this moment and not locked yet
+            lock = os.open(path, os.O_RDONLY)
+        except OSError:
+            continue  # its owner removed it just now
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+            log.info("removed the KV directory of a stack that was killed", extra={"path": str(path)})
+        except BlockingIOError:
+            continue  # in use
+        finally:
+            os.close(lock)

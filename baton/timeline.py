@@ -1,0 +1,92 @@
+"""Draws where the time of one request went, for a terminal.
+
+      queue          0.4 ms  ▏
+      prefill       41.2 ms  ███████████
+      handoff        3.1 ms             ▉
+      first decode  22.0 ms              ██████
+      decode       180.0 ms                    █████████████████████████
+      total        246.7 ms  first token after 42.1 ms, 41.2 tokens/s
+
+Each bar starts where the one above ends. `decode` is what follows the second token.
+"""
+
+from __future__ import annotations
+
+from baton.report import RequestReport, Usage
+from common.types import FinishReason
+
+_NAME_WIDTH = 12
+_TIME_WIDTH = 12
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_ASCII = str.maketrans({"→": "->", "·": "-", "█": "#", **dict.fromkeys(_EIGHTHS[1:8], "#")})
+
+
+def render_timeline(
+    report: RequestReport,
+    usage: Usage,
+    finish_reason: FinishReason | None = None,
+    *,
+    width: int = 80,
+    ascii_only: bool = False,
+) -> str:
+    """Lines of at most `width` characters, without a newline at the end. No colours."""
+    timings = report.timings
+    parts = [
+        ("queue", timings.queue_ms),
+        ("prefill", timings.prefill_ms),
+        ("handoff", timings.handoff_ms),
+        ("first decode", timings.first_decode_ms),
+    ]
+    parts.append(("decode", max(0.0, timings.total_ms - sum(ms for _, ms in parts))))
+    span = max(timings.total_ms, sum(ms for _, ms in parts))
+    left = 2 + _NAME_WIDTH + _TIME_WIDTH + 2
+    lines = []
+    start = 0.0
+    for name, ms in parts:
+        bar = _bar(start, start + ms, span, width - left)
+        lines.append(f"{_label(name, ms)}  {bar}".rstrip())
+        start += ms
+    speed = f", {timings.tokens_per_second:.1f} tokens/s" if timings.tokens_per_second > 0 else ""
+    lines.append(f"{_label('total', timings.total_ms)}  first token after {_ms(timings.ttft_ms)}{speed}")
+    lines += [f"  {line}"[:width] for line in _facts(report, usage, finish_reason)]
+    text = "\n".join(lines)
+    return text.translate(_ASCII) if ascii_only else text
+
+
+def _label(name: str, ms: float) -> str:
+    return f"  {name:<{_NAME_WIDTH}}{_ms(ms):>{_TIME_WIDTH}}"
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.1f} ms" if ms < 10_000 else f"{ms / 1000:.1f} s"
+
+
+def _bar(start: float, stop: float, span: float, columns: int) -> str:
+    """`columns` wide at most; an eighth of a column is the smallest thing drawn, and nothing takes nothing."""
+    if span <= 0 or stop <= start:
+        return ""
+    first = round(start / span * columns * 8)
+    last = max(first + 1, round(stop / span * columns * 8))
+    first, last = min(first, columns * 8 - 1), min(last, columns * 8)
+    blank, length = first // 8, last - first // 8 * 8  # left edges are whole columns: there are no right-aligned blocks
+    full, rest = divmod(length, 8)
+    return " " * blank + "█" * full + (_EIGHTHS[rest] if rest else "")
+
+
+def _facts(report: RequestReport, usage: Usage, finish_reason: FinishReason | None) -> list[str]:
+    cached = f" ({usage.cached_tokens} cached)" if usage.cached_tokens else ""
+    ended = f", ended by {finish_reason.value}" if finish_reason else ""
+    lines = [f"{usage.prompt_tokens} prompt tokens{cached} → {usage.completion_tokens} tokens{ended}"]
+    decode = report.decode_worker or "unknown"
+    if report.prefill_worker:
+        size = f"{report.num_bytes_moved / 1e6:.1f} MB"
+        lines.append(f"prefill on {report.prefill_worker} → decode on {decode}")
+        lines.append(f"{report.num_blocks_moved} KV blocks moved, {size}")
+    else:
+        lines.append(f"prefill and decode on {decode}")
+    if report.fallback_reason:
+        lines.append(f"computed in place: {report.fallback_reason}")
+    counts = [("retries", report.num_retries), ("migrations", report.num_migrations)]
+    counts.append(("preemptions", report.num_preemptions))
+    notable = ", ".join(f"{count} {name}" for name, count in counts if count)
+    return [*lines, notable] if notable else lines
