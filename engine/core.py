@@ -121,8 +121,8 @@ class EngineCore:
             case m.RemotePrefillFailed(request_id, reason):
                 self.scheduler.remote_failed(request_id, reason)
                 self._settle_remote(request_id)
-            case m.Abort(request_id) | m.ReleaseLease(request_id):
-                self.scheduler.abort(request_id)
+            case m.Release(request_id):
+                self.scheduler.release(request_id)
                 self._transfers.release(request_id)
             case m.AddPeer(peer):
                 try:
@@ -281,7 +281,7 @@ class EngineCore:
             # One batch is lost, not the worker: its requests fail with their ids, all others go on.
             log.exception("a step failed", extra={"num_requests": len(sequences)})
             for request in list(output.num_tokens):
-                self.scheduler.abort(request.request_id)
+                self.scheduler.release(request.request_id)
                 self._transfers.release(request.request_id)
                 self._fail(request.request_id, "INTERNAL", "the engine failed to compute this request")
             return [None] * len(sequences)

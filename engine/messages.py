@@ -19,7 +19,7 @@ from kv_store.base import BlockRef
 
 class RequestMode(StrEnum):
     LOCAL = "local"  # compute the prompt here, then generate
-    PREFILL = "prefill"  # compute the prompt, sample one token, hold the blocks until ReleaseLease
+    PREFILL = "prefill"  # compute the prompt, sample one token, hold the blocks until Release
     REMOTE = "remote"  # wait for the prompt's KV and first token from a prefill worker, then generate
 
 
@@ -57,14 +57,9 @@ class RemotePrefillFailed(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-class Abort(msgspec.Struct, tag=True, frozen=True):
-    """Ends a request at once, in any state. No event follows. Unknown ids are ignored."""
-
-    request_id: str
-
-
-class ReleaseLease(msgspec.Struct, tag=True, frozen=True):
-    """PREFILL: the stream ended. Frees the blocks, or aborts what still runs. Unknown ids are ignored."""
+class Release(msgspec.Struct, tag=True, frozen=True):
+    """The front is done with a request, whatever its state: what runs is aborted, what is held is freed, a prefill's
+    lease ends. No event follows. Unknown ids are ignored."""
 
     request_id: str
 
@@ -79,9 +74,7 @@ class GetStatus(msgspec.Struct, tag=True, frozen=True):
     call_id: int
 
 
-Command = (
-    AddRequest | BlocksAnnounced | RemoteFirstToken | RemotePrefillFailed | Abort | ReleaseLease | AddPeer | GetStatus
-)
+Command = AddRequest | BlocksAnnounced | RemoteFirstToken | RemotePrefillFailed | Release | AddPeer | GetStatus
 
 # ------------------------------------------------------------------------------------------------ events
 

@@ -68,7 +68,7 @@ def main() -> int:
     if settings.cpu_cores:
         os.sched_setaffinity(0, settings.cpu_cores)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    socket = zmq.Context.instance().socket(zmq.PAIR)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.set(zmq.LINGER, 1000)
     socket.connect(bootstrap.address)
     try:

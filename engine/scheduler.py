@@ -5,7 +5,7 @@ one token budget: decodes (one missing token) first, then prompts, in chunks, in
 the request that was admitted last gives its blocks back.
 
 One step, in order: `schedule` -> the engine carries out swaps, copies, the forward pass -> `update` with the sampled
-tokens. Between steps: `add`, `abort`, `finish_lease`, and the events of remote KV.
+tokens. Between steps: `add`, `release` and the events of remote KV.
 """
 
 from __future__ import annotations
@@ -88,12 +88,11 @@ class Scheduler:
         self.requests[request.request_id] = request
         self._waiting.append(request)
 
-    def abort(self, request_id: str) -> Request | None:
-        """Ends a request in whatever state; its blocks are free but for those that a transfer still holds."""
+    def release(self, request_id: str) -> None:
+        """Ends a request in whatever state, a lease included; blocks that a transfer still holds are free after it."""
         request = self.requests.get(request_id)
         if request is not None:
             self._finish(request, RequestStatus.FINISHED_ABORTED)
-        return request
 
     @property
     def has_work(self) -> bool:

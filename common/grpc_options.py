@@ -1,0 +1,36 @@
+"""gRPC channel and server options that every hop of Baton shares. Plain tuples: this package knows no grpc.
+
+Keepalive is what ends a lease when a peer vanishes without closing its connection: a ping after KEEPALIVE_TIME of
+silence, and the connection is dead when no answer came within KEEPALIVE_TIMEOUT.
+"""
+
+from __future__ import annotations
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+KEEPALIVE_TIME_MS = 2_000
+KEEPALIVE_TIMEOUT_MS = 3_000
+
+Options = list[tuple[str, int | str]]
+
+_COMMON: Options = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+CHANNEL_OPTIONS: Options = [
+    *_COMMON,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+SERVER_OPTIONS: Options = [
+    *_COMMON,
+    ("grpc.so_reuseport", 0),  # a taken port is an error, not a share of its connections
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+]

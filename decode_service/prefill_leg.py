@@ -1,0 +1,148 @@
+"""One request's way to a prefill worker and back: opens the stream, passes on what it announces, closes it.
+
+The stream is the lease on the prefill worker's blocks, so it stays open until the engine has what it needs, and
+not longer. A worker that fails before the first token is followed by the next in the list; when none is left, or the
+first token is known already, the engine computes the rest itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from common.errors import TransferError
+from engine import messages as m
+from protos.baton.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
+from worker import convert
+from worker.engine_client import EngineStream
+from worker.shell import Worker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class PrefillReport:
+    """What the prefill leg did for one request."""
+
+    address: str = ""  # the worker that gave the first token
+    num_retries: int = 0
+    num_cached_tokens: int = 0
+    queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+
+class PrefillLeg:
+    """Runs as one task; `acknowledge` and `finish` are called beside it, from the same event loop."""
+
+    def __init__(self, worker: Worker, request: decode_pb2.DecodeRequest, stream: EngineStream) -> None:
+        self.report = PrefillReport()
+        self._worker = worker
+        self._request = request
+        self._stream = stream
+        self._outbox: asyncio.Queue[prefill_pb2.PrefillRequest | None] = asyncio.Queue()
+        self._arrived: set[int] = set()
+        self._has_first_token = False
+        self._is_finished = False
+
+    async def run(self, first_block: int, deadline: float | None) -> None:
+        """Asks the workers in turn. `deadline` is in the event loop's time; None for none."""
+        for number, address in enumerate(self._request.prefill_addresses):
+            try:
+                await self._run_on(address, self._first_missing(first_block), deadline)
+                if self._is_finished:
+                    return
+                raise TransferError("ended its stream before all blocks were here")
+            except (grpc.aio.AioRpcError, TransferError) as error:
+                if self._is_finished:
+                    return
+                self._note_failure(address, error)
+            if self._has_first_token:
+                break
+            if number + 1 < len(self._request.prefill_addresses):
+                self.report.num_retries += 1
+        reason = self.report.failures[-1] if self.report.failures else "no prefill worker"
+        self._stream.send(m.RemotePrefillFailed(self._stream.engine_id, reason))
+
+    def acknowledge(self, indexes: Sequence[int]) -> None:
+        self._arrived.update(indexes)
+        received = prefill_pb2.BlocksReceived(indexes=indexes)
+        self._outbox.put_nowait(prefill_pb2.PrefillRequest(received=received))
+
+    def finish(self) -> None:
+        """Nothing more is needed: half-closes the stream, which ends the lease."""
+        self._is_finished = True
+        self._outbox.put_nowait(None)
+
+    # ------------------------------------------------------------------------------------------ internals
+
+    def _first_missing(self, first_block: int) -> int:
+        while first_block in self._arrived:
+            first_block += 1
+        return first_block
+
+    def _note_failure(self, address: str, error: grpc.aio.AioRpcError | TransferError) -> None:
+        words = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        self.report.failures.append(f"prefill worker {address}: {words}")
+        log.warning(
+            "prefill worker failed", extra={"request_id": self._request.request_id, "address": address, "reason": words}
+        )
+
+    async def _run_on(self, address: str, first_block: int, deadline: float | None) -> None:
+        """One stream to one worker, from start to end."""
+        self._outbox = asyncio.Queue()
+        self._outbox.put_nowait(prefill_pb2.PrefillRequest(start=self._start(first_block)))
+        stub = prefill_pb2_grpc.PrefillServiceStub(self._worker.channels.get(address))
+        timeout = None if deadline is None else max(deadline - asyncio.get_running_loop().time(), 0.0)
+        call = stub.Prefill(self._outgoing(), timeout=timeout)
+        try:
+            async for event in call:
+                self._take_in(address, event)
+        finally:
+            call.cancel()
+
+    async def _outgoing(self) -> AsyncIterator[prefill_pb2.PrefillRequest]:
+        while (message := await self._outbox.get()) is not None:
+            yield message
+
+    def _start(self, first_block: int) -> prefill_pb2.PrefillStart:
+        request, worker = self._request, self._worker
+        return prefill_pb2.PrefillStart(
+            request_id=request.request_id,
+            fingerprint=worker.fingerprint,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling_params=request.sampling_params,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            first_block=first_block,
+            connector=worker.settings.connector,
+            peer=worker.ready.peer,
+        )
+
+    def _take_in(self, address: str, event: prefill_pb2.PrefillEvent) -> None:
+        engine_id = self._stream.engine_id
+        match event.WhichOneof("event"):
+            case "accepted":
+                if event.accepted.peer:
+                    self._stream.send(m.AddPeer(event.accepted.peer))
+            case "blocks_ready":
+                ready = event.blocks_ready
+                refs = [convert.block_ref(block) for block in ready.blocks]
+                self._stream.send(m.BlocksAnnounced(engine_id, refs, list(ready.failed_indexes), ready.failure))
+            case "first_token":
+                self._take_in_first_token(address, event.first_token)
+
+    def _take_in_first_token(self, address: str, first: prefill_pb2.FirstToken) -> None:
+        token = convert.sampled_token(first.token)
+        self._has_first_token = True
+        self.report.address = address
+        self.report.num_cached_tokens = first.num_cached_tokens
+        self.report.queue_ms = first.queue_ms
+        self.report.prefill_ms = first.prefill_ms
+        if not self._request.output_token_ids:  # else the client has it already, from an earlier decode worker
+            self._stream.put(m.TokensGenerated(request_id=self._stream.engine_id, tokens=[token]))
+        self._stream.send(m.RemoteFirstToken(self._stream.engine_id, token))

@@ -1,0 +1,174 @@
+"""DecodeService: runs one request to its end on this worker.
+
+With prefill workers named, the engine waits for their KV (`WAITING_FOR_REMOTE_KV`) while `PrefillLeg` keeps the
+stream that is the lease; without, or when none of them can, the engine computes the prompt itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from common.errors import InvalidArgumentError
+from decode_service.prefill_leg import PrefillLeg
+from engine import messages as m
+from protos.baton.v1 import decode_pb2, decode_pb2_grpc
+from worker import convert
+from worker.engine_client import EngineStream
+from worker.shell import Worker, error_from, errors_as_status
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    # The stub knows servicers that are generators. This one writes, so that a cancelled call unwinds at once.
+    async def Decode(self, request: decode_pb2.DecodeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
+        async with errors_as_status(context):
+            with self._worker.admit():
+                self._worker.check_fingerprint(request.fingerprint)
+                self._worker.check_tokens("prompt_token_ids", [*request.prompt_token_ids, *request.output_token_ids])
+                if request.sampling_params.max_tokens <= len(request.output_token_ids):
+                    raise InvalidArgumentError("sampling_params.max_tokens", "leaves no token to generate")
+                with self._worker.engine.open(request.request_id) as stream:
+                    await DecodeRun(self._worker, request, stream, context).run()
+
+
+@dataclass(slots=True)
+class _Marks:
+    """When things happened, in seconds of the monotonic clock; None until they have."""
+
+    start: float
+    first_token: float | None = None
+    kv_complete: float | None = None
+    second_token: float | None = None
+    queue_s: float = 0.0
+
+    def token(self, now: float) -> None:
+        if self.first_token is None:
+            self.first_token = now
+        elif self.second_token is None:
+            self.second_token = now
+
+
+class DecodeRun:
+    """One request on this worker, from admission to its last token."""
+
+    def __init__(
+        self, worker: Worker, request: decode_pb2.DecodeRequest, stream: EngineStream, context: Context
+    ) -> None:
+        self._worker = worker
+        self._request = request
+        self._stream = stream
+        self._context = context
+        self._leg = PrefillLeg(worker, request, stream)
+        self._leg_task: asyncio.Task[None] | None = None
+        self._marks = _Marks(time.monotonic())
+        self._num_blocks_moved = 0
+        self._num_bytes_moved = 0
+
+    async def run(self) -> None:
+        request = self._request
+        is_remote = bool(request.prefill_addresses)
+        self._stream.send(
+            m.AddRequest(
+                request_id=self._stream.engine_id,
+                prompt_token_ids=list(request.prompt_token_ids),
+                output_token_ids=list(request.output_token_ids),
+                sampling_params=convert.sampling_params(request.sampling_params),
+                mode=m.RequestMode.REMOTE if is_remote else m.RequestMode.LOCAL,
+                cache_salt=request.cache_salt,
+                priority=request.priority,
+            )
+        )
+        try:
+            while not await self._take_in(await self._stream.next()):
+                pass
+        finally:
+            if self._leg_task is not None:
+                await self._end_leg(self._leg_task)
+
+    async def _take_in(self, event: object) -> bool:
+        """Acts on one event; True where it was the last."""
+        match event:
+            case m.RemotePrefillNeeded(_, first_block):
+                self._marks.queue_s = time.monotonic() - self._marks.start
+                self._leg_task = asyncio.create_task(self._leg.run(first_block, self._deadline()))
+            case m.BlocksFetched(_, indexes, _, _, num_bytes):
+                self._num_blocks_moved += len(indexes)
+                self._num_bytes_moved += num_bytes
+                self._leg.acknowledge(indexes)
+            case m.PrefillReceived():
+                self._marks.kv_complete = time.monotonic()
+                self._leg.finish()
+            case m.TokensGenerated():
+                await self._send(event)
+                return event.finish_reason is not None
+            case m.RequestFailed():
+                raise error_from(event)
+            case _:
+                raise TypeError(f"a decode has no event {type(event).__name__}")
+        return False
+
+    async def _send(self, event: m.TokensGenerated) -> None:
+        if event.tokens:
+            self._marks.token(time.monotonic())
+        if self._leg_task is None:
+            self._marks.queue_s = event.queue_s
+        message = decode_pb2.DecodeEvent(
+            tokens=[convert.sampled_token_message(token) for token in event.tokens],
+            finish_reason=convert.finish_reason_message(event.finish_reason),
+            stop_token_id=event.stop_token_id,
+            summary=self._summary(event) if event.finish_reason is not None else None,
+        )
+        await self._context.write(message)
+
+    def _summary(self, event: m.TokensGenerated) -> decode_pb2.DecodeSummary:
+        marks, report = self._marks, self._leg.report
+        first = marks.first_token or marks.start  # resumed requests that finish at once have no token of their own
+        kv_complete = max(marks.kv_complete or first, first)
+        is_remote = bool(report.address)
+        local_prefill_s = first - marks.start - marks.queue_s
+        return decode_pb2.DecodeSummary(
+            num_cached_tokens=max(event.num_cached_tokens, report.num_cached_tokens),
+            prefill_worker=report.address,
+            num_blocks_moved=self._num_blocks_moved,
+            num_bytes_moved=self._num_bytes_moved,
+            fallback_reason=event.fallback_reason,
+            num_prefill_retries=report.num_retries,
+            num_preemptions=event.num_preemptions,
+            queue_ms=marks.queue_s * 1000 + report.queue_ms,
+            prefill_ms=report.prefill_ms if is_remote else max(local_prefill_s, 0.0) * 1000,
+            handoff_ms=(kv_complete - first) * 1000 if is_remote else 0.0,
+            first_decode_ms=(marks.second_token - kv_complete) * 1000 if marks.second_token else 0.0,
+        )
+
+    def _deadline(self) -> float | None:
+        """The request's own deadline, in the event loop's time."""
+        remaining = self._context.time_remaining()
+        return None if remaining is None else asyncio.get_running_loop().time() + remaining
+
+    async def _end_leg(self, task: asyncio.Task[None]) -> None:
+        """Ends the Prefill stream, however this request ended."""
+        self._leg.finish()
+        task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            return
+        except Exception:
+            log.exception("the prefill leg failed", extra={"request_id": self._request.request_id})
+
+
+def add_service(worker: Worker, server: grpc.aio.Server) -> str:
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(DecodeServicer(worker), server)
+    return decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name

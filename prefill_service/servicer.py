@@ -1,0 +1,127 @@
+"""PrefillService: turns a prompt into KV blocks and one token, and holds the blocks while the stream lives.
+
+The stream is the lease. Whatever ends it (the decode worker half-closes, cancels, dies, or its deadline passes) ends
+`Prefill` below, and with it the engine's hold on the blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import grpc
+
+from common.errors import IncompatibleError, InvalidArgumentError
+from engine import messages as m
+from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc
+from worker import convert
+from worker.engine_client import EngineStream
+from worker.shell import Worker, error_from, errors_as_status
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    # The stub knows servicers that are generators. This one writes, so that a cancelled call unwinds at once.
+    async def Prefill(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]  # noqa: ARG002, N802
+        async with errors_as_status(context):
+            with self._worker.admit():
+                start = await self._first_message(context)
+                self._check(start)
+                with self._worker.engine.open(start.request_id) as stream:
+                    await self._run(start, stream, context)
+
+    async def _first_message(self, context: Context) -> prefill_pb2.PrefillStart:
+        message = await context.read()
+        if message is grpc.aio.EOF or not message.HasField("start"):
+            raise InvalidArgumentError("start", "has to be the stream's first message")
+        start: prefill_pb2.PrefillStart = message.start
+        return start
+
+    def _check(self, start: prefill_pb2.PrefillStart) -> None:
+        self._worker.check_fingerprint(start.fingerprint)
+        self._worker.check_tokens("prompt_token_ids", list(start.prompt_token_ids))
+        ours = self._worker.settings.connector
+        if start.connector and start.connector != ours:
+            raise IncompatibleError(f"connector {start.connector!r} cannot read from {ours!r}")
+
+    async def _run(self, start: prefill_pb2.PrefillStart, stream: EngineStream, context: Context) -> None:
+        """Serves one prompt until the decode worker half-closes."""
+        worker, begin = self._worker, time.monotonic()
+        if start.peer:
+            stream.send(m.AddPeer(start.peer))
+        stream.send(
+            m.AddRequest(
+                request_id=stream.engine_id,
+                prompt_token_ids=list(start.prompt_token_ids),
+                sampling_params=convert.sampling_params(start.sampling_params),
+                mode=m.RequestMode.PREFILL,
+                cache_salt=start.cache_salt,
+                priority=start.priority,
+                first_block=start.first_block,
+            )
+        )
+        accepted = prefill_pb2.PrefillAccepted(worker_id=worker.worker_id, epoch=worker.epoch, peer=worker.ready.peer)
+        await context.write(prefill_pb2.PrefillEvent(accepted=accepted))
+        relay = asyncio.create_task(_relay(stream, context, begin))
+        half_closed = asyncio.create_task(_read_to_end(context))
+        try:
+            await asyncio.wait((relay, half_closed), return_when=asyncio.FIRST_COMPLETED)
+            if relay.done():
+                relay.result()  # only ever ends by raising
+        finally:
+            relay.cancel()
+            half_closed.cancel()
+
+
+async def _relay(stream: EngineStream, context: Context, begin: float) -> None:
+    """Sends the engine's events for ever; raises `BatonError` where the engine gives the request up."""
+    while True:
+        match event := await stream.next():
+            case m.BlocksPublished():
+                await context.write(_blocks_ready(event))
+            case m.TokensGenerated():
+                await context.write(_first_token(event, time.monotonic() - begin))
+            case m.RequestFailed():
+                raise error_from(event)
+            case _:
+                raise TypeError(f"a prefill has no event {type(event).__name__}")
+
+
+async def _read_to_end(context: Context) -> None:
+    """Returns when the decode worker half-closes. Acknowledgements need no action: the lease is the whole stream."""
+    while await context.read() is not grpc.aio.EOF:
+        pass
+
+
+def _blocks_ready(event: m.BlocksPublished) -> prefill_pb2.PrefillEvent:
+    return prefill_pb2.PrefillEvent(
+        blocks_ready=prefill_pb2.BlocksReady(
+            blocks=[convert.block_ref_message(ref) for ref in event.blocks],
+            failed_indexes=event.failed_indexes,
+            failure=event.failure,
+        )
+    )
+
+
+def _first_token(event: m.TokensGenerated, elapsed_s: float) -> prefill_pb2.PrefillEvent:
+    return prefill_pb2.PrefillEvent(
+        first_token=prefill_pb2.FirstToken(
+            token=convert.sampled_token_message(event.tokens[0]),
+            num_cached_tokens=event.num_cached_tokens,
+            queue_ms=event.queue_s * 1000,
+            prefill_ms=(elapsed_s - event.queue_s) * 1000,
+        )
+    )
+
+
+def add_service(worker: Worker, server: grpc.aio.Server) -> str:
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillServicer(worker), server)
+    return prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name

@@ -1,0 +1,224 @@
+"""The gRPC front's side of the engine process: starts it, sends commands, hands each request its own events.
+
+A request is a stream: `with engine.open(request_id) as stream: stream.send(...); await stream.next()`. Leaving the
+block releases the request, whatever its state. Engine-side ids get a suffix, so that two requests that bring the
+same id don't meet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from common.config import WorkerSettings
+from common.errors import StartupError, UnavailableError
+from common.types import WorkerLoad
+from engine import messages as m
+from engine.process import Bootstrap
+
+log = logging.getLogger(__name__)
+
+STATUS_TIMEOUT_S = 10.0
+
+RequestEvent = (
+    m.RemotePrefillNeeded
+    | m.BlocksPublished
+    | m.BlocksFetched
+    | m.PrefillReceived
+    | m.TokensGenerated
+    | m.RequestFailed
+)
+
+
+class EngineStream:
+    """One request's events, in order, and a way to add events of one's own among them."""
+
+    def __init__(self, client: EngineClient, request_id: str, engine_id: str) -> None:
+        self.request_id = request_id
+        self.engine_id = engine_id
+        self._client = client
+        self._events: asyncio.Queue[RequestEvent] = asyncio.Queue()
+
+    def send(self, command: m.Command) -> None:
+        """Sends a command; its `request_id` should be `engine_id`."""
+        self._client.send(command)
+
+    def put(self, event: RequestEvent) -> None:
+        self._events.put_nowait(event)
+
+    async def next(self) -> RequestEvent:
+        return await self._events.get()
+
+
+class EngineClient:
+    def __init__(self, settings: WorkerSettings, name: str, model_dir: Path, worker_id: str, epoch: str) -> None:
+        self._settings = settings
+        self._name = name
+        self._model_dir = model_dir
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._streams: dict[str, EngineStream] = {}
+        self._numbers = itertools.count(1)
+        self._statuses: dict[int, asyncio.Future[m.Status]] = {}
+        self._load_changed = asyncio.Condition()
+        self._failure = ""  # the engine's own last word
+        self._folder = ""
+        self._process: asyncio.subprocess.Process | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ready: asyncio.Future[m.EngineReady] = asyncio.get_running_loop().create_future()
+        self.load = WorkerLoad()
+        self.died = asyncio.Event()
+
+    async def start(self) -> m.EngineReady:
+        """Starts the process and waits until its model is loaded. Raises `StartupError` with its reason."""
+        self._folder = tempfile.mkdtemp(prefix="baton-engine-")
+        address = f"ipc://{self._folder}/engine.sock"
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.SNDHWM, 0)  # commands are small, and bounded by admission
+        self._socket.bind(address)
+        bootstrap = Bootstrap(
+            address=address,
+            name=f"{self._name}.engine",
+            model_dir=str(self._model_dir),
+            worker_id=self._worker_id,
+            epoch=self._epoch,
+            settings=self._settings.model_dump_json(),
+        )
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "engine.process",
+            stdin=asyncio.subprocess.PIPE,
+            env=self._environment(),
+            start_new_session=True,  # Ctrl-C goes to the front alone, which drains
+        )  # fmt: skip
+        assert self._process.stdin is not None  # noqa: S101 (a pipe was asked for)
+        self._process.stdin.write(msgspec.json.encode(bootstrap) + b"\n")
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        return await self._ready
+
+    async def stop(self) -> None:
+        """Ends the engine process. Closing its standard input is what tells it."""
+        process, self._process = self._process, None
+        for task in self._tasks:
+            task.cancel()
+        if process is not None and process.returncode is None:
+            assert process.stdin is not None  # noqa: S101
+            process.stdin.close()
+            try:
+                await asyncio.wait_for(process.wait(), 5.0)
+            except TimeoutError:
+                log.warning("the engine did not end, killing it")
+                process.kill()
+                await process.wait()
+        if self._socket is not None:
+            self._socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # ------------------------------------------------------------------------------------------- requests
+
+    @contextlib.contextmanager
+    def open(self, request_id: str) -> Iterator[EngineStream]:
+        """Raises `UnavailableError` where the engine has died."""
+        if self.died.is_set():
+            raise UnavailableError(f"the engine process ended: {self._failure}")
+        stream = EngineStream(self, request_id, f"{request_id}#{next(self._numbers)}")
+        self._streams[stream.engine_id] = stream
+        try:
+            yield stream
+        finally:
+            del self._streams[stream.engine_id]
+            if not self.died.is_set():
+                self.send(m.Release(stream.engine_id))
+
+    def send(self, *commands: m.Command) -> None:
+        if self._socket is None or self._socket.closed:
+            raise UnavailableError("the engine is not running")
+        self._socket.send(m.encode(commands))  # sent at once: the high-water mark is off
+
+    async def status(self) -> m.Status:
+        """Load and integrity between two steps. Raises `UnavailableError` where no answer comes."""
+        call_id = next(self._numbers)
+        future: asyncio.Future[m.Status] = asyncio.get_running_loop().create_future()
+        self._statuses[call_id] = future
+        try:
+            self.send(m.GetStatus(call_id))
+            return await asyncio.wait_for(future, STATUS_TIMEOUT_S)
+        except TimeoutError:
+            raise UnavailableError(f"the engine gave no status within {STATUS_TIMEOUT_S:.0f} s") from None
+        finally:
+            del self._statuses[call_id]
+
+    async def load_change(self, timeout_s: float) -> None:
+        """Returns when the load has changed, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._load_changed:
+                await self._load_changed.wait()
+
+    async def notify_load(self) -> None:
+        """Wakes everyone who waits in `load_change`."""
+        async with self._load_changed:
+            self._load_changed.notify_all()
+
+    # ------------------------------------------------------------------------------------------ internals
+
+    async def _receive(self) -> None:
+        assert self._socket is not None  # noqa: S101
+        while True:
+            for event in m.decode_events(await self._socket.recv()):
+                await self._dispatch(event)
+
+    async def _dispatch(self, event: m.Event) -> None:
+        match event:
+            case m.EngineReady():
+                self._ready.set_result(event)
+            case m.EngineFailed(message):
+                self._failure = message
+            case m.LoadChanged(load):
+                self.load = load
+                await self.notify_load()
+            case m.Status(call_id):
+                if future := self._statuses.get(call_id):
+                    future.set_result(event)
+            case _:
+                if stream := self._streams.get(event.request_id):
+                    stream.put(event)
+
+    async def _watch(self) -> None:
+        """Tells everyone when the engine process ends without having been asked to."""
+        assert self._process is not None  # noqa: S101
+        code = await self._process.wait()
+        await asyncio.sleep(0.05)  # its last message may still be on its way
+        self._failure = self._failure or _exit_words(code)
+        if not self._ready.done():
+            self._ready.set_exception(StartupError(self._failure))
+            return
+        log.error("the engine process ended", extra={"reason": self._failure, "exit_code": code})
+        self.died.set()
+        for stream in self._streams.values():
+            stream.put(m.RequestFailed(stream.engine_id, "UNAVAILABLE", f"the engine process ended: {self._failure}"))
+
+    def _environment(self) -> dict[str, str]:
+        """OpenMP reads its thread count once, when torch is loaded."""
+        settings = self._settings
+        num_threads = settings.num_threads or len(settings.cpu_cores)
+        environment = dict(os.environ)
+        if num_threads:
+            environment["OMP_NUM_THREADS"] = str(num_threads)
+        return environment
+
+
+def _exit_words(code: int) -> str:
+    return f"killed by signal {-code}" if code < 0 else f"exited with code {code}"

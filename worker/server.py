@@ -1,0 +1,111 @@
+"""The life of a worker process: bind, start the engine, serve, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from common.config import WorkerSettings
+from common.errors import BatonError, StartupError
+from common.grpc_options import SERVER_OPTIONS
+from common.types import WorkerRole, WorkerState
+from protos.baton.v1 import worker_pb2, worker_pb2_grpc
+from worker.shell import Worker
+from worker.worker_service import WorkerServicer
+
+log = logging.getLogger(__name__)
+
+AddService = Callable[[Worker, grpc.aio.Server], str]
+"""Adds a servicer to the server; returns the service's full name."""
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+CLOSE_GRACE_S = 1.0  # for streams that outlived the drain
+
+
+async def serve(
+    settings: WorkerSettings,
+    role: WorkerRole,
+    model_dir: Path,
+    model_name: str,
+    services: list[AddService],
+    on_ready: Callable[[str], None],
+) -> int:
+    """Serves until SIGTERM, SIGINT, a Drain call or the engine's death; the process's exit code.
+
+    `on_ready` gets the address by which others reach this worker. Raises `StartupError` in one line.
+    """
+    worker = Worker(settings, role, model_dir, model_name)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    worker.address = _bind(server, settings)
+    health_servicer = health.aio.HealthServicer()
+    names = [add(worker, server) for add in services]
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(worker), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    names.append(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name)
+    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    try:
+        await worker.start()
+        await server.start()
+        for name in ("", *names):
+            await health_servicer.set(name, SERVING)
+        _drain_on_signals(worker)
+        log.info("serving", extra={"address": worker.address, "epoch": worker.epoch, "fingerprint": worker.fingerprint})
+        on_ready(worker.address)
+        died = await _wait_for_end(worker)
+        if not died:
+            await _drain(worker, health_servicer)
+        return 1 if died else 0
+    finally:
+        await server.stop(CLOSE_GRACE_S)
+        await worker.channels.close()
+        await worker.engine.stop()
+
+
+def _bind(server: grpc.aio.Server, settings: WorkerSettings) -> str:
+    """Binds before the model is loaded, so that a taken port is known at once; the advertised address."""
+    host, _, _ = settings.listen.rpartition(":")
+    try:
+        port = server.add_insecure_port(settings.listen)
+    except RuntimeError as error:
+        raise StartupError(f"listen: cannot bind {settings.listen}: is the port taken?") from error
+    if port == 0:
+        raise StartupError(f"listen: cannot bind {settings.listen}")
+    return settings.advertise or f"{host}:{port}"
+
+
+def _drain_on_signals(worker: Worker) -> None:
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, worker.drain_requested.set)
+
+
+async def _wait_for_end(worker: Worker) -> bool:
+    """Waits for a drain request or the engine's death; True where it died."""
+    ends = [asyncio.create_task(worker.drain_requested.wait()), asyncio.create_task(worker.engine.died.wait())]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for task in ends:
+        task.cancel()
+    return worker.engine.died.is_set()
+
+
+async def _drain(worker: Worker, health_servicer: health.aio.HealthServicer) -> None:
+    worker.state = WorkerState.DRAINING
+    await health_servicer.enter_graceful_shutdown()
+    await worker.engine.notify_load()
+    log.info("draining", extra={"timeout_s": worker.drain_timeout})
+    num_left = await worker.wait_idle(worker.drain_timeout)
+    if num_left:
+        log.warning("drain timeout: streams are cut", extra={"num_streams": num_left})
+
+
+def one_line(error: BatonError) -> str:
+    """An error as an operator reads it."""
+    return " ".join(error.message.split())

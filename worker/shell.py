@@ -1,0 +1,111 @@
+"""What every servicer of one worker process shares: its identity, its engine, and whether it takes new work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from common.config import WorkerSettings
+from common.errors import BatonError, IncompatibleError, InternalError, InvalidArgumentError, UnavailableError
+from common.types import WorkerRole, WorkerState
+from engine.messages import EngineReady, RequestFailed
+from worker.channels import ChannelPool
+from worker.engine_client import EngineClient
+
+
+class Worker:
+    """One worker process. `epoch` is new at each start, so that references into an earlier life are recognised."""
+
+    def __init__(self, settings: WorkerSettings, role: WorkerRole, model_dir: Path, model_name: str) -> None:
+        self.settings = settings
+        self.role = role
+        self.model_dir = model_dir
+        self.model_name = model_name
+        self.epoch = uuid.uuid4().hex[:16]
+        self.worker_id = f"{role.value}-{self.epoch[:8]}"
+        self.address = ""  # as others reach it; set once the port is bound
+        self.state = WorkerState.READY
+        self.engine = EngineClient(settings, role.value, model_dir, self.worker_id, self.epoch)
+        self.channels = ChannelPool()
+        self.drain_requested = asyncio.Event()
+        self.drain_timeout = settings.drain_timeout
+        self._num_active = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._ready: EngineReady | None = None
+
+    async def start(self) -> None:
+        self._ready = await self.engine.start()
+
+    @property
+    def ready(self) -> EngineReady:
+        if self._ready is None:
+            raise UnavailableError("the worker is still starting")
+        return self._ready
+
+    @property
+    def fingerprint(self) -> str:
+        return self.ready.spec.fingerprint()
+
+    @contextlib.contextmanager
+    def admit(self) -> Iterator[None]:
+        """Counts one piece of work in flight. Raises `UnavailableError` while draining."""
+        if self.state is not WorkerState.READY:
+            raise UnavailableError(f"worker {self.worker_id} is draining")
+        self._num_active += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_active -= 1
+            if self._num_active == 0:
+                self._idle.set()
+
+    async def wait_idle(self, timeout_s: float) -> int:
+        """Waits for all work in flight to end; how many pieces are left."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        return self._num_active
+
+    def check_fingerprint(self, fingerprint: str) -> None:
+        if fingerprint and fingerprint != self.fingerprint:
+            spec = self.ready.spec
+            raise IncompatibleError(
+                f"KV blocks of fingerprint {fingerprint} do not fit worker {self.worker_id} ({self.fingerprint}: "
+                f"model {spec.model_id}, {spec.dtype}, blocks of {spec.block_size} tokens)"
+            )
+
+    def check_tokens(self, field: str, token_ids: list[int]) -> None:
+        """Refuses what the model cannot take in, naming `field`."""
+        if not token_ids:
+            raise InvalidArgumentError(field, "is empty")
+        vocab_size, limit = self.ready.vocab_size, self.ready.max_model_len
+        if max(token_ids) >= vocab_size:
+            raise InvalidArgumentError(field, f"{max(token_ids)} is outside the vocabulary of {vocab_size} tokens")
+        if len(token_ids) >= limit:
+            raise InvalidArgumentError(field, f"{len(token_ids)} tokens leave no room in a context of {limit}")
+
+
+@contextlib.asynccontextmanager
+async def errors_as_status(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Turns a `BatonError` into the status that its class names."""
+    try:
+        yield
+    except BatonError as error:
+        await context.abort(grpc.StatusCode[error.grpc_code], error.message)
+
+
+def error_from(event: RequestFailed) -> BatonError:
+    """The error that an engine's refusal stands for."""
+    if event.grpc_code == InvalidArgumentError.grpc_code:
+        field, _, reason = event.message.partition(": ")
+        return InvalidArgumentError(field, reason)
+    if event.grpc_code == UnavailableError.grpc_code:
+        return UnavailableError(event.message)
+    return InternalError(event.message)

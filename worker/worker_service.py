@@ -1,0 +1,81 @@
+"""WorkerService: what a worker tells routers and operators about itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from common.block_hash import root_hash
+from common.model_files import tokenizer_files
+from common.version import VERSION
+from protos.baton.v1 import worker_pb2, worker_pb2_grpc
+from worker import convert
+from worker.shell import Worker, errors_as_status
+
+HEARTBEAT_S = 1.0  # load is repeated at least this often
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Context) -> worker_pb2.WorkerInfo:  # noqa: ARG002, N802
+        worker, ready = self._worker, self._worker.ready
+        return worker_pb2.WorkerInfo(
+            worker_id=worker.worker_id,
+            role=convert.role_message(worker.role),
+            epoch=worker.epoch,
+            model=worker.model_name,
+            fingerprint=worker.fingerprint,
+            connector=worker.settings.connector,
+            max_model_len=ready.max_model_len,
+            vocab_size=ready.vocab_size,
+            block_size=ready.spec.block_size,
+            root_hash=root_hash(worker.fingerprint),
+            eos_token_ids=ready.eos_token_ids,
+            dtype=ready.spec.dtype,
+            device=worker.settings.device,
+            version=VERSION,
+        )
+
+    async def WatchLoad(  # noqa: N802
+        self,
+        request: worker_pb2.WatchLoadRequest,  # noqa: ARG002
+        context: Context,  # noqa: ARG002
+    ) -> AsyncIterator[worker_pb2.WorkerLoad]:
+        worker = self._worker
+        while not worker.engine.died.is_set():
+            yield convert.load_message(worker.engine.load, worker.state, worker.epoch)
+            await worker.engine.load_change(HEARTBEAT_S)
+
+    async def GetStatus(  # noqa: N802
+        self,
+        request: worker_pb2.GetWorkerStatusRequest,  # noqa: ARG002
+        context: Context,
+    ) -> worker_pb2.WorkerStatus:
+        async with errors_as_status(context):
+            status = await self._worker.engine.status()
+        load = convert.load_message(status.load, self._worker.state, self._worker.epoch)
+        return worker_pb2.WorkerStatus(load=load, integrity=status.integrity)
+
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:  # noqa: ARG002, N802
+        if request.HasField("timeout_s"):
+            self._worker.drain_timeout = max(request.timeout_s, 0.0)
+        self._worker.drain_requested.set()
+        return worker_pb2.DrainResponse()
+
+    async def GetTokenizer(  # noqa: N802
+        self,
+        request: worker_pb2.GetTokenizerRequest,  # noqa: ARG002
+        context: Context,
+    ) -> worker_pb2.GetTokenizerResponse:
+        async with errors_as_status(context):
+            files = await asyncio.to_thread(tokenizer_files, self._worker.model_dir)
+        return worker_pb2.GetTokenizerResponse(
+            files=[worker_pb2.TokenizerFile(name=name, content=content) for name, content in files.items()]
+        )
