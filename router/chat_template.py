@@ -1,0 +1,84 @@
+"""Renders a model's own chat template, as the transformers library does, without importing it.
+
+A template is a program that came with a model: it runs in a sandbox in which it can change nothing but its own
+variables. What it sees and which extras it may use (`tojson`, `raise_exception`, `strftime_now`, `generation` blocks,
+loop controls) are the conventions that model publishers write their templates for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from common.errors import InvalidArgumentError, UnavailableError
+
+Message = Mapping[str, str]
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks an assistant's text for training; for serving it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - the name that jinja2 looks for, as it declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes HTML, which no model was trained on
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _now(time_format: str) -> str:
+    return datetime.now().strftime(time_format)
+
+
+class ChatTemplate:
+    """One compiled template. `special_tokens` are its variables: `bos_token`, `eos_token` and the like."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _now
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise UnavailableError(f"the model's chat template cannot be compiled: {error}") from error
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The prompt that asks for the assistant's next message.
+
+        Raises `InvalidArgumentError` for `messages` where the template refuses the conversation.
+        """
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise InvalidArgumentError("messages", f"the model's chat template refuses them: {error}") from error

@@ -1,0 +1,39 @@
+"""A worker as a router sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.types import WorkerLoad, WorkerRole, WorkerState
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Endpoint:
+    """One worker at one instant: what it said about itself, and what this router has sent it since.
+
+    `role` is what this router may use it for, as configured. `excluded` says why it must not be used although it can
+    be reached, and is empty where nothing speaks against it.
+    """
+
+    worker_id: str
+    role: WorkerRole
+    address: str
+    epoch: str = ""
+    fingerprint: str = ""
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    state: WorkerState = WorkerState.UNREACHABLE
+    excluded: str = ""
+    num_unreported: int = 0  # requests sent by this router that `load` does not count yet
+
+    @property
+    def can_prefill(self) -> bool:
+        return self.role in (WorkerRole.PREFILL, WorkerRole.BOTH)
+
+    @property
+    def can_decode(self) -> bool:
+        return self.role in (WorkerRole.DECODE, WorkerRole.BOTH)
+
+    @property
+    def incarnation(self) -> tuple[str, str]:
+        """A restarted worker is another one: whoever gave up on the old may try the new."""
+        return (self.address, self.epoch)

@@ -1,0 +1,45 @@
+"""`baton.v1.RouterService`: what operators ask a router."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from common.types import WorkerState
+from protos.baton.v1 import router_pb2, worker_pb2, worker_pb2_grpc
+from router.convert import role_to_proto, state_to_proto
+from router.endpoint import Endpoint
+from router.registry import Registry
+
+STATUS_TIMEOUT_S = 2.0
+
+
+class FleetService:
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    async def GetFleet(  # noqa: N802
+        self, request: router_pb2.GetFleetRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> router_pb2.GetFleetResponse:
+        endpoints = self._registry.endpoints()
+        workers = await asyncio.gather(*(self._ask(endpoint) for endpoint in endpoints))
+        return router_pb2.GetFleetResponse(workers=workers)
+
+    async def _ask(self, endpoint: Endpoint) -> router_pb2.FleetWorker:
+        worker = router_pb2.FleetWorker(
+            address=endpoint.address, info=self._registry.info(endpoint.address), role=role_to_proto(endpoint.role)
+        )
+        stub = worker_pb2_grpc.WorkerServiceStub(self._registry.channel(endpoint.address))
+        try:
+            status = await stub.GetStatus(worker_pb2.GetWorkerStatusRequest(), timeout=STATUS_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            worker.state = state_to_proto(WorkerState.UNREACHABLE)
+            worker.integrity = f"not known: {error.code().name}"
+            return worker
+        worker.load.CopyFrom(status.load)
+        worker.state = status.load.state
+        worker.integrity = status.integrity
+        if endpoint.excluded:
+            worker.integrity = f"{status.integrity}; not used: {endpoint.excluded}"
+        return worker

@@ -1,0 +1,292 @@
+"""The workers that a router knows: connected, watched, and described as `Endpoint` values.
+
+Each configured address has one channel and one task that asks the worker who it is, then reads its load for as long as
+the stream lasts. A stream that ends or falls silent makes the worker UNREACHABLE until it answers again.
+
+    connecting ── GetInfo ──> known ── WatchLoad ──> READY / DRAINING ── stream ends, or silence ──> UNREACHABLE ─┐
+        ^─────────────────────────────────────────────────────────────────────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from common import metrics
+from common.errors import UnavailableError
+from common.types import WorkerLoad, WorkerRole, WorkerState
+from common.validation import ModelLimits
+from protos.baton.v1 import worker_pb2, worker_pb2_grpc
+from router.convert import load_of, role_of, state_of
+from router.endpoint import Endpoint
+from router.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 << 20
+CHANNEL_OPTIONS: Sequence[tuple[str, int | str]] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A peer that stopped without closing its connection is given up after 15 s.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A restarted worker is back within its first reconnect or two.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+INFO_TIMEOUT_S = 5.0
+SILENCE_S = 5.0  # workers report at least once a second
+REPORT_LAG_S = 0.05  # workers report at most this often: a younger request may not be in a report
+RETRY_S = 0.2
+
+
+@dataclass(slots=True, frozen=True)
+class ServedModel:
+    """What the fleet serves now, as the first decode worker that answered describes it."""
+
+    limits: ModelLimits
+    fingerprint: str
+    eos_token_ids: frozenset[int]
+    tokenizer: Tokenizer
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One configured address, with what is known of it."""
+
+    address: str
+    role: WorkerRole
+    channel: grpc.aio.Channel
+    info: worker_pb2.WorkerInfo | None = None
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    state: WorkerState = WorkerState.UNREACHABLE
+    problem: str = ""
+    sent: dict[object, float] = field(default_factory=dict)  # running requests that no report counts: when sent
+    num_running: int = 0
+
+    def endpoint(self, excluded: str) -> Endpoint:
+        info = self.info
+        return Endpoint(
+            worker_id=info.worker_id if info else "",
+            role=self.role,
+            address=self.address,
+            epoch=info.epoch if info else "",
+            fingerprint=info.fingerprint if info else "",
+            load=self.load,
+            state=self.state,
+            excluded=excluded,
+            num_unreported=len(self.sent),
+        )
+
+
+class Registry:
+    """Static endpoints. `start` returns at once; `changed` lets others wait for news."""
+
+    def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
+        self._workers: dict[str, _Worker] = {}
+        for address in (*decode, *prefill):
+            if address in self._workers:
+                continue
+            role = WorkerRole.DECODE if address in decode else WorkerRole.PREFILL
+            if address in decode and address in prefill:
+                role = WorkerRole.BOTH
+            self._workers[address] = _Worker(address, role, grpc.aio.insecure_channel(address, CHANNEL_OPTIONS))
+        self._tasks: list[asyncio.Task[None]] = []
+        self._news = asyncio.Event()
+        self.model: ServedModel | None = None
+
+    def start(self) -> None:
+        for worker in self._workers.values():
+            self._tasks.append(asyncio.create_task(self._watch(worker), name=f"watch {worker.address}"))
+        self._count_states()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for worker in self._workers.values():
+            await worker.channel.close()
+
+    # ---------------------------------------------------------------------------------------- questions
+
+    def endpoints(self) -> list[Endpoint]:
+        """In configured order, decode workers first."""
+        return [worker.endpoint(self._excluded(worker)) for worker in self._workers.values()]
+
+    def info(self, address: str) -> worker_pb2.WorkerInfo | None:
+        return self._workers[address].info
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        return self._workers[address].channel
+
+    def served(self) -> ServedModel:
+        """Raises `UnavailableError`, with the reason, while nothing can be served."""
+        if reason := self.not_ready():
+            raise UnavailableError(reason)
+        assert self.model is not None  # noqa: S101 - not_ready() says so
+        return self.model
+
+    def not_ready(self) -> str:
+        """Why no request can be served now; empty where one can."""
+        usable = [e for e in self.endpoints() if e.can_decode and e.state is WorkerState.READY and not e.excluded]
+        if usable and self.model is not None:
+            return ""
+        reasons = [f"{e.address}: {self._why_not(e)}" for e in self.endpoints() if e.can_decode]
+        return f"no decode worker is ready ({'; '.join(reasons) or 'none is configured'})"
+
+    def _why_not(self, endpoint: Endpoint) -> str:
+        if endpoint.excluded:
+            return endpoint.excluded
+        problem = self._workers[endpoint.address].problem
+        if endpoint.state is WorkerState.READY:
+            return problem or "its tokenizer is being loaded"
+        return f"{endpoint.state.value}, {problem}" if problem else endpoint.state.value
+
+    async def changed(self, timeout_s: float) -> None:
+        """Returns after the next change of any worker's state, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), timeout_s)
+
+    @contextlib.contextmanager
+    def sending(self, *addresses: str) -> Iterator[None]:
+        """Counts a request as running on these workers, and as load until they report it themselves."""
+        key = object()
+        workers = [self._workers[address] for address in addresses]
+        for worker in workers:
+            worker.sent[key] = time.monotonic()
+            worker.num_running += 1
+            metrics.router_endpoint_requests.labels(worker.address).set(worker.num_running)
+        try:
+            yield
+        finally:
+            for worker in workers:
+                worker.sent.pop(key, None)
+                worker.num_running -= 1
+                metrics.router_endpoint_requests.labels(worker.address).set(worker.num_running)
+
+    def suspect(self, address: str, epoch: str, reason: str) -> None:
+        """A call to the worker failed as if it were gone: nothing is sent there until it reports again."""
+        worker = self._workers[address]
+        if worker.info is not None and worker.info.epoch == epoch and worker.state is WorkerState.READY:
+            self._set_state(worker, WorkerState.UNREACHABLE, reason)
+
+    # ------------------------------------------------------------------------------------------ watching
+
+    async def _watch(self, worker: _Worker) -> None:
+        stub = worker_pb2_grpc.WorkerServiceStub(worker.channel)
+        while True:
+            try:
+                worker.info = await stub.GetInfo(
+                    worker_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S, wait_for_ready=True
+                )
+                await self._adopt(worker, stub)
+                await self._read_load(worker, stub)
+                problem = "its load stream ended"
+            except grpc.aio.AioRpcError as error:
+                problem = f"{error.code().name}: {error.details()}"
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    problem = "does not answer"
+            except TimeoutError:
+                problem = f"has been silent for {SILENCE_S:g} s"
+            except UnavailableError as error:
+                problem = error.message
+            except Exception as error:  # one worker's odd answer must not end the watch
+                log.exception("watching a worker failed", extra={"address": worker.address})
+                problem = repr(error)
+            self._set_state(worker, WorkerState.UNREACHABLE, problem)
+            await asyncio.sleep(RETRY_S)
+
+    async def _read_load(self, worker: _Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+        call = stub.WatchLoad(worker_pb2.WatchLoadRequest(), wait_for_ready=True)
+        try:
+            while True:
+                load = await asyncio.wait_for(call.read(), SILENCE_S)
+                if not isinstance(load, worker_pb2.WorkerLoad):  # grpc.aio.EOF
+                    return
+                if worker.info is None or (load.epoch and load.epoch != worker.info.epoch):
+                    return  # another process answers at this address now: ask who it is
+                worker.load = load_of(load)
+                reported = time.monotonic() - REPORT_LAG_S
+                for key in [key for key, sent_at in worker.sent.items() if sent_at < reported]:
+                    del worker.sent[key]
+                self._set_state(worker, state_of(load.state), "")
+        finally:
+            call.cancel()
+
+    def _set_state(self, worker: _Worker, state: WorkerState, problem: str) -> None:
+        if (state, problem) == (worker.state, worker.problem):
+            return
+        extra = {"address": worker.address, "role": worker.role.value, "state": state.value}
+        if state is not worker.state:
+            excluded = self._excluded(worker)
+            level = logging.INFO if state is WorkerState.READY and not excluded else logging.WARNING
+            log.log(level, "worker %s", state.value, extra={**extra, "reason": excluded or problem})
+        worker.state, worker.problem = state, problem
+        self._count_states()
+        self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news.clear()
+
+    def _count_states(self) -> None:
+        for role in WorkerRole:
+            for state in WorkerState:
+                number = sum(w.role is role and w.state is state for w in self._workers.values())
+                metrics.router_endpoints.labels(role.value, state.value).set(number)
+
+    # ------------------------------------------------------------------------------------- compatibility
+
+    def _excluded(self, worker: _Worker) -> str:
+        info = worker.info
+        if info is None:
+            return ""
+        role = role_of(info.role)
+        if role is not worker.role and role is not WorkerRole.BOTH:
+            return f"is configured for role {worker.role.value}, but is a worker for {role.value if role else '?'}"
+        if self.model is None:
+            return ""
+        if info.model != self.model.limits.model:
+            return f"serves model {info.model!r}, not {self.model.limits.model!r}"
+        if info.fingerprint != self.model.fingerprint:
+            return f"holds KV of another kind ({info.fingerprint}, not {self.model.fingerprint})"
+        return ""
+
+    async def _adopt(self, worker: _Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+        """Makes this decode worker's model the one that is served, where none is, or where nobody is left who has
+        the one that was."""
+        info = worker.info
+        if info is None or worker.role is WorkerRole.PREFILL:
+            return
+        if self.model is not None:
+            excluded = self._excluded(worker)
+            if not excluded:
+                return
+            log.warning("worker excluded", extra={"address": worker.address, "reason": excluded})
+            others = (e for e in self.endpoints() if e.can_decode and not e.excluded)
+            if any(e.state is not WorkerState.UNREACHABLE for e in others):
+                return
+        if role_of(info.role) not in (WorkerRole.DECODE, WorkerRole.BOTH):
+            return
+        answer = await stub.GetTokenizer(worker_pb2.GetTokenizerRequest(), timeout=30.0, wait_for_ready=True)
+        files = {file.name: file.content for file in answer.files}
+        tokenizer = await asyncio.to_thread(load_tokenizer, files)
+        limits = ModelLimits(
+            model=info.model,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            max_token_bytes=tokenizer.max_token_bytes,
+        )
+        self.model = ServedModel(limits, info.fingerprint, frozenset(info.eos_token_ids), tokenizer)
+        log.info("serving a model", extra={"model": info.model, "max_model_len": info.max_model_len})
+        self._tell()

@@ -1,0 +1,37 @@
+"""Keeps retries from becoming the load. A token bucket; pure, time comes in."""
+
+from __future__ import annotations
+
+
+class RetryBudget:
+    """Retries may add `ratio` of the requests' number, plus `floor_per_s`; unspent ones are kept for `window_s`.
+
+    One budget for all requests of a router. It starts full, so that the first lost worker costs no request.
+    """
+
+    def __init__(self, *, ratio: float = 0.2, floor_per_s: float = 10.0, window_s: float = 10.0) -> None:
+        self._ratio = ratio
+        self._floor_per_s = floor_per_s
+        self._capacity = floor_per_s * window_s
+        self._balance = self._capacity
+        self._refilled_at: float | None = None
+
+    @property
+    def balance(self) -> float:
+        """Retries that may start now."""
+        return self._balance
+
+    def request(self) -> None:
+        """A new request came."""
+        self._balance = min(self._capacity, self._balance + self._ratio)
+
+    def spend(self, now: float) -> bool:
+        """Takes one retry out; False where none is left. `now` in seconds, of any monotonic clock."""
+        if self._refilled_at is not None:
+            refill = (now - self._refilled_at) * self._floor_per_s
+            self._balance = min(self._capacity, self._balance + refill)
+        self._refilled_at = now
+        if self._balance < 1:
+            return False
+        self._balance -= 1
+        return True
