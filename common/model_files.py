@@ -1,0 +1,161 @@
+"""A model directory as Hugging Face lays it out: config.json, *.safetensors, tokenizer.json. Reads it without torch.
+
+Routers read the tokenizer files, workers the weights; both name the weights by `model_identity`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import StartupError
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "config.json",
+)
+
+# Keys of config.json that say nothing about what the model computes.
+_COSMETIC_KEYS = frozenset(
+    {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "eos_token_id", "bos_token_id"}
+    | {"pad_token_id", "initializer_range", "attention_dropout", "pretraining_tp"}
+)
+_SAMPLED_PAGES = 512  # per file
+_PAGE = 4096  # bytes
+_MAX_HEADER = 100_000_000  # bytes; the limit that the safetensors format sets itself
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ModelFiles:
+    """A directory that was checked: every file that serving needs is there."""
+
+    path: Path
+    config: dict[str, object]  # config.json
+    generation_config: dict[str, object]  # generation_config.json, empty where there is none
+    weight_files: tuple[Path, ...]  # *.safetensors, sorted by name
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Ids that end a sequence, of generation_config.json where it names any, else of config.json."""
+        for source, name in ((self.generation_config, "generation_config.json"), (self.config, "config.json")):
+            value = source.get("eos_token_id")
+            if value is not None:
+                return _token_ids(value, self.path / name)
+        return []
+
+
+def open_model(model_dir: str | Path) -> ModelFiles:
+    """Checks a model directory. Raises `StartupError` with one line that says what is missing and what to do."""
+    path = Path(model_dir)
+    if not path.is_dir():
+        raise StartupError(f"model {path} is not a directory; --model takes a Hugging Face model directory on disk")
+    config = _read_json(path / "config.json", "download the whole model directory")
+    weight_files = _weight_files(path)
+    if not (path / "tokenizer.json").is_file():
+        raise StartupError(
+            f"model {path} has no tokenizer.json; save it with "
+            "transformers: AutoTokenizer.from_pretrained(dir).save_pretrained(dir)"
+        )
+    generation_config: dict[str, object] = {}
+    if (path / "generation_config.json").is_file():
+        generation_config = _read_json(path / "generation_config.json", "repair or remove it")
+    return ModelFiles(path=path, config=config, generation_config=generation_config, weight_files=tuple(weight_files))
+
+
+def tokenizer_files(model_dir: str | Path) -> dict[str, bytes]:
+    """Contents of what a tokenizer, chat template and stop ids are read from, by file name; those that exist."""
+    path = Path(model_dir)
+    if not (path / "tokenizer.json").is_file():
+        raise StartupError(f"model {path} has no tokenizer.json; --model takes a Hugging Face model directory on disk")
+    return {name: (path / name).read_bytes() for name in TOKENIZER_FILES if (path / name).is_file()}
+
+
+def model_identity(model_dir: str | Path) -> str:
+    """32 hex digits that name the weights: equal for equal copies, different for a fine-tune.
+
+    Hashes what config.json says about the computation and, of each weight file, its size, its header (names, shapes,
+    dtypes, offsets) and the 4 KiB in the middle of each of its tensors, of at most 512 tensors at even distances. So
+    it reads about 2 MiB a file whatever the model's size, and does not see a change that leaves all of those pages as
+    they were. It is no protection against a forger.
+    """
+    files = open_model(model_dir)
+    essentials = {key: value for key, value in files.config.items() if key not in _COSMETIC_KEYS}
+    digest = hashlib.blake2b(digest_size=16, person=b"baton-model")
+    digest.update(json.dumps(essentials, sort_keys=True).encode())
+    for file in files.weight_files:
+        header, data_start = read_safetensors_header(file)
+        size = file.stat().st_size
+        digest.update(f"\0{file.name}\0{size}\0{json.dumps(header, sort_keys=True)}\0".encode())
+        spans = sorted(_data_span(entry, file) for name, entry in header.items() if name != "__metadata__")
+        stride = -(-len(spans) // _SAMPLED_PAGES) or 1
+        with file.open("rb") as stream:
+            for start, end in spans[::stride]:
+                middle = data_start + max(start, (start + end - _PAGE) // 2)
+                stream.seek(middle)
+                digest.update(stream.read(min(_PAGE, end - start)))
+    return digest.hexdigest()
+
+
+def read_safetensors_header(file: Path) -> tuple[dict[str, object], int]:
+    """The JSON header of a safetensors file, and the offset in bytes at which its data starts."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > _MAX_HEADER:
+                raise ValueError(f"header of {length} bytes")
+            header = json.loads(stream.read(length))
+    except (OSError, struct.error, ValueError) as error:
+        raise StartupError(f"{file} is not a readable safetensors file ({error}); download it again") from error
+    if not isinstance(header, dict):
+        raise StartupError(f"{file} is not a readable safetensors file (header is no object); download it again")
+    return header, 8 + length
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        found = sorted(path.glob("*.safetensors"))
+        if not found:
+            raise StartupError(f"model {path} has no *.safetensors; convert its weights with save_pretrained first")
+        return found
+    weight_map = _read_json(index, "download it again").get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise StartupError(f"{index} has no weight_map; download it again")
+    files = [path / name for name in sorted(set(map(str, weight_map.values())))]
+    for file in files:
+        if not file.is_file():
+            raise StartupError(f"model {path} lacks {file.name}, which its index names; download it again")
+    return files
+
+
+def _read_json(file: Path, remedy: str) -> dict[str, object]:
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError as error:
+        raise StartupError(f"model {file.parent} has no {file.name}; {remedy}") from error
+    except (OSError, ValueError) as error:
+        raise StartupError(f"{file} cannot be read as JSON ({error}); {remedy}") from error
+    if not isinstance(value, dict):
+        raise StartupError(f"{file} is not a JSON object; {remedy}")
+    return value
+
+
+def _token_ids(value: object, file: Path) -> list[int]:
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
+        raise StartupError(f"{file}: eos_token_id has to be an integer or a list of integers, not {value!r}")
+    return list(ids)
+
+
+def _data_span(entry: object, file: Path) -> tuple[int, int]:
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not isinstance(offsets, list) or len(offsets) != 2:
+        raise StartupError(f"{file} has a tensor without data_offsets; download it again")
+    return int(offsets[0]), int(offsets[1])

@@ -1,0 +1,81 @@
+"""The attention interface: a backend prepares each step once, then every layer asks the prepared step.
+
+row of a layer's cache, seen as rows of head_dim elements (all layers alike, one offset apart):
+
+  block 0                                              block 1
+  | layer 0                     | layer 1 | ...      | layer 0 ...
+  | K: head 0, head 1 ... | V   |
+  | t0 t1 ... t15 | t0 ...
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from common.types import KVCacheSpec
+from engine.batch import SequenceInput
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class AttentionShape:
+    """What a backend needs to know of the model beyond the cache's own shape."""
+
+    num_heads: int
+    softmax_scale: float
+
+
+class StepAttention(ABC):
+    """One step's attention; made by `AttentionBackend.prepare`, used by every layer once, in order."""
+
+    @abstractmethod
+    def forward(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """Writes `kv` into the cache, then attends.
+
+        `q` `[num_tokens, num_heads, head_dim]` and `kv` `[num_tokens, 2, num_kv_heads, head_dim]` (K, then V) are
+        rotated already and may be views with strides. Returns `[num_tokens, num_heads * head_dim]`.
+        """
+
+
+class AttentionBackend(ABC):
+    """Bound to one cache `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+
+    Slots that no token was written to hold anything, NaN included; a backend never lets them reach a result.
+    """
+
+    def __init__(self, cache: torch.Tensor, spec: KVCacheSpec, shape: AttentionShape) -> None:
+        self.cache = cache
+        self.spec = spec
+        self.shape = shape
+        self.device = cache.device
+
+    @abstractmethod
+    def prepare(self, sequences: Sequence[SequenceInput]) -> StepAttention:
+        """`sequences` in the order in which their tokens lie in the step's flat batch."""
+
+
+class KVWriter:
+    """Writes one step's K and V: the rows are worked out once, each layer is one scatter."""
+
+    def __init__(self, backend: AttentionBackend, sequences: Sequence[SequenceInput]) -> None:
+        spec = backend.spec
+        self._rows = backend.cache.view(-1, spec.head_dim)
+        self._rows_per_layer = 2 * spec.num_kv_heads * spec.block_size
+        rows_per_block = spec.num_layers * self._rows_per_layer
+        slots: list[int] = []
+        for sequence in sequences:
+            start = sequence.num_computed_tokens
+            for position in range(start, start + len(sequence.token_ids)):
+                block, offset = divmod(position, spec.block_size)
+                slots.append(sequence.block_ids[block] * rows_per_block + offset)
+        planes = torch.arange(2 * spec.num_kv_heads) * spec.block_size
+        index = torch.tensor(slots)[:, None] + planes
+        self._index = index.to(backend.device, non_blocking=True)
+
+    def write(self, layer: int, kv: torch.Tensor) -> None:
+        # Row numbers are those of layer 0; the same numbers in a view that starts later are those of a later layer.
+        rows = self._rows[layer * self._rows_per_layer :]
+        rows.index_put_((self._index,), kv.flatten(1, 2))

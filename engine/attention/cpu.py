@@ -1,0 +1,188 @@
+"""Attention out of a few large torch operations per layer. Made for CPUs; runs on any device.
+
+A step's sequences are cut into runs, each a stretch of the flat batch:
+- a prefill chunk at the start of its prompt attends to its own K and V as they come;
+- a later chunk gathers its blocks, and masks what lies ahead;
+- single tokens of neighbouring sequences with similar numbers of blocks are one batched product.
+
+A gather copies `block_size` tokens of one head at a time, so it runs at the speed of memory. What it copied beyond
+a sequence's last token is set to zero: masking alone would let NaN through (0 * NaN).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from common.types import KVCacheSpec
+from engine.attention.base import AttentionBackend, AttentionShape, KVWriter, StepAttention
+from engine.batch import SequenceInput
+
+_GROUP_BYTES = 32 << 20  # of gathered K and V in one batched product; bounds the workspace
+
+
+class TorchBackend(AttentionBackend):
+    def __init__(self, cache: torch.Tensor, spec: KVCacheSpec, shape: AttentionShape) -> None:
+        super().__init__(cache, spec, shape)
+        self.group = shape.num_heads // spec.num_kv_heads
+        # A plane is one head's K or V in one block. Plane numbers of layer 0 serve all layers, as KVWriter's rows do.
+        self.planes = cache.view(-1, spec.block_size * spec.head_dim)
+        self.planes_per_layer = 2 * spec.num_kv_heads
+        self.planes_per_block = spec.num_layers * self.planes_per_layer
+        self._plane_offsets = torch.arange(self.planes_per_layer).view(2, 1, spec.num_kv_heads, 1)
+        self._workspace = torch.empty(0, dtype=cache.dtype, device=cache.device)
+
+    def prepare(self, sequences: Sequence[SequenceInput]) -> StepAttention:
+        runs: list[_Run] = []
+        start = index = 0
+        while index < len(sequences):
+            sequence = sequences[index]
+            if len(sequence.token_ids) == 1:
+                stop = self._end_of_group(sequences, index)
+                runs.append(_DecodeRun(self, sequences[index:stop], start))
+                start += stop - index
+                index = stop
+                continue
+            run_type = _LaterChunkRun if sequence.num_computed_tokens else _FirstChunkRun
+            runs.append(run_type(self, sequence, start))
+            start += len(sequence.token_ids)
+            index += 1
+        return _TorchStep(KVWriter(self, sequences), runs)
+
+    def plane_index(self, tables: torch.Tensor) -> torch.Tensor:
+        """Planes in the order [2, sequence, head, block] for block ids `tables` `[num_sequences, num_blocks]`."""
+        index = tables[None, :, None, :] * self.planes_per_block + self._plane_offsets
+        return index.flatten().to(self.device, non_blocking=True)
+
+    def gather(self, layer: int, index: torch.Tensor, num_sequences: int) -> torch.Tensor:
+        """`[2, num_sequences, num_kv_heads, tokens, head_dim]`, valid until the next gather."""
+        width = self.planes.shape[1]
+        if self._workspace.numel() < index.numel() * width:
+            # A quarter more, so that a growing context does not allocate anew with every block.
+            self._workspace = torch.empty(index.numel() * width * 5 // 4, dtype=self.planes.dtype, device=self.device)
+        out = self._workspace[: index.numel() * width].view(-1, width)
+        torch.index_select(self.planes[layer * self.planes_per_layer :], 0, index, out=out)
+        return out.view(2, num_sequences, self.spec.num_kv_heads, -1, self.spec.head_dim)
+
+    def num_blocks(self, sequence: SequenceInput) -> int:
+        return -(-(sequence.num_computed_tokens + len(sequence.token_ids)) // self.spec.block_size)
+
+    def _end_of_group(self, sequences: Sequence[SequenceInput], start: int) -> int:
+        """End of the run of single tokens that are computed together: padding at most doubles anyone's work."""
+        fewest = most = self.num_blocks(sequences[start])
+        stop = start + 1
+        while stop < len(sequences) and len(sequences[stop].token_ids) == 1:
+            blocks = self.num_blocks(sequences[stop])
+            fewest, most = min(fewest, blocks), max(most, blocks)
+            gathered = (stop + 1 - start) * most * self.planes_per_layer * self.planes.shape[1] * self.spec.itemsize
+            if most > 2 * fewest + 1 or gathered > _GROUP_BYTES:
+                break
+            stop += 1
+        return stop
+
+
+class _Run(ABC):
+    """Some neighbouring tokens of the flat batch, `start` to `stop`."""
+
+    start: int
+    stop: int
+
+    @abstractmethod
+    def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """`q`, `kv`: this run's tokens only. Returns `[num_tokens, num_heads * head_dim]`."""
+
+
+class _TorchStep(StepAttention):
+    def __init__(self, writer: KVWriter, runs: list[_Run]) -> None:
+        self._writer = writer
+        self._runs = runs
+
+    def forward(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        self._writer.write(layer, kv)
+        if len(self._runs) == 1:
+            return self._runs[0].attend(layer, q, kv)
+        parts = [run.attend(layer, q[run.start : run.stop], kv[run.start : run.stop]) for run in self._runs]
+        return torch.cat(parts)
+
+
+class _FirstChunkRun(_Run):
+    """The first tokens of a prompt: nothing in the cache to look at."""
+
+    def __init__(self, backend: TorchBackend, sequence: SequenceInput, start: int) -> None:
+        self.start, self.stop = start, start + len(sequence.token_ids)
+        self._backend = backend
+
+    def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        keys, values = kv.permute(1, 2, 0, 3)
+        return _attend_chunk(self._backend, q, keys, values, None)
+
+
+class _LaterChunkRun(_Run):
+    """A chunk of a prompt whose beginning is in the cache already."""
+
+    def __init__(self, backend: TorchBackend, sequence: SequenceInput, start: int) -> None:
+        num_new = len(sequence.token_ids)
+        self.start, self.stop = start, start + num_new
+        self._backend = backend
+        self._context = sequence.num_computed_tokens + num_new
+        self._index = backend.plane_index(torch.tensor([sequence.block_ids[: backend.num_blocks(sequence)]]))
+        dtype, device = backend.cache.dtype, backend.device
+        ahead = torch.full((num_new, self._context), float("-inf"), dtype=dtype, device=device)
+        self._mask = ahead.triu_(sequence.num_computed_tokens + 1)
+
+    def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        gathered = self._backend.gather(layer, self._index, 1)[:, 0, :, : self._context]
+        return _attend_chunk(self._backend, q, gathered[0], gathered[1], self._mask)
+
+
+def _attend_chunk(
+    backend: TorchBackend, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """One sequence, causal where there is no mask. `keys` and `values` are `[num_kv_heads, context, head_dim]`.
+
+    The KV heads are the batch and each one's query heads the heads, so that K and V are shared by a stride of 0.
+    """
+    heads = (-1, backend.group, -1, -1)
+    out = F.scaled_dot_product_attention(
+        q.view(q.shape[0], -1, backend.group, q.shape[2]).permute(1, 2, 0, 3),
+        keys[:, None].expand(heads),
+        values[:, None].expand(heads),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=backend.shape.softmax_scale,
+    )
+    return out.permute(2, 0, 1, 3).reshape(q.shape[0], -1)
+
+
+class _DecodeRun(_Run):
+    """One token each of several sequences, all padded to the longest one's blocks."""
+
+    def __init__(self, backend: TorchBackend, sequences: Sequence[SequenceInput], start: int) -> None:
+        self.start, self.stop = start, start + len(sequences)
+        self._backend = backend
+        spec = backend.spec
+        width = max(map(backend.num_blocks, sequences))
+        tables: list[list[int]] = []
+        for sequence in sequences:
+            table = sequence.block_ids[: backend.num_blocks(sequence)]
+            tables.append(table + table[:1] * (width - len(table)))
+        self._index = backend.plane_index(torch.tensor(tables))
+        contexts = torch.tensor([sequence.num_computed_tokens + 1 for sequence in sequences])
+        unused = torch.arange(width * spec.block_size) >= contexts[:, None]  # [sequences, tokens]
+        rows = unused[None, :, None].expand(2, -1, spec.num_kv_heads, -1).flatten().nonzero()[:, 0]
+        self._unused_rows = rows.to(backend.device, non_blocking=True) if len(rows) else None
+        mask = torch.zeros(unused.shape, dtype=backend.cache.dtype).masked_fill_(unused, float("-inf"))
+        mask = mask[:, None].expand(-1, spec.num_kv_heads, -1).reshape(-1, 1, width * spec.block_size)
+        self._mask = mask.to(backend.device, non_blocking=True)
+
+    def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        gathered = self._backend.gather(layer, self._index, q.shape[0])
+        if self._unused_rows is not None:
+            gathered.view(-1, gathered.shape[-1]).index_fill_(0, self._unused_rows, 0)
+        keys, values = gathered.flatten(1, 2)  # [sequences * num_kv_heads, tokens, head_dim]
+        grouped = q.reshape(-1, self._backend.group, q.shape[-1])
+        scores = torch.baddbmm(self._mask, grouped, keys.transpose(1, 2), alpha=self._backend.shape.softmax_scale)
+        return torch.bmm(scores.softmax(-1), values).view(q.shape[0], -1)

@@ -1,0 +1,133 @@
+"""FlashInfer's paged kernels for CUDA: one call per layer for the decodes of a step, one for its prefill chunks.
+
+They read K and V where they lie: each layer is a strided view of the one cache tensor,
+`[num_blocks, 2, num_kv_heads, block_size, head_dim]` ("HND").
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from itertools import accumulate
+from types import ModuleType
+from typing import Protocol
+
+import torch
+
+from common.errors import StartupError
+from common.types import KVCacheSpec
+from engine.attention.base import AttentionBackend, AttentionShape, KVWriter, StepAttention
+from engine.batch import SequenceInput
+
+_WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends for split-KV partial results
+
+
+class _Wrapper(Protocol):
+    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor: ...
+
+
+def import_flashinfer() -> ModuleType:
+    """Raises `StartupError` that names the extra to install."""
+    try:
+        return importlib.import_module("flashinfer")
+    except (ImportError, OSError) as error:
+        raise StartupError(f"attention backend flashinfer: {error}; pip install 'baton-serve[flashinfer]'") from error
+
+
+class FlashInferBackend(AttentionBackend):
+    def __init__(self, cache: torch.Tensor, spec: KVCacheSpec, shape: AttentionShape) -> None:
+        super().__init__(cache, spec, shape)
+        if cache.device.type != "cuda":
+            raise StartupError("attention backend flashinfer needs --device cuda")
+        flashinfer = import_flashinfer()
+        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        prefill_workspace = torch.empty_like(workspace)
+        # Tensor cores pay off for decode where several query heads share a KV head.
+        grouped = shape.num_heads // spec.num_kv_heads >= 4
+        self.decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=grouped)
+        self.prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(prefill_workspace, "HND")
+
+    def prepare(self, sequences: Sequence[SequenceInput]) -> StepAttention:
+        """Decodes first, then prefill chunks: the model runner's order. Other orders cost one index each layer."""
+        decodes = [s for s in sequences if len(s.token_ids) == 1]
+        chunks = [s for s in sequences if len(s.token_ids) != 1]
+        spec, shape = self.spec, self.shape
+        if decodes:
+            self.decode.plan(
+                *self._tables(decodes),
+                shape.num_heads,
+                spec.num_kv_heads,
+                spec.head_dim,
+                spec.block_size,
+                q_data_type=self.cache.dtype,
+                kv_data_type=self.cache.dtype,
+                sm_scale=shape.softmax_scale,
+            )
+        if chunks:
+            self.prefill.plan(
+                _offsets([len(s.token_ids) for s in chunks]),
+                *self._tables(chunks),
+                shape.num_heads,
+                spec.num_kv_heads,
+                spec.head_dim,
+                spec.block_size,
+                causal=True,
+                q_data_type=self.cache.dtype,
+                kv_data_type=self.cache.dtype,
+                sm_scale=shape.softmax_scale,
+            )
+        return _FlashInferStep(self, sequences, num_decodes=len(decodes), num_chunks=len(chunks))
+
+    def _tables(self, sequences: Sequence[SequenceInput]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Offsets into the block ids, the block ids (on the device), and the tokens in each last block, all int32."""
+        block_size = self.spec.block_size
+        lengths = [s.num_computed_tokens + len(s.token_ids) for s in sequences]
+        counts = [-(-length // block_size) for length in lengths]
+        ids = [b for s, count in zip(sequences, counts, strict=True) for b in s.block_ids[:count]]
+        last = [(length - 1) % block_size + 1 for length in lengths]
+        block_ids = torch.tensor(ids, dtype=torch.int32).to(self.device, non_blocking=True)
+        return _offsets(counts), block_ids, torch.tensor(last, dtype=torch.int32)
+
+
+def _offsets(counts: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+
+
+class _FlashInferStep(StepAttention):
+    def __init__(
+        self, backend: FlashInferBackend, sequences: Sequence[SequenceInput], *, num_decodes: int, num_chunks: int
+    ) -> None:
+        self._cache = backend.cache
+        self._writer = KVWriter(backend, sequences)
+        self._decode: _Wrapper | None = backend.decode if num_decodes else None
+        self._prefill: _Wrapper | None = backend.prefill if num_chunks else None
+        self._num_decodes = num_decodes
+        self._order: torch.Tensor | None = None
+        if any(len(s.token_ids) != 1 for s in sequences[:num_decodes]):
+            self._order = _decodes_first(sequences).to(backend.device)
+
+    def forward(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        self._writer.write(layer, kv)
+        cache = self._cache[:, layer]
+        q = q.contiguous() if self._order is None else q[self._order]
+        parts: list[torch.Tensor] = []
+        if self._decode is not None:
+            parts.append(self._decode.run(q[: self._num_decodes], cache))
+        if self._prefill is not None:
+            parts.append(self._prefill.run(q[self._num_decodes :], cache))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self._order is not None:
+            out = torch.empty_like(out).index_copy_(0, self._order, out)
+        return out.flatten(1)
+
+
+def _decodes_first(sequences: Sequence[SequenceInput]) -> torch.Tensor:
+    """Positions in the flat batch, those of single tokens first, `[num_tokens]` int64."""
+    single: list[int] = []
+    chunks: list[int] = []
+    start = 0
+    for sequence in sequences:
+        stop = start + len(sequence.token_ids)
+        (single if stop - start == 1 else chunks).extend(range(start, stop))
+        start = stop
+    return torch.tensor(single + chunks)

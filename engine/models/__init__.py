@@ -1,0 +1,1 @@
+"""Model architectures, by the names that config.json gives them."""

@@ -1,0 +1,92 @@
+"""What the model runner asks of an architecture."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+
+from common.errors import StartupError
+from engine.attention.base import StepAttention
+
+
+class CausalLM(ABC):
+    """A decoder-only language model over a flat batch of tokens.
+
+    Its weights lie where they compute and are garbage until `places()` have been filled and `finish()` was called.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    softmax_scale: float
+
+    @abstractmethod
+    def places(self) -> dict[str, torch.Tensor]:
+        """Where each tensor of a checkpoint goes, by its name there."""
+
+    def may_skip(self, name: str) -> bool:  # noqa: ARG002
+        """Whether a checkpoint may hold tensor `name` although it has no place."""
+        return False
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Called once, when all places are filled."""
+
+    @abstractmethod
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
+        """Hidden states `[num_tokens, hidden_size]`; `token_ids` and `positions` are `[num_tokens]` int64."""
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[num_tokens, vocab_size]`, in the model's dtype."""
+
+
+class ConfigReader:
+    """Typed access to config.json; a value that is missing or of the wrong type is a `StartupError` naming its key."""
+
+    def __init__(self, config: Mapping[str, object], where: str = "config.json") -> None:
+        self._config = config
+        self._where = where
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise self._wrong(key, "a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(key, "a number")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, "a string")
+        return value
+
+    def section(self, key: str) -> ConfigReader | None:
+        value = self._config.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self._wrong(key, "an object")
+        return ConfigReader(value, f"{self._where}: {key}")
+
+    def _get(self, key: str, default: object) -> object:
+        value = self._config.get(key)  # null stands for "not set" there
+        return default if value is None else value
+
+    def _wrong(self, key: str, wanted: str) -> StartupError:
+        return StartupError(f"{self._where}: {key} has to be {wanted}, not {self._config.get(key)!r}")

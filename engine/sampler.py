@@ -1,0 +1,149 @@
+"""From logits to tokens, for a batch of requests that each want something else.
+
+A draw inverts the distribution's cumulative sum at one uniform number that is a hash of (seed, token index). So a
+token depends on its request and its logits alone: not on the batch, the device, the worker, or earlier draws.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from common.types import SampledToken, TokenLogprob
+from engine.batch import SampleInput
+
+_FIRST_CANDIDATES = 1024  # most nuclei lie within these; sorting the whole vocabulary is 20 times slower
+
+
+def sample(logits: torch.Tensor, inputs: Sequence[SampleInput]) -> list[SampledToken]:
+    """One token per row of `logits` `[num_rows, vocab_size]`, any float dtype; `logits` itself is left as it is.
+
+    Penalties, bias and bans change the logits of greedy rows too. Logprobs are of the model's own distribution,
+    before any of that and before temperature.
+    """
+    raw = logits.float()
+    adjusted = _adjust(raw, inputs)
+    random = [row for row, item in enumerate(inputs) if not item.params.is_greedy]
+    tokens = adjusted.argmax(dim=-1)
+    if random:
+        index = torch.tensor(random, device=raw.device)
+        tokens[index] = _draw(adjusted[index], [inputs[row] for row in random])
+    token_ids: list[int] = tokens.tolist()
+    result = [SampledToken(token_id) for token_id in token_ids]
+    for row, item in enumerate(inputs):
+        if item.params.logprobs is not None:
+            result[row] = _with_logprobs(raw[row], token_ids[row], item.params.logprobs)
+    return result
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in [0, 1), the same everywhere for the same seed and token index."""
+    data = seed.to_bytes(16, "little", signed=True) + index.to_bytes(8, "little")
+    digest = hashlib.blake2b(data, digest_size=6, person=b"baton-draw").digest()
+    return int.from_bytes(digest, "little") * 2.0**-48
+
+
+def _adjust(raw: torch.Tensor, inputs: Sequence[SampleInput]) -> torch.Tensor:
+    """Penalties, then bias, then bans; `raw` itself where no row asks for any."""
+    rows = [
+        row
+        for row, item in enumerate(inputs)
+        if item.params.has_penalties or item.params.logit_bias or item.banned_token_ids
+    ]
+    if not rows:
+        return raw
+    adjusted = raw.clone()
+    for row in rows:
+        item = inputs[row]
+        if item.params.has_penalties:
+            _penalise(adjusted[row], item)
+        if item.params.logit_bias:
+            ids = torch.tensor(list(item.params.logit_bias), device=raw.device)
+            bias = torch.tensor(list(item.params.logit_bias.values()), dtype=raw.dtype, device=raw.device)
+            adjusted[row, ids] += bias
+        if item.banned_token_ids:
+            adjusted[row, torch.tensor(item.banned_token_ids, device=raw.device)] = float("-inf")
+    return adjusted
+
+
+def _penalise(row: torch.Tensor, item: SampleInput) -> None:
+    """In place. Repetition counts prompt and output (arXiv 1909.05858), presence and frequency the output only."""
+    params = item.params
+    output = item.output_token_ids or []
+    if params.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*(item.prompt_token_ids or []), *output}), dtype=torch.long, device=row.device)
+        values = row[seen]
+        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if output and (params.presence_penalty or params.frequency_penalty):
+        counts = Counter(output)
+        ids = torch.tensor(list(counts), device=row.device)
+        times = torch.tensor(list(counts.values()), dtype=row.dtype, device=row.device)
+        row[ids] -= params.presence_penalty + params.frequency_penalty * times
+
+
+def _draw(logits: torch.Tensor, inputs: Sequence[SampleInput]) -> torch.Tensor:
+    """Token ids `[num_rows]` int64, drawn by each row's own parameters, none of which is greedy."""
+    device = logits.device
+    params = [item.params for item in inputs]
+    temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
+    # The largest logit becomes 0 before the division: a tiny temperature must not overflow.
+    probs = ((logits - logits.amax(-1, keepdim=True)) / temperatures[:, None]).softmax(-1)
+    filtered = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
+    if filtered:
+        index = torch.tensor(filtered, device=device)
+        rows = probs[index]
+        floor = _floors(rows, [inputs[row] for row in filtered])
+        probs[index] = rows.masked_fill_(rows < floor[:, None], 0)
+    # In vocabulary order, so that tokens of equal probability come in the same order whatever the batch.
+    cumulative = probs.double().cumsum(-1)
+    uniforms = [uniform(item.params.seed, item.num_output_tokens) for item in inputs]
+    target = torch.tensor(uniforms, dtype=torch.float64, device=device)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
+
+
+def _floors(probs: torch.Tensor, inputs: Sequence[SampleInput]) -> torch.Tensor:
+    """The least probability `[num_rows]` that each row keeps: top-k, then top-p of what is left, and min-p.
+
+    Tokens that tie with the least one kept are kept as well.
+    """
+    vocab_size = probs.shape[-1]
+    params = [item.params for item in inputs]
+    wanted = max([_FIRST_CANDIDATES, *(p.top_k for p in params)])
+    ordered = probs.topk(min(wanted, vocab_size), dim=-1).values
+    floors: list[torch.Tensor] = []
+    for row, p in enumerate(params):
+        best = ordered[row]
+        kept = best[: p.top_k] if p.top_k > 0 else best
+        floor = kept[0] * p.min_p
+        if p.top_k > 0:
+            floor = torch.maximum(floor, kept[-1])
+        if p.top_p < 1:
+            floor = torch.maximum(floor, _nucleus_floor(probs[row], kept, p.top_p, whole=p.top_k == 0))
+        floors.append(floor)
+    return torch.stack(floors)
+
+
+def _nucleus_floor(probs: torch.Tensor, ordered: torch.Tensor, top_p: float, *, whole: bool) -> torch.Tensor:
+    """Least probability in the smallest set of likeliest tokens that holds `top_p` of the mass.
+
+    `ordered` are the row's candidates, likeliest first; with `whole` they stand for the first of all of `probs`.
+    """
+    cumulative = ordered.double().cumsum(-1)
+    target = top_p * (1.0 if whole else float(cumulative[-1]))
+    if whole and float(cumulative[-1]) < target and len(ordered) < len(probs):
+        ordered = probs.sort(descending=True).values
+        cumulative = ordered.double().cumsum(-1)
+    count = int((cumulative < target).sum())  # tokens before the one that reaches the target
+    return ordered[min(count, len(ordered) - 1)]
+
+
+def _with_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> SampledToken:
+    logprobs = logits.log_softmax(-1)
+    top: tuple[TokenLogprob, ...] = ()
+    if num_top:
+        values, ids = logprobs.topk(min(num_top, len(logprobs)))
+        top = tuple(TokenLogprob(i, v) for i, v in zip(ids.tolist(), values.tolist(), strict=True))
+    return SampledToken(token_id, float(logprobs[token_id]), top)

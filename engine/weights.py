@@ -1,0 +1,52 @@
+"""Weights from safetensors files straight into place, tensor by tensor: never a second whole copy of the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from common.errors import StartupError
+from common.model_files import ModelFiles
+
+log = logging.getLogger(__name__)
+
+
+def load_weights(
+    files: ModelFiles, places: Mapping[str, torch.Tensor], *, may_skip: Callable[[str], bool] = lambda _: False
+) -> None:
+    """Copies each tensor of the files into its place, converting dtype and device on the way.
+
+    `places` names every tensor that the model needs and where it goes; a place may be a view of a merged weight.
+    `may_skip` says of a name that has no place whether that is all right. Raises `StartupError` that names a tensor
+    which is missing, not known, or of another shape.
+    """
+    missing = set(places)
+    for file in files.weight_files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (it is no dict)
+                    place = places.get(name)
+                    if place is None:
+                        if not may_skip(name):
+                            raise StartupError(f"{file} has tensor {name}, which this architecture does not know")
+                        continue
+                    tensor = tensors.get_tensor(name)
+                    if tensor.shape != place.shape:
+                        raise StartupError(
+                            f"{file}: tensor {name} has shape {list(tensor.shape)}, "
+                            f"config.json asks for {list(place.shape)}"
+                        )
+                    if not tensor.is_floating_point() or tensor.itemsize < 2:
+                        raise StartupError(f"{file}: tensor {name} is {tensor.dtype}; quantised weights cannot be read")
+                    place.copy_(tensor)
+                    missing.discard(name)
+        except (SafetensorError, OSError) as error:
+            raise StartupError(f"{file} is not a readable safetensors file ({error}); download it again") from error
+    if missing:
+        first = min(missing)
+        others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise StartupError(f"model {files.path} lacks tensor {first}{others}; download it again")
+    log.info("weights loaded", extra={"model": str(files.path), "tensors": len(places)})
