@@ -20,11 +20,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
-
-import torch
+from typing import TYPE_CHECKING, ClassVar
 
 from common.types import KVCacheSpec
+
+if TYPE_CHECKING:
+    import torch  # a worker's gRPC front uses these types without loading torch
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

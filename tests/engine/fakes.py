@@ -1,0 +1,134 @@
+"""A model without weights, whose next token depends on every byte of KV that it may attend to.
+
+Its K is the token id and its V the position, so a block that is missing, stale, shared wrongly or overwritten changes
+the answer. `reference` says what the answer has to be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from common.config import EngineSettings
+from common.types import KVCacheSpec, SampledToken, SamplingParams
+from engine import messages as m
+from engine.batch import BlockCopy, SequenceInput
+from engine.core import EngineCore
+from kv_store.base import ConnectorConfig, KVConnector
+from kv_store.memory import MemoryConnector
+
+VOCAB_SIZE = 97
+BLOCK_SIZE = 4
+SPEC = KVCacheSpec(model_id="fake", num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="float32")
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    return int.from_bytes(hashlib.blake2b(array("I", token_ids).tobytes(), digest_size=4).digest(), "little") % (
+        VOCAB_SIZE - 1
+    )
+
+
+def reference(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The `num_tokens` tokens that follow `prompt`."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class FakeRunner:
+    spec = SPEC
+    vocab_size = VOCAB_SIZE
+    eos_token_ids = [VOCAB_SIZE - 1]  # noqa: RUF012 (never sampled)
+
+    def __init__(self, num_blocks: int = 64, max_model_len: int = 200) -> None:
+        self.num_blocks = num_blocks
+        self.max_model_len = min(max_model_len, num_blocks * BLOCK_SIZE)
+        self.kv_cache = torch.full((num_blocks, *SPEC.block_shape), -1.0)
+        self.num_tokens_per_step: list[int] = []
+        self.fail_next = False
+
+    def execute(
+        self, sequences: Sequence[SequenceInput], copies: Sequence[BlockCopy] = ()
+    ) -> list[SampledToken | None]:
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("the device is on fire")
+        for copy in copies:
+            self.kv_cache[copy.target].copy_(self.kv_cache[copy.source])
+        self.num_tokens_per_step.append(sum(len(sequence.token_ids) for sequence in sequences))
+        for sequence in sequences:
+            self._write(sequence)
+        return [self._sample(sequence) for sequence in sequences]
+
+    def _slot(self, sequence: SequenceInput, position: int) -> torch.Tensor:
+        block = self.kv_cache[sequence.block_ids[position // BLOCK_SIZE]]
+        return block[0, :, 0, position % BLOCK_SIZE, 0]
+
+    def _write(self, sequence: SequenceInput) -> None:
+        for position, token in enumerate(sequence.token_ids, sequence.num_computed_tokens):
+            self._slot(sequence, position).copy_(torch.tensor([float(token), float(position)]))
+
+    def _sample(self, sequence: SequenceInput) -> SampledToken | None:
+        if sequence.sample is None:
+            return None
+        num_tokens = sequence.num_computed_tokens + len(sequence.token_ids)
+        seen = [self._slot(sequence, position).tolist() for position in range(num_tokens)]
+        assert [position for _, position in seen] == list(range(num_tokens))
+        return SampledToken(next_token([int(token) for token, _ in seen]))
+
+
+def make_core(
+    *, num_blocks: int = 64, connector: KVConnector | None = None, epoch: str = "e1", **settings: object
+) -> tuple[EngineCore, FakeRunner]:
+    """An engine on the fake model; `settings` as in `EngineSettings`."""
+    runner = FakeRunner(num_blocks)
+    connector = connector or MemoryConnector(ConnectorConfig(epoch=epoch, worker_id=f"test-{epoch}"))
+    clock = iter(range(10**9))
+    core = EngineCore(
+        EngineSettings(block_size=BLOCK_SIZE, **settings),  # type: ignore[arg-type] # keyword by keyword
+        runner,
+        connector,
+        clock=lambda: float(next(clock)),
+        wake=lambda: None,
+    )
+    return core, runner
+
+
+def add(core: EngineCore, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **fields: object) -> None:
+    params = fields.pop("params", None) or SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    core.handle(
+        m.AddRequest(request_id=request_id, prompt_token_ids=list(prompt), sampling_params=params, **fields)  # type: ignore[arg-type]
+    )
+
+
+def tokens_of(events: Sequence[m.Event]) -> dict[str, list[int]]:
+    """Tokens by request, from events."""
+    answers: dict[str, list[int]] = {}
+    for event in events:
+        if isinstance(event, m.TokensGenerated):
+            answers.setdefault(event.request_id, []).extend(token.token_id for token in event.tokens)
+    return answers
+
+
+def run(core: EngineCore, max_steps: int = 2000) -> list[m.Event]:
+    """Steps until there is nothing to compute; checks integrity after each step; all events."""
+    events: list[m.Event] = []
+    for _ in range(max_steps):
+        did_work = core.step()
+        problems = core.scheduler.check_integrity()
+        assert not problems, problems
+        events += core.take_events()
+        if not did_work:
+            return events
+    raise AssertionError(f"not done after {max_steps} steps")
+
+
+def assert_idle(core: EngineCore) -> None:
+    """Every block is empty or cached, and no request is left."""
+    assert core.scheduler.check_integrity() == []
+    assert not core.scheduler.requests
+    assert core.blocks.num_available_blocks == core.blocks.num_blocks

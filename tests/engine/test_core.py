@@ -1,0 +1,194 @@
+"""The engine on a model that notices every wrong byte of KV."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.types import FinishReason, SamplingParams
+from engine import messages as m
+from tests.engine.fakes import BLOCK_SIZE, add, assert_idle, make_core, reference, run, tokens_of
+
+prompts = st.lists(st.integers(0, 20), min_size=1, max_size=30)
+
+
+def test_one_request_gives_the_reference_answer() -> None:
+    core, _ = make_core()
+    add(core, "a", [1, 2, 3, 4, 5], max_tokens=10)
+    events = run(core)
+    assert tokens_of(events)["a"] == reference([1, 2, 3, 4, 5], 10)
+    assert_idle(core)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 4, 7, 64])
+def test_chunks_do_not_change_the_answer(chunk_size: int) -> None:
+    core, runner = make_core(chunk_size=chunk_size)
+    prompt = list(range(23))
+    add(core, "a", prompt, max_tokens=4)
+    assert tokens_of(run(core))["a"] == reference(prompt, 4)
+    assert max(runner.num_tokens_per_step) <= chunk_size
+
+
+def test_decodes_go_first_and_prompts_fill_what_is_left() -> None:
+    core, runner = make_core(max_num_batched_tokens=6, chunk_size=6)
+    add(core, "a", [1, 2], max_tokens=8)
+    core.step()
+    add(core, "b", list(range(12)), max_tokens=2)
+    events = core.take_events() + run(core)
+    assert runner.num_tokens_per_step[1:4] == [6, 6, 3]  # a's decode beside 5, 5 and 2 tokens of b's prompt
+    assert tokens_of(events) == {"a": reference([1, 2], 8), "b": reference(list(range(12)), 2)}
+
+
+def test_a_warm_prefix_is_not_computed_again() -> None:
+    core, runner = make_core()
+    prompt = list(range(18))
+    add(core, "cold", prompt, max_tokens=3)
+    run(core)
+    runner.num_tokens_per_step.clear()
+    add(core, "warm", prompt, max_tokens=3)
+    events = run(core)
+    assert tokens_of(events)["warm"] == reference(prompt, 3)
+    assert runner.num_tokens_per_step[0] == 2  # 16 of 18 tokens were cached
+    assert events[0].num_cached_tokens == 16
+    assert_idle(core)
+
+
+def test_other_salts_share_nothing() -> None:
+    core, runner = make_core()
+    prompt = list(range(18))
+    add(core, "a", prompt, cache_salt="red")
+    run(core)
+    runner.num_tokens_per_step.clear()
+    add(core, "b", prompt, cache_salt="blue")
+    assert tokens_of(run(core))["b"] == reference(prompt, 8)
+    assert runner.num_tokens_per_step[0] == 18
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preempted_requests_give_the_reference_answer(mode: str) -> None:
+    core, _ = make_core(num_blocks=10, preemption_mode=mode, swap_space_gb=1e-5)
+    wanted = {}
+    for number in range(4):
+        prompt = [number, 1, 2, 3, number]
+        add(core, str(number), prompt, max_tokens=16)
+        wanted[str(number)] = reference(prompt, 16)
+    events = run(core)
+    assert tokens_of(events) == wanted
+    num_preemptions = max(event.num_preemptions for event in events if isinstance(event, m.TokensGenerated))
+    assert num_preemptions > 0
+    assert_idle(core)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(st.tuples(prompts, st.integers(1, 12)), min_size=1, max_size=8),
+    num_blocks=st.integers(11, 30),
+    chunk_size=st.integers(1, 16),
+    budget=st.integers(4, 32),
+    mode=st.sampled_from(["recompute", "swap"]),
+    released=st.sets(st.integers(0, 7), max_size=3),
+    when=st.integers(0, 12),
+)
+def test_any_mixture_gives_the_reference_answers(
+    requests: list[tuple[list[int], int]],
+    num_blocks: int,
+    chunk_size: int,
+    budget: int,
+    mode: str,
+    released: set[int],
+    when: int,
+) -> None:
+    core, _ = make_core(
+        num_blocks=num_blocks,
+        chunk_size=chunk_size,
+        max_num_batched_tokens=budget,
+        max_num_seqs=4,
+        preemption_mode=mode,
+        swap_space_gb=1e-6,
+    )
+    for number, (prompt, max_tokens) in enumerate(requests):
+        add(core, str(number), prompt, max_tokens)
+    events = []
+    for _ in range(when):
+        core.step()
+        events += core.take_events()
+        assert core.scheduler.check_integrity() == []
+    for number in released:
+        core.handle(m.Release(str(number)))
+    answers = tokens_of(events + run(core))
+    for number, (prompt, max_tokens) in enumerate(requests):
+        if number not in released:
+            assert answers[str(number)] == reference(prompt, max_tokens)
+    assert_idle(core)
+
+
+def test_a_failing_step_costs_its_own_requests_only() -> None:
+    core, runner = make_core()
+    add(core, "a", [1, 2, 3])
+    runner.fail_next = True
+    events = run(core)
+    assert [type(event) for event in events] == [m.RequestFailed]
+    add(core, "b", [4, 5])
+    assert tokens_of(run(core))["b"] == reference([4, 5], 8)
+    assert_idle(core)
+
+
+def test_a_prompt_that_cannot_fit_is_refused() -> None:
+    core, _ = make_core(num_blocks=3)
+    add(core, "a", list(range(3 * BLOCK_SIZE)))
+    (event,) = run(core)
+    assert isinstance(event, m.RequestFailed)
+    assert event.grpc_code == "INVALID_ARGUMENT"
+    assert "prompt_token_ids" in event.message
+
+
+@pytest.mark.parametrize(
+    ("params", "num_tokens", "reason", "stop_token_id"),
+    [
+        ({"max_tokens": 3}, 3, FinishReason.LENGTH, None),
+        ({"max_tokens": 50, "stop": True}, 4, FinishReason.STOP, "fourth"),
+        ({"max_tokens": 50, "stop": True, "min_tokens": 4}, 4, FinishReason.STOP, "fourth"),
+        ({"max_tokens": 5, "stop": True, "min_tokens": 5}, 5, FinishReason.LENGTH, None),
+    ],
+)
+def test_ends(params: dict[str, int], num_tokens: int, reason: FinishReason, stop_token_id: str | None) -> None:
+    answer = reference([7, 7, 7], 8)
+    fourth = answer[3]
+    assert fourth not in answer[:3] + answer[4:5]
+    stop = (fourth,) if params.pop("stop", False) else ()
+    core, _ = make_core()
+    add(core, "a", [7, 7, 7], params=SamplingParams(temperature=0.0, stop_token_ids=stop, **params))
+    events = run(core)
+    assert tokens_of(events)["a"] == answer[:num_tokens]
+    assert events[-1].finish_reason is reason
+    assert events[-1].stop_token_id == (fourth if stop_token_id else None)
+
+
+def test_the_context_ends_an_answer() -> None:
+    core, runner = make_core(num_blocks=4)
+    add(core, "a", [1, 2, 3], max_tokens=500)
+    events = run(core)
+    assert len(tokens_of(events)["a"]) == runner.max_model_len - 3
+    assert events[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_resumed_request_continues_its_answer() -> None:
+    answer = reference([3, 1, 4], 10)
+    core, _ = make_core()
+    add(core, "a", [3, 1, 4], max_tokens=10, output_token_ids=answer[:6])
+    assert tokens_of(run(core))["a"] == answer[6:]
+
+
+def test_status_says_what_is_there() -> None:
+    core, _ = make_core(num_blocks=20)
+    add(core, "a", list(range(9)), max_tokens=3)
+    core.step()
+    core.handle(m.GetStatus(5))
+    *_, status = core.take_events()
+    assert (status.call_id, status.integrity) == (5, "ok")
+    assert (status.load.num_requests_running, status.load.num_free_blocks) == (1, 17)
+    core.scheduler.requests["a"].block_ids.pop()
+    core.handle(m.GetStatus(6))
+    (status,) = core.take_events()
+    assert "ref_cnt" in status.integrity

@@ -1,0 +1,236 @@
+"""Two engines, prefill and decode, with the messages that the services carry passed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.types import SamplingParams
+from engine import messages as m
+from engine.core import EngineCore
+from tests.engine.fakes import BLOCK_SIZE, add, assert_idle, make_core, reference
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+@dataclass
+class Pair:
+    """A prefill engine, a decode engine, and the wire between them; faults are injected by the test."""
+
+    prefill: EngineCore
+    decode: EngineCore
+    answers: dict[str, list[int]] = field(default_factory=dict)
+    fallbacks: dict[str, str] = field(default_factory=dict)
+    first_blocks: dict[str, int] = field(default_factory=dict)
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+    received: set[str] = field(default_factory=set)
+    lose_publications: bool = False
+    is_prefill_dead: bool = False
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int = 8, **fields: object) -> None:
+        self.prompts[request_id] = prompt
+        add(self.decode, request_id, prompt, max_tokens, mode=m.RequestMode.REMOTE, **fields)
+
+    def run(self, max_rounds: int = 3000) -> None:
+        """Steps both engines in turn until neither has anything to do."""
+        for _ in range(max_rounds):
+            if not self.round():
+                return
+        raise AssertionError(f"not done after {max_rounds} rounds")
+
+    def round(self) -> bool:
+        worked = self.decode.step()
+        worked |= self._from_decode()
+        if not self.is_prefill_dead:
+            worked |= self.prefill.step()
+            worked |= self._from_prefill()
+        for core in (self.prefill, self.decode):
+            assert core.scheduler.check_integrity() == []
+        return worked
+
+    def kill_prefill(self) -> None:
+        """As the services see it: every stream ends, and the decode engine is told."""
+        self.is_prefill_dead = True
+        for request_id in self.prompts:
+            self.decode.handle(m.RemotePrefillFailed(request_id, "prefill worker died"))
+
+    def _from_decode(self) -> bool:
+        events = self.decode.take_events()
+        for event in events:
+            match event:
+                case m.RemotePrefillNeeded(request_id, first_block):
+                    self.first_blocks[request_id] = first_block
+                    if self.is_prefill_dead:
+                        self.decode.handle(m.RemotePrefillFailed(request_id, "prefill worker is not there"))
+                        continue
+                    self.decode.handle(m.AddPeer(self.prefill.ready().peer))
+                    add(
+                        self.prefill,
+                        request_id,
+                        self.prompts[request_id],
+                        params=GREEDY,
+                        mode=m.RequestMode.PREFILL,
+                        first_block=first_block,
+                    )
+                case m.PrefillReceived(request_id):
+                    self.received.add(request_id)
+                    self.prefill.handle(m.Release(request_id))
+                case m.TokensGenerated(request_id=request_id, tokens=tokens):
+                    self.answers.setdefault(request_id, []).extend(token.token_id for token in tokens)
+                    self.fallbacks[request_id] = event.fallback_reason
+        return bool(events)
+
+    def _from_prefill(self) -> bool:
+        events = self.prefill.take_events()
+        for event in events:
+            match event:
+                case m.BlocksPublished(request_id, refs, failed, failure):
+                    if self.lose_publications:
+                        refs, failed, failure = [], [*failed, *(ref.index for ref in refs)], "disk full"
+                    self.decode.handle(m.BlocksAnnounced(request_id, refs, failed, failure))
+                case m.TokensGenerated(request_id=request_id, tokens=[token]):
+                    self.answers.setdefault(request_id, []).append(token.token_id)
+                    self.decode.handle(m.RemoteFirstToken(request_id, token))
+        return bool(events)
+
+    def assert_idle(self) -> None:
+        assert_idle(self.decode)
+        if not self.is_prefill_dead:
+            assert_idle(self.prefill)
+
+
+def make_pair(*, decode_blocks: int = 64, prefill_blocks: int = 64, **settings: object) -> Pair:
+    prefill, _ = make_core(num_blocks=prefill_blocks, epoch="prefill", **settings)
+    decode, _ = make_core(num_blocks=decode_blocks, epoch="decode", **settings)
+    return Pair(prefill, decode)
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [1, 3, 4, 5, 16, 23])
+@pytest.mark.parametrize("chunk_size", [3, 4, 64])
+def test_two_engines_give_the_reference_answer(num_prompt_tokens: int, chunk_size: int) -> None:
+    pair = make_pair(chunk_size=chunk_size)
+    prompt = list(range(num_prompt_tokens))
+    pair.add("a", prompt)
+    pair.run()
+    assert pair.answers["a"] == reference(prompt, 8)
+    assert pair.fallbacks["a"] == ""
+    pair.assert_idle()
+
+
+def test_decode_computes_nothing_of_the_prompt() -> None:
+    pair = make_pair()
+    pair.add("a", list(range(21)))
+    pair.run()
+    assert pair.decode._runner.num_tokens_per_step == [1] * 7  # type: ignore[attr-defined] # FakeRunner's record
+
+
+def test_the_answer_of_one_token_ends_at_once() -> None:
+    pair = make_pair()
+    pair.add("a", list(range(9)), max_tokens=1)
+    pair.run()
+    pair.prefill.handle(m.Release("a"))  # the stream ends with the request
+    assert pair.answers["a"] == reference(list(range(9)), 1)
+    pair.run()
+    pair.assert_idle()
+
+
+def test_only_missing_blocks_are_asked_for() -> None:
+    pair = make_pair()
+    prompt = list(range(40))
+    pair.add("a", prompt[:20])
+    pair.run()
+    pair.add("b", prompt)
+    pair.run()
+    assert pair.answers["b"] == reference(prompt, 8)
+    assert pair.first_blocks == {"a": 0, "b": 5}
+
+
+def test_a_fully_cached_prompt_needs_no_prefill_worker() -> None:
+    pair = make_pair()
+    prompt = list(range(18))
+    pair.add("a", prompt)
+    pair.run()
+    pair.is_prefill_dead = True
+    pair.add("b", prompt)
+    pair.run()
+    assert pair.answers["b"] == reference(prompt, 8)
+    assert "b" not in pair.first_blocks
+    assert "b" in pair.received
+
+
+def test_lost_publications_are_computed_in_place() -> None:
+    pair = make_pair(chunk_size=4)
+    pair.lose_publications = True
+    prompt = list(range(23))
+    pair.add("a", prompt)
+    pair.run()
+    assert pair.answers["a"] == reference(prompt, 8)
+    assert pair.fallbacks["a"] == "disk full"
+    pair.assert_idle()
+
+
+def test_a_resumed_request_takes_its_prompt_over_and_continues() -> None:
+    pair = make_pair()
+    prompt, answer = list(range(23)), reference(list(range(23)), 8)
+    pair.add("a", prompt, output_token_ids=answer[:3])
+    pair.run()
+    sampled_again, *rest = pair.answers["a"]  # the service does not relay what the client has
+    assert sampled_again == answer[0]
+    assert rest == answer[3:]
+    pair.assert_idle()
+
+
+def test_a_lease_holds_blocks_until_it_ends() -> None:
+    core, _ = make_core(num_blocks=16)
+    add(core, "a", list(range(10)), mode=m.RequestMode.PREFILL)
+    while core.step():
+        core.take_events()
+    assert core.load.num_leases == 1
+    assert core.load.num_free_blocks == 13
+    core.handle(m.Release("a"))
+    assert core.load.num_leases == 0
+    assert_idle(core)
+    assert core.load.num_cached_blocks == 2
+
+
+def test_a_prefill_publishes_from_the_first_block_that_is_needed() -> None:
+    core, _ = make_core(chunk_size=BLOCK_SIZE)
+    add(core, "a", list(range(18)), mode=m.RequestMode.PREFILL, first_block=2)
+    events = []
+    for _ in range(12):
+        core.step()
+        events += core.take_events()
+    published = [ref.index for event in events if isinstance(event, m.BlocksPublished) for ref in event.blocks]
+    assert published == [2, 3, 4]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 9)), min_size=1, max_size=6
+    ),
+    chunk_size=st.integers(1, 16),
+    decode_blocks=st.integers(12, 40),
+    kill_after=st.one_of(st.none(), st.integers(0, 25)),
+)
+def test_any_mixture_gives_the_reference_answers_whenever_prefill_dies(
+    requests: list[tuple[list[int], int]], chunk_size: int, decode_blocks: int, kill_after: int | None
+) -> None:
+    pair = make_pair(chunk_size=chunk_size, decode_blocks=decode_blocks, prefill_blocks=20, max_num_seqs=4)
+    for number, (prompt, max_tokens) in enumerate(requests):
+        pair.add(str(number), prompt, max_tokens)
+    if kill_after is not None:
+        for _ in range(kill_after):
+            pair.round()
+        pair.kill_prefill()
+    pair.run()
+    for number, (prompt, max_tokens) in enumerate(requests):
+        assert pair.answers[str(number)] == reference(prompt, max_tokens)
+        pair.prefill.handle(m.Release(str(number)))
+    if kill_after is None:
+        pair.run()
+        pair.assert_idle()
+    assert_idle(pair.decode)

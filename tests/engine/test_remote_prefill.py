@@ -1,0 +1,65 @@
+"""When the wait for remote KV is over."""
+
+from __future__ import annotations
+
+from engine.remote_prefill import RemotePrefill
+from kv_store.base import BlockRef
+
+
+def refs(*indexes: int) -> list[BlockRef]:
+    return [BlockRef(index=index, block_hash=bytes([index]) * 16) for index in indexes]
+
+
+def test_the_wait_ends_with_the_last_block_and_the_first_token() -> None:
+    remote = RemotePrefill(first_block=1, num_blocks=3)
+    assert remote.announce(refs(0, 1)) == refs(1)
+    remote.arrive(1)
+    assert not remote.is_settled
+    remote.announce(refs(2))
+    remote.has_first_token = True
+    assert not remote.is_settled
+    remote.arrive(2)
+    assert remote.is_settled
+    assert remote.is_complete
+    assert remote.num_ready_blocks == 3
+
+
+def test_a_block_is_fetched_once_however_often_it_is_announced() -> None:
+    remote = RemotePrefill(first_block=0, num_blocks=4)
+    assert remote.announce(refs(0, 1)) == refs(0, 1)
+    remote.arrive(0)
+    assert remote.announce(refs(0, 1, 2, 9)) == refs(2)
+
+
+def test_a_failure_waits_for_what_is_in_flight() -> None:
+    remote = RemotePrefill(first_block=0, num_blocks=4)
+    remote.announce(refs(0, 1, 2))
+    remote.arrive(0)
+    remote.end("the worker died")
+    assert not remote.is_settled
+    remote.lose([1], "checksum")
+    remote.arrive(2)
+    assert remote.is_settled
+    assert not remote.is_complete
+    assert remote.num_ready_blocks == 1
+    assert remote.failure == "the worker died"
+
+
+def test_a_lost_block_can_be_announced_again() -> None:
+    remote = RemotePrefill(first_block=0, num_blocks=1, has_first_token=True)
+    remote.announce(refs(0))
+    remote.lose([0], "corrupt")
+    assert remote.is_settled
+    assert remote.announce(refs(0)) == refs(0)
+    assert not remote.is_settled
+    remote.arrive(0)
+    assert remote.is_complete
+
+
+def test_an_end_after_everything_arrived_is_no_failure() -> None:
+    remote = RemotePrefill(first_block=0, num_blocks=1, has_first_token=True)
+    remote.announce(refs(0))
+    remote.arrive(0)
+    remote.end("stream closed")
+    assert remote.is_complete
+    assert remote.failure == ""
