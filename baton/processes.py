@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -136,7 +136,7 @@ def start_all(commands: Mapping[str, Sequence[str]], events: Events, *, environ:
         except (OSError, subprocess.SubprocessError) as error:
             for child in children:
                 child.kill()
-                child.reap()
+                child.process.communicate()
             raise StartupError(f"{name} cannot be started: {error}") from error
         children.append(Child(name, process))
     for child in children:
@@ -177,12 +177,12 @@ def _wait(child: Child, output: Sequence[threading.Thread], events: Events) -> N
     events.put(Ended(child, code))
 
 
-def _lines(pipe: IO[bytes] | None) -> list[str] | map[str]:
-    return map(_decode, pipe) if pipe is not None else []
-
-
-def _decode(line: bytes) -> str:
-    return line.decode(errors="replace").rstrip("\n")
+def _lines(pipe: IO[bytes] | None) -> Iterator[str]:
+    if pipe is None:
+        raise ValueError("the child was started without this pipe")
+    with pipe:
+        for line in pipe:
+            yield line.decode(errors="replace").rstrip("\n")
 
 
 def _to_stderr(line: str) -> None:

@@ -43,6 +43,7 @@ _WORKER_PORTS = range(20000, 32000)
 _KV_PREFIX = "baton-kv-"
 _SHM = Path("/dev/shm")  # noqa: S108 - the directory below it is made by mkdtemp
 _SHM_MIN_FREE = 1 << 30  # bytes; containers often have 64 MiB
+_ABANDONED_AFTER_S = 60.0
 _POLL_S = 0.02  # between questions whether the router has found its workers
 _FLEET_TIMEOUT_S = 10.0
 _KILL_GRACE_S = 5.0  # beyond its own drain timeout, until a child is killed
@@ -314,7 +315,7 @@ def kv_directory(given: str | None) -> Iterator[Path]:
 def _remove_abandoned(parent: Path) -> None:
     for path in parent.glob(f"{_KV_PREFIX}*"):
         try:
-            if path.stat().st_uid != os.getuid() or time.time() - path.stat().st_mtime < 60:
+            if path.stat().st_uid != os.getuid() or time.time() - path.stat().st_mtime < _ABANDONED_AFTER_S:
                 continue  # somebody else's, or made this moment and not locked yet
             lock = os.open(path, os.O_RDONLY)
         except OSError:

@@ -12,6 +12,8 @@ Each bar starts where the one above ends. `decode` is what follows the second to
 
 from __future__ import annotations
 
+import textwrap
+
 from baton.report import RequestReport, Usage
 from common.types import FinishReason
 
@@ -48,8 +50,9 @@ def render_timeline(
         start += ms
     speed = f", {timings.tokens_per_second:.1f} tokens/s" if timings.tokens_per_second > 0 else ""
     lines.append(f"{_label('total', timings.total_ms)}  first token after {_ms(timings.ttft_ms)}{speed}")
-    lines += [f"  {line}"[:width] for line in _facts(report, usage, finish_reason)]
-    text = "\n".join(lines)
+    for fact in _facts(report, usage, finish_reason):
+        lines += textwrap.wrap(fact, width, initial_indent="  ", subsequent_indent="    ")
+    text = "\n".join(line[:width] for line in lines)
     return text.translate(_ASCII) if ascii_only else text
 
 
@@ -88,5 +91,5 @@ def _facts(report: RequestReport, usage: Usage, finish_reason: FinishReason | No
         lines.append(f"computed in place: {report.fallback_reason}")
     counts = [("retries", report.num_retries), ("migrations", report.num_migrations)]
     counts.append(("preemptions", report.num_preemptions))
-    notable = ", ".join(f"{count} {name}" for name, count in counts if count)
+    notable = ", ".join(f"{name}: {count}" for name, count in counts if count)
     return [*lines, notable] if notable else lines

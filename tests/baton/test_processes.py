@@ -1,0 +1,236 @@
+"""Child processes live and die together. The children are small real Python processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from baton.processes import Child
+from baton.stack import Addresses, Stack, run
+from common.errors import StartupError, UnavailableError
+
+# A child that says it is ready, writes its pid (and that it was drained) to files, and ends on SIGTERM.
+GOOD = """
+import os, pathlib, signal, subprocess, sys, time
+folder, name, ready = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+def drain(*_):
+    with open(folder / "order", "a") as file:
+        file.write(name + "\\n")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, drain)
+helper = subprocess.Popen(["sleep", "600"])  # as a worker has its engine
+(folder / f"{name}.tmp").write_text(f"{os.getpid()} {helper.pid}")
+(folder / f"{name}.tmp").rename(folder / f"{name}.pid")
+print("a line of no importance", flush=True)
+print("ready " + ready, flush=True)
+while True:
+    time.sleep(60)
+"""
+STUBBORN = GOOD.replace("    sys.exit(0)\n", "")
+
+
+def child(folder: Path, name: str, ready: str = "grpc=h:1 role=prefill", script: str = GOOD) -> list[str]:
+    return [sys.executable, "-c", script, str(folder), name, ready]
+
+
+def failing(message: str, code: int = 1) -> list[str]:
+    return [sys.executable, "-c", f"import sys; print({message!r}, file=sys.stderr); sys.exit({code})"]
+
+
+def stack_of(
+    folder: Path,
+    extra: Mapping[str, list[str]] | None = None,
+    *,
+    drain_timeout: float = 60,
+    start_timeout: float = 60,
+) -> Stack:
+    commands = {
+        "prefill-1": child(folder, "prefill-1"),
+        "decode-1": child(folder, "decode-1"),
+        "router": child(folder, "router", "http=http://h:2 grpc=h:3"),
+        **(extra or {}),
+    }
+    return Stack(commands, drain_timeout, start_timeout)
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(pid) for path in folder.glob("*.pid") for pid in path.read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; a zombie that nobody has waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():  # pytest-timeout ends it where it never comes true
+        time.sleep(0.01)
+
+
+def test_work_runs_beside_the_stack_which_then_drains_router_first(tmp_path: Path) -> None:
+    seen: list[Addresses] = []
+
+    def work(addresses: Addresses) -> int:
+        seen.append(addresses)
+        assert len(pids(tmp_path)) == 6
+        assert all(map(alive, pids(tmp_path)))
+        return 7
+
+    assert run(stack_of(tmp_path), work=work) == 7
+    assert seen == [Addresses("http://h:2", "h:3")]
+    order = (tmp_path / "order").read_text().split()
+    assert order[0] == "router"
+    assert sorted(order[1:]) == ["decode-1", "prefill-1"]
+    assert not any(map(alive, pids(tmp_path)))
+
+
+def test_a_child_that_cannot_start_ends_all_and_its_reason_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bad = failing("baton decode: error: listen: cannot bind 127.0.0.1:1")
+    with pytest.raises(StartupError, match=r"^decode-2 could not start: listen: cannot bind 127\.0\.0\.1:1$"):
+        run(stack_of(tmp_path, {"decode-2": bad}), work=lambda _: 0)
+    assert not any(map(alive, pids(tmp_path)))
+    assert "baton decode: error: listen: cannot bind" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (failing("Killed by nobody", 3), "ended with exit code 3: Killed by nobody"),
+        ([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], "ended by SIGKILL"),
+        ([sys.executable, "-c", ""], "ended with exit code 0"),
+    ],
+)
+def test_reasons_of_children_that_gave_none(argv: list[str], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=f"^odd could not start: {reason}$"):
+        run(stack_of(tmp_path, {"odd": argv}), work=lambda _: 0)
+
+
+def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"^odd cannot be started: .*no/such"):
+        run(stack_of(tmp_path, {"odd": ["/no/such/command"]}), work=lambda _: 0)
+    assert not any(map(alive, pids(tmp_path)))
+
+
+def test_a_child_that_dies_later_ends_all(tmp_path: Path) -> None:
+    def work(_: Addresses) -> int:
+        victim, _helper = map(int, (tmp_path / "prefill-1.pid").read_text().split())
+        os.kill(victim, signal.SIGKILL)
+        time.sleep(600)
+        return 0
+
+    with pytest.raises(StartupError, match=r"^prefill-1 went away: ended by SIGKILL$"):
+        run(stack_of(tmp_path), work=work)
+    assert not any(map(alive, pids(tmp_path)))
+
+
+def test_a_child_that_never_gets_ready(tmp_path: Path) -> None:
+    silent = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with pytest.raises(StartupError, match=r"^not ready after 0\.5 s \(--start-timeout\): waiting for .*silent"):
+        run(stack_of(tmp_path, {"silent": silent}, start_timeout=0.5), work=lambda _: 0)
+    assert not any(map(alive, pids(tmp_path)))
+
+
+def test_a_whole_that_is_asked_until_it_answers(tmp_path: Path) -> None:
+    answers = ["one worker is missing", "one worker is missing", ""]
+    stack = stack_of(tmp_path)
+    stack.not_ready = lambda _: answers.pop(0)
+    assert run(stack, work=lambda _: 0) == 0
+    assert answers == []
+
+
+def test_an_error_of_the_work_is_the_error_of_the_run(tmp_path: Path) -> None:
+    def work(_: Addresses) -> int:
+        raise UnavailableError("no")
+
+    with pytest.raises(UnavailableError):
+        run(stack_of(tmp_path), work=work)
+    assert not any(map(alive, pids(tmp_path)))
+
+
+def test_a_child_that_does_not_drain_in_time_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.stack._KILL_GRACE_S", 0.3)
+    stubborn = child(tmp_path, "router", "http=u grpc=a", STUBBORN)
+    assert run(stack_of(tmp_path, {"router": stubborn}, drain_timeout=0.0), work=lambda _: 0) == 0
+    assert not any(map(alive, pids(tmp_path)))
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from tests.baton.test_processes import STUBBORN, child, stack_of
+from baton.stack import run
+folder = Path(sys.argv[1])
+extra = {"decode-1": child(folder, "decode-1", script=STUBBORN)} if "stubborn" in sys.argv else {}
+sys.exit(run(stack_of(folder, extra), on_ready=lambda a: print("ready", a.http, a.grpc, flush=True)))
+"""
+
+
+def parent(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """A process that runs a stack, up and ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PARENT), str(folder), *arguments], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready http://h:2 h:3\n"
+    return process
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_drains(signum: signal.Signals, tmp_path: Path) -> None:
+    with parent(tmp_path) as process:
+        process.send_signal(signum)
+        assert process.wait() == 0
+    assert (tmp_path / "order").read_text().split()[0] == "router"
+    assert not any(map(alive, pids(tmp_path)))
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    with parent(tmp_path, "stubborn") as process:
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: (tmp_path / "order").exists() and "decode-1" in (tmp_path / "order").read_text())
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
+    assert not any(map(alive, pids(tmp_path)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a child's life to its parent's")
+def test_sigkill_leaves_no_child(tmp_path: Path) -> None:
+    with parent(tmp_path) as process:
+        children = [int(path.read_text().split()[0]) for path in tmp_path.glob("*.pid")]
+        helpers = [int(path.read_text().split()[1]) for path in tmp_path.glob("*.pid")]
+        assert len(children) == 3
+        process.kill()
+        process.wait()
+    try:
+        wait_until(lambda: not any(map(alive, children)))
+    finally:
+        for pid in helpers:  # a real worker ties its engine to itself in the same way
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_children_do_not_inherit_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_NUM_BLOCKS", "1")
+    code = "import os, sys; sys.exit(f'baton x: error: {sorted(k for k in os.environ if k.startswith(\"BATON_\"))}')"
+    with pytest.raises(StartupError, match=r"^odd could not start: \[\]$"):
+        run(stack_of(tmp_path, {"odd": [sys.executable, "-c", code]}), work=lambda _: 0)
+
+
+def test_reason_is_the_last_error_line(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        one = Child("x", process, code=1)
+        one.tail.extend(["baton prefill: error: first", "baton prefill: error: second", "a log line after it"])
+        assert one.reason() == "second"

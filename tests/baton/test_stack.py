@@ -1,0 +1,106 @@
+"""From settings to the commands of a stack: roles, addresses, cores, the KV directory."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from baton import stack
+from common.config import UpSettings
+from common.errors import ConfigError, StartupError
+
+
+def test_plan_of_two_prefill_one_decode_and_one_of_both_roles() -> None:
+    settings = UpSettings(
+        prefill=2, decode=1, both=1, dtype="float32", cpu_cores=(0, 1, 2, 3), http_port=0, num_blocks=9
+    )
+    commands = stack.plan(settings, Path("/kv")).commands
+    assert list(commands) == ["prefill-1", "prefill-2", "decode-1", "worker-1", "router"]
+    addresses = {}
+    for number, name in enumerate(["prefill-1", "prefill-2", "decode-1", "worker-1"]):
+        command = list(commands[name])
+        assert command[1:4] == ["-m", "baton", name.partition("-")[0]]
+        assert {"--dtype=float32", "--kv-dir=/kv", "--num-blocks=9", f"--cpu-cores={number}"} <= set(command)
+        addresses[name] = next(flag.partition("=")[2] for flag in command if flag.startswith("--listen="))
+    assert len(set(addresses.values())) == 4
+    both = addresses["worker-1"]
+    assert f"--prefill={addresses['prefill-1']},{addresses['prefill-2']},{both}" in commands["router"]
+    assert f"--decode={addresses['decode-1']},{both}" in commands["router"]
+    assert "--http-listen=127.0.0.1:0" in commands["router"]
+
+
+def test_workers_on_one_gpu_share_its_memory() -> None:
+    settings = UpSettings(prefill=1, decode=2, device="cuda", memory_utilization=0.9)
+    commands = stack.plan(settings, Path("/kv")).commands
+    shares = [float(flag.partition("=")[2]) for argv in commands.values() for flag in argv if "memory-util" in flag]
+    assert shares == pytest.approx([0.3, 0.3, 0.3])
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_workers", "expected"),
+    [
+        ((0, 1), 2, [(0,), (1,)]),
+        ((4, 5, 6, 7, 8), 2, [(4, 5), (6, 7, 8)]),
+        ((0, 1), 3, [(0,), (1,), (0,)]),
+        ((3,), 1, [(3,)]),
+        ((), 2, [(), ()]),
+    ],
+)
+def test_cores_are_divided(cores: tuple[int, ...], num_workers: int, expected: list[tuple[int, ...]]) -> None:
+    assert stack.divide_cores(cores, num_workers) == expected
+
+
+def test_ports_that_are_taken_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(stack, "_WORKER_PORTS", range(port, port + 1))
+        with pytest.raises(StartupError, match="no 1 free ports"):
+            stack.free_ports("127.0.0.1", 1)
+
+
+def test_a_host_that_is_not_this_machine() -> None:
+    with pytest.raises(StartupError, match=r"^--host 203\.0\.113\.1: "):
+        stack.free_ports("203.0.113.1", 1)
+
+
+def test_what_makes_no_stack() -> None:
+    with pytest.raises(ConfigError, match=r"^--decode: "):
+        stack.check(UpSettings(prefill=1, decode=0))
+    with pytest.raises(ConfigError, match=r"^--connector: 'postal' is not one of "):
+        stack.check(UpSettings(connector="postal"))
+    stack.check(UpSettings(prefill=0, decode=0, both=1))
+
+
+def test_given_kv_directory_is_made_and_kept(tmp_path: Path) -> None:
+    given = tmp_path / "a" / "b"
+    with stack.kv_directory(str(given)) as path:
+        assert path == given
+        assert given.is_dir()
+    assert given.is_dir()
+
+
+def test_kv_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartupError, match="Not a directory"), stack.kv_directory(str(tmp_path / "file" / "kv")):
+        pass
+
+
+def test_private_kv_directory_goes_away_and_so_does_an_abandoned_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stack, "_SHM", tmp_path)
+    monkeypatch.setattr(stack, "_SHM_MIN_FREE", 0)
+    monkeypatch.setattr(stack, "_ABANDONED_AFTER_S", 0)
+    abandoned = tmp_path / "baton-kv-of-a-killed-stack"
+    abandoned.mkdir()
+    with stack.kv_directory(None) as mine:
+        assert mine.parent == tmp_path
+        assert not abandoned.exists()
+        with stack.kv_directory(None) as other:
+            assert mine.is_dir()  # in use: it is not taken for abandoned
+            assert other != mine
+    assert list(tmp_path.iterdir()) == []
