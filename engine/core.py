@@ -134,17 +134,30 @@ class EngineCore:
                 self._events.append(m.Status(call_id, self.load, "; ".join(problems[:5]) or "ok"))
 
     def step(self) -> bool:
-        """Takes in finished transfers and computes one batch; False where there was nothing to compute."""
-        self._take_in_transfers()
+        """One whole step; False where there was nothing to compute. Loops that send events use the two halves."""
+        return self.execute(self.prepare())
+
+    def prepare(self) -> SchedulerOutput:
+        """First half: takes in finished transfers, decides the batch, starts what others wait for.
+
+        Its events should be sent before the second half, which may take long.
+        """
+        self.take_in_transfers()
         output = self.scheduler.schedule(self._clock())
         self._carry_out(output)
+        self.take_in_transfers()  # P2P publications are ready at once
+        return output
+
+    def execute(self, output: SchedulerOutput) -> bool:
+        """Second half: computes the batch; False where it is empty and only time or a message can help."""
         if not output.num_tokens:
             return bool(output.preempted) and self.scheduler.num_running > 0
-        result = self.scheduler.update(output, self._execute(output))
+        result = self.scheduler.update(output, self._compute(output))
         for publish in result.publishes:
             self._publish(publish)
         for new in result.tokens:
             self._report_token(new)
+        self.take_in_transfers()
         return True
 
     def take_events(self) -> list[m.Event]:
@@ -206,7 +219,8 @@ class EngineCore:
     def _publish(self, publish: Publish) -> None:
         self._transfers.publish(publish.request.request_id, publish.blocks)
 
-    def _take_in_transfers(self) -> None:
+    def take_in_transfers(self) -> None:
+        """Passes on the results of KV transfers. Safe at any time between two calls, also in mid-step."""
         news: defaultdict[str, _TransferNews] = defaultdict(_TransferNews)
         for request_id, result in self._transfers.poll():
             item = news[request_id]
@@ -273,7 +287,7 @@ class EngineCore:
         for swap in swap_ins:
             cache[swap.device_block].copy_(self._host_cache[swap.host_block])
 
-    def _execute(self, output: SchedulerOutput) -> list[SampledToken | None]:
+    def _compute(self, output: SchedulerOutput) -> list[SampledToken | None]:
         sequences = [self._sequence(request, num_new) for request, num_new in output.num_tokens.items()]
         try:
             return self._runner.execute(sequences)

@@ -120,11 +120,17 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
         while socket.poll(0):
             for command in m.decode_commands(socket.recv()):
                 core.handle(command)
-        is_busy = core.step()
+        output = core.prepare()
+        _send(socket, core.take_events())
+        is_busy = core.execute(output)
         events = core.take_events()
         reporter.add_if_due(core.load, time.monotonic(), events)
-        if events:
-            socket.send(m.encode(events))
+        _send(socket, events)
+
+
+def _send(socket: zmq.Socket[bytes], events: list[m.Event]) -> None:
+    if events:
+        socket.send(m.encode(events))
 
 
 class _LoadReporter:

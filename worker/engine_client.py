@@ -82,8 +82,8 @@ class EngineClient:
         self.load = WorkerLoad()
         self.died = asyncio.Event()
 
-    async def start(self) -> m.EngineReady:
-        """Starts the process and waits until its model is loaded. Raises `StartupError` with its reason."""
+    async def spawn(self) -> None:
+        """Starts the process. To be called before gRPC has threads, which don't survive the fork."""
         self._folder = tempfile.mkdtemp(prefix="baton-engine-")
         address = f"ipc://{self._folder}/engine.sock"
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
@@ -107,6 +107,9 @@ class EngineClient:
         assert self._process.stdin is not None  # noqa: S101 (a pipe was asked for)
         self._process.stdin.write(msgspec.json.encode(bootstrap) + b"\n")
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+
+    async def wait_ready(self) -> m.EngineReady:
+        """Waits until the model is loaded. Raises `StartupError` with the engine's own reason."""
         return await self._ready
 
     async def stop(self) -> None:

@@ -13,12 +13,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from common.config import WorkerSettings
-from common.errors import BatonError, StartupError
+from common.errors import StartupError
 from common.grpc_options import SERVER_OPTIONS
 from common.types import WorkerRole, WorkerState
-from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from worker.shell import Worker
-from worker.worker_service import WorkerServicer
+from worker.worker_service import add_service as add_worker_service
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +42,15 @@ async def serve(
     `on_ready` gets the address by which others reach this worker. Raises `StartupError` in one line.
     """
     worker = Worker(settings, role, model_dir, model_name)
+    await worker.engine.spawn()
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    worker.address = _bind(server, settings)
-    health_servicer = health.aio.HealthServicer()
-    names = [add(worker, server) for add in services]
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(worker), server)
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    names.append(worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name)
-    reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     try:
-        await worker.start()
+        worker.address = _bind(server, settings)
+        health_servicer = health.aio.HealthServicer()
+        names = [add(worker, server) for add in [*services, add_worker_service]]
+        health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        await worker.wait_ready()
         await server.start()
         for name in ("", *names):
             await health_servicer.set(name, SERVING)
@@ -104,8 +102,3 @@ async def _drain(worker: Worker, health_servicer: health.aio.HealthServicer) -> 
     num_left = await worker.wait_idle(worker.drain_timeout)
     if num_left:
         log.warning("drain timeout: streams are cut", extra={"num_streams": num_left})
-
-
-def one_line(error: BatonError) -> str:
-    """An error as an operator reads it."""
-    return " ".join(error.message.split())

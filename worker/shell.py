@@ -40,8 +40,9 @@ class Worker:
         self._idle.set()
         self._ready: EngineReady | None = None
 
-    async def start(self) -> None:
-        self._ready = await self.engine.start()
+    async def wait_ready(self) -> None:
+        """Waits for the engine. Raises `StartupError` with its reason."""
+        self._ready = await self.engine.wait_ready()
 
     @property
     def ready(self) -> EngineReady:

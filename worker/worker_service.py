@@ -79,3 +79,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.GetTokenizerResponse(
             files=[worker_pb2.TokenizerFile(name=name, content=content) for name, content in files.items()]
         )
+
+
+def add_service(worker: Worker, server: grpc.aio.Server) -> str:
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(worker), server)
+    return worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
