@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 Job = TypeVar("Job")
@@ -35,17 +35,25 @@ class FairQueue(Generic[Job, Item]):
                 # All: two takers may both have room for parts of this job.
                 self._changed.notify_all()
 
-    def take(self, limit: int, timeout_s: float | None = None) -> tuple[Job, list[Item]] | None:
-        """Up to `limit` items of the job whose turn it is; waits for work. None once closed, or after `timeout_s`."""
+    def take(
+        self, limit: int, timeout_s: float | None = None, accepts: Callable[[Job], bool] = lambda _: True
+    ) -> tuple[Job, list[Item]] | None:
+        """Up to `limit` items of the next job in turn that `accepts`; waits for one. None once closed, or after
+        `timeout_s`. `accepts` is asked again when something is put, not when its own answer would change."""
         with self._changed:
-            self._changed.wait_for(lambda: self._jobs or self._is_closed, timeout_s)
-            if self._is_closed or not self._jobs:
+            found = self._changed.wait_for(lambda: self._is_closed or self._next(accepts) is not None, timeout_s)
+            position = self._next(accepts)
+            if self._is_closed or not found or position is None:
                 return None
-            job, queued = self._jobs.popleft()
+            job, queued = self._jobs[position]
+            del self._jobs[position]
             items = [queued.popleft() for _ in range(min(limit, len(queued)))]
             if queued:
                 self._jobs.append((job, queued))
             return job, items
+
+    def _next(self, accepts: Callable[[Job], bool]) -> int | None:
+        return next((position for position, (job, _) in enumerate(self._jobs) if accepts(job)), None)
 
     @property
     def is_closed(self) -> bool:

@@ -9,6 +9,7 @@ from kv_store.base import ConnectorConfig, KVConnector
 
 _CONNECTORS = {
     "memory": "kv_store.memory:MemoryConnector",
+    "nixl": "kv_store.nixl:NixlConnector",
     "shared_storage": "kv_store.shared_storage:SharedStorageConnector",
 }
 

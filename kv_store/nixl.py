@@ -1,0 +1,369 @@
+"""KV blocks from worker to worker over NIXL: RDMA, CUDA IPC, shared memory or TCP, whatever UCX finds between them.
+
+The consumer reads, the producer's process does nothing. One thread posts the reads, in slices of several blocks, the
+jobs in turns, and watches them. A read that fails, or that is not done by its deadline, costs the whole reading agent
+(see `kv_store.nixl_agent` for why): its other reads are begun again on a new one. So every result means what it says.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import msgspec
+import torch
+import xxhash
+
+from common.errors import StartupError, TransferError
+from common.types import KVCacheSpec
+from kv_store.base import (
+    BlockRef,
+    ConnectorConfig,
+    FetchBlock,
+    KVConnector,
+    LocalBlock,
+    TransferKind,
+    TransferResult,
+)
+from kv_store.cache_view import CacheView, Staging
+from kv_store.fair_queue import FairQueue
+from kv_store.nixl_agent import Read, ReadingAgent, ServedMemory, ServingAgent, load_library
+from kv_store.peers import PeerInfo, check_compatible, decode_peer, encode_peer
+from kv_store.results import ResultQueue
+
+log = logging.getLogger(__name__)
+
+SLICE_BYTES = 8 << 20  # of one read: one turn of a job
+_MAX_READS_PER_PEER = 4  # in flight: enough to keep a link busy, and a peer that hangs holds up no other
+_MIN_PAUSE_S, _MAX_PAUSE_S = 50e-6, 1e-3  # between two looks at reads in flight
+_JOIN_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    info: PeerInfo
+    memory: ServedMemory
+    is_lost: bool = False  # a read failed; until the peer is added again, so do all others, at once
+    num_reads: int = 0  # in flight
+
+
+@dataclass(slots=True, eq=False)
+class _FetchJob:
+    job_id: int
+    peer: _Peer
+    deadline: float  # time.monotonic()
+    after: torch.cuda.Event | None  # device work that comes before it
+
+
+@dataclass(slots=True, eq=False)
+class _PublishJob:
+    job_id: int
+    after: torch.cuda.Event | None
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A slice that was taken from the queue and whose results are due."""
+
+    job: _FetchJob
+    blocks: list[FetchBlock]
+    read: Read | None = field(default=None)
+
+
+class NixlConnector(KVConnector):
+    """P2P. Memory of any device that UCX reaches; both ends register their whole cache once."""
+
+    name: ClassVar[str] = "nixl"
+    is_store: ClassVar[bool] = False
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        self._config = config
+        self._library = load_library()
+        self._peer_name = config.worker_id or f"nixl-{uuid.uuid4().hex}"
+        self._epoch = config.epoch or uuid.uuid4().hex
+        try:
+            self._serving = ServingAgent(self._library, f"{self._peer_name}-{self._epoch}-serve")
+        except StartupError:
+            raise
+        except Exception as error:
+            raise StartupError(f"connector: NIXL cannot start: {type(error).__name__}: {error}") from error
+        self._peers: dict[str, _Peer] = {}  # by name, current epoch only
+        self._fetches: FairQueue[_FetchJob, FetchBlock] = FairQueue()
+        self._publishes: FairQueue[_PublishJob, LocalBlock] = FairQueue()
+        self._threads: list[threading.Thread] = []
+        # The fetch thread's own:
+        self._reading: ReadingAgent | None = None
+        self._flights: list[_Flight] = []
+        self._fetch_staging: Staging | None = None
+
+    def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
+        self._spec = spec
+        self._view = CacheView(cache, spec)
+        self._results = ResultQueue(wake)
+        self._slice_blocks = max(1, SLICE_BYTES // spec.block_bytes)
+        self._memory = self._serving.register(self._view)
+        for target in (self._run_fetches, self._run_publishes):
+            thread = threading.Thread(target=target, name=f"kv-nixl-{target.__name__[5:]}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def describe(self) -> bytes:
+        info = PeerInfo(
+            connector=self.name,
+            name=self._peer_name,
+            epoch=self._epoch,
+            spec=self._spec,
+            num_blocks=self._view.num_blocks,
+            transport=msgspec.msgpack.encode(self._memory),
+        )
+        return encode_peer(info)
+
+    def add_peer(self, peer: bytes) -> None:
+        """Only takes note: the first fetch connects. Adding a peer again after a failed read has it tried again."""
+        info = decode_peer(peer)
+        check_compatible(self.name, self._spec, info)
+        try:
+            memory = msgspec.msgpack.decode(info.transport, type=ServedMemory)
+        except msgspec.DecodeError as error:
+            raise TransferError(f"peer {info.name!r}: no description of its memory: {error}") from error
+        known = self._peers.get(info.name)
+        if known is None or known.is_lost or known.memory.agent != memory.agent:
+            self._peers[info.name] = _Peer(info, memory)
+
+    def lookup(self, block_hashes: Sequence[bytes]) -> int:  # noqa: ARG002
+        return 0
+
+    def publish(self, job_id: int, blocks: Sequence[LocalBlock]) -> None:
+        after = self._view.mark()
+        if after is None and not self._config.verify_checksums:
+            self._results.add(self._published(job_id, block) for block in blocks)
+        else:
+            self._publishes.put(_PublishJob(job_id, after), blocks)
+
+    def fetch(self, job_id: int, blocks: Sequence[FetchBlock]) -> None:
+        deadline = time.monotonic() + self._config.transfer_timeout_s
+        after = self._view.mark()
+        by_peer: dict[_Peer, list[FetchBlock]] = {}
+        for block in blocks:
+            peer = self._peers.get(block.ref.peer)
+            error = _refusal(block.ref, peer)
+            if peer is None or error is not None:
+                self._results.add([_fetched(job_id, block, error=error)])
+            else:
+                by_peer.setdefault(peer, []).append(block)
+        for peer, peer_blocks in by_peer.items():
+            self._fetches.put(_FetchJob(job_id, peer, deadline, after), peer_blocks)
+
+    def poll(self) -> list[TransferResult]:
+        return self._results.drain()
+
+    def release(self, job_id: int) -> None:
+        """Does nothing: peers read only what a stream has announced, while it lasts, and checksums tell otherwise."""
+
+    def close(self) -> None:
+        self._fetches.close()
+        self._publishes.close()
+        for thread in self._threads:
+            thread.join(_JOIN_TIMEOUT_S)
+            if thread.is_alive():
+                log.warning("NIXL thread does not end", extra={"thread": thread.name})
+        self._threads.clear()
+        self._serving.close()
+
+    # ---------------------------------------------------------------------------------- publish thread
+
+    def _run_publishes(self) -> None:
+        staging: Staging | None = None
+        while (taken := self._publishes.take(self._slice_blocks)) is not None:
+            job, blocks = taken
+            try:
+                checksums: list[int | None] = [None] * len(blocks)
+                if self._config.verify_checksums:
+                    staging = staging or Staging(self._view, self._slice_blocks)
+                    loaded = staging.load([block.block_id for block in blocks], job.after)
+                    checksums = [xxhash.xxh3_64_intdigest(data) for data in loaded]
+                elif job.after is not None:
+                    job.after.synchronize()  # peers read past all streams
+                results = [
+                    self._published(job.job_id, block, checksum)
+                    for block, checksum in zip(blocks, checksums, strict=True)
+                ]
+            except Exception as error:
+                log.exception("publishing KV blocks failed", extra={"job_id": job.job_id})
+                results = [
+                    TransferResult(
+                        job_id=job.job_id,
+                        kind=TransferKind.PUBLISH,
+                        index=block.index,
+                        block_id=block.block_id,
+                        error=f"{type(error).__name__}: {error}",
+                    )
+                    for block in blocks
+                ]
+            self._results.add(results)
+
+    def _published(self, job_id: int, block: LocalBlock, checksum: int | None = None) -> TransferResult:
+        ref = BlockRef(
+            index=block.index,
+            block_hash=block.block_hash,
+            peer=self._peer_name,
+            epoch=self._epoch,
+            block_id=block.block_id,
+            checksum=checksum,
+        )
+        return TransferResult(
+            job_id=job_id, kind=TransferKind.PUBLISH, index=block.index, block_id=block.block_id, ref=ref
+        )
+
+    # ------------------------------------------------------------------------------------ fetch thread
+
+    def _run_fetches(self) -> None:
+        if not self._view.is_on_host:
+            torch.cuda.set_device(self._view.device)
+        pause_s = _MIN_PAUSE_S
+        while not self._fetches.is_closed:
+            try:
+                taken = self._fetches.take(
+                    self._slice_blocks,
+                    timeout_s=pause_s if self._flights else None,
+                    accepts=lambda job: job.peer.num_reads < _MAX_READS_PER_PEER,
+                )
+                if taken is not None:
+                    self._begin(*taken)
+                is_busy = self._check_flights() or taken is not None
+                pause_s = _MIN_PAUSE_S if is_busy else min(2 * pause_s, _MAX_PAUSE_S)
+            except Exception as error:
+                # A defect. The blocks under way get their results all the same, and the thread lives on.
+                log.exception("fetching KV blocks failed")
+                self._give_up({flight: f"{type(error).__name__}: {error}" for flight in self._flights})
+        if self._reading is not None:
+            self._reading.close()
+
+    def _begin(self, job: _FetchJob, blocks: list[FetchBlock]) -> None:
+        flight = _Flight(job, blocks)
+        self._flights.append(flight)
+        job.peer.num_reads += 1
+        error = _refusal(blocks[0].ref, self._peers.get(job.peer.info.name))
+        if error is None and time.monotonic() >= job.deadline:
+            error = f"not begun within {self._config.transfer_timeout_s} s"
+        if error is not None:
+            self._end(flight, error)
+            return
+        if job.after is not None:
+            job.after.synchronize()  # reads land past all streams
+        try:
+            reading = self._connected(job.peer)
+        except TransferError as failure:
+            # Nothing was posted yet, so other reads need not suffer.
+            job.peer.is_lost = True
+            self._end(flight, failure.message)
+            return
+        try:
+            flight.read = reading.start(
+                job.peer.memory.agent, [block.ref.block_id for block in blocks], [block.block_id for block in blocks]
+            )
+        except TransferError as failure:
+            error = failure.message
+        if error is not None:
+            self._give_up({flight: error})
+
+    def _connected(self, peer: _Peer) -> ReadingAgent:
+        """The reading agent, connected to `peer`. Raises `TransferError`."""
+        if self._reading is None:
+            self._reading = ReadingAgent(self._library, f"{self._peer_name}-{self._epoch}-read", self._view)
+        self._reading.connect(peer.memory)
+        return self._reading
+
+    def _check_flights(self) -> bool:
+        """Ends what is done, and gives up what failed or is overdue. True where something ended."""
+        failed: dict[_Flight, str] = {}
+        is_busy = False
+        now = time.monotonic()
+        for flight in list(self._flights):
+            if self._reading is None or flight.read is None:
+                continue
+            try:
+                if self._reading.check(flight.read):
+                    is_busy = True
+                    self._end(flight)
+                elif now >= flight.job.deadline:
+                    failed[flight] = f"not done within {self._config.transfer_timeout_s} s"
+            except TransferError as failure:
+                failed[flight] = failure.message
+        if failed:
+            self._give_up(failed)
+        return is_busy or bool(failed)
+
+    def _give_up(self, failed: dict[_Flight, str]) -> None:
+        """Ends the reading agent, and with it every read. Those not in `failed` are queued again."""
+        if self._reading is not None:
+            self._reading.close()
+            self._reading = None
+        for flight in list(self._flights):
+            error = failed.get(flight)
+            if error is not None:
+                flight.job.peer.is_lost = True
+                self._end(flight, error)
+            else:
+                self._remove(flight)
+                self._fetches.put(flight.job, flight.blocks)
+
+    def _end(self, flight: _Flight, error: str | None = None) -> None:
+        """Reports a flight that no byte will come of any more."""
+        self._remove(flight)
+        errors = [error] * len(flight.blocks) if error is not None else self._verify(flight)
+        if error is not None:
+            log.warning(
+                "KV blocks did not arrive",
+                extra={"peer": flight.job.peer.info.name, "num_blocks": len(flight.blocks), "reason": error},
+            )
+        self._results.add(
+            _fetched(flight.job.job_id, block, error=block_error, num_bytes=self._view.block_bytes)
+            for block, block_error in zip(flight.blocks, errors, strict=True)
+        )
+
+    def _remove(self, flight: _Flight) -> None:
+        self._flights.remove(flight)
+        flight.job.peer.num_reads -= 1
+
+    def _verify(self, flight: _Flight) -> list[str | None]:
+        """What is wrong with each block that arrived."""
+        if not self._config.verify_checksums:
+            return [None] * len(flight.blocks)
+        self._fetch_staging = self._fetch_staging or Staging(self._view, self._slice_blocks)
+        loaded = self._fetch_staging.load([block.block_id for block in flight.blocks], None)
+        return [
+            None
+            if block.ref.checksum in (None, xxhash.xxh3_64_intdigest(data))
+            else f"block {block.ref.block_id} of peer {block.ref.peer!r} fails its checksum"
+            for block, data in zip(flight.blocks, loaded, strict=True)
+        ]
+
+
+def _refusal(ref: BlockRef, peer: _Peer | None) -> str | None:
+    """Why `ref` can't be read from the peer of its name as we know it now."""
+    if peer is None:
+        return f"peer {ref.peer!r} is not known here"
+    if ref.epoch != peer.info.epoch:
+        return f"peer {ref.peer!r} has restarted since it announced the block"
+    if peer.is_lost:
+        return f"peer {ref.peer!r} was lost"
+    if not 0 <= ref.block_id < peer.memory.num_blocks:
+        return f"peer {ref.peer!r} has no block {ref.block_id}"
+    return None
+
+
+def _fetched(job_id: int, block: FetchBlock, *, error: str | None, num_bytes: int = 0) -> TransferResult:
+    return TransferResult(
+        job_id=job_id,
+        kind=TransferKind.FETCH,
+        index=block.ref.index,
+        block_id=block.block_id,
+        error=error,
+        num_bytes=0 if error else num_bytes,
+    )

@@ -1,0 +1,224 @@
+"""The part of the NIXL library that Baton uses: agents over one KV cache, and reads of blocks between them.
+
+NIXL has no call that ends a transfer for sure: one that was released goes on writing whenever its peer goes on
+sending, be it minutes later, even after the peer was removed. What does end it is the end of the agent, which closes
+its connections. So the agent that reads (`ReadingAgent`) is apart from the one that peers read from (`ServingAgent`):
+the former can be thrown away at any time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from common.errors import StartupError, TransferError
+from kv_store.cache_view import CacheView
+
+log = logging.getLogger(__name__)
+
+_MODULES = ("nixl_cu13", "nixl_cu12", "nixl")  # the first two don't import torch a second time, the last picks one
+_BACKEND = "UCX"
+
+
+class ServedMemory(msgspec.Struct, frozen=True):
+    """Where a worker's blocks lie, and how its serving agent is reached; as msgpack inside `describe()`."""
+
+    agent: str
+    metadata: bytes  # the agent's own: addresses of its transports, keys of its memory
+    kind: str  # "DRAM" or "VRAM"
+    device_id: int
+    address: int  # of block 0
+    num_blocks: int
+    block_bytes: int
+
+    def descriptors(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """`[num_blocks, 3]`: address, length and device of each block."""
+        rows = np.empty((self.num_blocks, 3), dtype=np.uint64)
+        rows[:, 0] = self.address + np.arange(self.num_blocks, dtype=np.uint64) * np.uint64(self.block_bytes)
+        rows[:, 1] = self.block_bytes
+        rows[:, 2] = self.device_id
+        return rows
+
+
+def load_library() -> ModuleType:
+    """Raises `StartupError` that names the extra where NIXL is not installed."""
+    # Ending an agent in mid-transfer is ordinary here; UCX would warn of every request that it drops then.
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    failures: list[str] = []
+    for name in _MODULES:
+        try:
+            library = import_module(f"{name}._api")
+        except ImportError as error:
+            failures.append(str(error))
+        else:
+            _tame_logger()
+            return library
+    raise StartupError(f"connector: nixl needs NIXL, install Baton with the extra 'nixl' ({'; '.join(failures)})")
+
+
+def _tame_logger() -> None:
+    """NIXL prints to standard output, at level INFO. Its lines belong into our log."""
+    logger = logging.getLogger("nixl")
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.WARNING)
+
+
+class _Agent:
+    def __init__(self, library: ModuleType, name: str) -> None:
+        self.name = f"{name}-{uuid.uuid4().hex}"  # NIXL refuses a second agent of a known name
+        config = library.nixl_agent_config(
+            backends=[_BACKEND], sync_mode=library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        )
+        self._agent: Any = library.nixl_agent(self.name, config)
+        if _BACKEND not in self._agent.backends:
+            raise StartupError(f"connector: this NIXL has no {_BACKEND} backend, only {self._agent.get_plugin_list()}")
+
+    def register(self, view: CacheView) -> ServedMemory:
+        """Registers the whole cache, once."""
+        kind = "DRAM" if view.is_on_host else "VRAM"
+        device_id = 0 if view.is_on_host else view.rows.get_device()
+        address = view.rows.data_ptr()
+        self._agent.register_memory([(address, view.num_blocks * view.block_bytes, device_id, "")], kind)
+        return ServedMemory(
+            agent=self.name,
+            metadata=self._agent.get_agent_metadata(),
+            kind=kind,
+            device_id=device_id,
+            address=address,
+            num_blocks=view.num_blocks,
+            block_bytes=view.block_bytes,
+        )
+
+
+class ServingAgent(_Agent):
+    """Lets peers read this worker's cache. Passive: its transports work in threads of their own."""
+
+    def close(self) -> None:
+        self._agent = None
+
+
+class Read:
+    """A read under way. Belongs to its agent and ends with it."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle: Any = handle
+        self.is_done = False
+
+
+class ReadingAgent(_Agent):
+    """Reads blocks of peers into this worker's cache. For one thread.
+
+    A method that raises `TransferError` may have left bytes on their way: only `close` says that none will land.
+    """
+
+    def __init__(self, library: ModuleType, name: str, view: CacheView) -> None:
+        """Raises `TransferError`."""
+        failure = None
+        try:
+            super().__init__(library, name)
+            memory = self.register(view)
+            self._local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", memory.descriptors(), memory.kind)
+        except Exception as error:
+            failure = _reason(error)
+        _raise(failure)
+        self._device = view.device
+        self._remotes: dict[str, Any] = {}  # agent name -> prepared descriptors of its blocks
+        self._reads: set[Read] = set()
+
+    def connect(self, memory: ServedMemory) -> None:
+        """Makes the blocks of a peer readable. Does nothing where they are. Raises `TransferError`."""
+        if memory.agent in self._remotes:
+            return
+        failure = None
+        try:
+            peer = self._agent.add_remote_agent(memory.metadata)
+            self._remotes[memory.agent] = self._agent.prep_xfer_dlist(peer, memory.descriptors(), memory.kind)
+        except Exception as error:
+            failure = _reason(error)
+        _raise(failure)
+
+    def disconnect(self, agent: str) -> None:
+        """Forgets a peer that nothing is read from any more. Raises `TransferError`."""
+        remote = self._remotes.pop(agent, None)
+        if remote is None:
+            return
+        failure = None
+        try:
+            remote.release()
+            self._agent.remove_remote_agent(agent)
+        except Exception as error:
+            failure = _reason(error)
+        _raise(failure)
+
+    def start(self, agent: str, remote_ids: Sequence[int], local_ids: Sequence[int]) -> Read:
+        """Reads blocks `remote_ids` of the peer into our `local_ids`. Where the transport copies in the caller's
+        thread, the read is done on return. Raises `TransferError`."""
+        failure = None
+        try:
+            read = Read(
+                self._agent.make_prepped_xfer(
+                    "READ",
+                    self._local,
+                    np.asarray(local_ids, dtype=np.int32),
+                    self._remotes[agent],
+                    np.asarray(remote_ids, dtype=np.int32),
+                )
+            )
+            self._reads.add(read)
+            self._take_state(read, self._agent.transfer(read.handle))
+        except Exception as error:
+            failure = _reason(error)
+        _raise(failure)
+        return read
+
+    def check(self, read: Read) -> bool:
+        """Whether the read is done; the bytes are there then. Raises `TransferError`."""
+        if read.is_done:
+            return True
+        failure = None
+        try:
+            self._take_state(read, self._agent.check_xfer_state(read.handle))
+        except Exception as error:
+            failure = _reason(error)
+        _raise(failure)
+        return read.is_done
+
+    def close(self) -> None:
+        """Ends every read: once this returns, no byte lands any more."""
+        # The library's agent ends with the last reference to it, and each of its handles holds one.
+        for read in self._reads:
+            read.handle = None
+        self._reads.clear()
+        self._remotes.clear()
+        self._local = None
+        self._agent = None
+        if self._device.type != "cpu":
+            torch.cuda.synchronize(self._device)  # copies between devices that were queued already
+
+    def _take_state(self, read: Read, state: str) -> None:
+        if state == "DONE":
+            self._reads.discard(read)
+            read.is_done = True
+            read.handle = None
+        elif state != "PROC":
+            raise TransferError(f"state {state}")
+
+
+def _reason(error: Exception) -> str:
+    return error.message if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
+
+
+def _raise(failure: str | None) -> None:
+    """Raises outside of the `except` block: a traceback from inside the library would keep its agent alive."""
+    if failure is not None:
+        raise TransferError(f"NIXL: {failure}")
