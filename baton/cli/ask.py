@@ -158,7 +158,8 @@ def print_fleet(workers: Sequence[FleetWorker]) -> None:
         counts = [one.num_requests_running, one.num_requests_waiting, one.num_blocks]
         counts += [one.num_free_blocks, one.num_cached_blocks, one.num_leases]
         table.add_row(one.role.value, one.address, one.state.value, *map(str, counts), one.integrity)
-    Console().print(table)
+    wide = None if sys.stdout.isatty() else 200  # a pipe has no edge to wrap at
+    Console(width=wide).print(table)
 
 
 def models(settings: ClientSettings) -> int:

@@ -61,9 +61,11 @@ def worker(settings: WorkerSettings, *, role: WorkerRole) -> int:
 
 
 def router(settings: RouterSettings) -> int:
-    from router.server import main
+    from router.server import run
 
-    return main(settings)
+    setup_logging("router", level=settings.log_level, log_format=settings.log_format)
+    run(settings, lambda http, grpc: print(f"ready http={http} grpc={grpc}", flush=True))
+    return 0
 
 
 SERVE_COMMANDS = (

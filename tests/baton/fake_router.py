@@ -1,0 +1,147 @@
+"""A router that answers from a script: what the client and the command are tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from threading import Event
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from protos.baton.v1 import (
+    inference_pb2,
+    inference_pb2_grpc,
+    router_pb2,
+    router_pb2_grpc,
+    types_pb2,
+    worker_pb2,
+)
+
+Context = grpc.ServicerContext
+
+
+class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.RouterServiceServicer):
+    """Answers each prompt with its own words, one a message. Prompts that begin with ! ask for a failure."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+        self.ended = Event()  # set when the last request has, however it did
+
+    def Generate(  # noqa: N802
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        self.requests.append(request)
+        yield from self._answer(request.prompt or " ".join(map(str, request.prompt_token_ids)), context)
+
+    def Chat(  # noqa: N802
+        self, request: inference_pb2.ChatRequest, context: Context
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        self.requests.append(request)
+        yield from self._answer(request.messages[-1].content, context)
+
+    def _answer(self, text: str, context: Context) -> Iterator[inference_pb2.GenerateResponse]:
+        self.ended.clear()
+        if not context.add_callback(self.ended.set):  # it has ended before
+            self.ended.set()
+        if text.startswith("!"):
+            self._fail(text[1:], context)
+        words = [word + " " for word in text.split()]
+        for number, word in enumerate(words):
+            yield inference_pb2.GenerateResponse(
+                request_id="r1",
+                model="m",
+                text=word,
+                token_ids=[number],
+                logprobs=[
+                    types_pb2.SampledToken(
+                        token_id=number, logprob=-0.5, top_logprobs=[types_pb2.TokenLogprob(token_id=1, logprob=-0.25)]
+                    )
+                ],
+            )
+        if "forever" in text:
+            self.ended.wait()
+        yield inference_pb2.GenerateResponse(
+            request_id="r1",
+            model="m",
+            finish_reason=types_pb2.FINISH_REASON_STOP,
+            stop_reason="2",
+            usage=types_pb2.Usage(prompt_tokens=5, completion_tokens=len(words), cached_tokens=3),
+            report=types_pb2.RequestReport(
+                timings=types_pb2.Timings(prefill_ms=10, total_ms=20, tokens_per_second=50),
+                prefill_worker="p:1",
+                decode_worker="d:1",
+                num_blocks_moved=2,
+            ),
+        )
+
+    def _fail(self, code: str, context: Context) -> None:
+        details: dict[str, Any] = {
+            "INVALID_ARGUMENT": error_details_pb2.BadRequest(
+                field_violations=[error_details_pb2.BadRequest.FieldViolation(field="top_p", description="too big")]
+            ),
+            "RESOURCE_EXHAUSTED": error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=7)),
+        }
+        packed = any_pb2.Any()
+        if code not in details:
+            context.abort(grpc.StatusCode[code], "top_p: as the message says" if code == "INVALID_ARGUMENT" else "why")
+        packed.Pack(details[code])
+        status = status_pb2.Status(code=grpc.StatusCode[code].value[0], message="why", details=[packed])
+        context.abort_with_status(rpc_status.to_status(status))
+
+    def Tokenize(  # noqa: N802
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        return inference_pb2.TokenizeResponse(token_ids=list(request.text.encode()))
+
+    def Detokenize(  # noqa: N802
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        return inference_pb2.DetokenizeResponse(text=bytes(request.token_ids).decode())
+
+    def ListModels(  # noqa: N802
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse(models=[inference_pb2.Model(id="m", max_model_len=100)])
+
+    def GetFleet(  # noqa: N802
+        self, request: router_pb2.GetFleetRequest, context: Context
+    ) -> router_pb2.GetFleetResponse:
+        return router_pb2.GetFleetResponse(
+            workers=[
+                router_pb2.FleetWorker(
+                    address="p:1",
+                    info=worker_pb2.WorkerInfo(role=worker_pb2.WORKER_ROLE_PREFILL, epoch="e1"),
+                    load=worker_pb2.WorkerLoad(num_blocks=10, num_free_blocks=7, num_cached_blocks=2, num_leases=1),
+                    state=worker_pb2.WORKER_STATE_READY,
+                    integrity="ok",
+                    role=worker_pb2.WORKER_ROLE_PREFILL,
+                ),
+                router_pb2.FleetWorker(
+                    address="d:1",
+                    state=worker_pb2.WORKER_STATE_UNREACHABLE,
+                    integrity="does not answer",
+                    role=worker_pb2.WORKER_ROLE_DECODE,
+                ),
+            ]
+        )
+
+
+@contextmanager
+def fake_router() -> Iterator[tuple[FakeRouter, str]]:
+    """The servicer and its address."""
+    servicer = FakeRouter()
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+    router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield servicer, f"127.0.0.1:{port}"
+    finally:
+        servicer.ended.set()
+        server.stop(None).wait()

@@ -1,0 +1,224 @@
+"""The client and the commands that use it, against a scripted router over real gRPC."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+
+import pytest
+
+import baton
+from baton.cli.main import main
+from baton.client import CancelledError, Client
+from baton.report import ModelCard, Usage
+from common.errors import (
+    BatonError,
+    DeadlineError,
+    IncompatibleError,
+    InternalError,
+    InvalidArgumentError,
+    ModelNotFoundError,
+    OverloadedError,
+    UnavailableError,
+)
+from common.types import FinishReason, SampledToken, TokenLogprob, WorkerRole, WorkerState
+from tests.baton.fake_router import FakeRouter, fake_router
+
+
+@pytest.fixture
+def router() -> Iterator[tuple[FakeRouter, str]]:
+    with fake_router() as both:
+        yield both
+
+
+@pytest.fixture
+def client(router: tuple[FakeRouter, str]) -> Iterator[Client]:
+    with baton.Client(router[1], timeout=60) as one:
+        yield one
+
+
+def test_answer_arrives_in_chunks_and_as_a_whole(client: Client) -> None:
+    answer = client.generate("one two")
+    assert [chunk.text for chunk in answer] == ["one ", "two ", ""]
+    result = answer.result()
+    assert result.text == answer.text == "one two "
+    assert result.token_ids == (0, 1)
+    assert result.logprobs[1] == SampledToken(1, -0.5, (TokenLogprob(1, -0.25),))
+    assert (result.request_id, result.model, result.stop_reason) == ("r1", "m", "2")
+    assert result.finish_reason is FinishReason.STOP
+    assert result.usage == Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=3)
+    assert result.report.timings.prefill_ms == 10
+    assert (result.report.prefill_worker, result.report.num_blocks_moved) == ("p:1", 2)
+
+
+def test_result_reads_what_has_not_arrived(client: Client) -> None:
+    assert client.chat("a b c").result().text == "a b c "
+
+
+def test_what_is_not_set_is_not_sent(client: Client, router: tuple[FakeRouter, str]) -> None:
+    client.generate([3, 4], temperature=0.0, stop=["x"], logit_bias={5: -1.0}, cache_salt="s").result()
+    request = router[0].requests[-1]
+    assert list(request.prompt_token_ids) == [3, 4]
+    assert request.cache_salt == "s"
+    assert {field.name for field, _ in request.sampling_params.ListFields()} == {"temperature", "stop", "logit_bias"}
+    client.chat([("system", "be brief"), ("user", "hi")]).result()
+    request = router[0].requests[-1]
+    assert [(one.role, one.content) for one in request.messages] == [("system", "be brief"), ("user", "hi")]
+    assert not request.sampling_params.ListFields()
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("INVALID_ARGUMENT", InvalidArgumentError),
+        ("NOT_FOUND", ModelNotFoundError),
+        ("RESOURCE_EXHAUSTED", OverloadedError),
+        ("UNAVAILABLE", UnavailableError),
+        ("FAILED_PRECONDITION", IncompatibleError),
+        ("DEADLINE_EXCEEDED", DeadlineError),
+        ("INTERNAL", InternalError),
+        ("CANCELLED", CancelledError),
+    ],
+)
+def test_each_status_is_an_error_of_the_tree(code: str, error: type[BatonError], client: Client) -> None:
+    with pytest.raises(error) as caught:
+        client.generate(f"!{code}").result()
+    assert type(caught.value).grpc_code == code
+    if isinstance(caught.value, InvalidArgumentError):
+        assert (caught.value.field, caught.value.reason) == ("top_p", "too big")
+    elif isinstance(caught.value, OverloadedError):
+        assert caught.value.retry_after_s == 7
+    else:
+        assert caught.value.message == "why"
+
+
+def test_wrong_types_name_the_option_before_anything_is_sent(client: Client, router: tuple[FakeRouter, str]) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^top_k: 'many'"):
+        client.generate("x", temperature=1.0, top_k="many")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match=r"^seed: "):
+        client.generate("x", seed=2**80)
+    assert router[0].requests == []
+
+
+def test_cancel_reaches_the_router(client: Client, router: tuple[FakeRouter, str]) -> None:
+    answer = client.generate("on and forever")
+    assert next(iter(answer)).text == "on "
+    answer.cancel()
+    with pytest.raises(CancelledError):
+        answer.result()
+    assert router[0].ended.wait(60)
+    assert answer.text.startswith("on ")
+
+
+def test_fleet_models_and_tokens(client: Client) -> None:
+    prefill, decode = client.fleet()
+    assert (prefill.role, prefill.epoch, prefill.state) == (WorkerRole.PREFILL, "e1", WorkerState.READY)
+    assert (prefill.num_blocks, prefill.num_free_blocks, prefill.num_leases) == (10, 7, 1)
+    assert (decode.role, decode.state, decode.integrity) == (
+        WorkerRole.DECODE,
+        WorkerState.UNREACHABLE,
+        "does not answer",
+    )
+    assert client.models() == [ModelCard("m", 100)]
+    assert client.detokenize(client.tokenize("hé")) == "hé"
+
+
+# ------------------------------------------------------------------------------------------- commands
+
+
+def test_status_json_has_the_documented_keys(
+    router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--json", "--router", router[1]]) == 0
+    first, second = json.loads(capsys.readouterr().out)["workers"]
+    assert first == {
+        "role": "prefill",
+        "address": "p:1",
+        "epoch": "e1",
+        "state": "ready",
+        "num_requests_running": 0,
+        "num_requests_waiting": 0,
+        "num_blocks": 10,
+        "num_free_blocks": 7,
+        "num_cached_blocks": 2,
+        "num_leases": 1,
+        "integrity": "ok",
+    }
+    assert (second["role"], second["state"]) == ("decode", "unreachable")
+
+
+def test_status_table(router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--router", router[1]]) == 0
+    header, prefill, decode = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert header[:3] == ["role", "address", "state"]
+    assert prefill == ["prefill", "p:1", "ready", "0", "0", "10", "7", "2", "1", "ok"]
+    assert decode[:3] == ["decode", "d:1", "unreachable"]
+
+
+def test_generate_text_and_json(router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "one two", "--router", router[1], "--temperature", "0", "--stop", "x, y"]) == 0
+    assert capsys.readouterr().out == "one two \n"
+    params = router[0].requests[-1].sampling_params
+    assert (params.temperature, list(params.stop), params.HasField("seed")) == (0, ["x, y"], False)
+    assert main(["generate", "one two", "--router", router[1], "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["text"], result["finish_reason"], result["usage"]["cached_tokens"]) == ("one two ", "stop", 3)
+    assert result["report"]["timings"]["total_ms"] == 20
+
+
+def test_chat_with_a_question_and_its_timeline(
+    router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", "how", "are", "you", "--router", router[1], "--timeline", "--system", "s"]) == 0
+    output = capsys.readouterr()
+    assert output.out == "how are you \n"
+    assert "prefill on p:1" in output.err
+    assert [one.role for one in router[0].requests[-1].messages] == ["system", "user"]
+
+
+def test_conversation_keeps_its_history(
+    router: tuple[FakeRouter, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("first\n\nsecond\n"))
+    assert main(["chat", "--router", router[1]]) == 0
+    assert capsys.readouterr().out == "first \nsecond \n"
+    assert [(one.role, one.content) for one in router[0].requests[-1].messages] == [
+        ("user", "first"),
+        ("assistant", "first "),
+        ("user", "second"),
+    ]
+
+
+def test_a_refused_request_is_one_line(router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "!INVALID_ARGUMENT", "--router", router[1]]) == 1
+    assert capsys.readouterr().err == "baton generate: error: top_p: too big\n"
+
+
+def test_ctrl_c_stops_the_answer_and_leaves_the_conversation(
+    router: tuple[FakeRouter, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = iter(["on and forever", "next"])
+
+    def typed(_: str) -> str:
+        try:
+            return next(questions)
+        except StopIteration:
+            raise EOFError from None
+
+    printed: list[str] = []
+
+    def print_once_then_interrupt(text: str = "", **_: object) -> None:
+        printed.append(text)
+        if text == "on ":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr("baton.cli.ask.print", print_once_then_interrupt, raising=False)
+    assert main(["chat", "--router", router[1]]) == 0
+    assert router[0].ended.wait(60)
+    assert [(one.role, one.content) for one in router[0].requests[-1].messages] == [
+        ("user", "on and forever"),
+        ("assistant", "on "),
+        ("user", "next"),
+    ]
