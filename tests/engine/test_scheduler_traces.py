@@ -1,0 +1,159 @@
+"""Golden traces: a script of inputs, and the exact decisions that follow. Read the `.trace` files; they are the test.
+
+Lines that start with `>` are decisions, everything else is input. `UPDATE_TRACES=1 make test` rewrites the decisions,
+to be read in the diff.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from common.block_hash import root_hash
+from common.types import SampledToken, SamplingParams
+from engine.block_manager import BlockManager
+from engine.messages import RequestMode
+from engine.request import Request
+from engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
+from kv_store.base import BlockRef
+
+TRACES = sorted((Path(__file__).parent / "traces").glob("*.trace"))
+
+
+class Script:
+    """Runs a trace's inputs; `lines` are the inputs with the decisions that followed."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.time = 0.0
+        self.scheduler: Scheduler | None = None
+
+    def run(self, text: str) -> str:
+        for line in text.splitlines():
+            if line.startswith(">"):
+                continue
+            self.lines.append(line)
+            words = line.partition("#")[0].split()
+            if words:
+                options = dict(word.split("=") for word in words[1:] if "=" in word)
+                names = [word for word in words[1:] if "=" not in word]
+                getattr(self, f"do_{words[0]}")(*names, **options)
+        return "\n".join(self.lines) + "\n"
+
+    def say(self, text: str) -> None:
+        self.lines.append(f"> {text}")
+
+    def do_engine(self, **options: str) -> None:
+        size = int(options.get("block_size", 4))
+        blocks = BlockManager(int(options["num_blocks"]), size, root_hash("trace"), num_host_blocks=32)
+        config = SchedulerConfig(
+            max_num_seqs=int(options.get("max_num_seqs", 8)),
+            max_num_batched_tokens=int(options.get("budget", 64)),
+            chunk_size=int(options.get("chunk_size", 16)),
+            max_model_len=1000,
+            eos_token_ids=frozenset(),
+            preemption_mode=options.get("preemption", "recompute"),  # type: ignore[arg-type] # a word of the trace
+        )
+        self.scheduler = Scheduler(config, blocks)
+
+    def do_add(self, name: str, **options: str) -> None:
+        first, last = map(int, options["prompt"].split(".."))
+        assert self.scheduler is not None
+        self.scheduler.add(
+            Request(
+                request_id=name,
+                token_ids=list(range(first, last)),
+                num_prompt_tokens=last - first,
+                sampling_params=SamplingParams(max_tokens=int(options.get("max_tokens", 100))),
+                arrival_time=self.time,
+                mode=RequestMode(options.get("mode", "local")),
+                first_block=int(options.get("first_block", 0)),
+            )
+        )
+
+    def do_step(self, times: str = "1") -> None:
+        assert self.scheduler is not None
+        for _ in range(int(times)):
+            self.time += 1
+            output = self.scheduler.schedule(self.time)
+            tokens = [
+                SampledToken(0) if num_new == request.num_missing_tokens else None
+                for request, num_new in output.num_tokens.items()
+            ]
+            result = self.scheduler.update(output, tokens)
+            self.say(self.describe(output))
+            for publish in [*output.publishes, *result.publishes]:
+                indexes = [block.index for block in publish.blocks]
+                self.say(f"  {publish.request.request_id} publishes blocks {indexes}")
+            for new in result.tokens:
+                if new.finish_reason:
+                    self.say(f"  {new.request.request_id} finished: {new.finish_reason}")
+            assert self.scheduler.check_integrity() == []
+        blocks = self.scheduler.blocks
+        self.say(f"  {blocks.num_empty_blocks} empty, {blocks.num_cached_blocks} cached of {blocks.num_blocks} blocks")
+
+    def describe(self, output: SchedulerOutput) -> str:
+        parts = [f"{request.request_id}+{num_new}" for request, num_new in output.num_tokens.items()]
+        parts += [f"preempt {request.request_id}" for request in output.preempted]
+        if output.swap_outs:
+            parts.append(f"swap out {len(output.swap_outs)}")
+        if output.swap_ins:
+            parts.append(f"swap in {len(output.swap_ins)}")
+        for request in output.remote_needed:
+            assert request.remote is not None
+            parts.append(f"ask prefill for {request.request_id} from block {request.remote.first_block}")
+        parts += [f"no prefill needed for {request.request_id}" for request in output.remote_not_needed]
+        return ", ".join(parts) or "nothing"
+
+    def do_release(self, name: str) -> None:
+        assert self.scheduler is not None
+        self.scheduler.release(name)
+
+    def do_announce(self, name: str, **options: str) -> None:
+        assert self.scheduler is not None
+        first, last = map(int, options["blocks"].split(".."))
+        refs = [BlockRef(index=index, block_hash=bytes(16)) for index in range(first, last)]
+        self.say(f"fetch {[block.ref.index for block in self.scheduler.announce(name, refs)]}")
+
+    def do_arrive(self, name: str, **options: str) -> None:
+        assert self.scheduler is not None
+        first, last = map(int, options["blocks"].split(".."))
+        for index in range(first, last):
+            self.scheduler.block_arrived(name, index)
+        self._settle(name)
+
+    def do_lose(self, name: str, **options: str) -> None:
+        assert self.scheduler is not None
+        self.scheduler.blocks_lost(name, [int(options["block"])], "lost in the trace")
+        self._settle(name)
+
+    def do_first_token(self, name: str) -> None:
+        assert self.scheduler is not None
+        self.scheduler.first_token(name, SampledToken(0))
+        self._settle(name)
+
+    def do_prefill_dies(self, name: str) -> None:
+        assert self.scheduler is not None
+        self.scheduler.remote_failed(name, "prefill died")
+        self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        assert self.scheduler is not None
+        if request := self.scheduler.settle_remote(name):
+            why = f", fallback: {request.fallback_reason}" if request.fallback_reason else ""
+            self.say(f"{name} runs with {request.num_computed_tokens} of {request.num_tokens} tokens computed{why}")
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
+def test_trace(path: Path) -> None:
+    wanted = path.read_text()
+    got = Script().run(wanted)
+    if os.environ.get("UPDATE_TRACES"):
+        path.write_text(got)
+    assert got == wanted
+
+
+def test_there_are_traces() -> None:
+    assert TRACES
