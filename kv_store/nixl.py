@@ -163,7 +163,7 @@ class NixlConnector(KVConnector):
         return self._results.drain()
 
     def release(self, job_id: int) -> None:
-        """Does nothing: peers read only what a stream has announced, while it lasts, and checksums tell otherwise."""
+        """Does nothing: this side takes no part in reads. Peers read only what a stream announced, while it lasts."""
 
     def close(self) -> None:
         self._fetches.close()
@@ -276,8 +276,20 @@ class NixlConnector(KVConnector):
         """The reading agent, connected to `peer`. Raises `TransferError`."""
         if self._reading is None:
             self._reading = ReadingAgent(self._library, f"{self._peer_name}-{self._epoch}-read", self._view)
-        self._reading.connect(peer.memory)
+        if peer.memory.agent not in self._reading.connected:
+            self._forget_former_peers(self._reading)
+            self._reading.connect(peer.memory)
         return self._reading
+
+    def _forget_former_peers(self, reading: ReadingAgent) -> None:
+        current = {peer.memory.agent for peer in list(self._peers.values())}
+        in_use = {flight.job.peer.memory.agent for flight in self._flights}
+        for agent in reading.connected - current - in_use:
+            try:
+                reading.disconnect(agent)
+            except TransferError as error:
+                # It went away by itself; what is left of it goes with the reading agent.
+                log.debug("former peer could not be removed", extra={"agent": agent, "reason": error.message})
 
     def _check_flights(self) -> bool:
         """Ends what is done, and gives up what failed or is overdue. True where something ended."""

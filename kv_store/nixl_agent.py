@@ -54,23 +54,21 @@ def load_library() -> ModuleType:
     # Ending an agent in mid-transfer is ordinary here; UCX would warn of every request that it drops then.
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     failures: list[str] = []
+    raises_log_errors = logging.raiseExceptions
     for name in _MODULES:
         try:
             library = import_module(f"{name}._api")
         except ImportError as error:
             failures.append(str(error))
         else:
-            _tame_logger()
+            # NIXL prints to standard output and hushes the errors of all logging. Its lines belong into our log.
+            logging.raiseExceptions = raises_log_errors
+            logger = logging.getLogger("nixl")
+            logger.handlers.clear()
+            logger.propagate = True
+            logger.setLevel(logging.WARNING)
             return library
     raise StartupError(f"connector: nixl needs NIXL, install Baton with the extra 'nixl' ({'; '.join(failures)})")
-
-
-def _tame_logger() -> None:
-    """NIXL prints to standard output, at level INFO. Its lines belong into our log."""
-    logger = logging.getLogger("nixl")
-    logger.handlers.clear()
-    logger.propagate = True
-    logger.setLevel(logging.WARNING)
 
 
 class _Agent:
@@ -136,9 +134,7 @@ class ReadingAgent(_Agent):
         self._reads: set[Read] = set()
 
     def connect(self, memory: ServedMemory) -> None:
-        """Makes the blocks of a peer readable. Does nothing where they are. Raises `TransferError`."""
-        if memory.agent in self._remotes:
-            return
+        """Makes the blocks of a peer readable.. Raises `TransferError`."""
         failure = None
         try:
             peer = self._agent.add_remote_agent(memory.metadata)
@@ -149,16 +145,18 @@ class ReadingAgent(_Agent):
 
     def disconnect(self, agent: str) -> None:
         """Forgets a peer that nothing is read from any more. Raises `TransferError`."""
-        remote = self._remotes.pop(agent, None)
-        if remote is None:
-            return
         failure = None
         try:
-            remote.release()
+            self._remotes.pop(agent).release()
             self._agent.remove_remote_agent(agent)
         except Exception as error:
             failure = _reason(error)
         _raise(failure)
+
+    @property
+    def connected(self) -> set[str]:
+        """Agent names of the peers that are readable."""
+        return set(self._remotes)
 
     def start(self, agent: str, remote_ids: Sequence[int], local_ids: Sequence[int]) -> Read:
         """Reads blocks `remote_ids` of the peer into our `local_ids`. Where the transport copies in the caller's

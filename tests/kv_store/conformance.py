@@ -64,12 +64,20 @@ class Worker:
         give_up = time.monotonic() + PATIENCE_S
         while any(self._due.values()):
             assert self.woken.wait(max(0, give_up - time.monotonic())), f"no wake; still due: {self._due}"
-            self.woken.clear()
-            for result in self.connector.poll():
-                self._due[result.job_id].remove((result.kind, result.index, result.block_id))
-                results.append(result)
+            results += self.poll()
         assert self.connector.poll() == []
         return results
+
+    def poll(self) -> list[TransferResult]:
+        """What has come, checked to be due."""
+        self.woken.clear()
+        results = self.connector.poll()
+        for result in results:
+            self._due[result.job_id].remove((result.kind, result.index, result.block_id))
+        return results
+
+    def is_due(self, job_id: int) -> bool:
+        return bool(self._due[job_id])
 
     def bytes_of(self, block_id: int) -> bytes:
         return self.cache[block_id].cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -1,26 +1,266 @@
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+
+import msgspec
 import pytest
 
-from kv_store.base import ConnectorConfig, KVConnector
-from tests.kv_store.conformance import ConnectorConformance, Create
+from common.errors import StartupError, TransferError
+from kv_store.base import ConnectorConfig, FetchBlock, KVConnector, TransferResult
+from kv_store.peers import decode_peer, encode_peer
+from kv_store.registry import create_connector
+from tests.kv_store.conformance import PATIENCE_S, ConnectorConformance, Create, Worker, name_of
+from tests.kv_store.peer_process import BIG_SPEC, PeerProcess, Published, make_worker
 
-pytest.importorskip("nixl_cu13", reason="NIXL is not installed (extra 'nixl')")
+needs_nixl = pytest.mark.skipif(
+    not any(find_spec(name) for name in ("nixl_cu13", "nixl_cu12", "nixl")),
+    reason="NIXL is not installed (extra 'nixl')",
+)
+NUM_BLOCKS = 96  # of 1 MiB
 
 
+@needs_nixl
 class TestNixl(ConnectorConformance):
     @pytest.fixture(params=[False, True], ids=["plain", "checksums"])
     def create(self, request: pytest.FixtureRequest) -> Create:
-        from kv_store.nixl import NixlConnector
-
         def create(worker_id: str, epoch: str) -> KVConnector:
-            return NixlConnector(
-                ConnectorConfig(
-                    worker_id=worker_id,
-                    epoch=epoch,
-                    verify_checksums=bool(request.param),
-                    transfer_timeout_s=5.0,
-                )
+            config = ConnectorConfig(
+                worker_id=worker_id, epoch=epoch, verify_checksums=bool(request.param), transfer_timeout_s=5.0
             )
+            return create_connector("nixl", config)
 
         return create
+
+    def test_changed_bytes_fail_the_checksum(self, pair: tuple[Worker, Worker]) -> None:
+        producer, consumer = pair
+        refs = producer.published({3: name_of(1), 4: name_of(2)})
+        producer.fill(3, 0x11)
+        consumer.fetch([FetchBlock(ref, ref.index) for ref in refs])
+        errors = {result.index: result.error for result in consumer.results()}
+        assert (errors[0] is not None and "checksum" in errors[0]) == (refs[0].checksum is not None)
+        assert errors[1] is None
+
+    def test_a_block_beyond_the_peers_cache(self, pair: tuple[Worker, Worker]) -> None:
+        producer, consumer = pair
+        (ref,) = producer.published({3: name_of(1)})
+        consumer.fetch([FetchBlock(replace(ref, block_id=16), 1), FetchBlock(ref, 2)])
+        errors = {result.block_id: result.error for result in consumer.results()}
+        assert errors == {1: "peer 'producer' has no block 16", 2: None}
+
+    def test_a_peer_whose_memory_makes_no_sense(self, pair: tuple[Worker, Worker]) -> None:
+        """A description that NIXL refuses costs its own blocks, and no other peer's."""
+        producer, consumer = pair
+        (ref,) = producer.published({3: name_of(1)})
+        info = decode_peer(producer.connector.describe())
+        with pytest.raises(TransferError, match="memory"):
+            consumer.connector.add_peer(encode_peer(msgspec.structs.replace(info, transport=b"\xc1")))
+        memory = msgspec.msgpack.decode(info.transport)
+        memory.update(agent="other", metadata=b"garbage")
+        consumer.connector.add_peer(
+            encode_peer(msgspec.structs.replace(info, name="other", transport=msgspec.msgpack.encode(memory)))
+        )
+        consumer.fetch([FetchBlock(replace(ref, peer="other"), 1), FetchBlock(ref, 2)])
+        errors = {result.block_id: result.error for result in consumer.results()}
+        assert errors[2] is None
+        assert errors[1] is not None
+        assert errors[1].startswith("NIXL: ")
+
+    def test_the_librarys_log_lines_go_into_ours(self, create: Create) -> None:
+        create("worker", "e1").close()
+        assert logging.getLogger("nixl").handlers == []
+        assert logging.raiseExceptions
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nixl_cu13", "nixl_cu12", "nixl"):
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.setitem(sys.modules, f"{name}._api", None)
+    with pytest.raises(StartupError, match=r"extra 'nixl'"):
+        create_connector("nixl", ConnectorConfig())
+
+
+# --------------------------------------------------------------------------------- between processes
+
+
+@pytest.fixture(params=["shared memory", "tcp"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "tcp":
+        monkeypatch.setenv("UCX_TLS", "tcp")
+    else:
+        monkeypatch.delenv("UCX_TLS", raising=False)
+    return str(request.param)
+
+
+@pytest.fixture
+def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transport on which a stopped peer matters: others read its memory without its help."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[str], PeerProcess]]:
+    started: list[PeerProcess] = []
+
+    def serve(epoch: str = "e1") -> PeerProcess:
+        started.append(PeerProcess("serve", str(NUM_BLOCKS), epoch))
+        return started[-1]
+
+    yield serve
+    for process in started:
+        process.close()
+
+
+@pytest.fixture
+def make_consumer() -> Iterator[Callable[..., Worker]]:
+    made: list[Worker] = []
+
+    def make(timeout_s: float = PATIENCE_S, num_blocks: int = NUM_BLOCKS) -> Worker:
+        made.append(make_worker("consumer", num_blocks, timeout_s=timeout_s, checksums=True))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker.connector.close()
+
+
+def fetch_all(consumer: Worker, published: Published) -> list[TransferResult]:
+    consumer.fetch([FetchBlock(ref, ref.index) for ref in published.refs])
+    return consumer.results()
+
+
+def hit_in_mid_transfer(consumer: Worker, published: Published, hit: Callable[[], None]) -> list[TransferResult]:
+    """Fetches all blocks, and calls `hit` when bytes have begun to land."""
+    consumer.cache.zero_()
+    consumer.fetch([FetchBlock(ref, ref.index) for ref in published.refs])
+    first_bytes = consumer.cache.view(NUM_BLOCKS, -1)[:, 0]
+    give_up = time.monotonic() + PATIENCE_S
+    while not first_bytes.any():
+        assert time.monotonic() < give_up
+    hit()
+    return consumer.results()
+
+
+def assert_nothing_lands_later(consumer: Worker, results: list[TransferResult], provoke: Callable[[], None]) -> None:
+    failed = [result.block_id for result in results if result.error]
+    for block_id in failed:
+        consumer.fill(block_id, 0xEE)
+    provoke()
+    time.sleep(1.0)
+    assert all(consumer.bytes_of(block_id) == b"\xee" * BIG_SPEC.block_bytes for block_id in failed)
+
+
+@needs_nixl
+def test_between_two_processes(
+    transport: str, serve: Callable[..., PeerProcess], make_consumer: Callable[..., Worker]
+) -> None:
+    """Bytes are right: the consumer compares with checksums that the producer computed."""
+    published, consumer = serve().published(), make_consumer()
+    consumer.connector.add_peer(published.peer)
+    results = fetch_all(consumer, published)
+    assert {result.error for result in results} == {None}
+    assert {ref.checksum is not None for ref in published.refs} == {True}
+    assert sum(result.num_bytes for result in results) == NUM_BLOCKS * BIG_SPEC.block_bytes
+
+
+@needs_nixl
+def test_a_killed_and_restarted_peer(
+    transport: str, serve: Callable[..., PeerProcess], make_consumer: Callable[..., Worker]
+) -> None:
+    peer, consumer = serve("e1"), make_consumer()
+    published = peer.published()
+    consumer.connector.add_peer(published.peer)
+    results = hit_in_mid_transfer(consumer, published, peer.process.kill)
+    assert_nothing_lands_later(consumer, results, peer.close)
+
+    consumer.connector.add_peer(published.peer)  # nobody told us yet
+    assert all(result.error for result in fetch_all(consumer, published))
+
+    again = serve("e2").published()
+    consumer.connector.add_peer(again.peer)
+    assert {result.error for result in fetch_all(consumer, again)} == {None}
+    errors = {result.error for result in fetch_all(consumer, published)}
+    assert errors == {"peer 'peer' has restarted since it announced the block"}
+
+
+@needs_nixl
+def test_a_stopped_peer(tcp: None, serve: Callable[..., PeerProcess], make_consumer: Callable[..., Worker]) -> None:
+    """Its blocks fail at the deadline; when it goes on, what it still sends lands nowhere, and it is a peer again."""
+    peer, consumer = serve(), make_consumer(timeout_s=2.0)
+    published = peer.published()
+    consumer.connector.add_peer(published.peer)
+    assert not any(result.error for result in fetch_all(consumer, published)), "connected, so that bytes are in flight"
+
+    def stop() -> None:
+        peer.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    for _ in range(20):  # the transfer may be over before the peer has stopped
+        results = hit_in_mid_transfer(consumer, published, stop)
+        if any(result.error for result in results):
+            break
+        peer.process.send_signal(signal.SIGCONT)
+    assert {result.error for result in results} <= {None, "not done within 2.0 s", "peer 'peer' was lost"}
+    assert any(result.error for result in results)
+
+    def go_on() -> None:
+        peer.process.send_signal(signal.SIGCONT)
+        peer.ping()
+
+    assert_nothing_lands_later(consumer, results, go_on)
+    consumer.connector.add_peer(published.peer)
+    assert {result.error for result in fetch_all(consumer, published)} == {None}
+
+
+@needs_nixl
+def test_a_stopped_peer_costs_no_other_peer_a_block(
+    tcp: None, serve: Callable[..., PeerProcess], make_consumer: Callable[..., Worker]
+) -> None:
+    """The good peer's reads are begun again where the agent that they ran on was given up."""
+    stopped, consumer = serve(), make_consumer(timeout_s=2.0, num_blocks=2 * NUM_BLOCKS)
+    good = make_worker("good", NUM_BLOCKS, seed=9, checksums=True)
+    published = stopped.published()
+    consumer.connector.add_peer(published.peer)
+    consumer.connector.add_peer(good.connector.describe())
+    refs = good.published({block_id: name_of(1000 + block_id) for block_id in range(NUM_BLOCKS)})
+    stopped.process.send_signal(signal.SIGSTOP)
+    stuck = consumer.fetch([FetchBlock(ref, ref.index) for ref in published.refs])
+    end = time.monotonic() + 3.0  # past the deadline of the stuck fetch
+    num_good = 0
+    errors: set[str | None] = set()
+    while time.monotonic() < end:
+        job_id = consumer.fetch([FetchBlock(ref, NUM_BLOCKS + ref.index) for ref in refs[:16]])
+        while consumer.is_due(job_id):
+            for result in consumer.poll():
+                if result.job_id == stuck:
+                    errors.add(result.error)
+                else:
+                    assert result.error is None
+                    num_good += 1
+    errors |= {result.error for result in consumer.results()}
+    assert num_good >= 16
+    assert None not in errors
+    good.connector.close()
+
+
+@needs_nixl
+def test_a_killed_consumer(transport: str, make_consumer: Callable[..., Worker]) -> None:
+    """The producer notices nothing, and serves the next one."""
+    producer = make_worker("producer", NUM_BLOCKS, seed=5, checksums=True)
+    refs = producer.published({block_id: name_of(block_id) for block_id in range(NUM_BLOCKS)})
+    published = Published(producer.connector.describe(), refs)
+    reader = PeerProcess("read", msgspec.msgpack.encode(published).hex())
+    for _ in range(3):
+        assert reader.line() == b"reading"
+    reader.close()
+    consumer = make_consumer()
+    consumer.connector.add_peer(published.peer)
+    assert {result.error for result in fetch_all(consumer, published)} == {None}
+    assert consumer.bytes_of(7) == producer.bytes_of(7)
+    producer.connector.close()

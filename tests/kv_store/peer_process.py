@@ -1,0 +1,90 @@
+"""A NIXL worker in a process of its own, for tests that kill, stop and restart it.
+
+python -m tests.kv_store.peer_process serve NUM_BLOCKS EPOCH       publishes every block, answers each line with "pong"
+python -m tests.kv_store.peer_process read PEER                    reads all blocks of PEER (hex), again and again
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from kv_store.base import BlockRef, ConnectorConfig, FetchBlock
+from kv_store.nixl import NixlConnector
+from tests.kv_store.conformance import SPEC, Worker, name_of
+
+BIG_SPEC = replace(SPEC, num_layers=32, num_kv_heads=8, head_dim=64, block_size=16)  # 1 MiB per block
+
+
+class Published(msgspec.Struct):
+    peer: bytes
+    refs: list[BlockRef]
+
+
+def make_worker(
+    name: str, num_blocks: int, *, epoch: str = "e1", seed: int = 1, timeout_s: float = 60.0, checksums: bool = False
+) -> Worker:
+    config = ConnectorConfig(worker_id=name, epoch=epoch, transfer_timeout_s=timeout_s, verify_checksums=checksums)
+    return Worker(NixlConnector(config), num_blocks, BIG_SPEC, seed)
+
+
+class PeerProcess:
+    """The other end of `main`."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.kv_store.peer_process", *arguments],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=dict(os.environ),
+        )
+
+    def line(self) -> bytes:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def published(self) -> Published:
+        return msgspec.msgpack.decode(bytes.fromhex(self.line().decode()), type=Published)
+
+    def ping(self) -> None:
+        """Returns once the process has run again after this call."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"ping\n")
+        self.process.stdin.flush()
+        assert self.line() == b"pong"
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def main(mode: str, *arguments: str) -> None:
+    if mode == "serve":
+        num_blocks, epoch = int(arguments[0]), arguments[1]
+        worker = make_worker("peer", num_blocks, epoch=epoch, seed=len(epoch) + ord(epoch[-1]), checksums=True)
+        refs = worker.published({block_id: name_of(block_id) for block_id in range(num_blocks)})
+        print(msgspec.msgpack.encode(Published(worker.connector.describe(), refs)).hex(), flush=True)
+        for _ in sys.stdin:
+            print("pong", flush=True)
+    else:
+        published = msgspec.msgpack.decode(bytes.fromhex(arguments[0]), type=Published)
+        worker = make_worker("reader", len(published.refs))
+        worker.connector.add_peer(published.peer)
+        while True:
+            worker.fetch([FetchBlock(ref, ref.index) for ref in published.refs])
+            print("reading", flush=True)
+            worker.results()
+    worker.connector.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
