@@ -55,6 +55,10 @@ def ensure_model(model: str, cache_dir: str, report: Callable[[str], None]) -> P
     return open_model(target).path
 
 
+def package_is_installed() -> bool:
+    return importlib.util.find_spec(_PACKAGE) is not None
+
+
 def _gguf_file() -> Path:
     spec = importlib.util.find_spec(_PACKAGE)  # the package itself would import a runtime that is not installed
     found = [file for folder in (spec.submodule_search_locations or [] if spec else []) for file in _ggufs(folder)]

@@ -37,8 +37,6 @@ def import_flashinfer() -> ModuleType:
 class FlashInferBackend(AttentionBackend):
     def __init__(self, cache: torch.Tensor, spec: KVCacheSpec, shape: AttentionShape) -> None:
         super().__init__(cache, spec, shape)
-        if cache.device.type != "cuda":
-            raise StartupError("attention backend flashinfer needs --device cuda")
         flashinfer = import_flashinfer()
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         prefill_workspace = torch.empty_like(workspace)

@@ -32,6 +32,8 @@ def attention_backend(
     backend = BACKENDS.get(name)
     if backend is None:
         raise StartupError(f"attention backend {name!r} is unknown; known are {', '.join(sorted(BACKENDS))}")
+    if name == "flashinfer" and cache.device.type != "cuda":
+        raise StartupError("attention backend flashinfer needs --device cuda")
     log.info("attention backend", extra={"backend": name, "device": str(cache.device)})
     return backend(cache, spec, shape)
 

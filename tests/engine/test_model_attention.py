@@ -1,0 +1,203 @@
+"""Backends against the reference, tokens of many shapes at once, with NaN wherever nothing was written."""
+
+from __future__ import annotations
+
+import random
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from common.errors import StartupError
+from common.types import KVCacheSpec
+from engine.attention import cpu
+from engine.attention.base import AttentionBackend, AttentionShape
+from engine.attention.registry import attention_backend
+from engine.batch import SequenceInput
+
+SPEC = KVCacheSpec(model_id="m", num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+SHAPE = AttentionShape(num_heads=6, softmax_scale=0.4)
+NUM_BLOCKS = 120
+
+
+def make_backend(name: str) -> AttentionBackend:
+    cache = torch.full((NUM_BLOCKS, *SPEC.block_shape), float("nan"))
+    return attention_backend(cache, SPEC, SHAPE, name)
+
+
+def random_step(rng: random.Random, tables: list[list[int]], progress: list[int]) -> list[SequenceInput]:
+    """Some of the sequences, in any order, each with one or several new tokens."""
+    step: list[SequenceInput] = []
+    for index in rng.sample(range(len(tables)), rng.randint(1, len(tables))):
+        size = min(rng.choice([1, 1, 2, 9, 30]), len(tables[index]) * SPEC.block_size - progress[index])
+        if size:
+            tokens = [0] * size
+            step.append(SequenceInput(token_ids=tokens, num_computed_tokens=progress[index], block_ids=tables[index]))
+            progress[index] += size
+    return step
+
+
+def compare(backend: AttentionBackend, seed: int) -> None:
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    reference = make_backend("reference")
+    free = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    tables = [[free.pop() for _ in range(size)] for size in (1, 2, 2, 3, 8, 8, 9, 30, 1, 20)]
+    progress = [0] * len(tables)
+    while step := random_step(rng, tables, progress):
+        num_tokens = sum(len(s.token_ids) for s in step)
+        prepared = [b.prepare(step) for b in (backend, reference)]
+        for layer in range(SPEC.num_layers):
+            qkv = torch.randn(num_tokens, 10, SPEC.head_dim, generator=generator)
+            kv = qkv[:, 6:].view(num_tokens, 2, 2, SPEC.head_dim)
+            ours, expected = (p.forward(layer, qkv[:, :6], kv) for p in prepared)
+            assert ours.shape == (num_tokens, 6 * SPEC.head_dim)
+            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+    # Equal caches, and nothing written beside the slots: NaN equals NaN here.
+    torch.testing.assert_close(backend.cache, reference.cache, equal_nan=True, atol=0, rtol=0)
+    assert backend.cache.isnan().any()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_torch_backend(seed: int) -> None:
+    compare(make_backend("torch"), seed)
+
+
+def test_torch_backend_in_small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_GROUP_BYTES", 20_000)
+    compare(make_backend("torch"), 9)
+
+
+class FakeWrapper:
+    """FlashInfer's paged attention by its documented tables, in plain torch; `plan` takes what the real one takes."""
+
+    def __init__(self, workspace: torch.Tensor, kv_layout: str, *, use_tensor_cores: bool = False) -> None:
+        assert kv_layout == "HND"
+        assert workspace.dtype == torch.uint8
+
+    def _plan(
+        self,
+        qo_indptr: torch.Tensor,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        sizes: tuple[int, ...],
+        options: dict[str, object],
+    ) -> None:
+        assert sizes == (SHAPE.num_heads, SPEC.num_kv_heads, SPEC.head_dim, SPEC.block_size)
+        assert options == {"q_data_type": torch.float32, "kv_data_type": torch.float32, "sm_scale": 0.4}
+        assert {t.dtype for t in (qo_indptr, indptr, indices, last_page_len)} == {torch.int32}
+        self._tables = (qo_indptr.tolist(), indptr.tolist(), indices.tolist(), last_page_len.tolist())
+
+    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor:
+        qo_indptr, indptr, indices, last_page_len = self._tables
+        assert q.is_contiguous()
+        assert q.shape[0] == qo_indptr[-1]
+        out = torch.empty_like(q)
+        for i, last in enumerate(last_page_len):
+            pages = paged_kv_cache[indices[indptr[i] : indptr[i + 1]]]
+            length = (len(pages) - 1) * SPEC.block_size + last
+            keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].repeat_interleave(3, dim=1)
+            queries = q[qo_indptr[i] : qo_indptr[i + 1]].transpose(0, 1)
+            scores = queries @ keys.transpose(1, 2) * 0.4
+            ahead = torch.ones(scores.shape[1:], dtype=torch.bool).triu(length - queries.shape[1] + 1)
+            attended = scores.masked_fill(ahead, float("-inf")).softmax(-1) @ values
+            out[qo_indptr[i] : qo_indptr[i + 1]] = attended.transpose(0, 1)
+        return out
+
+
+class FakeDecodeWrapper(FakeWrapper):
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        **options: object,
+    ) -> None:
+        rows = torch.arange(len(indptr), dtype=torch.int32)
+        self._plan(rows, indptr, indices, last_page_len, (num_qo_heads, num_kv_heads, head_dim, page_size), options)
+
+
+class FakePrefillWrapper(FakeWrapper):
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        causal: bool = False,
+        **options: object,
+    ) -> None:
+        assert causal
+        sizes = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
+        self._plan(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, sizes, options)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_flashinfer_tables(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Its kernels need a GPU; which tokens and blocks they are given does not."""
+    from engine.attention.flashinfer import FlashInferBackend
+
+    fake = ModuleType("flashinfer")
+    vars(fake)["BatchDecodeWithPagedKVCacheWrapper"] = FakeDecodeWrapper
+    vars(fake)["BatchPrefillWithPagedKVCacheWrapper"] = FakePrefillWrapper
+    monkeypatch.setitem(sys.modules, "flashinfer", fake)
+    cache = torch.full((NUM_BLOCKS, *SPEC.block_shape), float("nan"))
+    compare(FlashInferBackend(cache, SPEC, SHAPE), seed)
+
+
+def test_flashinfer_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.attention.flashinfer import import_flashinfer
+
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(StartupError, match=r"baton-serve\[flashinfer\]"):
+        import_flashinfer()
+
+
+def test_flashinfer_without_a_gpu_is_refused() -> None:
+    with pytest.raises(StartupError, match="--device cuda"):
+        make_backend("flashinfer")
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(StartupError, match="known are flashinfer, reference, torch"):
+        make_backend("telepathy")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["torch", "flashinfer"])
+def test_on_a_gpu(name: str) -> None:
+    """bfloat16 on the device against float32 here, first chunk, later chunk, single tokens."""
+    if name == "flashinfer":
+        pytest.importorskip("flashinfer")
+    spec = KVCacheSpec(model_id="m", num_layers=2, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
+    shape = AttentionShape(num_heads=8, softmax_scale=0.125)
+    cache = torch.full((64, *spec.block_shape), float("nan"), dtype=torch.bfloat16)
+    device_cache = cache.cuda()
+    backends = [attention_backend(device_cache, spec, shape, name), attention_backend(cache, spec, shape, "reference")]
+    tables = [random.Random(i).sample(range(i * 16, i * 16 + 16), 16) for i in range(4)]
+    progress = [0] * 4
+    for sizes in ([40, 1, 17, 100], [1, 30, 1, 100], [1, 1, 1, 1]):
+        step = [
+            SequenceInput(token_ids=[0] * size, num_computed_tokens=done, block_ids=table)
+            for size, done, table in zip(sizes, progress, tables, strict=True)
+        ]
+        progress = [done + size for done, size in zip(progress, sizes, strict=True)]
+        prepared = [backend.prepare(step) for backend in backends]
+        for layer in range(2):
+            qkv = torch.randn(sum(sizes), 12, 64).bfloat16()
+            kv = qkv[:, 8:].view(-1, 2, 2, 64)
+            ours = prepared[0].forward(layer, qkv[:, :8].cuda(), kv.cuda())
+            expected = prepared[1].forward(layer, qkv[:, :8], kv)
+            torch.testing.assert_close(ours.cpu(), expected, atol=2e-2, rtol=2e-2)
