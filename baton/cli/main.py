@@ -39,6 +39,7 @@ click.version_option(package_name="baton-serve", prog_name="baton", message="%(p
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core repeats on standard error what its exceptions say
     try:
         code = GROUP.main(arguments, prog_name="baton", standalone_mode=False)
         sys.stdout.flush()
