@@ -12,12 +12,11 @@ Cancelling the task that iterates cancels the call to the worker, and its deadli
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 
@@ -119,10 +118,11 @@ class Dispatcher:
         """
         self._budget.request()
         sent: list[int] = []  # tokens that the caller has
+        refused: set[tuple[str, str]] = set()  # by workers that are there
         tried: set[tuple[str, str]] = set()
         lost: _WorkerLostError | None = None
         while True:
-            decision = await self._pick(request, frozenset(tried), lost)
+            decision = await self._pick(request, frozenset(tried), frozenset(refused), lost)
             report.decode_worker = decision.decode.address
             try:
                 async with aclosing(self._attempt(request, decision, sent, report)) as attempt:
@@ -134,7 +134,9 @@ class Dispatcher:
             except _WorkerLostError as error:
                 lost = error
                 tried.add(decision.decode.incarnation)
-                if error.gone:
+                if not error.gone:
+                    refused.add(decision.decode.incarnation)
+                else:
                     self._registry.suspect(*decision.decode.incarnation, str(error))
                 if ended := _ended_by(request, sent):
                     yield ended
@@ -142,29 +144,43 @@ class Dispatcher:
                 self._allow_another(request, report, error, has_tokens=bool(sent))
 
     async def _pick(
-        self, request: DispatchRequest, tried: frozenset[tuple[str, str]], lost: _WorkerLostError | None
+        self,
+        request: DispatchRequest,
+        tried: frozenset[tuple[str, str]],
+        refused: frozenset[tuple[str, str]],
+        lost: _WorkerLostError | None,
     ) -> RoutingDecision:
-        """A first attempt finds a worker now or never; one that lost its worker waits a little for another."""
-        routing = RoutingRequest(
-            num_prompt_tokens=len(request.prompt_token_ids), fingerprint=request.model.fingerprint, tried=tried
-        )
+        """A first attempt finds a worker now or never. One that lost its worker prefers another, takes the same one
+        where it is back and no other is there, and waits a little for either."""
         give_up_at = self._clock() + (self._limits.recovery_wait_s if lost else 0)
         while True:
             try:
-                decision = self._policy.pick(routing, self._registry.endpoints())
+                decision = self._pick_once(request, tried, refused)
             except UnavailableError as error:
-                left = min(give_up_at, request.deadline) - self._clock()
                 if lost is not None and lost.code == "RESOURCE_EXHAUSTED":
                     raise OverloadedError(f"every decode worker is full ({lost})") from error
+                left = min(give_up_at, request.deadline) - self._clock()
                 if left <= 0:
-                    raise UnavailableError(
-                        f"{error.message}; lost worker: {lost}" if lost else error.message
-                    ) from error
+                    raise UnavailableError(f"{error.message}; {lost}" if lost else error.message) from error
                 await self._registry.changed(left)
                 continue
             metrics.router_decisions.labels("remote" if decision.prefill else "in_place").inc()
             log.debug("routed", extra={"request_id": request.request_id, "reasons": decision.reasons})
             return decision
+
+    def _pick_once(
+        self, request: DispatchRequest, tried: frozenset[tuple[str, str]], refused: frozenset[tuple[str, str]]
+    ) -> RoutingDecision:
+        endpoints = self._registry.endpoints()
+        routing = RoutingRequest(
+            num_prompt_tokens=len(request.prompt_token_ids), fingerprint=request.model.fingerprint, tried=tried
+        )
+        try:
+            return self._policy.pick(routing, endpoints)
+        except UnavailableError:
+            if tried == refused:
+                raise
+            return self._policy.pick(replace(routing, tried=refused), endpoints)
 
     def _allow_another(
         self, request: DispatchRequest, report: DispatchReport, lost: _WorkerLostError, *, has_tokens: bool

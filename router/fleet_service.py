@@ -20,7 +20,7 @@ class FleetService:
         self._registry = registry
 
     async def GetFleet(  # noqa: N802
-        self, request: router_pb2.GetFleetRequest, context: grpc.aio.ServicerContext[object, object]
+        self, _request: router_pb2.GetFleetRequest, _context: grpc.aio.ServicerContext[object, object]
     ) -> router_pb2.GetFleetResponse:
         endpoints = self._registry.endpoints()
         workers = await asyncio.gather(*(self._ask(endpoint) for endpoint in endpoints))

@@ -59,7 +59,7 @@ class InferenceService:
                     yield response
 
     async def Tokenize(  # noqa: N802
-        self, request: inference_pb2.TokenizeRequest, context: Context
+        self, request: inference_pb2.TokenizeRequest, _context: Context
     ) -> inference_pb2.TokenizeResponse:
         model = self._front.served()
         check_model(request.model, model.limits)
@@ -70,7 +70,7 @@ class InferenceService:
         return inference_pb2.TokenizeResponse(token_ids=ids)
 
     async def Detokenize(  # noqa: N802
-        self, request: inference_pb2.DetokenizeRequest, context: Context
+        self, request: inference_pb2.DetokenizeRequest, _context: Context
     ) -> inference_pb2.DetokenizeResponse:
         model = self._front.served()
         check_model(request.model, model.limits)
@@ -81,7 +81,7 @@ class InferenceService:
         )
 
     async def ListModels(  # noqa: N802
-        self, request: inference_pb2.ListModelsRequest, context: Context
+        self, _request: inference_pb2.ListModelsRequest, _context: Context
     ) -> inference_pb2.ListModelsResponse:
         limits = self._front.served().limits
         return inference_pb2.ListModelsResponse(

@@ -43,6 +43,7 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int | str]] = (
     ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),  # workers are neighbours
 )
 INFO_TIMEOUT_S = 5.0
 SILENCE_S = 5.0  # workers report at least once a second

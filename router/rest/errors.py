@@ -1,0 +1,86 @@
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, whatever went wrong."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from common.errors import BatonError, InternalError, InvalidArgumentError, ModelNotFoundError
+
+log = logging.getLogger(__name__)
+
+_TYPES = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class BodyTooLargeError(BatonError):
+    http_status = 413
+
+
+def error_body(error: BatonError) -> dict[str, object]:
+    code: str | None = None
+    param: str | None = None
+    if isinstance(error, InvalidArgumentError):
+        param, code = error.field or None, "invalid_value"
+    elif isinstance(error, ModelNotFoundError):
+        param, code = error.field, "model_not_found"
+    message = error.reason if isinstance(error, InvalidArgumentError) and not error.field else error.message
+    return _body(message, error.http_status, param, code)
+
+
+def _body(message: str, status: int, param: str | None, code: str | None) -> dict[str, object]:
+    fallback = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": _TYPES.get(status, fallback), "param": param, "code": code}}
+
+
+def json_response(
+    content: object, *, status: int = 200, headers: dict[str, str] | None = None, request_id: str = ""
+) -> Response:
+    all_headers = dict(headers or {})
+    if request_id:
+        all_headers["X-Request-Id"] = request_id
+    return Response(msgspec.json.encode(content), status, all_headers, "application/json")
+
+
+def error_response(error: BatonError, request_id: str = "") -> Response:
+    headers: dict[str, str] = {}
+    retry_after_s = getattr(error, "retry_after_s", None)
+    if retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+    return json_response(error_body(error), status=error.http_status, headers=headers, request_id=request_id)
+
+
+def as_baton(error: Exception) -> BatonError:
+    if isinstance(error, BatonError):
+        return error
+    log.error("a handler failed", exc_info=error)
+    return InternalError(f"internal error: {type(error).__name__}")
+
+
+def install(app: FastAPI) -> None:
+    """Makes every error answer of `app` one of OpenAI's shape, unknown paths and methods included."""
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        detail = str(getattr(error, "detail", error))
+        message = f"{request.method} {request.url.path}: {detail}"
+        headers = getattr(error, "headers", None)
+        return json_response(_body(message, status, None, None), status=status, headers=headers)
+
+    async def on_baton(_request: Request, error: Exception) -> Response:
+        return error_response(as_baton(error))
+
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(BatonError, on_baton)

@@ -1,0 +1,235 @@
+"""The router's process: gRPC and REST on one event loop, from the first connection to the last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import grpc
+import uvicorn
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+from grpc_reflection.v1alpha._async import ReflectionServicer
+
+from common.config import RouterSettings
+from common.errors import StartupError
+from common.logs import setup_logging
+from protos.baton.v1 import inference_pb2, router_pb2
+from router.dispatch import Dispatcher, DispatchLimits
+from router.fleet_service import FleetService
+from router.front import Front
+from router.grpc_handlers import add_service
+from router.inference_service import InferenceService
+from router.policy import LeastLoad
+from router.registry import MAX_MESSAGE_BYTES, Registry
+from router.rest.app import make_app
+
+log = logging.getLogger(__name__)
+
+Ready = Callable[[str, str], None]
+"""Called once with the REST URL and the gRPC address, when the first request can be served."""
+
+SERVICES = (
+    inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+    router_pb2.DESCRIPTOR.services_by_name["RouterService"],
+)
+REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"  # same messages as v1alpha, another name
+CHECK_HEALTH_S = 1.0
+
+SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # a taken port is an error, not a silent share of the traffic
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+
+async def serve(
+    settings: RouterSettings,
+    ready: Ready | None = None,
+    stop: asyncio.Event | None = None,
+    limits: DispatchLimits | None = None,
+) -> None:
+    """Runs until SIGTERM, SIGINT or `stop`, then drains: no new requests, running ones get `drain_timeout` seconds.
+
+    Raises `StartupError` with one line where it cannot listen.
+    """
+    stop = stop or asyncio.Event()
+    registry = Registry(settings.prefill, settings.decode)
+    dispatcher = Dispatcher(registry, LeastLoad(), limits=limits)
+    front = Front(registry, dispatcher, request_timeout_s=settings.request_timeout)
+    health = HealthServicer()
+    async with contextlib.AsyncExitStack() as stack:
+        http_socket = stack.enter_context(contextlib.closing(listen(settings.http_listen)))
+        grpc_server = grpc.aio.server(options=SERVER_OPTIONS)
+        grpc_port = _bind(grpc_server, settings.grpc_listen)
+        _add_services(grpc_server, front, registry, health)
+        stack.push_async_callback(registry.close)
+        registry.start()
+
+        web = _WebServer(
+            uvicorn.Config(make_app(front), log_config=None, access_log=False, lifespan="off", server_header=False)
+        )
+        with _signals(stop):
+            await _set_health(health, front)
+            await grpc_server.start()
+            web_task = asyncio.create_task(web.serve([http_socket]), name="rest")
+            http_url = f"http://{_host(settings.http_listen)}:{http_socket.getsockname()[1]}"
+            grpc_address = f"{_host(settings.grpc_listen)}:{grpc_port}"
+            log.info("router listens", extra={"http": http_url, "grpc": grpc_address})
+            watch = asyncio.create_task(
+                _watch_health(health, front, lambda: ready(http_url, grpc_address) if ready else None)
+            )
+            stopping = asyncio.create_task(stop.wait())
+            try:
+                await asyncio.wait({stopping, web_task, watch}, return_when=asyncio.FIRST_COMPLETED)
+                tasks: tuple[asyncio.Task[None], ...] = (watch, web_task)
+                for task in tasks:
+                    if task.done():
+                        task.result()  # neither ends by itself; if one did, this says why
+                await _drain(front, health, settings.drain_timeout)
+            finally:
+                watch.cancel()
+                stopping.cancel()
+                web.should_exit = web.force_exit = True
+                await grpc_server.stop(grace=0)
+                await asyncio.gather(web_task, watch, stopping, return_exceptions=True)
+        log.info("router ended")
+
+
+def run(settings: RouterSettings, ready: Ready | None = None) -> None:
+    """`serve`, on the fastest event loop there is."""
+    try:
+        import uvloop
+    except ImportError:  # not available on Windows
+        asyncio.run(serve(settings, ready))
+    else:
+        uvloop.run(serve(settings, ready))
+
+
+class _WebServer(uvicorn.Server):
+    """uvicorn, leaving signals to the router."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0] or "127.0.0.1"
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket on `host:port`; port 0 takes a free one. Raises `StartupError`."""
+    host, _, port = address.rpartition(":")
+    try:
+        infos = socket.getaddrinfo(
+            host.strip("[]") or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, target = infos[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(target)
+            listener.listen(1024)
+        except OSError:
+            listener.close()
+            raise
+    except (OSError, ValueError) as error:
+        raise StartupError(f"cannot listen on {address} for REST: {error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _bind(server: grpc.aio.Server, address: str) -> int:
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise StartupError(f"cannot listen on {address} for gRPC: {error}") from error
+    if port == 0:
+        raise StartupError(f"cannot listen on {address} for gRPC")
+    return port
+
+
+def _add_services(server: grpc.aio.Server, front: Front, registry: Registry, health: HealthServicer) -> None:
+    servicers = (InferenceService(front), FleetService(registry))
+    for service, servicer in zip(SERVICES, servicers, strict=True):
+        add_service(server, service, servicer)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+    names = (*(service.full_name for service in SERVICES), health_name, reflection.SERVICE_NAME, REFLECTION_V1)
+    reflection.enable_server_reflection(names, server)
+    handler = grpc.stream_stream_rpc_method_handler(
+        ReflectionServicer(names).ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(REFLECTION_V1, {"ServerReflectionInfo": handler}),)
+    )
+
+
+async def _set_health(health: HealthServicer, front: Front) -> None:
+    status = health_pb2.HealthCheckResponse
+    inference = status.NOT_SERVING if front.not_ready() else status.SERVING
+    await health.set("", inference)
+    await health.set(SERVICES[0].full_name, inference)
+    await health.set(SERVICES[1].full_name, status.SERVING)
+
+
+async def _watch_health(health: HealthServicer, front: Front, on_ready: Callable[[], None]) -> None:
+    """Keeps the health service true, and says once that the first request can be served."""
+    was_ready = False
+    while True:
+        await _set_health(health, front)
+        if not was_ready and not front.not_ready():
+            was_ready = True
+            on_ready()
+        await front.registry.changed(CHECK_HEALTH_S)
+
+
+async def _drain(front: Front, health: HealthServicer, timeout_s: float) -> None:
+    front.drain()
+    await health.enter_graceful_shutdown()
+    log.info("router drains", extra={"timeout_s": timeout_s})
+    try:
+        await asyncio.wait_for(front.idle(), timeout_s)
+    except TimeoutError:
+        log.warning("answers were cut off: they took longer than the drain timeout")
+    # The last answers' bytes are still on their way out of this process.
+    await asyncio.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT set `stop`. Elsewhere than in the main thread nothing is changed."""
+    loop = asyncio.get_running_loop()
+    installed = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+            loop.add_signal_handler(number, stop.set)
+            installed.append(number)
+    try:
+        yield
+    finally:
+        for number in installed:
+            loop.remove_signal_handler(number)
+
+
+def main(settings: RouterSettings) -> int:
+    """The `baton router` process: prints `ready http=URL grpc=ADDRESS` once the first request can be served."""
+    setup_logging("router", level=settings.log_level, log_format=settings.log_format)
+
+    def print_ready(http_url: str, grpc_address: str) -> None:
+        print(f"ready http={http_url} grpc={grpc_address}", flush=True)  # noqa: T201 (for who started this process)
+
+    run(settings, print_ready)
+    return 0

@@ -1,0 +1,107 @@
+"""A router on free ports in front of fake workers; all real sockets, all gone after each test."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import grpc
+import openai
+import pytest
+
+from common.config import RouterSettings
+from common.types import WorkerRole
+from protos.baton.v1 import inference_pb2_grpc, router_pb2_grpc
+from router.dispatch import DispatchLimits
+from router.server import serve
+from tests.router.fake_worker import FakeWorker
+
+SETTINGS = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "drain_timeout": 5.0}
+
+
+@dataclass(slots=True)
+class RunningRouter:
+    url: str
+    grpc_address: str
+    channel: grpc.aio.Channel
+    openai: openai.AsyncOpenAI
+    stop: asyncio.Event
+    task: asyncio.Task[None]
+
+    @property
+    def inference(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:
+        return inference_pb2_grpc.InferenceServiceStub(self.channel)
+
+    @property
+    def fleet(self) -> router_pb2_grpc.RouterServiceAsyncStub:
+        return router_pb2_grpc.RouterServiceStub(self.channel)
+
+
+StartWorker = Callable[..., Awaitable[FakeWorker]]
+StartRouter = Callable[..., Awaitable[RunningRouter]]
+
+
+@pytest.fixture
+async def start_worker() -> AsyncIterator[StartWorker]:
+    workers: list[FakeWorker] = []
+
+    async def start(role: WorkerRole = WorkerRole.DECODE, **attributes: str) -> FakeWorker:
+        worker = FakeWorker(role, **attributes)
+        await worker.start()
+        workers.append(worker)
+        return worker
+
+    yield start
+    for worker in workers:
+        await worker.stop()
+
+
+@pytest.fixture
+async def start_router(start_worker: StartWorker) -> AsyncIterator[StartRouter]:
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(*decode: FakeWorker, prefill: tuple[FakeWorker, ...] = (), **settings: object) -> RunningRouter:
+            addresses = {
+                "decode": tuple(worker.address for worker in decode),
+                "prefill": tuple(worker.address for worker in prefill),
+            }
+            is_ready: asyncio.Future[tuple[str, str]] = asyncio.get_running_loop().create_future()
+            stop = asyncio.Event()
+            task = asyncio.create_task(
+                serve(
+                    RouterSettings.model_validate({**SETTINGS, **addresses, **settings}),
+                    lambda url, address: is_ready.set_result((url, address)),
+                    stop,
+                    DispatchLimits(recovery_wait_s=1.5),
+                )
+            )
+            futures: set[asyncio.Future[object]] = {task, is_ready}  # type: ignore[arg-type]
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED, timeout=60)
+            if task.done():
+                task.result()
+            url, address = await is_ready
+            channel = grpc.aio.insecure_channel(address)
+            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+            async def end() -> None:
+                await client.close()
+                await channel.close()
+                stop.set()
+                await task
+
+            stack.push_async_callback(end)
+            return RunningRouter(url, address, channel, client, stop, task)
+
+        yield start
+
+
+@pytest.fixture
+async def worker(start_worker: StartWorker) -> FakeWorker:
+    return await start_worker()
+
+
+@pytest.fixture
+async def router(worker: FakeWorker, start_router: StartRouter) -> RunningRouter:
+    return await start_router(worker)

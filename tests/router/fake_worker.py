@@ -1,0 +1,161 @@
+"""A worker without an engine: real gRPC on a real port, and an answer that is known beforehand.
+
+Its tokens depend on the position only, so whoever continues a request continues the same text. What it does wrong is
+set on the object, at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from common.types import WorkerRole
+from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from router.convert import role_to_proto
+from tests.router.tiny_tokenizer import eos_id, ids_of, tokenizer_files, vocab_size
+
+MODEL = "tiny"
+MAX_MODEL_LEN = 256
+ANSWER = "The capital of France is Paris. How are you today?"
+
+Context = grpc.aio.ServicerContext[object, object]
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeServiceServicer):
+    def __init__(self, role: WorkerRole = WorkerRole.DECODE, *, fingerprint: str = "f1", model: str = MODEL) -> None:
+        self.role = role
+        self.fingerprint = fingerprint
+        self.model = model
+        self.answer: list[int] = ids_of(ANSWER)
+        self.epoch = "e1"
+        self.state: worker_pb2.WorkerState.ValueType = worker_pb2.WORKER_STATE_READY
+        self.num_requests_waiting = 0
+        # Faults.
+        self.refuse: tuple[grpc.StatusCode, str] | None = None
+        self.die_after: int | None = None  # tokens sent in one call, then the call fails as if the connection broke
+        self.end_after: int | None = None  # tokens sent in one call, then the stream ends without a reason
+        self.hang_after: int | None = None  # tokens sent in one call, then nothing until it is cancelled
+        self.delay_s = 0.0  # before each token
+        # What was seen.
+        self.requests: list[decode_pb2.DecodeRequest] = []
+        self.num_cancelled = 0
+        self.deadlines: list[float | None] = []
+        self.address = ""
+        self._server: grpc.aio.Server | None = None
+        self._changed = asyncio.Event()
+
+    async def start(self, address: str = "127.0.0.1:0") -> str:
+        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port(address)
+        await self._server.start()
+        self.address = f"127.0.0.1:{port}"
+        return self.address
+
+    async def stop(self) -> None:
+        """As a killed process: calls in flight break."""
+        if self._server is not None:
+            await self._server.stop(grace=None)
+            self._server = None
+
+    def change(self, **attributes: object) -> None:
+        """Sets attributes and reports the new load at once."""
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        self._changed.set()
+
+    # ------------------------------------------------------------------------------------------- services
+
+    async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Context) -> worker_pb2.WorkerInfo:  # noqa: N802
+        return worker_pb2.WorkerInfo(
+            worker_id=f"worker-{self.address}",
+            role=role_to_proto(self.role),
+            epoch=self.epoch,
+            model=self.model,
+            fingerprint=self.fingerprint,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=vocab_size(),
+            block_size=16,
+            eos_token_ids=[eos_id()],
+        )
+
+    async def WatchLoad(  # noqa: N802
+        self, request: worker_pb2.WatchLoadRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.WorkerLoad]:
+        while True:
+            self._changed.clear()
+            yield self._load()
+            try:
+                await asyncio.wait_for(self._changed.wait(), 0.5)
+            except TimeoutError:
+                continue
+
+    def _load(self) -> worker_pb2.WorkerLoad:
+        return worker_pb2.WorkerLoad(
+            state=self.state,
+            num_requests_waiting=self.num_requests_waiting,
+            num_blocks=100,
+            num_free_blocks=100,
+            epoch=self.epoch,
+        )
+
+    async def GetStatus(self, request: worker_pb2.GetWorkerStatusRequest, context: Context) -> worker_pb2.WorkerStatus:  # noqa: N802
+        return worker_pb2.WorkerStatus(load=self._load(), integrity="ok")
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: worker_pb2.GetTokenizerRequest, context: Context
+    ) -> worker_pb2.GetTokenizerResponse:
+        files = [worker_pb2.TokenizerFile(name=name, content=data) for name, data in tokenizer_files().items()]
+        return worker_pb2.GetTokenizerResponse(files=files)
+
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:  # noqa: N802
+        self.change(state=worker_pb2.WORKER_STATE_DRAINING)
+        return worker_pb2.DrainResponse()
+
+    async def Decode(  # noqa: N802
+        self, request: decode_pb2.DecodeRequest, context: Context
+    ) -> AsyncIterator[decode_pb2.DecodeEvent]:
+        self.requests.append(request)
+        self.deadlines.append(context.time_remaining())
+        if self.refuse is not None:
+            await context.abort(*self.refuse)
+        first = len(request.output_token_ids)
+        params = request.sampling_params
+        stop = min(params.max_tokens, len(self.answer) + 1)  # one more for the end of sequence
+        try:
+            for position in range(first, stop):
+                num_sent = position - first
+                if num_sent == self.die_after:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+                if num_sent == self.end_after:
+                    return
+                if num_sent == self.hang_after:
+                    await asyncio.Event().wait()
+                await asyncio.sleep(self.delay_s)
+                yield self._event(position, params, is_last=position == stop - 1)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+
+    def _event(self, position: int, params: types_pb2.SamplingParams, *, is_last: bool) -> decode_pb2.DecodeEvent:
+        is_eos = position == len(self.answer)
+        token_id = eos_id() if is_eos else self.answer[position]
+        token = types_pb2.SampledToken(token_id=token_id)
+        if params.HasField("logprobs"):
+            token.logprob = -0.5
+            for rank in range(params.logprobs):
+                token.top_logprobs.add(token_id=(token_id + rank) % vocab_size(), logprob=-0.5 - rank)
+        event = decode_pb2.DecodeEvent(tokens=[token])
+        if is_last:
+            event.finish_reason = types_pb2.FINISH_REASON_STOP if is_eos else types_pb2.FINISH_REASON_LENGTH
+            if is_eos:
+                event.stop_token_id = token_id
+            event.summary.CopyFrom(
+                decode_pb2.DecodeSummary(
+                    num_cached_tokens=3, prefill_worker="p:1", num_blocks_moved=2, num_bytes_moved=64, queue_ms=1.5
+                )
+            )
+        return event

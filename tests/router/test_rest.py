@@ -1,0 +1,325 @@
+"""The REST gateway, through the official client and through a bare one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from tests.router.conftest import RunningRouter
+from tests.router.fake_worker import ANSWER, FakeWorker
+from tests.router.tiny_tokenizer import byte_ids, eos_id, ids_of
+
+MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "Hello?"}]
+
+
+async def test_chat(router: RunningRouter, worker: FakeWorker) -> None:
+    answer = await router.openai.chat.completions.create(model="tiny", messages=MESSAGES, temperature=0)
+    choice = answer.choices[0]
+    assert choice.message.content == ANSWER
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == "stop"
+    assert answer.usage is not None
+    prompt = ids_of("<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\n")
+    assert list(worker.requests[0].prompt_token_ids) == prompt
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == len(worker.answer) + 1
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+    assert answer.model_extra is not None
+    baton = answer.model_extra["baton"]
+    assert baton["decode_worker"] == worker.address
+    assert baton["prefill_worker"] == "p:1"
+    assert (baton["num_blocks_moved"], baton["num_bytes_moved"]) == (2, 64)
+    assert baton["timings"]["queue_ms"] == 1.5
+    assert 0 < baton["timings"]["ttft_ms"] <= baton["timings"]["total_ms"]
+
+
+async def test_chat_stream(router: RunningRouter) -> None:
+    stream = await router.openai.chat.completions.create(
+        model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices].count("stop") == 1
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == len(ids_of(ANSWER)) + 1
+    assert (chunks[-1].model_extra or {})["baton"]["num_blocks_moved"] == 2
+
+
+async def test_stream_without_usage_has_the_report_in_its_last_chunk(router: RunningRouter) -> None:
+    async with httpx.AsyncClient() as client:
+        body = {"messages": MESSAGES, "stream": True}
+        answer = await client.post(f"{router.url}/v1/chat/completions", json=body)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["baton"]["request_id"] == answer.headers["x-request-id"]
+    assert not any("baton" in json.loads(event) for event in events[:-2])
+
+
+async def test_completions_of_several_prompts(router: RunningRouter, worker: FakeWorker) -> None:
+    answer = await router.openai.completions.create(model="tiny", prompt=["one", "two"], n=2, max_tokens=3)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert {choice.finish_reason for choice in answer.choices} == {"length"}
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(ids_of("one")) + len(ids_of("two"))
+    assert answer.usage.completion_tokens == 12
+    assert len({request.request_id for request in worker.requests}) == 4
+    assert len((answer.model_extra or {})["baton"]["choices"]) == 4
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
+async def test_completions_of_token_ids(router: RunningRouter, worker: FakeWorker, prompt: list[int]) -> None:
+    answer = await router.openai.completions.create(model="tiny", prompt=prompt)
+    assert list(worker.requests[0].prompt_token_ids) == [1, 2, 3]
+    assert worker.requests[0].sampling_params.max_tokens == 16
+    assert ANSWER.startswith(answer.choices[0].text)
+
+
+async def test_choices_have_seeds_of_their_own(router: RunningRouter, worker: FakeWorker) -> None:
+    answer = await router.openai.chat.completions.create(model="tiny", messages=MESSAGES, n=3, seed=7)
+    assert sorted(request.sampling_params.seed for request in worker.requests) == [7, 8, 9]
+    assert len(answer.choices) == 3
+
+
+async def test_extensions_reach_the_worker(router: RunningRouter, worker: FakeWorker) -> None:
+    extensions = {
+        "top_k": 5,
+        "min_p": 0.25,
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "stop_token_ids": [9],
+        "cache_salt": "tenant",
+        "repetition_penalty": 1.5,
+        "priority": -3,
+        "request_id": "mine-1",
+    }
+    answer = await router.openai.chat.completions.create(
+        model="tiny", messages=MESSAGES, extra_body=extensions, user="u", metadata={"a": "b"}, store=False
+    )
+    request = worker.requests[0]
+    params = request.sampling_params
+    assert (params.top_k, params.min_p, params.ignore_eos, params.min_tokens) == (5, 0.25, True, 2)
+    assert (list(params.stop_token_ids), params.repetition_penalty) == ([9], 1.5)
+    assert (request.cache_salt, request.priority, request.request_id) == ("tenant", -3, "mine-1")
+    assert answer.id == "chatcmpl-mine-1"
+
+
+async def test_request_id_header(router: RunningRouter, worker: FakeWorker) -> None:
+    raw = await router.openai.chat.completions.with_raw_response.create(
+        model="tiny", messages=MESSAGES, extra_headers={"X-Request-Id": "from-header"}
+    )
+    assert raw.headers["x-request-id"] == "from-header"
+    assert worker.requests[0].request_id == "from-header"
+
+
+async def test_stop_string_cuts_and_cancels(router: RunningRouter, worker: FakeWorker) -> None:
+    answer = await router.openai.chat.completions.create(model="tiny", messages=MESSAGES, stop=["Paris", "zzz"])
+    assert answer.choices[0].message.content == "The capital of France is "
+    assert answer.choices[0].finish_reason == "stop"
+    assert (answer.choices[0].model_extra or {})["stop_reason"] == "Paris"
+
+
+@pytest.mark.parametrize("text", ["naïve 東京 😀 end", "👩‍👩‍👧 e\u0301 한국어"])
+async def test_characters_split_across_tokens(router: RunningRouter, worker: FakeWorker, text: str) -> None:
+    worker.answer = byte_ids(text)
+    stream = await router.openai.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
+    deltas = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+    assert "".join(deltas) == text
+    assert not any("\ufffd" in delta for delta in deltas)
+
+
+async def test_chat_logprobs(router: RunningRouter, worker: FakeWorker) -> None:
+    answer = await router.openai.chat.completions.create(
+        model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=2, max_tokens=4
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert "".join(token.token for token in logprobs.content) == answer.choices[0].message.content
+    assert all(len(token.top_logprobs) == 2 and token.logprob == -0.5 for token in logprobs.content)
+    assert bytes(logprobs.content[0].bytes or []).decode() == logprobs.content[0].token
+
+
+async def test_completion_logprobs(router: RunningRouter) -> None:
+    answer = await router.openai.completions.create(model="tiny", prompt="x", logprobs=1, max_tokens=4)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert "".join(logprobs.tokens) == answer.choices[0].text
+    assert logprobs.text_offset is not None
+    assert logprobs.text_offset[2] == len("".join(logprobs.tokens[:2]))
+
+
+async def test_models_and_tokenize(router: RunningRouter) -> None:
+    models = await router.openai.models.list()
+    assert [model.id for model in models.data] == ["tiny"]
+    assert (await router.openai.models.retrieve("tiny")).id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        await router.openai.models.retrieve("other")
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        tokens = (await client.post("/tokenize", json={"text": "Hello, 東京"})).json()
+        assert tokens["count"] == len(tokens["token_ids"])
+        text = (await client.post("/detokenize", json={"token_ids": [*tokens["token_ids"], eos_id()]})).json()
+        assert text == {"text": "Hello, 東京"}
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        assert "baton_router_endpoints" in (await client.get("/metrics")).text
+
+
+async def test_content_parts_and_developer_role(router: RunningRouter, worker: FakeWorker) -> None:
+    await router.openai.chat.completions.create(
+        model="tiny",
+        messages=[
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        ],
+    )
+    prompt = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\n"
+    assert list(worker.requests[0].prompt_token_ids) == ids_of(prompt)
+
+
+BAD_CHAT = [
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
+    ({"n": 9}, "n"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"nonsense": 1}, "nonsense"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"100000": 1}}, "logit_bias"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "word " * 400}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 10_000_000}]}, "messages"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"request_id": "a b"}, "request_id"),
+    ({"cache_salt": "s" * 300}, "cache_salt"),
+    ({"priority": 2**31}, "priority"),
+    ({"seed": 2**63}, "seed"),
+    ({"min_tokens": 5, "max_tokens": 2}, "min_tokens"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_CHAT)
+async def test_bad_chat_requests(router: RunningRouter, body: dict[str, object], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await router.openai.chat.completions.create(model="tiny", messages=MESSAGES, extra_body=body)
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+    answer = await router.openai.chat.completions.create(model="tiny", messages=MESSAGES)
+    assert answer.choices[0].message.content == ANSWER
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1, 100_000]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": "x", "echo": True}, "echo"),
+        ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": "x", "best_of": 3}, "best_of"),
+        ({"prompt": "x", "top_k": -2}, "top_k"),
+        ({}, "prompt"),
+    ],
+)
+async def test_bad_completions(router: RunningRouter, body: dict[str, object], param: str) -> None:
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("data", "param"),
+    [
+        (b'{"prompt": "a', None),
+        (b"[]", None),
+        (b'{"prompt": "caf\xe9"}', "prompt"),
+        (b'{"prompt": "\\ud800"}', "prompt"),
+        (b'{"prompt": "x", "temperature": NaN}', "temperature"),
+        (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
+        (b"\xff\xfe", None),
+        (b"[" * 10_000, None),
+    ],
+)
+async def test_bad_bytes(router: RunningRouter, data: bytes, param: str | None) -> None:
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        answer = await client.post("/v1/completions", content=data)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+async def test_errors_outside_of_requests_have_the_same_shape(router: RunningRouter) -> None:
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        for answer, status in (
+            (await client.get("/v1/nothing"), 404),
+            (await client.get("/v1/chat/completions"), 405),
+            (await client.post("/v1/completions", content=b"x" * ((64 << 20) + 1)), 413),
+        ):
+            assert answer.status_code == status
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_unknown_model(router: RunningRouter) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        await router.openai.chat.completions.create(model="other", messages=MESSAGES)
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+
+
+async def test_full_worker_is_a_rate_limit(router: RunningRouter, worker: FakeWorker) -> None:
+    worker.refuse = (grpc.StatusCode.RESOURCE_EXHAUSTED, "queue is full")
+    with pytest.raises(openai.RateLimitError) as caught:
+        await router.openai.chat.completions.create(model="tiny", messages=MESSAGES)
+    assert caught.value.response.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_its_request(router: RunningRouter, worker: FakeWorker, stream: bool) -> None:
+    worker.hang_after = 2
+    body = {"messages": MESSAGES, "stream": stream}
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        while not worker.requests:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    async with asyncio.timeout(10):
+        while not worker.num_cancelled:
+            await asyncio.sleep(0.01)
+
+
+async def test_an_error_after_the_first_token_is_an_event(router: RunningRouter, worker: FakeWorker) -> None:
+    worker.hang_after = 3
+    stream = await router.openai.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
+    received = ""
+    with pytest.raises(openai.APIError, match="no decode worker"):
+        async for chunk in stream:
+            received += chunk.choices[0].delta.content or ""
+            if received:
+                await worker.stop()
+    assert received
+    assert ANSWER.startswith(received)
