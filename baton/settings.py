@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pydantic import ValidationError
 
 from common.config import (
+    AutoscalerSettings,
     ChatSettings,
     ClientSettings,
     DemoSettings,
@@ -39,6 +40,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "decode": WorkerSettings,
     "worker": WorkerSettings,
     "router": RouterSettings,
+    "autoscaler": AutoscalerSettings,
     "chat": ChatSettings,
     "generate": GenerateSettings,
     "status": ClientSettings,

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from baton.settings import CONFIG_VARIABLE, env_name, flag_name, load
 from common.config import (
+    AutoscalerSettings,
     ChatSettings,
     ClientSettings,
     ConnectorSettings,
@@ -33,6 +34,7 @@ GROUPS: dict[type[Settings], str] = {
     UpSettings: "Stack",
     WorkerSettings: "Network and life cycle",
     RouterSettings: "Workers and network",
+    AutoscalerSettings: "Signals, planner and Kubernetes",
     ChatSettings: "Conversation",
     GenerateSettings: "Output",
     ClientSettings: "Router",

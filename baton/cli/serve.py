@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.cli.options import SettingsCommand
-from common.config import DEFAULT_MODEL, RouterSettings, UpSettings, WorkerSettings
+from common.config import DEFAULT_MODEL, AutoscalerSettings, RouterSettings, UpSettings, WorkerSettings
 from common.logs import setup_logging
 from common.types import WorkerRole
 
@@ -68,6 +68,12 @@ def router(settings: RouterSettings) -> int:
     return 0
 
 
+def autoscaler(settings: AutoscalerSettings) -> int:
+    from router.autoscaler.server import main
+
+    return main(settings)
+
+
 SERVE_COMMANDS = (
     SettingsCommand(
         "up",
@@ -109,6 +115,17 @@ SERVE_COMMANDS = (
         examples=[
             "baton router --prefill 127.0.0.1:50061 --decode 127.0.0.1:50062",
             "baton router --decode 10.0.0.1:50061,10.0.0.2:50061 --http-listen 0.0.0.0:8000",
+        ],
+    ),
+    SettingsCommand(
+        "autoscaler",
+        AutoscalerSettings,
+        autoscaler,
+        about="Watches the fleet and says how many workers each role needs.",
+        examples=[
+            "baton autoscaler --prefill 127.0.0.1:50061 --decode 127.0.0.1:50062 --routers 127.0.0.1:50051",
+            "baton autoscaler --prefill k8s:///prod/baton-prefill:grpc --decode k8s:///prod/baton-decode:grpc \\",
+            "  --external-metrics-listen 0.0.0.0:6443 --external-metrics-service prod/baton-autoscaler",
         ],
     ),
 )
