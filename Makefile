@@ -8,7 +8,7 @@ SOURCES := $(PACKAGES) protos tests
 
 # Installed once for each state of these two files.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
-PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip install -qq --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo up test test-gpu lint format format-check types imports protos protos-check ci clean
@@ -17,6 +17,7 @@ help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Make .venv and install Baton into it
+	@:
 
 $(STAMP):
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Baton needs Python 3.11 or newer, and \
