@@ -52,10 +52,13 @@ def generate(target: Path) -> dict[str, str]:
 
 
 def _under_protos(text: str) -> str:
-    """Moves `baton.v1` imports (and their uses in `.pyi` files) under the `protos` package."""
-    text = re.sub(r"^from baton\.v1 import", "from protos.baton.v1 import", text, flags=re.M)
-    text = re.sub(r"^import baton\.v1\.", "import protos.baton.v1.", text, flags=re.M)
-    return re.sub(r"(?<![\w./'\"])baton\.v1\.(\w+_pb2)", r"protos.baton.v1.\1", text)
+    """Moves imports of our packages (and their uses in `.pyi` files) under the `protos` package."""
+    for package in sorted({str(Path(name).parent).replace("/", ".") for name in proto_files()}):
+        name = re.escape(package)
+        text = re.sub(rf"^from {name} import", f"from protos.{package} import", text, flags=re.M)
+        text = re.sub(rf"^import {name}\.", f"import protos.{package}.", text, flags=re.M)
+        text = re.sub(rf"(?<![\w./'\"]){name}\.(\w+_pb2)", rf"protos.{package}.\1", text)
+    return text
 
 
 def main() -> int:
