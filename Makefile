@@ -28,7 +28,8 @@ $(STAMP):
 	@$(PIP) setuptools torch
 	@echo "install: everything else"
 	@$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	print("\n".join(p["dependencies"] + p["optional-dependencies"]["engine"] + p["optional-dependencies"]["dev"]))' \
+	extra = p["optional-dependencies"]; \
+	print("\n".join(p["dependencies"] + extra["engine"] + extra["kubernetes"] + extra["dev"]))' \
 	  > $(VENV)/requirements.txt
 	@$(PIP) --requirement $(VENV)/requirements.txt
 	@# Without their dependencies, which are large and not needed here.

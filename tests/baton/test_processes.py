@@ -78,6 +78,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def all_gone(folder: Path) -> None:
+    """Every child and what it started has ended, or is about to: a killed grandchild is not ours to wait for."""
+    wait_until(lambda: not any(map(alive, pids(folder))))
+
+
 def test_work_runs_beside_the_stack_which_then_drains_router_first(tmp_path: Path) -> None:
     seen: list[Addresses] = []
 
@@ -92,7 +97,7 @@ def test_work_runs_beside_the_stack_which_then_drains_router_first(tmp_path: Pat
     order = (tmp_path / "order").read_text().split()
     assert order[0] == "router"
     assert sorted(order[1:]) == ["decode-1", "prefill-1"]
-    assert not any(map(alive, pids(tmp_path)))
+    all_gone(tmp_path)
 
 
 def test_a_child_that_cannot_start_ends_all_and_its_reason_is_told(
@@ -101,7 +106,7 @@ def test_a_child_that_cannot_start_ends_all_and_its_reason_is_told(
     bad = failing("baton decode: error: listen: cannot bind 127.0.0.1:1")
     with pytest.raises(StartupError, match=r"^decode-2 could not start: listen: cannot bind 127\.0\.0\.1:1$"):
         run(stack_of(tmp_path, {"decode-2": bad}), work=lambda _: 0)
-    assert not any(map(alive, pids(tmp_path)))
+    all_gone(tmp_path)
     assert "baton decode: error: listen: cannot bind" in capfd.readouterr().err
 
 
@@ -121,7 +126,7 @@ def test_reasons_of_children_that_gave_none(argv: list[str], reason: str, tmp_pa
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"^odd cannot be started: .*no/such"):
         run(stack_of(tmp_path, {"odd": ["/no/such/command"]}), work=lambda _: 0)
-    assert not any(map(alive, pids(tmp_path)))
+    all_gone(tmp_path)
 
 
 def test_a_child_that_dies_later_ends_all(tmp_path: Path) -> None:
@@ -133,14 +138,14 @@ def test_a_child_that_dies_later_ends_all(tmp_path: Path) -> None:
 
     with pytest.raises(StartupError, match=r"^prefill-1 went away: ended by SIGKILL$"):
         run(stack_of(tmp_path), work=work)
-    assert not any(map(alive, pids(tmp_path)))
+    all_gone(tmp_path)
 
 
 def test_a_child_that_never_gets_ready(tmp_path: Path) -> None:
     silent = [sys.executable, "-c", "import time; time.sleep(600)"]
     with pytest.raises(StartupError, match=r"^not ready after 0\.5 s \(--start-timeout\): waiting for .*silent"):
         run(stack_of(tmp_path, {"silent": silent}, start_timeout=0.5), work=lambda _: 0)
-    assert not any(map(alive, pids(tmp_path)))
+    all_gone(tmp_path)
 
 
 def test_a_whole_that_is_asked_until_it_answers(tmp_path: Path) -> None:
@@ -157,14 +162,14 @@ def test_an_error_of_the_work_is_the_error_of_the_run(tmp_path: Path) -> None:
 
     with pytest.raises(UnavailableError):
         run(stack_of(tmp_path), work=work)
-    assert not any(map(alive, pids(tmp_path)))
+    all_gone(tmp_path)
 
 
 def test_a_child_that_does_not_drain_in_time_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.stack._KILL_GRACE_S", 0.3)
     stubborn = child(tmp_path, "router", "http=u grpc=a", STUBBORN)
     assert run(stack_of(tmp_path, {"router": stubborn}, drain_timeout=0.0), work=lambda _: 0) == 0
-    assert not any(map(alive, pids(tmp_path)))
+    all_gone(tmp_path)
 
 
 PARENT = """
@@ -194,7 +199,7 @@ def test_a_signal_drains(signum: signal.Signals, tmp_path: Path) -> None:
         process.send_signal(signum)
         assert process.wait() == 0
     assert (tmp_path / "order").read_text().split()[0] == "router"
-    assert not any(map(alive, pids(tmp_path)))
+    all_gone(tmp_path)
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
@@ -204,7 +209,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait() == 0
-    assert not any(map(alive, pids(tmp_path)))
+    all_gone(tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ties a child's life to its parent's")
