@@ -37,6 +37,7 @@ from kv_store.registry import connector_names
 
 log = logging.getLogger(__name__)
 
+_WORKER_HOST = "127.0.0.1"  # only the router of a local stack is for others
 # Below what Linux, macOS and Windows hand out to outgoing connections, so that none of those takes a port between
 # our choice and the worker's bind.
 _WORKER_PORTS = range(20000, 32000)
@@ -208,8 +209,8 @@ def plan(settings: UpSettings, kv_dir: Path) -> Stack:
     """The commands of a stack. Worker ports and cores are decided here."""
     roles = ["prefill"] * settings.prefill + ["decode"] * settings.decode + ["worker"] * settings.both
     cores = divide_cores(settings.cpu_cores or usable_cores(), len(roles))
-    ports = free_ports(settings.host, len(roles))
-    addresses = [f"{settings.host}:{port}" for port in ports]
+    addresses = [f"{_WORKER_HOST}:{port}" for port in free_ports(len(roles))]
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
     common = WorkerSettings.model_fields.keys() & UpSettings.model_fields.keys()
     shared: dict[str, object] = {name: getattr(settings, name) for name in common}
     shared["kv_dir"] = str(kv_dir)
@@ -224,8 +225,8 @@ def plan(settings: UpSettings, kv_dir: Path) -> Stack:
     router = RouterSettings(
         prefill=tuple(address for role, address in zip(roles, addresses, strict=True) if role != "decode"),
         decode=tuple(address for role, address in zip(roles, addresses, strict=True) if role != "prefill"),
-        http_listen=f"{settings.host}:{settings.http_port}",
-        grpc_listen=f"{settings.host}:{settings.grpc_port}",
+        http_listen=f"{host}:{settings.http_port}",
+        grpc_listen=f"{host}:{settings.grpc_port}",
         drain_timeout=settings.drain_timeout,
         log_level=settings.log_level,
         log_format=settings.log_format,
@@ -265,24 +266,23 @@ def divide_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]
     return [tuple(cores[start:stop]) for start, stop in itertools.pairwise(bounds)]
 
 
-def free_ports(host: str, count: int) -> list[int]:
-    """Different ports that nobody listens on now. Raises StartupError where `host` is no address of this machine."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def free_ports(count: int) -> list[int]:
+    """Different loopback ports that nobody listens on now. Raises StartupError where there are not so many."""
     ports: list[int] = []
     for port in random.sample(_WORKER_PORTS, len(_WORKER_PORTS)):
         if len(ports) == count:
-            return ports
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            break
+        with socket.socket() as probe:
             try:
-                probe.bind((host, port))
-            except socket.gaierror as error:
-                raise StartupError(f"--host {host}: {error.strerror}") from error
+                probe.bind((_WORKER_HOST, port))
             except OSError as error:
                 if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                    raise StartupError(f"--host {host}: {error.strerror}") from error
+                    raise
                 continue
         ports.append(port)
-    raise StartupError(f"--host {host}: no {count} free ports between {_WORKER_PORTS.start} and {_WORKER_PORTS.stop}")
+    if len(ports) < count:
+        raise StartupError(f"fewer than {count} free ports from {_WORKER_PORTS.start} to {_WORKER_PORTS.stop - 1}")
+    return ports
 
 
 @contextlib.contextmanager

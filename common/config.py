@@ -81,6 +81,7 @@ class EngineSettings(ModelSettings):
 class ConnectorSettings(Settings):
     connector: str = Field("shared_storage", description="how KV blocks move between workers")
     kv_dir: str | None = Field(None, description="shared_storage: directory that all workers share")
+    lmcache_address: str = Field("127.0.0.1:5555", description="lmcache: gRPC address of the server, on this machine")
     transfer_timeout_s: float = Field(10.0, gt=0, description="a KV block's transfer fails after this many seconds")
     verify_checksums: bool = Field(False, description="verify KV that moves from peer to peer (stores always do)")
 
@@ -163,7 +164,7 @@ class UpSettings(EngineSettings, ConnectorSettings, LogSettings):
     prefill: int = Field(1, ge=0, description="prefill workers")
     decode: int = Field(1, ge=0, description="decode workers")
     both: int = Field(0, ge=0, description="workers with both roles")
-    host: str = Field("127.0.0.1", description="address to listen on")
+    host: str = Field("127.0.0.1", description="address that the router listens on")
     http_port: Port = Field(8000, description="REST port; 0 takes a free one")
     grpc_port: Port = Field(50051, description="gRPC port; 0 takes a free one")
     drain_timeout: float = Field(30.0, ge=0, description="seconds that Ctrl-C or SIGTERM waits for answers to end")

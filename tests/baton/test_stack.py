@@ -58,13 +58,22 @@ def test_ports_that_are_taken_are_not_chosen(monkeypatch: pytest.MonkeyPatch) ->
         taken.listen()
         port = taken.getsockname()[1]
         monkeypatch.setattr(stack, "_WORKER_PORTS", range(port, port + 1))
-        with pytest.raises(StartupError, match="no 1 free ports"):
-            stack.free_ports("127.0.0.1", 1)
+        with pytest.raises(StartupError, match="fewer than 1 free ports"):
+            stack.free_ports(1)
 
 
-def test_a_host_that_is_not_this_machine() -> None:
-    with pytest.raises(StartupError, match=r"^--host 203\.0\.113\.1: "):
-        stack.free_ports("203.0.113.1", 1)
+def test_as_many_ports_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stack, "_WORKER_PORTS", range(21000, 21200))
+    ports = stack.free_ports(3)
+    assert len(set(ports)) == 3
+    assert set(ports) <= set(range(21000, 21200))
+
+
+@pytest.mark.parametrize(("host", "listen"), [("0.0.0.0", "0.0.0.0:8000"), ("::1", "[::1]:8000")])
+def test_only_the_router_listens_on_the_host_given(host: str, listen: str) -> None:
+    commands = stack.plan(UpSettings(host=host), Path("/kv")).commands
+    assert f"--http-listen={listen}" in commands["router"]
+    assert any(flag.startswith("--listen=127.0.0.1:") for flag in commands["decode-1"])
 
 
 def test_what_makes_no_stack() -> None:
