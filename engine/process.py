@@ -100,6 +100,7 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
         settings.connector,
         ConnectorConfig(
             kv_dir=settings.kv_dir or "",
+            lmcache_address=settings.lmcache_address,
             epoch=bootstrap.epoch,
             worker_id=bootstrap.worker_id,
             transfer_timeout_s=settings.transfer_timeout_s,

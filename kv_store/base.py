@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 class BlockRef:
     """What a producer announces: one block, readable until the producer's lease on it ends.
 
-    `peer`, `epoch` and `block_id` say where a P2P block lies; stores leave them empty and go by `block_hash`.
+    `peer`, `epoch` and `block_id` say where a P2P block lies. Stores go by `block_hash` and leave them empty, but for a
+    hint of their own in `peer`.
     """
 
     index: int  # position in the request's block table
@@ -87,6 +88,7 @@ class ConnectorConfig:
     """What any connector may need; each reads its own part."""
 
     kv_dir: str = ""  # shared_storage: the directory
+    lmcache_address: str = ""  # lmcache: host:port of the server
     epoch: str = ""  # this worker's incarnation, new at each start of the process
     worker_id: str = ""
     num_io_threads: int = 2

@@ -8,6 +8,7 @@ from common.errors import ConfigError
 from kv_store.base import ConnectorConfig, KVConnector
 
 _CONNECTORS = {
+    "lmcache": "kv_store.lmcache:LMCacheConnector",
     "memory": "kv_store.memory:MemoryConnector",
     "nixl": "kv_store.nixl:NixlConnector",
     "shared_storage": "kv_store.shared_storage:SharedStorageConnector",

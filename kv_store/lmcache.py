@@ -1,0 +1,286 @@
+"""KV blocks through an LMCache server on this machine: host memory, and files or Redis behind it.
+
+The engine's thread only groups and queues; a few threads talk to the server and copy, group by group.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from common.errors import StartupError, TransferError
+from common.types import KVCacheSpec
+from kv_store.base import (
+    BlockRef,
+    ConnectorConfig,
+    FetchBlock,
+    KVConnector,
+    LocalBlock,
+    TransferKind,
+    TransferResult,
+)
+from kv_store.cache_view import CacheView, Staging
+from kv_store.fair_queue import FairQueue
+from kv_store.lmcache_client import LMCacheClient
+from kv_store.lmcache_groups import Bytes, Group, GroupLayout, find_group, split_into_groups
+from kv_store.results import ResultQueue
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0  # until a server that starts at the same time has to answer
+LOOKUP_TIMEOUT_S = 0.25  # all the time that the engine gives a lookup, which is a hint
+_JOIN_TIMEOUT_S = 2.0  # of close(), before calls under way are cut off
+
+
+@dataclass(slots=True, frozen=True)
+class _Job:
+    job_id: int
+    kind: TransferKind
+    deadline: float  # time.monotonic(); what is not done by then fails
+    after: torch.cuda.Event | None  # device work that comes before it
+
+
+@dataclass(slots=True, frozen=True)
+class _Part:
+    """What one turn of a thread deals with: the blocks of one group, or fetched blocks whose groups are to be found."""
+
+    blocks: list[LocalBlock]
+    group: Group | None
+
+
+class LMCacheConnector(KVConnector):
+    """A store: blocks are named by hash, outlive their producer, and need no peers.
+
+    `lookup` takes hashes to be those of a request's blocks from its first one on, and finds less where they are not.
+    Each block's reference carries a hint (`BlockRef.peer`) that finds it at once. Without the hint a block is found
+    where the job also names the last block of its group, as a job for a whole prefix does.
+    """
+
+    name: ClassVar[str] = "lmcache"
+    is_store: ClassVar[bool] = True
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        if not config.lmcache_address:
+            raise StartupError("lmcache_address: host:port of an LMCache server on this machine is needed")
+        self._config = config
+        self._client = LMCacheClient(config.lmcache_address)
+        self._queue: FairQueue[_Job, _Part] = FairQueue()
+        self._threads: list[threading.Thread] = []
+        try:
+            self._client.wait_until_up(START_TIMEOUT_S)
+        except StartupError:
+            self._client.close(0.0)
+            raise
+
+    def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
+        self._view = CacheView(cache, spec)
+        self._layout = GroupLayout(spec)
+        self._client.register(self._layout, self._config.transfer_timeout_s)
+        self._results = ResultQueue(wake)
+        for number in range(self._config.num_io_threads):
+            thread = threading.Thread(target=self._run, name=f"kv-lmcache-{number}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def describe(self) -> bytes:
+        return b""
+
+    def add_peer(self, peer: bytes) -> None:
+        """Does nothing: the server is all that workers share."""
+
+    def lookup(self, block_hashes: Sequence[bytes]) -> int:
+        deadline = time.monotonic() + LOOKUP_TIMEOUT_S
+        hashes = dict(enumerate(block_hashes))
+        num_found = 0
+        try:
+            while num_found < len(hashes):
+                found = find_group(num_found, hashes, self._layout.sizes, lambda g: self._client.contains(g, deadline))
+                if found is None:
+                    break
+                num_found = found[1].stop
+        except TransferError as error:
+            log.debug("lookup given up", extra={"reason": error.message})
+        return num_found
+
+    def publish(self, job_id: int, blocks: Sequence[LocalBlock]) -> None:
+        groups = split_into_groups(blocks, self._layout.sizes)
+        parts = [_Part(group, Group(len(group), group[-1].block_hash)) for group in groups]
+        self._queue.put(self._job(job_id, TransferKind.PUBLISH), parts)
+
+    def fetch(self, job_id: int, blocks: Sequence[FetchBlock]) -> None:
+        by_group: dict[Group | None, list[LocalBlock]] = {}
+        for block in blocks:
+            group = Group.from_hint(block.ref.peer)
+            if group is not None and group.num_blocks not in self._layout.sizes:
+                group = None
+            local = LocalBlock(block.ref.index, block.block_id, block.ref.block_hash)
+            by_group.setdefault(group, []).append(local)
+        self._queue.put(
+            self._job(job_id, TransferKind.FETCH), [_Part(members, group) for group, members in by_group.items()]
+        )
+
+    def poll(self) -> list[TransferResult]:
+        return self._results.drain()
+
+    def release(self, job_id: int) -> None:
+        """Does nothing: the server keeps what is used."""
+
+    def close(self) -> None:
+        """Waits for the copy under way, since the cache may go after it; a call to the server is cut off."""
+        self._queue.close()
+        for thread in self._threads:
+            thread.join(_JOIN_TIMEOUT_S)
+        self._client.close(_JOIN_TIMEOUT_S)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _job(self, job_id: int, kind: TransferKind) -> _Job:
+        return _Job(job_id, kind, time.monotonic() + self._config.transfer_timeout_s, self._view.mark())
+
+    # ------------------------------------------------------------------------------------- I/O threads
+
+    def _run(self) -> None:
+        staging: Staging | None = None
+        while (taken := self._queue.take(1)) is not None:
+            job, (part,) = taken
+            due = {(block.index, block.block_id): block for block in part.blocks}
+
+            def settle(results: Iterable[TransferResult], due: dict[tuple[int, int], LocalBlock] = due) -> None:
+                """Reports results; each block has one, whatever happens after it."""
+                settled = list(results)
+                for result in settled:
+                    del due[result.index, result.block_id]
+                self._results.add(settled)
+
+            try:
+                staging = staging or Staging(self._view, self._layout.sizes[-1])
+                if job.kind is TransferKind.FETCH:
+                    self._fetch(job, part, staging, settle)
+                elif part.group is not None:
+                    settle(self._publish(job, part.blocks, part.group, staging))
+            except TransferError as error:
+                settle(_failed(job, due.values(), error.message))
+            except Exception as error:
+                # Not a block's fault: the device, or a defect. Each block still gets its one result.
+                log.exception("KV transfer failed", extra={"job_id": job.job_id})
+                settle(_failed(job, due.values(), f"{type(error).__name__}: {error}"))
+
+    def _publish(self, job: _Job, blocks: list[LocalBlock], group: Group, staging: Staging) -> list[TransferResult]:
+        _check_deadline(job)
+        hashes = [block.block_hash for block in blocks]
+        data = staging.load([block.block_id for block in blocks], job.after)
+        num_bytes = self._view.block_bytes
+        if not self._client.store(group, lambda slot: self._layout.write(slot, hashes, data), job.deadline):
+            with self._client.loaded(group, job.deadline) as slot:
+                if slot is None:
+                    raise TransferError("LMCache has no room, or waits for another writer of the same blocks")
+                if self._layout.holds(slot, hashes):
+                    num_bytes = 0
+                else:
+                    # Lost half-written, or changed since. Readers see that it is wrong, or, when this is done, right.
+                    log.warning("repairing a corrupt group in LMCache", extra={"last_hash": group.last_hash.hex()})
+                    self._layout.write(slot, hashes, data)
+        return [
+            _result(
+                job,
+                block,
+                ref=BlockRef(index=block.index, block_hash=block.block_hash, peer=group.hint()),
+                num_bytes=num_bytes,
+            )
+            for block in blocks
+        ]
+
+    def _fetch(
+        self, job: _Job, part: _Part, staging: Staging, settle: Callable[[Iterable[TransferResult]], None]
+    ) -> None:
+        if part.group is not None:
+            self._fetch_group(job, part.blocks, part.group, staging, settle)
+            return
+        missed: set[Group] = set()
+
+        def contains(group: Group) -> bool:
+            _check_deadline(job)
+            if group not in missed and self._client.contains(group, job.deadline):
+                return True
+            missed.add(group)
+            return False
+
+        hashes = {block.index: block.block_hash for block in part.blocks}
+        left = sorted(part.blocks, key=lambda block: block.index)
+        while left:
+            found = find_group(left[0].index, hashes, self._layout.sizes, contains)
+            if found is None:
+                settle([_not_stored(job, left.pop(0))])
+                continue
+            group, indexes = found
+            members = [block for block in left if block.index in indexes]
+            left = [block for block in left if block.index not in indexes]
+            self._fetch_group(job, members, group, staging, settle)
+
+    def _fetch_group(
+        self,
+        job: _Job,
+        blocks: list[LocalBlock],
+        group: Group,
+        staging: Staging,
+        settle: Callable[[Iterable[TransferResult]], None],
+    ) -> None:
+        _check_deadline(job)
+        with self._client.loaded(group, job.deadline) as slot:
+            if slot is None:
+                settle([_not_stored(job, block) for block in blocks])
+                return
+            # A job may want one block twice, and more blocks than the group has: then most of them are not in it.
+            for start in range(0, len(blocks), group.num_blocks):
+                settle(self._read(job, blocks[start : start + group.num_blocks], group, slot, staging))
+
+    def _read(
+        self, job: _Job, blocks: list[LocalBlock], group: Group, slot: Bytes, staging: Staging
+    ) -> list[TransferResult]:
+        block_ids = [block.block_id for block in blocks]
+        entries = self._layout.entries(slot, group.num_blocks)
+        results: list[TransferResult] = []
+        for block, buffer in zip(blocks, staging.buffers(block_ids), strict=True):
+            entry = (entries or {}).get(block.block_hash)
+            if entry is None:
+                results.append(_result(job, block, error="corrupt in LMCache: not what its name says"))
+            elif not self._layout.read(slot, group.num_blocks, entry, buffer):
+                results.append(_result(job, block, error="corrupt in LMCache: checksum differs"))
+            else:
+                results.append(_result(job, block, num_bytes=self._view.block_bytes))
+        staging.store(block_ids, [result.error is None for result in results], job.after)
+        return results
+
+
+def _check_deadline(job: _Job) -> None:
+    if time.monotonic() > job.deadline:
+        raise TransferError("LMCache: not done in time")
+
+
+def _not_stored(job: _Job, block: LocalBlock) -> TransferResult:
+    return _result(job, block, error=f"block {block.block_hash.hex()} is not in LMCache")
+
+
+def _failed(job: _Job, blocks: Iterable[LocalBlock], error: str) -> list[TransferResult]:
+    return [_result(job, block, error=error) for block in blocks]
+
+
+def _result(
+    job: _Job, block: LocalBlock, *, error: str | None = None, ref: BlockRef | None = None, num_bytes: int = 0
+) -> TransferResult:
+    return TransferResult(
+        job_id=job.job_id,
+        kind=job.kind,
+        index=block.index,
+        block_id=block.block_id,
+        error=error,
+        ref=ref,
+        num_bytes=num_bytes,
+    )
