@@ -110,8 +110,11 @@ class Stack:
                 case Signalled() | Finished() as event:
                     return event
 
-    def drain(self) -> None:
-        """Ends the router, then the workers, each after what it has in hand. Another signal ends all at once."""
+    def drain(self) -> bool:
+        """Ends the router, then the workers, each after what it has in hand.
+
+        False where that was cut short, by another signal or because it took longer than `drain_timeout`.
+        """
         workers = [child for child in self.children if child.name != self.router]
         routers = [child for child in self.children if child.name == self.router]
         for group in (routers, workers):
@@ -125,7 +128,8 @@ class Stack:
                     log.warning("not drained in time, ending at once", extra={"processes": late})
                 if event is None or isinstance(event, Signalled):
                     self.kill()
-                    return
+                    return False
+        return True
 
     def kill(self) -> None:
         """Ends everything at once, and waits until it is gone."""
@@ -147,7 +151,7 @@ def run(
 ) -> int:
     """Brings the stack up, runs `work` beside it (or waits for a signal), and takes it down. Returns the exit code.
 
-    `work` runs in a thread of its own. Without it, a signal is how a stack is meant to end: exit code 0.
+    `work` runs in a thread of its own. Without it, a signal is how a stack is meant to end: exit code 0 once drained.
     """
     with _signals_into(stack.events):
         try:
@@ -158,12 +162,13 @@ def run(
                 on_ready(started)
             if work is not None:
                 threading.Thread(target=_work, args=(work, started, stack.events), daemon=True).start()
+            drained = False
             try:
                 event = stack.watch()
             finally:
-                stack.drain()
+                drained = stack.drain()
             if isinstance(event, Signalled):
-                return 0 if work is None else 128 + event.signum
+                return 0 if work is None and drained else 128 + event.signum
             if event.error is not None:
                 raise event.error
             return event.code

@@ -208,7 +208,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         wait_until(lambda: (tmp_path / "order").exists() and "decode-1" in (tmp_path / "order").read_text())
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        assert process.wait() == 0
+        assert process.wait() == 130
     all_gone(tmp_path)
 
 
