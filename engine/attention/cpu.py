@@ -21,6 +21,7 @@ from common.types import KVCacheSpec
 from engine.attention.base import AttentionBackend, AttentionShape, KVWriter, StepAttention
 from engine.batch import SequenceInput
 
+_TILE = 64  # queries of each head at a time
 _GROUP_BYTES = 32 << 20  # of gathered K and V in one batched product; bounds the workspace
 
 
@@ -113,11 +114,11 @@ class _FirstChunkRun(_Run):
 
     def __init__(self, backend: TorchBackend, sequence: SequenceInput, start: int) -> None:
         self.start, self.stop = start, start + len(sequence.token_ids)
-        self._backend = backend
+        self._chunk = _chunk_attention(backend, num_before=0, num_new=len(sequence.token_ids))
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         keys, values = kv.permute(1, 2, 0, 3)
-        return _attend_chunk(self._backend, q, keys, values, None)
+        return self._chunk.attend(q, keys, values)
 
 
 class _LaterChunkRun(_Run):
@@ -129,32 +130,88 @@ class _LaterChunkRun(_Run):
         self._backend = backend
         self._context = sequence.num_computed_tokens + num_new
         self._index = backend.plane_index(torch.tensor([sequence.block_ids[: backend.num_blocks(sequence)]]))
-        dtype, device = backend.cache.dtype, backend.device
-        ahead = torch.full((num_new, self._context), float("-inf"), dtype=dtype, device=device)
-        self._mask = ahead.triu_(sequence.num_computed_tokens + 1)
+        self._chunk = _chunk_attention(backend, num_before=sequence.num_computed_tokens, num_new=num_new)
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        gathered = self._backend.gather(layer, self._index, 1)[:, 0, :, : self._context]
-        return _attend_chunk(self._backend, q, gathered[0], gathered[1], self._mask)
+        keys, values = self._backend.gather(layer, self._index, 1)[:, 0, :, : self._context]
+        return self._chunk.attend(q, keys, values)
 
 
-def _attend_chunk(
-    backend: TorchBackend, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
-) -> torch.Tensor:
-    """One sequence, causal where there is no mask. `keys` and `values` are `[num_kv_heads, context, head_dim]`.
+class _Chunk(ABC):
+    """Causal attention of one sequence's `num_new` tokens that follow `num_before` others."""
 
-    The KV heads are the batch and each one's query heads the heads, so that K and V are shared by a stride of 0.
+    def __init__(self, backend: TorchBackend, num_before: int, num_new: int) -> None:
+        self._group = backend.group
+        self._scale = backend.shape.softmax_scale
+        self._num_before = num_before
+        self._num_new = num_new
+        self._dtype, self._device = backend.cache.dtype, backend.device
+
+    @abstractmethod
+    def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """`q` `[num_new, num_heads, head_dim]`; `keys`, `values` `[num_kv_heads, num_before + num_new, head_dim]`."""
+
+    def _by_kv_head(self, q: torch.Tensor) -> torch.Tensor:
+        """`[num_kv_heads, group, num_new, head_dim]`."""
+        return q.view(q.shape[0], -1, self._group, q.shape[2]).permute(1, 2, 0, 3)
+
+    def _ahead(self, num_rows: int, num_columns: int, first_ahead: int) -> torch.Tensor:
+        """To be added to scores: row r may not see column r + first_ahead and those behind it."""
+        mask = torch.full((num_rows, num_columns), float("-inf"), dtype=self._dtype, device=self._device)
+        return mask.triu_(first_ahead)
+
+
+def _chunk_attention(backend: TorchBackend, *, num_before: int, num_new: int) -> _Chunk:
+    tiled = backend.device.type == "cpu" and backend.cache.dtype == torch.bfloat16
+    return (_TiledChunk if tiled else _FusedChunk)(backend, num_before, num_new)
+
+
+class _FusedChunk(_Chunk):
+    """Torch's own fused kernel."""
+
+    def __init__(self, backend: TorchBackend, num_before: int, num_new: int) -> None:
+        super().__init__(backend, num_before, num_new)
+        self._mask = self._ahead(num_new, num_before + num_new, num_before + 1) if num_before else None
+
+    def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        # The KV heads are the batch and each one's query heads the heads: then K and V are shared by a stride of 0.
+        heads = (-1, self._group, -1, -1)
+        out = F.scaled_dot_product_attention(
+            self._by_kv_head(q),
+            keys[:, None].expand(heads),
+            values[:, None].expand(heads),
+            attn_mask=self._mask,
+            is_causal=self._mask is None,
+            scale=self._scale,
+        )
+        return out.permute(2, 0, 1, 3).reshape(q.shape[0], -1)
+
+
+class _TiledChunk(_Chunk):
+    """Tiles of queries as plain products, each with the keys up to its end.
+
+    oneDNN's bfloat16 products are twice as fast as the fused kernel on a CPU that has such instructions.
     """
-    heads = (-1, backend.group, -1, -1)
-    out = F.scaled_dot_product_attention(
-        q.view(q.shape[0], -1, backend.group, q.shape[2]).permute(1, 2, 0, 3),
-        keys[:, None].expand(heads),
-        values[:, None].expand(heads),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=backend.shape.softmax_scale,
-    )
-    return out.permute(2, 0, 1, 3).reshape(q.shape[0], -1)
+
+    def __init__(self, backend: TorchBackend, num_before: int, num_new: int) -> None:
+        super().__init__(backend, num_before, num_new)
+        self._diagonal = self._ahead(_TILE, _TILE, 1)
+        self._nothing = torch.zeros(1, 1, 1, dtype=self._dtype, device=self._device)
+
+    def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        queries, keys = self._by_kv_head(q), keys.transpose(1, 2)
+        num_kv_heads, _, _, head_dim = queries.shape
+        out = torch.empty((self._num_new, num_kv_heads, self._group, head_dim), dtype=q.dtype, device=q.device)
+        for start in range(0, self._num_new, _TILE):
+            size = min(_TILE, self._num_new - start)
+            seen = self._num_before + start + size
+            rows = queries[:, :, start : start + size].reshape(num_kv_heads, -1, head_dim)
+            scores = torch.baddbmm(self._nothing, rows, keys[:, :, :seen], beta=0, alpha=self._scale)
+            tail = scores.view(num_kv_heads, self._group, size, seen)[..., seen - size :]
+            tail.add_(self._diagonal[:size, :size])
+            attended = torch.bmm(scores.softmax(-1), values[:, :seen])
+            out[start : start + size] = attended.view(num_kv_heads, self._group, size, head_dim).permute(2, 0, 1, 3)
+        return out.view(self._num_new, -1)
 
 
 class _DecodeRun(_Run):

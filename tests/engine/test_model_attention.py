@@ -69,6 +69,16 @@ def test_torch_backend_in_small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     compare(make_backend("torch"), 9)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_torch_backend_in_tiles(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """What bfloat16 takes, here in float32, where a slip shows."""
+    monkeypatch.setattr(cpu, "_TILE", 4)
+    monkeypatch.setattr(
+        cpu, "_chunk_attention", lambda backend, num_before, num_new: cpu._TiledChunk(backend, num_before, num_new)
+    )
+    compare(make_backend("torch"), seed)
+
+
 class FakeWrapper:
     """FlashInfer's paged attention by its documented tables, in plain torch; `plan` takes what the real one takes."""
 
