@@ -104,6 +104,7 @@ class Registry:
             self._workers[address] = _Worker(address, role, grpc.aio.insecure_channel(address, CHANNEL_OPTIONS))
         self._tasks: list[asyncio.Task[None]] = []
         self._news = asyncio.Event()
+        self._adopting = asyncio.Lock()
         self.model: ServedModel | None = None
 
     def start(self) -> None:
@@ -190,7 +191,8 @@ class Registry:
                 worker.info = await stub.GetInfo(
                     worker_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S, wait_for_ready=True
                 )
-                await self._adopt(worker, stub)
+                async with self._adopting:  # of workers that answer at the same time, the first decides
+                    await self._adopt(worker, stub)
                 await self._read_load(worker, stub)
                 problem = "its load stream ended"
             except grpc.aio.AioRpcError as error:

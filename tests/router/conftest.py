@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 import grpc
 import openai
 import pytest
+from prometheus_client import REGISTRY
 
 from common.config import RouterSettings
 from common.types import WorkerRole
@@ -58,6 +60,24 @@ async def start_worker() -> AsyncIterator[StartWorker]:
         await worker.stop()
 
 
+async def reaches(name: str, value: float, **labels: str) -> None:
+    """Returns once a metric of this process is at least `value`."""
+    async with asyncio.timeout(20):
+        while sample(name, **labels) < value:  # noqa: ASYNC110 (a metric cannot be awaited)
+            await asyncio.sleep(0.005)
+
+
+async def all_seen(endpoints: dict[WorkerRole, int]) -> None:
+    """Returns once the router has read the load of every worker; it is ready before, with the first one."""
+    for role, number in endpoints.items():
+        await reaches("baton_router_endpoints", number, role=role, state="ready")
+
+
+def sample(name: str, **labels: str) -> float:
+    """A metric's value in this process."""
+    return REGISTRY.get_sample_value(name, labels) or 0.0
+
+
 @pytest.fixture
 async def start_router(start_worker: StartWorker) -> AsyncIterator[StartRouter]:
     async with contextlib.AsyncExitStack() as stack:
@@ -82,6 +102,14 @@ async def start_router(start_worker: StartWorker) -> AsyncIterator[StartRouter]:
             if task.done():
                 task.result()
             url, address = await is_ready
+            both = {*decode} & {*prefill}
+            await all_seen(
+                {
+                    WorkerRole.BOTH: len(both),
+                    WorkerRole.DECODE: len({*decode} - both),
+                    WorkerRole.PREFILL: len({*prefill} - both),
+                }
+            )
             channel = grpc.aio.insecure_channel(address)
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
@@ -105,3 +133,10 @@ async def worker(start_worker: StartWorker) -> FakeWorker:
 @pytest.fixture
 async def router(worker: FakeWorker, start_router: StartRouter) -> RunningRouter:
     return await start_router(worker)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -40,7 +40,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
         self.delay_s = 0.0  # before each token
         # What was seen.
         self.requests: list[decode_pb2.DecodeRequest] = []
-        self.num_cancelled = 0
+        self.cancelled = asyncio.Event()
+        self.asked = asyncio.Event()
         self.deadlines: list[float | None] = []
         self.address = ""
         self._server: grpc.aio.Server | None = None
@@ -119,6 +120,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
         self, request: decode_pb2.DecodeRequest, context: Context
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
         self.requests.append(request)
+        self.asked.set()
         self.deadlines.append(context.time_remaining())
         if self.refuse is not None:
             await context.abort(*self.refuse)
@@ -137,7 +139,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
                 await asyncio.sleep(self.delay_s)
                 yield self._event(position, params, is_last=position == stop - 1)
         except asyncio.CancelledError:
-            self.num_cancelled += 1
+            self.cancelled.set()
             raise
 
     def _event(self, position: int, params: types_pb2.SamplingParams, *, is_last: bool) -> decode_pb2.DecodeEvent:

@@ -302,24 +302,25 @@ async def test_a_client_that_leaves_ends_its_request(router: RunningRouter, work
     body = {"messages": MESSAGES, "stream": stream}
     async with httpx.AsyncClient(base_url=router.url) as client:
         asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
-        while not worker.requests:
-            await asyncio.sleep(0.01)
+        await worker.asked.wait()
         await asyncio.sleep(0.1)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-    async with asyncio.timeout(10):
-        while not worker.num_cancelled:
-            await asyncio.sleep(0.01)
+    await asyncio.wait_for(worker.cancelled.wait(), 10)
 
 
 async def test_an_error_after_the_first_token_is_an_event(router: RunningRouter, worker: FakeWorker) -> None:
     worker.hang_after = 3
-    stream = await router.openai.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
-    received = ""
-    with pytest.raises(openai.APIError, match="no decode worker"):
+    received: list[str] = []
+
+    async def read() -> None:
+        stream = await router.openai.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
         async for chunk in stream:
-            received += chunk.choices[0].delta.content or ""
-            if received:
+            received.append(chunk.choices[0].delta.content or "")
+            if received[-1]:
                 await worker.stop()
-    assert received
-    assert ANSWER.startswith(received)
+
+    with pytest.raises(openai.APIError, match="no decode worker"):
+        await read()
+    assert "".join(received)
+    assert ANSWER.startswith("".join(received))

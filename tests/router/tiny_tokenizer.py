@@ -14,7 +14,8 @@ EOS = "<|im_end|>"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", EOS)
 TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' and loop.first %}{{ raise_exception('the assistant cannot begin') }}{% endif %}"
+    "{% if message['role'] == 'assistant' and loop.first %}"
+    "{{ raise_exception('the assistant cannot begin') }}{% endif %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

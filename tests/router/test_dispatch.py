@@ -1,0 +1,209 @@
+"""What a request goes through when workers fail: through real sockets, with the answer known beforehand."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from common.types import WorkerRole
+from protos.baton.v1 import inference_pb2, types_pb2, worker_pb2
+from router.retry_budget import RetryBudget
+from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches, sample
+from tests.router.fake_worker import ANSWER, FakeWorker
+from tests.router.tiny_tokenizer import byte_ids, eos_id
+
+
+async def ask(router: RunningRouter, **params: object) -> tuple[str, list[int], inference_pb2.GenerateResponse]:
+    """(text, token ids, last response)."""
+    request = inference_pb2.GenerateRequest(
+        request_id="r",
+        prompt="Hello",
+        sampling_params=types_pb2.SamplingParams(**params),  # type: ignore[arg-type]
+    )
+    responses = [response async for response in router.inference.Generate(request)]
+    text = "".join(response.text for response in responses)
+    return text, [t for response in responses for t in response.token_ids], responses[-1]
+
+
+@pytest.fixture
+async def pair(start_worker: StartWorker) -> tuple[FakeWorker, FakeWorker]:
+    """Two decode workers; the first is the less loaded one."""
+    first, second = await start_worker(), await start_worker()
+    second.num_requests_waiting = 5
+    return first, second
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7])
+@pytest.mark.parametrize("fault", ["die_after", "end_after"])
+async def test_migration_gives_each_token_once(
+    pair: tuple[FakeWorker, FakeWorker], start_router: StartRouter, fault: str, num_tokens: int
+) -> None:
+    first, second = pair
+    router = await start_router(*pair)
+    before = sample("baton_router_migrations_total", reason="UNAVAILABLE")
+    setattr(first, fault, num_tokens)
+    text, token_ids, last = await ask(router)
+    assert text == ANSWER
+    assert token_ids == [*first.answer, eos_id()]
+    assert list(second.requests[0].output_token_ids) == first.answer[:num_tokens]
+    assert second.requests[0].sampling_params == first.requests[0].sampling_params
+    assert (last.report.num_migrations, last.report.num_retries) == (1, 0)
+    assert last.report.decode_worker == second.address
+    assert last.usage.completion_tokens == len(token_ids)
+    assert sample("baton_router_migrations_total", reason="UNAVAILABLE") == before + 1
+
+
+async def test_migration_in_the_middle_of_a_character(
+    pair: tuple[FakeWorker, FakeWorker], start_router: StartRouter
+) -> None:
+    for worker in pair:
+        worker.answer = byte_ids("a😀東京b")
+    pair[0].die_after = 3
+    text, _, last = await ask(await start_router(*pair))
+    assert text == "a😀東京b"
+    assert last.report.num_migrations == 1
+
+
+async def test_a_worker_killed_in_mid_stream(pair: tuple[FakeWorker, FakeWorker], start_router: StartRouter) -> None:
+    first, second = pair
+    first.hang_after = 4
+    router = await start_router(*pair)
+    asking = asyncio.create_task(ask(router))
+    await first.asked.wait()
+    await first.stop()
+    text, token_ids, last = await asking
+    assert text == ANSWER
+    assert token_ids == [*second.answer, eos_id()]
+    assert last.report.num_migrations + last.report.num_retries == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.INTERNAL,
+    ],
+)
+async def test_a_worker_that_refuses_is_replaced_before_the_first_token(
+    pair: tuple[FakeWorker, FakeWorker], start_router: StartRouter, code: grpc.StatusCode
+) -> None:
+    pair[0].refuse = (code, "no")
+    text, _, last = await ask(await start_router(*pair))
+    assert text == ANSWER
+    assert (last.report.num_retries, last.report.num_migrations) == (1, 0)
+    assert list(pair[1].requests[0].output_token_ids) == []
+
+
+async def test_the_only_worker_is_asked_again_once_it_is_back(worker: FakeWorker, router: RunningRouter) -> None:
+    worker.die_after = 9
+    text, token_ids, last = await ask(router)
+    assert text == ANSWER
+    assert token_ids == [*worker.answer, eos_id()]
+    assert last.report.num_migrations == len(worker.requests) - 1 > 0
+
+
+async def test_a_restarted_worker_takes_over_from_itself(worker: FakeWorker, router: RunningRouter) -> None:
+    worker.hang_after = 3
+    asking = asyncio.create_task(ask(router))
+    await worker.asked.wait()
+    await worker.stop()
+    worker.hang_after, worker.epoch = None, "e2"
+    await worker.start(worker.address)
+    text, _, _ = await asking
+    assert text == ANSWER
+
+
+async def test_an_end_that_was_not_announced(worker: FakeWorker, router: RunningRouter) -> None:
+    worker.die_after = 5
+    text, token_ids, last = await ask(router, max_tokens=5)
+    assert len(token_ids) == 5
+    assert ANSWER.startswith(text)
+    assert last.finish_reason == types_pb2.FINISH_REASON_LENGTH
+
+
+async def test_a_worker_refusing_the_request_itself_is_believed(
+    pair: tuple[FakeWorker, FakeWorker], start_router: StartRouter
+) -> None:
+    pair[0].refuse = (grpc.StatusCode.INVALID_ARGUMENT, "max_tokens: can never fit")
+    router = await start_router(*pair)
+    with pytest.raises(grpc.aio.AioRpcError, match="max_tokens: can never fit") as caught:
+        await ask(router)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert pair[1].requests == []
+
+
+async def test_retries_are_few_where_every_worker_fails(start_worker: StartWorker, start_router: StartRouter) -> None:
+    workers = [await start_worker() for _ in range(3)]
+    for worker in workers:
+        worker.refuse = (grpc.StatusCode.INTERNAL, "broken")
+    router = await start_router(*workers)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(router)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert [len(worker.requests) for worker in workers] == [1, 1, 1]
+
+
+async def test_a_draining_worker_gets_nothing_new(
+    pair: tuple[FakeWorker, FakeWorker], start_router: StartRouter
+) -> None:
+    first, second = pair
+    router = await start_router(*pair)
+    assert (await ask(router))[2].report.decode_worker == first.address
+    first.change(state=worker_pb2.WORKER_STATE_DRAINING)
+    await reaches("baton_router_endpoints", 1, role="decode", state="draining")
+    for _ in range(3):
+        assert (await ask(router))[2].report.decode_worker == second.address
+
+
+async def test_a_burst_spreads_before_the_next_report(start_worker: StartWorker, start_router: StartRouter) -> None:
+    workers = [await start_worker() for _ in range(3)]
+    for worker in workers:
+        worker.delay_s = 0.01
+    router = await start_router(*workers)
+    await asyncio.gather(*(ask(router) for _ in range(9)))
+    assert [len(worker.requests) for worker in workers] == [3, 3, 3]
+
+
+async def test_prefill_workers_are_named_to_the_decode_worker(
+    start_worker: StartWorker, start_router: StartRouter
+) -> None:
+    decode, prefill = await start_worker(), await start_worker(WorkerRole.PREFILL)
+    await ask(await start_router(decode, prefill=(prefill,)))
+    assert list(decode.requests[-1].prefill_addresses) == [prefill.address]
+
+
+async def test_workers_of_both_roles_prefill_in_place(start_worker: StartWorker, start_router: StartRouter) -> None:
+    workers = (await start_worker(WorkerRole.BOTH), await start_worker(WorkerRole.BOTH))
+    router = await start_router(*workers, prefill=workers)
+    for _ in range(4):
+        await ask(router)
+    requests = [request for worker in workers for request in worker.requests]
+    assert [list(request.prefill_addresses) for request in requests] == [[]] * 4
+
+
+async def test_other_models_and_roles_are_excluded(start_worker: StartWorker, start_router: StartRouter) -> None:
+    """Whichever decode worker answers first decides what is served."""
+    kinds = {("f1", "tiny"): {}, ("f2", "tiny"): {"fingerprint": "f2"}, ("f1", "other"): {"model": "other"}}
+    workers = [await start_worker(**attributes) for attributes in kinds.values() for _ in range(2)]
+    no_decode = await start_worker(WorkerRole.PREFILL)
+    router = await start_router(*workers, no_decode)
+    for _ in range(6):
+        await ask(router)
+    used = [worker for worker in workers if worker.requests]
+    assert len(used) == 2
+    assert len({(worker.fingerprint, worker.model) for worker in used}) == 1
+    assert no_decode.requests == []
+
+
+def test_retry_budget_is_a_share_of_requests_and_a_floor() -> None:
+    budget = RetryBudget(ratio=0.2, floor_per_s=1.0, window_s=10.0)
+    assert sum(budget.spend(0.0) for _ in range(50)) == 10
+    for _ in range(25):
+        budget.request()
+    assert sum(budget.spend(0.0) for _ in range(50)) == 5
+    assert sum(budget.spend(3.0) for _ in range(50)) == 3
+    assert sum(budget.spend(1000.0) for _ in range(50)) == 10
