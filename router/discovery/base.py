@@ -1,0 +1,32 @@
+"""What a source of workers gives: the full set of addresses, again and again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(slots=True, frozen=True, order=True)
+class Found:
+    """One worker (or router) that a source knows."""
+
+    address: str  # host:port, as gRPC dials it
+    pod: str = ""  # name of the Kubernetes pod behind it, where known
+
+
+class Discovery(Protocol):
+    """Sources keep what they knew while they cannot look: an outage of DNS or of an API server loses no worker."""
+
+    @property
+    def complete(self) -> bool:
+        """True once every source has answered: from then on an empty set means that nobody is there."""
+        ...
+
+    def watch(self) -> AsyncGenerator[tuple[Found, ...], None]:
+        """Yields the whole current set, sorted: as soon as something is known, then after each change.
+
+        Runs until closed, and outlives every failure of what it watches. May be called once. Raises `StartupError`
+        where the source can never answer, with what an operator has to do.
+        """
+        ...
