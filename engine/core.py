@@ -40,7 +40,10 @@ class Runner(Protocol):
     eos_token_ids: list[int]
 
     def execute(
-        self, sequences: Sequence[SequenceInput], copies: Sequence[BlockCopy] = ()
+        self,
+        sequences: Sequence[SequenceInput],
+        copies: Sequence[BlockCopy] = (),
+        between_layers: Callable[[], None] = ...,
     ) -> list[SampledToken | None]: ...
 
 
@@ -148,11 +151,15 @@ class EngineCore:
         self.take_in_transfers()  # P2P publications are ready at once
         return output
 
-    def execute(self, output: SchedulerOutput) -> bool:
-        """Second half: computes the batch; False where it is empty and only time or a message can help."""
+    def execute(self, output: SchedulerOutput, between_layers: Callable[[], None] | None = None) -> bool:
+        """Second half: computes the batch; False where it is empty and only time or a message can help.
+
+        `between_layers` is called many times in mid-step and may call `handle`, `take_in_transfers` and `take_events`:
+        blocks that become free there are not given to anyone before the next `prepare`.
+        """
         if not output.num_tokens:
             return bool(output.preempted) and self.scheduler.num_running > 0
-        result = self.scheduler.update(output, self._compute(output))
+        result = self.scheduler.update(output, self._compute(output, between_layers or self.take_in_transfers))
         for publish in result.publishes:
             self._publish(publish)
         for new in result.tokens:
@@ -287,10 +294,10 @@ class EngineCore:
         for swap in swap_ins:
             cache[swap.device_block].copy_(self._host_cache[swap.host_block])
 
-    def _compute(self, output: SchedulerOutput) -> list[SampledToken | None]:
+    def _compute(self, output: SchedulerOutput, between_layers: Callable[[], None]) -> list[SampledToken | None]:
         sequences = [self._sequence(request, num_new) for request, num_new in output.num_tokens.items()]
         try:
-            return self._runner.execute(sequences)
+            return self._runner.execute(sequences, between_layers=between_layers)
         except Exception:
             # One batch is lost, not the worker: its requests fail with their ids, all others go on.
             log.exception("a step failed", extra={"num_requests": len(sequences)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -27,6 +27,10 @@ GIB = 1 << 30
 DEFAULT_CPU_KV_CACHE_GB = 1.0
 _CPU_RESERVE_BYTES = 256 << 20  # activations, workspaces, Python
 _CUDA_RESERVE_BYTES = 1 << 30  # the same on a device, kernels' workspaces included
+
+
+def _nothing() -> None:
+    """What happens between layers where nobody asks for anything."""
 
 
 class ModelRunner:
@@ -74,23 +78,29 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(
-        self, sequences: Sequence[SequenceInput], copies: Sequence[BlockCopy] = ()
+        self,
+        sequences: Sequence[SequenceInput],
+        copies: Sequence[BlockCopy] = (),
+        between_layers: Callable[[], None] = _nothing,
     ) -> list[SampledToken | None]:
         """One engine step: copies blocks in order, computes all new tokens, samples where asked.
 
-        The result has one entry per sequence, None where it asked for no token.
+        The result has one entry per sequence, None where it asked for no token. `between_layers` is called after each
+        layer; it may not touch this runner.
         """
         for copy in copies:
             self.kv_cache[copy.target].copy_(self.kv_cache[copy.source])
         result: list[SampledToken | None] = [None] * len(sequences)
-        wanted, logits = self._forward(sequences)
+        wanted, logits = self._forward(sequences, between_layers)
         inputs = [item for index in wanted if (item := sequences[index].sample) is not None]
         if logits is not None:
             for index, token in zip(wanted, sample(logits, inputs), strict=True):
                 result[index] = token
         return result
 
-    def _forward(self, sequences: Sequence[SequenceInput]) -> tuple[list[int], torch.Tensor | None]:
+    def _forward(
+        self, sequences: Sequence[SequenceInput], between_layers: Callable[[], None]
+    ) -> tuple[list[int], torch.Tensor | None]:
         """Indexes of the sequences that want a token, and their logits `[that many, vocab_size]` in that order."""
         if not sequences:
             return [], None
@@ -110,7 +120,7 @@ class ModelRunner:
                 wanted.append(index)
                 last_tokens.append(len(token_ids) - 1)
         step = self._attention.prepare([sequences[index] for index in order])
-        hidden = self._model.forward(self._to_device(token_ids), self._to_device(positions), step)
+        hidden = self._model.forward(self._to_device(token_ids), self._to_device(positions), step, between_layers)
         if not wanted:
             return [], None
         if len(wanted) < len(token_ids):

@@ -11,7 +11,9 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -24,6 +26,9 @@ from engine import messages as m
 
 LOAD_INTERVAL_S = 0.05  # load is reported on change, at most this often
 IDLE_POLL_S = 1.0
+
+if TYPE_CHECKING:
+    from engine.core import EngineCore  # the gRPC front imports Bootstrap from here without loading torch
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +105,7 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
         settings.connector,
         ConnectorConfig(
             kv_dir=settings.kv_dir or "",
-            lmcache_address=settings.lmcache_address,
+            lmcache_address=settings.lmcache_address or "",
             epoch=bootstrap.epoch,
             worker_id=bootstrap.worker_id,
             transfer_timeout_s=settings.transfer_timeout_s,
@@ -110,28 +115,49 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     runner = ModelRunner(Path(bootstrap.model_dir), settings)
     core = EngineCore(settings, runner, connector, time.monotonic, wakeup.set)
     socket.send(m.encode([core.ready()]))
-    poller = zmq.Poller()
-    poller.register(socket, zmq.POLLIN)
-    poller.register(wakeup.read_fd, zmq.POLLIN)
-    reporter = _LoadReporter()
-    is_busy = False
+    loop = _Loop(core, socket, wakeup)
     while True:
-        poller.poll(0 if is_busy else reporter.ms_until_due(time.monotonic()))
-        wakeup.clear()
-        while socket.poll(0):
-            for command in m.decode_commands(socket.recv()):
-                core.handle(command)
-        output = core.prepare()
-        _send(socket, core.take_events())
-        is_busy = core.execute(output)
-        events = core.take_events()
-        reporter.add_if_due(core.load, time.monotonic(), events)
-        _send(socket, events)
+        loop.turn()
 
 
-def _send(socket: zmq.Socket[bytes], events: list[m.Event]) -> None:
-    if events:
-        socket.send(m.encode(events))
+class _Loop:
+    """Commands in, one step, events out. In mid-step messages pass too, so that a chunk of a long prompt delays
+    neither the announcement of the chunk before it nor the fetches of other requests."""
+
+    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes], wakeup: Wakeup) -> None:
+        self._core = core
+        self._socket = socket
+        self._wakeup = wakeup
+        self._reporter = _LoadReporter()
+        self._is_busy = False
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(wakeup.read_fd, zmq.POLLIN)
+
+    def turn(self) -> None:
+        """Waits for something to do, unless the last turn left work, and does one step of it."""
+        self._poller.poll(0 if self._is_busy else self._reporter.ms_until_due(time.monotonic()))
+        self._wakeup.clear()
+        self._receive()
+        output = self._core.prepare()
+        self._send()
+        self._is_busy = self._core.execute(output, self._pass_messages)
+        load = self._reporter.due(self._core.load, time.monotonic())
+        self._send([m.LoadChanged(load)] if load is not None else [])
+
+    def _pass_messages(self) -> None:
+        self._receive()
+        self._core.take_in_transfers()
+        self._send()
+
+    def _receive(self) -> None:
+        while self._socket.poll(0):
+            for command in m.decode_commands(self._socket.recv()):
+                self._core.handle(command)
+
+    def _send(self, more: Sequence[m.Event] = ()) -> None:
+        if events := [*self._core.take_events(), *more]:
+            self._socket.send(m.encode(events))
 
 
 class _LoadReporter:
@@ -147,11 +173,13 @@ class _LoadReporter:
         due_s = self._last_time + LOAD_INTERVAL_S - now if self._is_pending else IDLE_POLL_S
         return max(int(due_s * 1000), 1)
 
-    def add_if_due(self, load: WorkerLoad, now: float, events: list[m.Event]) -> None:
+    def due(self, load: WorkerLoad, now: float) -> WorkerLoad | None:
+        """The load where it has to be reported now."""
         self._is_pending = load != self._last
-        if self._is_pending and now - self._last_time >= LOAD_INTERVAL_S:
-            events.append(m.LoadChanged(load))
-            self._last, self._last_time, self._is_pending = load, now, False
+        if not self._is_pending or now - self._last_time < LOAD_INTERVAL_S:
+            return None
+        self._last, self._last_time, self._is_pending = load, now, False
+        return load
 
 
 def _exit_with_parent() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -37,8 +37,17 @@ class CausalLM(ABC):
         """Called once, when all places are filled."""
 
     @abstractmethod
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
-        """Hidden states `[num_tokens, hidden_size]`; `token_ids` and `positions` are `[num_tokens]` int64."""
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        between_layers: Callable[[], None],
+    ) -> torch.Tensor:
+        """Hidden states `[num_tokens, hidden_size]`; `token_ids` and `positions` are `[num_tokens]` int64.
+
+        `between_layers` is called after each layer, so that a long step does not keep others waiting.
+        """
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -171,11 +172,18 @@ class Llama(CausalLM):
             layer.finish()
         self.head.finish()
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: StepAttention) -> torch.Tensor:
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        between_layers: Callable[[], None],
+    ) -> torch.Tensor:
         hidden = self.embedding(token_ids)
         cos, sin = self.rope.angles(positions)
         for layer in self.layers:
             hidden = layer.forward(hidden, self.rope, cos, sin, attention)
+            between_layers()
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

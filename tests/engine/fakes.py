@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -52,7 +52,10 @@ class FakeRunner:
         self.fail_next = False
 
     def execute(
-        self, sequences: Sequence[SequenceInput], copies: Sequence[BlockCopy] = ()
+        self,
+        sequences: Sequence[SequenceInput],
+        copies: Sequence[BlockCopy] = (),
+        between_layers: Callable[[], None] = lambda: None,
     ) -> list[SampledToken | None]:
         if self.fail_next:
             self.fail_next = False
@@ -62,6 +65,7 @@ class FakeRunner:
         self.num_tokens_per_step.append(sum(len(sequence.token_ids) for sequence in sequences))
         for sequence in sequences:
             self._write(sequence)
+            between_layers()  # the hardest moment: half of the batch is written
         return [self._sample(sequence) for sequence in sequences]
 
     def _slot(self, sequence: SequenceInput, position: int) -> torch.Tensor:

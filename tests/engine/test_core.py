@@ -123,6 +123,38 @@ def test_any_mixture_gives_the_reference_answers(
     assert_idle(core)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    requests=st.lists(st.tuples(prompts, st.integers(1, 8)), min_size=2, max_size=6),
+    released=st.integers(0, 5),
+    after_calls=st.integers(0, 30),
+)
+def test_a_release_in_mid_step_disturbs_nobody(
+    requests: list[tuple[list[int], int]], released: int, after_calls: int
+) -> None:
+    core, _ = make_core(num_blocks=14, chunk_size=5, max_num_seqs=4)
+    for number, (prompt, max_tokens) in enumerate(requests):
+        add(core, str(number), prompt, max_tokens)
+    calls = iter(range(10**6))
+
+    def between_layers() -> None:
+        if next(calls) == after_calls:
+            core.handle(m.Release(str(released)))
+            add(core, "late", [1, 2, 3, 4, 5], 3)
+
+    events: list[m.Event] = []
+    while core.execute(core.prepare(), between_layers):
+        events += core.take_events()
+        assert core.scheduler.check_integrity() == []
+    answers = tokens_of(events + core.take_events())
+    for number, (prompt, max_tokens) in enumerate(requests):
+        if number != released:
+            assert answers[str(number)] == reference(prompt, max_tokens)
+    assert answers.get("late", reference([1, 2, 3, 4, 5], 3)) == reference([1, 2, 3, 4, 5], 3)
+    core.handle(m.Release(str(released)))
+    assert_idle(core)
+
+
 def test_a_failing_step_costs_its_own_requests_only() -> None:
     core, runner = make_core()
     add(core, "a", [1, 2, 3])
