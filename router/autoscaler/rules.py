@@ -1,0 +1,117 @@
+"""From signals to how many workers each role needs: the part of planning that knows about load.
+
+`Rules` is the seam for a model of time: one that predicts seconds from tokens needs no targets, and answers the same
+question. What a rule remembers of the past it keeps to itself; time comes in as an argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.autoscaler.signals import FleetSignals, Need, RoleSignals
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Targets:
+    """What one worker should have, so that it is well used and still meets its latencies."""
+
+    queued_tokens: float = 8192.0
+    prefill_rate: float | None = None  # prompt tokens/s; None where nobody measured it
+    kv_usage: float = 0.7
+    requests: float = 32.0
+
+
+@dataclass(slots=True, frozen=True)
+class Needs:
+    prefill: Need
+    decode: Need
+
+
+class Rules(Protocol):
+    def needs(self, now: float, signals: FleetSignals) -> Needs:
+        """`now` in seconds, never decreasing. Called once for each new set of signals."""
+        ...
+
+
+class TargetRules:
+    """Each signal divided by its target; a role needs what its most demanding signal asks for.
+
+    Decode's load follows prefill's by the length of a prompt's queueing and computing. Where arrivals are known, decode
+    is therefore also given what the traffic's own P:D ratio says: workers of decode for each prompt token per second,
+    learned while prefill keeps up (a prefill queue hides the decode load behind it).
+    """
+
+    def __init__(self, targets: Targets, *, memory_s: float = 600.0) -> None:
+        self._targets = targets
+        self._ratio = _RunningRatio(memory_s)
+
+    def needs(self, now: float, signals: FleetSignals) -> Needs:
+        targets = self._targets
+        prefill, decode = signals.prefill, signals.decode
+        arrivals = signals.arrival_tokens_per_s
+
+        asked = [
+            (
+                prefill.queued_tokens / targets.queued_tokens,
+                f"{prefill.queued_tokens} queued prompt tokens, {targets.queued_tokens:g} per worker",
+            )
+        ]
+        if arrivals is not None and targets.prefill_rate is not None:
+            asked.append(
+                (
+                    arrivals / targets.prefill_rate,
+                    f"{arrivals:.0f} prompt tokens/s arrive, {targets.prefill_rate:g} per worker",
+                )
+            )
+        prefill_need = _most(asked, prefill)
+
+        asked = [
+            (
+                decode.kv_used / targets.kv_usage,
+                f"KV of {decode.kv_used:.2f} workers in use, {targets.kv_usage:g} per worker",
+            ),
+            (
+                decode.num_requests / targets.requests,
+                f"{decode.num_requests} requests, {targets.requests:g} per worker",
+            ),
+        ]
+        if arrivals is not None:
+            keeps_up = prefill.queued_tokens <= targets.queued_tokens * prefill.num_ready
+            if keeps_up and not decode.num_silent:
+                self._ratio.add(now, max(asked)[0], arrivals)
+            if (ratio := self._ratio.value()) is not None:
+                asked.append(
+                    (ratio * arrivals, f"{arrivals:.0f} prompt tokens/s arrive, as decode followed them so far")
+                )
+        return Needs(prefill_need, _most(asked, decode))
+
+
+def _most(asked: list[tuple[float, str]], role: RoleSignals) -> Need:
+    workers, reason = max(asked)
+    return Need(workers, reason, unknown=float(role.num_silent))
+
+
+class _RunningRatio:
+    """Exponentially weighted sum(a) / sum(b): a ratio of means, which bursts of either side do not bias."""
+
+    def __init__(self, memory_s: float) -> None:
+        self._memory_s = memory_s
+        self._last: float | None = None
+        self._first: float | None = None
+        self._a = self._b = 0.0
+
+    def add(self, now: float, a: float, b: float) -> None:
+        if self._last is None or self._first is None:
+            self._first = self._last = now
+        elapsed = now - self._last
+        self._last = now
+        keep = 0.5 ** (elapsed / (self._memory_s / 2))
+        self._a = self._a * keep + a * elapsed
+        self._b = self._b * keep + b * elapsed
+
+    def value(self) -> float | None:
+        """None until a tenth of the memory is filled."""
+        if self._last is None or self._first is None or self._last - self._first < self._memory_s / 10 or not self._b:
+            return None
+        return self._a / self._b

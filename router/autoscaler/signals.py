@@ -1,0 +1,74 @@
+"""What the autoscaler sees of the fleet at one instant, and what it decides. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.types import WorkerRole
+
+ROLES = (WorkerRole.PREFILL, WorkerRole.DECODE)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RoleSignals:
+    """One role's workers. Sums are over the workers that report; `num_silent` more are there but do not.
+
+    A worker of both roles counts in both. One that drains counts in neither: its load is leaving.
+    """
+
+    num_ready: int = 0
+    num_silent: int = 0
+    num_requests: int = 0  # running and waiting
+    queued_tokens: int = 0  # prompt tokens whose KV is not computed yet
+    kv_used: float = 0.0  # sum of the workers' shares of KV blocks that requests own: 1.0 is one full worker
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_ready + self.num_silent
+
+    @property
+    def kv_usage(self) -> float:
+        return self.kv_used / self.num_ready if self.num_ready else 0.0
+
+    def per_pod(self, value: float) -> float:
+        return value / self.num_ready if self.num_ready else float(value)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class FleetSignals:
+    prefill: RoleSignals = RoleSignals()
+    decode: RoleSignals = RoleSignals()
+    arrival_tokens_per_s: float | None = None  # prompt tokens at the routers; None where no router is asked
+    num_held_requests: int = 0  # at routers, waiting for a first worker
+
+    def of(self, role: WorkerRole) -> RoleSignals:
+        return self.prefill if role is WorkerRole.PREFILL else self.decode
+
+    @property
+    def is_busy(self) -> bool:
+        """Somebody waits for an answer, anywhere."""
+        return bool(
+            self.num_held_requests
+            or self.prefill.num_requests
+            or self.prefill.queued_tokens
+            or self.decode.num_requests
+            or self.arrival_tokens_per_s
+        )
+
+
+@dataclass(slots=True, frozen=True)
+class Need:
+    """How many workers the load would keep at their target, unrounded; `unknown` more if silent workers are full."""
+
+    workers: float
+    reason: str
+    unknown: float = 0.0
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ScaleDecision:
+    role: WorkerRole
+    desired: int
+    previous: int  # what was desired before
+    needed: float  # workers, unrounded, before anything held it back
+    reasons: tuple[str, ...]  # what asks for how many, then what holds it back
