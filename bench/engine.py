@@ -30,7 +30,7 @@ from kv_store.memory import MemoryConnector
 def random_prompts(batch_size: int, num_tokens: int, seed: int) -> list[list[int]]:
     """Token ids that no prefix cache has seen."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(100, 40_000, (batch_size, num_tokens), generator=generator).tolist()  # type: ignore[no-any-return]
+    return torch.randint(100, 40_000, (batch_size, num_tokens), generator=generator).tolist()
 
 
 class BatonEngine:
