@@ -22,24 +22,28 @@ class FleetService:
     async def GetFleet(  # noqa: N802
         self, _request: router_pb2.GetFleetRequest, _context: grpc.aio.ServicerContext[object, object]
     ) -> router_pb2.GetFleetResponse:
-        endpoints = self._registry.endpoints()
-        workers = await asyncio.gather(*(self._ask(endpoint) for endpoint in endpoints))
+        asked = [
+            _ask(endpoint, self._registry.info(endpoint.address), self._registry.channel(endpoint.address))
+            for endpoint in self._registry.endpoints()
+        ]
+        workers = await asyncio.gather(*asked)
         return router_pb2.GetFleetResponse(workers=workers)
 
-    async def _ask(self, endpoint: Endpoint) -> router_pb2.FleetWorker:
-        worker = router_pb2.FleetWorker(
-            address=endpoint.address, info=self._registry.info(endpoint.address), role=role_to_proto(endpoint.role)
-        )
-        stub = worker_pb2_grpc.WorkerServiceStub(self._registry.channel(endpoint.address))
-        try:
-            status = await stub.GetStatus(worker_pb2.GetWorkerStatusRequest(), timeout=STATUS_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            worker.state = state_to_proto(WorkerState.UNREACHABLE)
-            worker.integrity = f"not known: {error.code().name}"
-            return worker
-        worker.load.CopyFrom(status.load)
-        worker.state = status.load.state
-        worker.integrity = status.integrity
-        if endpoint.excluded:
-            worker.integrity = f"{status.integrity}; not used: {endpoint.excluded}"
+
+async def _ask(
+    endpoint: Endpoint, info: worker_pb2.WorkerInfo | None, channel: grpc.aio.Channel
+) -> router_pb2.FleetWorker:
+    worker = router_pb2.FleetWorker(address=endpoint.address, info=info, role=role_to_proto(endpoint.role))
+    stub = worker_pb2_grpc.WorkerServiceStub(channel)
+    try:
+        status = await stub.GetStatus(worker_pb2.GetWorkerStatusRequest(), timeout=STATUS_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        worker.state = state_to_proto(WorkerState.UNREACHABLE)
+        worker.integrity = f"not known: {error.code().name}"
         return worker
+    worker.load.CopyFrom(status.load)
+    worker.state = status.load.state
+    worker.integrity = status.integrity
+    if endpoint.excluded:
+        worker.integrity = f"{status.integrity}; not used: {endpoint.excluded}"
+    return worker

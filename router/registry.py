@@ -91,31 +91,70 @@ class _Worker:
 
 
 class Registry:
-    """Static endpoints. `start` returns at once; `changed` lets others wait for news."""
+    """`start` returns at once; `changed` lets others wait for news.
+
+    Addresses are those given, until `set_addresses` says otherwise.
+    """
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
         self._workers: dict[str, _Worker] = {}
-        for address in (*decode, *prefill):
-            if address in self._workers:
-                continue
-            role = WorkerRole.DECODE if address in decode else WorkerRole.PREFILL
-            if address in decode and address in prefill:
-                role = WorkerRole.BOTH
-            self._workers[address] = _Worker(address, role, grpc.aio.insecure_channel(address, CHANNEL_OPTIONS))
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._started = False
+        self._closing: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()
         self._adopting = asyncio.Lock()
         self.model: ServedModel | None = None
+        self.set_addresses(prefill, decode)
 
     def start(self) -> None:
-        for worker in self._workers.values():
-            self._tasks.append(asyncio.create_task(self._watch(worker), name=f"watch {worker.address}"))
+        self._started = True
+        self.set_addresses(
+            [worker.address for worker in self._workers.values() if worker.role is not WorkerRole.DECODE],
+            [worker.address for worker in self._workers.values() if worker.role is not WorkerRole.PREFILL],
+        )
+
+    def set_addresses(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
+        """Makes these the workers, in this order. One that is not named any more gets nothing new; what it runs goes
+        on. One that changed its role is another worker."""
+        before = self._workers
+        self._workers = {}
+        for address in dict.fromkeys((*decode, *prefill)):
+            role = WorkerRole.DECODE if address in decode else WorkerRole.PREFILL
+            if address in decode and address in prefill:
+                role = WorkerRole.BOTH
+            known = before.get(address)
+            if known is None or known.role is not role:
+                known = _Worker(address, role, grpc.aio.insecure_channel(address, CHANNEL_OPTIONS))
+            self._workers[address] = known
+        for worker in before.values():
+            if self._workers.get(worker.address) is not worker:
+                self._retire(worker)
+        for worker in self._workers.values() if self._started else ():
+            if worker.address not in self._tasks:
+                name = f"watch {worker.address}"
+                self._tasks[worker.address] = asyncio.create_task(self._watch(worker), name=name)
         self._count_states()
+        self._tell()
+
+    def _retire(self, worker: _Worker) -> None:
+        if task := self._tasks.pop(worker.address, None):
+            task.cancel()
+
+        async def close_when_idle() -> None:
+            while worker.num_running:  # noqa: ASYNC110 (nothing waits for this)
+                await asyncio.sleep(1.0)
+            await worker.channel.close()
+
+        if self._started:
+            closing = asyncio.create_task(close_when_idle(), name=f"close {worker.address}")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        for task in self._tasks:
+        tasks = [*self._tasks.values(), *self._closing]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for worker in self._workers.values():
             await worker.channel.close()
 
@@ -126,6 +165,7 @@ class Registry:
         return [worker.endpoint(self._excluded(worker)) for worker in self._workers.values()]
 
     def info(self, address: str) -> worker_pb2.WorkerInfo | None:
+        """None where the worker never answered."""
         return self._workers[address].info
 
     def channel(self, address: str) -> grpc.aio.Channel:
@@ -163,7 +203,7 @@ class Registry:
     def sending(self, *addresses: str) -> Iterator[None]:
         """Counts a request as running on these workers, and as load until they report it themselves."""
         key = object()
-        workers = [self._workers[address] for address in addresses]
+        workers = [self._workers[address] for address in addresses if address in self._workers]
         for worker in workers:
             worker.sent[key] = time.monotonic()
             worker.num_running += 1
@@ -178,8 +218,10 @@ class Registry:
 
     def suspect(self, address: str, epoch: str, reason: str) -> None:
         """A call to the worker failed as if it were gone: nothing is sent there until it reports again."""
-        worker = self._workers[address]
-        if worker.info is not None and worker.info.epoch == epoch and worker.state is WorkerState.READY:
+        worker = self._workers.get(address)
+        if worker is None or worker.info is None:
+            return
+        if worker.info.epoch == epoch and worker.state is WorkerState.READY:
             self._set_state(worker, WorkerState.UNREACHABLE, reason)
 
     # ------------------------------------------------------------------------------------------ watching

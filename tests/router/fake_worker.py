@@ -37,6 +37,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
         self.die_after: int | None = None  # tokens sent in one call, then the call fails as if the connection broke
         self.end_after: int | None = None  # tokens sent in one call, then the stream ends without a reason
         self.hang_after: int | None = None  # tokens sent in one call, then nothing until it is cancelled
+        self.silent = False  # answers calls, but reports no load
         self.delay_s = 0.0  # before each token
         # What was seen.
         self.requests: list[decode_pb2.DecodeRequest] = []
@@ -88,6 +89,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
     ) -> AsyncIterator[worker_pb2.WorkerLoad]:
         while True:
             self._changed.clear()
+            if self.silent:
+                await asyncio.Event().wait()
             yield self._load()
             try:
                 await asyncio.wait_for(self._changed.wait(), 0.5)

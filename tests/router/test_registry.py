@@ -1,0 +1,105 @@
+"""What a router knows of its workers, as they come, change and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from common.types import WorkerRole, WorkerState
+from router import registry as registry_module
+from router.endpoint import Endpoint
+from router.registry import Registry
+from tests.router.conftest import StartWorker
+from tests.router.fake_worker import FakeWorker
+
+
+@pytest.fixture
+async def registry(worker: FakeWorker) -> AsyncIterator[Registry]:
+    registry = Registry([], [worker.address])
+    registry.start()
+    yield registry
+    await registry.close()
+
+
+async def until(registry: Registry, is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_so():
+            await registry.changed(0.05)
+
+
+def endpoint(registry: Registry, address: str) -> Endpoint:
+    return next(endpoint for endpoint in registry.endpoints() if endpoint.address == address)
+
+
+async def test_a_worker_is_described(registry: Registry, worker: FakeWorker) -> None:
+    before = endpoint(registry, worker.address)
+    assert (before.state, before.epoch) == (WorkerState.UNREACHABLE, "")
+    assert "unreachable" in registry.not_ready()
+    await until(registry, lambda: not registry.not_ready())
+    known = endpoint(registry, worker.address)
+    assert (known.role, known.state, known.epoch, known.fingerprint) == (
+        WorkerRole.DECODE,
+        WorkerState.READY,
+        "e1",
+        "f1",
+    )
+    assert known.load.num_blocks == 100
+    assert registry.served().limits.max_model_len == 256
+
+
+async def test_sent_requests_count_until_they_are_reported(registry: Registry, worker: FakeWorker) -> None:
+    await until(registry, lambda: not registry.not_ready())
+    with registry.sending(worker.address):
+        assert endpoint(registry, worker.address).num_unreported == 1
+        await asyncio.sleep(2 * registry_module.REPORT_LAG_S)
+        worker.change(num_requests_waiting=1)
+        await until(registry, lambda: endpoint(registry, worker.address).num_unreported == 0)
+    assert endpoint(registry, worker.address).num_unreported == 0
+
+
+async def test_a_silent_worker_is_unreachable(
+    registry: Registry, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await until(registry, lambda: not registry.not_ready())
+    monkeypatch.setattr(registry_module, "SILENCE_S", 0.2)
+    worker.silent = True
+    await until(registry, lambda: endpoint(registry, worker.address).state is WorkerState.UNREACHABLE)
+    monkeypatch.undo()
+    worker.change(silent=False)
+    await until(registry, lambda: not registry.not_ready())
+
+
+async def test_a_restart_is_another_epoch(registry: Registry, worker: FakeWorker) -> None:
+    await until(registry, lambda: not registry.not_ready())
+    await worker.stop()
+    await until(registry, lambda: endpoint(registry, worker.address).state is WorkerState.UNREACHABLE)
+    worker.epoch = "e2"
+    await worker.start(worker.address)
+    await until(registry, lambda: not registry.not_ready())
+    assert endpoint(registry, worker.address).epoch == "e2"
+
+
+async def test_a_fleet_that_all_restarts_with_another_model_is_served(registry: Registry, worker: FakeWorker) -> None:
+    await until(registry, lambda: not registry.not_ready())
+    await worker.stop()
+    await until(registry, lambda: bool(registry.not_ready()))
+    worker.epoch, worker.model, worker.fingerprint = "e2", "newer", "f2"
+    await worker.start(worker.address)
+    await until(registry, lambda: not registry.not_ready())
+    assert registry.served().limits.model == "newer"
+
+
+async def test_addresses_come_and_go(registry: Registry, worker: FakeWorker, start_worker: StartWorker) -> None:
+    await until(registry, lambda: not registry.not_ready())
+    other = await start_worker(WorkerRole.BOTH)
+    registry.set_addresses([other.address], [worker.address, other.address])
+    await until(registry, lambda: endpoint(registry, other.address).state is WorkerState.READY)
+    assert [e.role for e in registry.endpoints()] == [WorkerRole.DECODE, WorkerRole.BOTH]
+    assert endpoint(registry, worker.address).state is WorkerState.READY, "a worker that stays is not interrupted"
+    with registry.sending(worker.address):
+        registry.set_addresses([other.address], [other.address])
+        assert [e.address for e in registry.endpoints()] == [other.address]
+    registry.set_addresses([], [])
+    assert registry.not_ready() == "no decode worker is ready (none is configured)"
