@@ -1,0 +1,205 @@
+{{/* Objects of one role: (dict "root" $ "component" "prefill" "values" .Values.prefill). Both roles are made of these. */}}
+
+{{- define "baton.prefillSettings" -}}
+{{- include "baton.workerSettings" (dict "root" . "values" .Values.prefill) -}}
+{{- end -}}
+
+{{- define "baton.decodeSettings" -}}
+{{- include "baton.workerSettings" (dict "root" . "values" .Values.decode) -}}
+{{- end -}}
+
+{{- define "baton.workerSettings" -}}
+{{- $root := .root -}}
+{{- $model := $root.Values.model -}}
+{{- $settings := mergeOverwrite (deepCopy .values.settings) (deepCopy $root.Values.kv.settings) (include "baton.logSettings" $root | fromYaml) -}}
+{{- $_ := set $settings "listen" "0.0.0.0:50061" -}}
+{{- $_ := set $settings "drain_timeout" .values.drainTimeoutSeconds -}}
+{{- $_ := set $settings "metrics_port" $root.Values.metrics.workerPort -}}
+{{- $_ := set $settings "connector" $root.Values.kv.connector -}}
+{{- if eq $root.Values.kv.connector "shared_storage" }}{{- $_ := set $settings "kv_dir" "/kv/blocks" }}{{ end -}}
+{{- if eq $model.volume.type "none" -}}
+{{- $_ := set $settings "model" $model.name -}}
+{{- else -}}
+{{- $_ := set $settings "model" (printf "%s/%s" ($model.volume.mountPath | trimSuffix "/") ($model.name | trimPrefix "/") | trimSuffix "/") -}}
+{{- end -}}
+{{- with $model.servedName }}{{- $_ := set $settings "served_model_name" . }}{{ end -}}
+{{- if .values.gpus }}{{- if not (hasKey $settings "device") }}{{- $_ := set $settings "device" "cuda" }}{{ end }}{{ end -}}
+{{- toYaml $settings -}}
+{{- end -}}
+
+{{- define "baton.workerService" -}}
+apiVersion: v1
+kind: Service
+metadata:
+  name: {{ include "baton.name" . }}
+  namespace: {{ .root.Release.Namespace }}
+  labels: {{- include "baton.labels" . | nindent 4 }}
+spec:
+  # Headless: routers see every worker and choose by themselves.
+  clusterIP: None
+  selector:
+    {{- include "baton.selector" . | nindent 4 }}
+    {{- if .values.multiNode.enabled }}
+    leaderworkerset.sigs.k8s.io/worker-index: "0"
+    {{- end }}
+  ports:
+    - name: grpc
+      port: 50061
+      targetPort: grpc
+      appProtocol: kubernetes.io/h2c
+{{- end -}}
+
+{{- define "baton.worker" -}}
+{{- $pod := merge (dict "gracePeriod" (include "baton.gracePeriod" .values) "usesApi" false) . -}}
+{{- $multiNode := .values.multiNode -}}
+{{- if $multiNode.enabled -}}
+apiVersion: leaderworkerset.x-k8s.io/v1
+kind: LeaderWorkerSet
+{{- else -}}
+apiVersion: apps/v1
+kind: Deployment
+{{- end }}
+metadata:
+  name: {{ include "baton.name" . }}
+  namespace: {{ .root.Release.Namespace }}
+  labels: {{- include "baton.labels" . | nindent 4 }}
+spec:
+  {{- if not (include "baton.autoscaled" .) }}
+  replicas: {{ .values.replicas }}
+  {{- end }}
+  {{- if $multiNode.enabled }}
+  rolloutStrategy:
+    type: RollingUpdate
+    rollingUpdateConfiguration:
+      maxSurge: {{ .values.strategy.maxSurge }}
+      maxUnavailable: {{ .values.strategy.maxUnavailable }}
+  leaderWorkerTemplate:
+    size: {{ $multiNode.size }}
+    # A group that lost a member has lost a shard of its weights and KV.
+    restartPolicy: RecreateGroupOnPodRestart
+    leaderTemplate:
+      metadata: {{- include "baton.podMetadata" . | nindent 8 }}
+      spec: {{- include "baton.workerPod" (merge (dict "args" $multiNode.leaderArgs "member" false) $pod) | nindent 8 }}
+    workerTemplate:
+      metadata: {{- include "baton.podMetadata" . | nindent 8 }}
+      spec: {{- include "baton.workerPod" (merge (dict "args" $multiNode.memberArgs "member" true) $pod) | nindent 8 }}
+  {{- else }}
+  progressDeadlineSeconds: {{ add (int .values.startupTimeoutSeconds) 60 }}
+  strategy:
+    type: RollingUpdate
+    rollingUpdate: {{- toYaml .values.strategy | nindent 6 }}
+  selector:
+    matchLabels: {{- include "baton.selector" . | nindent 6 }}
+  template:
+    metadata: {{- include "baton.podMetadata" . | nindent 6 }}
+    spec: {{- include "baton.workerPod" (merge (dict "args" (list) "member" false) $pod) | nindent 6 }}
+  {{- end }}
+{{- end -}}
+
+{{- define "baton.workerPod" -}}
+{{- $values := .values -}}
+{{- $root := .root -}}
+{{- $volume := $root.Values.model.volume -}}
+{{ include "baton.podSpec" . }}
+containers:
+  - name: {{ .component }}
+    image: {{ include "baton.image" (dict "root" $root "image" $root.Values.images.worker) }}
+    imagePullPolicy: {{ $root.Values.images.pullPolicy }}
+    args:
+      - {{ .component }}
+      - --config=/etc/baton/settings.yaml
+      - --advertise=$(POD_IP):50061
+      {{- range .args }}
+      - {{ . | quote }}
+      {{- end }}
+    env: {{- include "baton.env" . | nindent 6 }}
+    ports:
+      - {name: grpc, containerPort: 50061}
+      - {name: metrics, containerPort: {{ $root.Values.metrics.workerPort }}}
+    {{- if not .member }}
+    # It answers once the model is loaded; that may take long, and only then do the other two probes start.
+    startupProbe:
+      grpc: {port: 50061}
+      periodSeconds: 2
+      failureThreshold: {{ div (add (int $values.startupTimeoutSeconds) 1) 2 }}
+    readinessProbe:
+      grpc: {port: 50061}
+      periodSeconds: 2
+      timeoutSeconds: 2
+      failureThreshold: 2
+    # Patient: a worker that drains says that it does not serve, and has to live until its streams have ended.
+    livenessProbe:
+      grpc: {port: 50061}
+      periodSeconds: 10
+      timeoutSeconds: 5
+      failureThreshold: {{ add (div (int $values.drainTimeoutSeconds) 10) 4 }}
+    {{- end }}
+    lifecycle: {{- include "baton.preStop" $values.preStopSeconds | nindent 6 }}
+    resources: {{- include "baton.workerResources" $values | nindent 6 }}
+    securityContext: {{- include "baton.containerSecurity" (dict "ipcLock" $values.rdma.ipcLock) | nindent 6 }}
+    volumeMounts:
+      {{- include "baton.mounts" . | nindent 6 }}
+      - name: shm
+        mountPath: /dev/shm
+      {{- if eq $root.Values.kv.connector "shared_storage" }}
+      - name: kv
+        mountPath: /kv
+      {{- end }}
+      {{- if ne $volume.type "none" }}
+      - name: model
+        mountPath: {{ $volume.mountPath }}
+        readOnly: true
+        {{- with $volume.subPath }}
+        subPath: {{ . }}
+        {{- end }}
+      {{- end }}
+volumes:
+  {{- include "baton.volumes" . | nindent 2 }}
+  - name: shm
+    emptyDir:
+      medium: Memory
+      sizeLimit: {{ $values.shmSize }}
+  {{- if eq $root.Values.kv.connector "shared_storage" }}
+  - name: kv
+    {{- include "baton.kvVolume" $root | nindent 4 }}
+  {{- end }}
+  {{- if eq $volume.type "pvc" }}
+  - name: model
+    persistentVolumeClaim:
+      claimName: {{ required "model.volume.claimName: names the claim that holds the model" $volume.claimName }}
+      readOnly: true
+  {{- else if eq $volume.type "hostPath" }}
+  - name: model
+    hostPath:
+      path: {{ required "model.volume.hostPath: names the folder that holds the model" $volume.hostPath }}
+      type: Directory
+  {{- end }}
+{{- end -}}
+
+{{- define "baton.kvVolume" -}}
+{{- $storage := .Values.kv.sharedStorage -}}
+{{- if eq $storage.type "hostPath" -}}
+hostPath:
+  path: {{ required "kv.sharedStorage.hostPath: names the folder that all workers share" $storage.hostPath }}
+  type: Directory
+{{- else if eq $storage.type "existingClaim" -}}
+persistentVolumeClaim:
+  claimName: {{ required "kv.sharedStorage.claimName: names the claim that all workers share" $storage.claimName }}
+{{- else -}}
+persistentVolumeClaim:
+  claimName: {{ include "baton.fullname" . }}-kv
+{{- end -}}
+{{- end -}}
+
+{{/* What the user asked for, and the devices. A device's request and limit are one number. */}}
+{{- define "baton.workerResources" -}}
+{{- $resources := deepCopy .resources -}}
+{{- $devices := dict -}}
+{{- if .gpus }}{{- $_ := set $devices .gpuResource (toString .gpus) }}{{ end -}}
+{{- if .rdma.devices }}{{- $_ := set $devices .rdma.resource (toString .rdma.devices) }}{{ end -}}
+{{- if $devices -}}
+{{- $_ := set $resources "limits" (merge (default dict $resources.limits) $devices) -}}
+{{- $_ := set $resources "requests" (merge (default dict $resources.requests) $devices) -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}

@@ -1,0 +1,57 @@
+"""Runs helm on the chart."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CHART = Path(__file__).parents[2] / "helm"
+HELM = shutil.which("helm", path=str(Path(sys.executable).parent)) or shutil.which("helm")
+MODES = ("external-metrics", "prometheus-adapter", "keda", "planner", "none")
+Object = dict[str, Any]
+
+
+def helm(*args: str) -> subprocess.CompletedProcess[str]:
+    assert HELM is not None
+    return subprocess.run([HELM, *args], capture_output=True, text=True, check=False, timeout=60)
+
+
+def arguments(values: dict[str, object] | None = None, file: str | None = None) -> list[str]:
+    """Command line for a values file of the chart and for values by dotted path, as JSON."""
+    args = ["-f", str(CHART / file)] if file else []
+    for path, value in (values or {}).items():
+        args += ["--set-json", f"{path}={json.dumps(value)}"]
+    return args
+
+
+def render(
+    values: dict[str, object] | None = None, *, file: str | None = None, kube: str = "1.34.0", release: str = "demo"
+) -> list[Object]:
+    """Every object of a release in namespace `prod`."""
+    done = helm("template", release, str(CHART), "-n", "prod", "--kube-version", kube, *arguments(values, file))
+    assert done.returncode == 0, done.stderr
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def find(objects: list[Object], kind: str, name: str) -> Object:
+    found = [one for one in objects if (one["kind"], one["metadata"]["name"]) == (kind, name)]
+    assert len(found) == 1, f"{len(found)} objects {kind}/{name}"
+    return found[0]
+
+
+def settings_of(objects: list[Object], name: str) -> Object:
+    """What the process reads from its ConfigMap."""
+    document = yaml.safe_load(find(objects, "ConfigMap", name)["data"]["settings.yaml"])
+    assert isinstance(document, dict)
+    return document
+
+
+def pod_spec(objects: list[Object], name: str, kind: str = "Deployment") -> Object:
+    spec: Object = find(objects, kind, name)["spec"]["template"]["spec"]
+    return spec

@@ -1,0 +1,339 @@
+"""What the chart renders: valid for three Kubernetes versions, as safe as it says, and read by the processes themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from baton.settings import SETTINGS, load
+from tests.helm.chart import CHART, HELM, MODES, Object, arguments, find, helm, pod_spec, render, settings_of
+
+pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not installed")
+
+KUBERNETES = ("1.31.0", "1.34.0", "1.37.0")
+FILES = (None, "values-laptop.yaml", "values-gpu-fleet.yaml")
+GOLDEN = Path(__file__).parent / "golden"
+CUSTOM = {
+    "ServiceMonitor", "PodMonitor", "ScaledObject", "LeaderWorkerSet", "Certificate", "Issuer", "HTTPRoute", "GRPCRoute",
+}  # fmt: skip
+EVERYTHING: dict[str, object] = {
+    "metrics.serviceMonitor.enabled": True,
+    "metrics.podMonitor.enabled": True,
+    "gateway": {"enabled": True, "parentRefs": [{"name": "edge"}], "hostnames": ["llm.example.com"]},
+    "kv.connector": "shared_storage",
+    "model.volume": {"type": "pvc", "claimName": "models", "subPath": "a"},
+    "decode.multiNode": {"enabled": True, "size": 2, "memberArgs": ["--log-level=debug"]},
+    "networkPolicy.routerFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "apps"}}}],
+}
+VARIANTS: dict[str, dict[str, object]] = {
+    **{mode: {"autoscaling.mode": mode} for mode in MODES},
+    **{f"{mode}, everything": {"autoscaling.mode": mode, **EVERYTHING} for mode in MODES},
+    "cert-manager": {"autoscaler.tls.mode": "cert-manager"},
+    "cert-manager, own issuer": {
+        "autoscaler.tls": {"mode": "cert-manager", "issuerRef": {"kind": "ClusterIssuer", "name": "ca"}}
+    },
+    "secret": {"autoscaler.tls": {"mode": "secret", "secretName": "metrics-tls"}},
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_lint_passes(file: str | None) -> None:
+    done = helm("lint", "--strict", str(CHART), *arguments(file=file))
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("kube", KUBERNETES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_object_is_valid(variant: str, kube: str) -> None:
+    for file in FILES:
+        for document in render(VARIANTS[variant], file=file, kube=kube):
+            if document["kind"] not in CUSTOM:  # the API server judges those, in tests/kube
+                kubernetes_validate.validate(document, kube.rpartition(".")[0], strict=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "path"),
+    [
+        ({"router.replicas": "two"}, "router.replicas"),
+        ({"router.replica": 2}, "router"),
+        ({"prefill.settings.chunk_sise": 4}, "prefill.settings"),
+        ({"prefill.settings.chunk_size": 0}, "prefill.settings.chunk_size"),
+        ({"decode.settings.listen": "0.0.0.0:1"}, "decode.settings"),
+        ({"decode.resources.limits.memory": "4 GB"}, "decode.resources.limits.memory"),
+        ({"kv.connector": "carrier-pigeon"}, "kv.connector"),
+        ({"kv.settings.chunk_size": 4}, "kv.settings"),
+        ({"autoscaling.mode": "auto"}, "autoscaling.mode"),
+        ({"decode.autoscaling.minReplicas": 0}, "decode.autoscaling.minReplicas"),
+        ({"decode.autoscaling.kvUsage": 70}, "decode.autoscaling.kvUsage"),
+        ({"prefill.preStopSeconds": 0}, "prefill.preStopSeconds"),
+        ({"podSecurity.runAsUser": 0}, "podSecurity.runAsUser"),
+        ({"model.volume.type": "s3"}, "model.volume.type"),
+    ],
+)
+def test_a_bad_value_fails_lint_with_its_path(values: dict[str, object], path: str) -> None:
+    done = helm("lint", str(CHART), *arguments(values))
+    assert done.returncode != 0
+    assert f"- {path}: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({"model.volume.type": "pvc"}, "model.volume.claimName"),
+        ({"kv": {"connector": "shared_storage", "sharedStorage": {"type": "hostPath"}}}, "kv.sharedStorage.hostPath"),
+        ({"autoscaler.tls.mode": "secret"}, "autoscaler.tls.secretName"),
+    ],
+)
+def test_what_a_value_needs_is_asked_for_by_name(values: dict[str, object], names: str) -> None:
+    done = helm("template", "demo", str(CHART), *arguments(values))
+    assert done.returncode != 0
+    assert names in done.stderr
+
+
+@pytest.mark.parametrize("mode", ["keda", "planner"])
+def test_scaling_to_zero_is_taken_where_it_is_possible(mode: str) -> None:
+    objects = render({"autoscaling.mode": mode, "prefill.autoscaling.minReplicas": 0})
+    assert settings_of(objects, "demo-baton-autoscaler")["prefill_min"] == 0
+
+
+# ------------------------------------------------------------------------------------------- the processes
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_processes_read_their_settings(variant: str, tmp_path: Path) -> None:
+    for file in FILES:
+        objects = render(VARIANTS[variant], file=file)
+        for document in (one for one in objects if "settings.yaml" in one.get("data", {})):
+            command = document["metadata"]["labels"]["app.kubernetes.io/component"]
+            path = tmp_path / "settings.yaml"
+            path.write_text(document["data"]["settings.yaml"])
+            settings = load(SETTINGS[command], {}, environ={}, config=str(path))
+            assert settings.model_fields_set == set(yaml.safe_load(path.read_text()))
+
+
+def test_containers_start_a_command_that_exists() -> None:
+    for document in render():
+        if document["kind"] == "Deployment":
+            (container,) = document["spec"]["template"]["spec"]["containers"]
+            assert container["args"][:2] == [container["name"], "--config=/etc/baton/settings.yaml"]
+            assert container["name"] in SETTINGS
+
+
+def test_model_and_kv_go_where_they_are_mounted() -> None:
+    objects = render(
+        {
+            "model": {"name": "llama", "volume": {"type": "pvc", "claimName": "models"}},
+            "kv": {"connector": "shared_storage", "sharedStorage": {"size": "5Gi", "accessMode": "ReadWriteOnce"}},
+        }
+    )
+    settings = settings_of(objects, "demo-baton-decode")
+    assert (settings["model"], settings["kv_dir"]) == ("/models/llama", "/kv/blocks")
+    mounts = {mount["name"]: mount for mount in pod_spec(objects, "demo-baton-decode")["containers"][0]["volumeMounts"]}
+    assert (mounts["model"]["mountPath"], mounts["model"]["readOnly"]) == ("/models", True)
+    assert mounts["kv"]["mountPath"] == "/kv"
+    claim = find(objects, "PersistentVolumeClaim", "demo-baton-kv")
+    assert claim["spec"] == {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "5Gi"}}}
+
+
+def test_devices_are_requested_and_limited_alike() -> None:
+    objects = render({"decode.gpus": 2, "decode.rdma": {"devices": 1, "resource": "rdma/ib", "ipcLock": True}})
+    (container,) = pod_spec(objects, "demo-baton-decode")["containers"]
+    for kind in ("requests", "limits"):
+        assert container["resources"][kind]["nvidia.com/gpu"] == "2"
+        assert container["resources"][kind]["rdma/ib"] == "1"
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert settings_of(objects, "demo-baton-decode")["device"] == "cuda"
+    assert "device" not in settings_of(objects, "demo-baton-prefill")
+
+
+# ------------------------------------------------------------------------------------------------ life cycle
+
+
+@pytest.mark.parametrize("component", ["router", "prefill", "decode"])
+def test_grace_period_holds_pre_stop_and_drain(component: str) -> None:
+    objects = render({f"{component}.drainTimeoutSeconds": 200, f"{component}.preStopSeconds": 7})
+    spec = pod_spec(objects, f"demo-baton-{component}")
+    (container,) = spec["containers"]
+    assert settings_of(objects, f"demo-baton-{component}")["drain_timeout"] == 200
+    assert container["lifecycle"]["preStop"]["sleep"]["seconds"] == 7
+    assert spec["terminationGracePeriodSeconds"] >= 200 + 7 + 10
+    liveness = container["livenessProbe"]
+    assert liveness["failureThreshold"] * liveness["periodSeconds"] > 200, "a worker that drains would be killed"
+
+
+def test_startup_probe_waits_for_long_loads() -> None:
+    spec = pod_spec(render({"decode.startupTimeoutSeconds": 3601}), "demo-baton-decode")
+    startup = spec["containers"][0]["startupProbe"]
+    assert startup["failureThreshold"] * startup["periodSeconds"] >= 3601
+
+
+def test_router_without_workers_is_not_restarted() -> None:
+    (container,) = pod_spec(render(), "demo-baton-router")["containers"]
+    assert container["livenessProbe"]["grpc"]["service"] == "baton.v1.RouterService"
+    assert "service" not in container["readinessProbe"]["grpc"]
+
+
+def test_new_settings_are_new_pods_and_a_new_chart_is_not() -> None:
+    def template(values: dict[str, object]) -> Any:
+        return find(render(values), "Deployment", "demo-baton-prefill")["spec"]["template"]
+
+    assert template({}) == template({"decode.settings.chunk_size": 64})
+    assert template({}) != template({"prefill.settings.chunk_size": 64})
+    assert not any("version" in label or "chart" in label for label in template({})["metadata"]["labels"])
+
+
+# --------------------------------------------------------------------------------------------------- scaling
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_replicas_are_left_out_where_something_else_sets_them(mode: str) -> None:
+    objects = render({"autoscaling.mode": mode})
+    for role in ("prefill", "decode"):
+        assert ("replicas" in find(objects, "Deployment", f"demo-baton-{role}")["spec"]) == (mode == "none")
+
+
+def test_one_role_can_stay_fixed() -> None:
+    objects = render({"prefill.autoscaling.enabled": False, "prefill.replicas": 3, "autoscaling.mode": "planner"})
+    assert find(objects, "Deployment", "demo-baton-prefill")["spec"]["replicas"] == 3
+    settings = settings_of(objects, "demo-baton-autoscaler")
+    assert "prefill_workload" not in settings
+    assert settings["decode_workload"] == "deployment/demo-baton-decode"
+
+
+def test_each_mode_brings_its_own_scalers_and_no_other() -> None:
+    kinds = {"HorizontalPodAutoscaler", "ScaledObject", "APIService"}
+    expected = {
+        "external-metrics": {"HorizontalPodAutoscaler", "APIService"},
+        "prometheus-adapter": {"HorizontalPodAutoscaler"},
+        "keda": {"ScaledObject"},
+        "planner": set(),
+        "none": set(),
+    }
+    for mode in MODES:
+        objects = render({"autoscaling.mode": mode})
+        assert {one["kind"] for one in objects} & kinds == expected[mode]
+        has_autoscaler = any(one["metadata"]["name"] == "demo-baton-autoscaler" for one in objects)
+        assert has_autoscaler == (mode != "none")
+
+
+def test_each_role_scales_on_its_own_signal() -> None:
+    objects = render({"decode.autoscaling.kvUsage": 0.65, "prefill.autoscaling.queuedTokensPerPod": 4000})
+
+    def metrics(role: str) -> dict[str, str]:
+        found = find(objects, "HorizontalPodAutoscaler", f"demo-baton-{role}")["spec"]["metrics"]
+        return {one["external"]["metric"]["name"]: one["external"]["target"]["averageValue"] for one in found}
+
+    assert metrics("prefill") == {"baton_prefill_queued_tokens": "4000"}
+    assert metrics("decode") == {"baton_decode_kv_used_pods": "650m", "baton_decode_requests": "32"}
+
+
+def test_multi_node_workers_are_groups_of_which_only_leaders_take_requests() -> None:
+    objects = render({"decode.multiNode": {"enabled": True, "size": 4, "memberArgs": ["--x"]}, "decode.gpus": 8})
+    group = find(objects, "LeaderWorkerSet", "demo-baton-decode")["spec"]["leaderWorkerTemplate"]
+    leader, member = (group[name]["spec"]["containers"][0] for name in ("leaderTemplate", "workerTemplate"))
+    assert group["size"] == 4
+    assert "readinessProbe" in leader
+    assert "readinessProbe" not in member
+    assert member["args"][-1] == "--x"
+    selector = find(objects, "Service", "demo-baton-decode")["spec"]["selector"]
+    assert selector["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
+    target = find(objects, "HorizontalPodAutoscaler", "demo-baton-decode")["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["apiVersion"]) == ("LeaderWorkerSet", "leaderworkerset.x-k8s.io/v1")
+
+
+# -------------------------------------------------------------------------------------------------- security
+
+
+def pods(objects: list[Object]) -> list[tuple[str, Object]]:
+    """Every pod spec in a rendering, by the name of its owner."""
+    found: list[tuple[str, Object]] = []
+    for one in objects:
+        spec, name = one.get("spec", {}), one["metadata"]["name"]
+        templates = {
+            "Deployment": lambda spec: [spec["template"]["spec"]],
+            "Pod": lambda spec: [spec],
+            "LeaderWorkerSet": lambda spec: [
+                spec["leaderWorkerTemplate"][which]["spec"] for which in ("leaderTemplate", "workerTemplate")
+            ],
+        }
+        found += [(name, pod) for pod in templates.get(one["kind"], lambda _: [])(spec)]
+    return found
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_pods_meet_the_restricted_level(variant: str) -> None:
+    allowed_volumes = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
+    rendered = pods(render(VARIANTS[variant]))
+    assert len(rendered) >= 4
+    for name, spec in rendered:
+        assert spec["securityContext"]["runAsNonRoot"] is True, name
+        assert spec["securityContext"]["runAsUser"] > 0, name
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec), name
+        assert spec["enableServiceLinks"] is False, name
+        assert all(allowed_volumes & set(volume) for volume in spec["volumes"]), name
+        for container in spec["containers"]:
+            security = container["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False, name
+            assert security["capabilities"] == {"drop": ["ALL"]}, name
+            assert security["readOnlyRootFilesystem"] is True, name
+            assert container["resources"]["requests"], name
+            assert "memory" in container["resources"]["limits"], name
+
+
+def test_only_those_who_ask_the_api_server_get_a_token() -> None:
+    tokens = {name: spec["automountServiceAccountToken"] for name, spec in pods(render())}
+    assert {name for name, mounted in tokens.items() if mounted} == {"demo-baton-router", "demo-baton-autoscaler"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_permissions_are_these_and_no_more(mode: str) -> None:
+    rules = {
+        f"{one['kind']}/{one['metadata']['name']}": [
+            " ".join([*rule["verbs"], *rule["resources"], *rule.get("resourceNames", [])]) for rule in one["rules"]
+        ]
+        for one in render({"autoscaling.mode": mode})
+        if one["kind"] in ("Role", "ClusterRole") and not one["metadata"]["name"].endswith("-hpa")
+    }
+    expected = {"Role/demo-baton-router": ["list watch endpointslices"]}
+    if mode != "none":
+        expected["Role/demo-baton-autoscaler"] = [
+            "list watch endpointslices",
+            "create leases",
+            "get update leases demo-baton-autoscaler",
+            "patch pods",
+        ]
+    if mode == "planner":
+        expected["Role/demo-baton-autoscaler"] += [
+            f"get patch deployments/scale demo-baton-{role}" for role in ("decode", "prefill")
+        ]
+    if mode == "external-metrics":
+        expected["ClusterRole/demo-baton-autoscaler-prod"] = ["get patch apiservices v1beta1.external.metrics.k8s.io"]
+    assert rules == expected
+
+
+def test_workers_are_reached_by_router_autoscaler_and_each_other_only() -> None:
+    policy = find(render(), "NetworkPolicy", "demo-baton-decode")["spec"]
+    assert policy["policyTypes"] == ["Ingress"]
+
+    def sources(rule: Object) -> set[str]:
+        return {one["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for one in rule["from"]}
+
+    serving, peers, metrics = policy["ingress"]
+    assert (serving["ports"], sources(serving)) == ([{"port": "grpc"}], {"router", "autoscaler"})
+    assert ("ports" in peers, sources(peers)) == (False, {"prefill", "decode"})
+    assert metrics["ports"] == [{"port": 9400}]
+
+
+# ---------------------------------------------------------------------------------------------------- golden
+
+
+@pytest.mark.parametrize("file", ["values-laptop.yaml", "values-gpu-fleet.yaml"])
+def test_rendering_is_as_reviewed(file: str) -> None:
+    """After a change that is meant: helm template demo helm -n prod --kube-version 1.34.0 -f helm/FILE > the golden."""
+    done = helm("template", "demo", str(CHART), "-n", "prod", "--kube-version", "1.34.0", *arguments(file=file))
+    assert done.stdout == (GOLDEN / file).read_text()

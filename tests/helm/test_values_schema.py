@@ -1,0 +1,47 @@
+"""The schema is current, and every value of the chart is in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from common.config import RouterSettings, WorkerSettings
+from tests.helm import values_schema
+from tests.helm.chart import CHART
+
+
+def test_schema_is_current() -> None:
+    assert values_schema.PATH.read_text() == values_schema.text(), "run: python -m tests.helm.values_schema --write"
+
+
+def test_every_default_is_in_the_schema_and_the_other_way_round() -> None:
+    """A value without a default cannot be found by reading values.yaml."""
+    schema = values_schema.values_schema()
+
+    def compare(values: dict[str, Any], schema: dict[str, Any], path: str) -> None:
+        if "additionalProperties" not in schema or schema["additionalProperties"] is not False:
+            return
+        assert set(values) == set(schema["properties"]) - {"global"}, path
+        for name, value in values.items():
+            below = schema["properties"][name]
+            if "$ref" in below:
+                below = definitions[below["$ref"].rpartition("/")[2]]
+            if isinstance(value, dict) and name not in ("settings", "resources"):
+                compare(value, below, f"{path}.{name}")
+
+    definitions = schema["definitions"]
+    compare(yaml.safe_load((CHART / "values.yaml").read_text()), schema, "")
+
+
+def test_settings_are_offered_unless_the_chart_decides_them() -> None:
+    definitions = values_schema.values_schema()["definitions"]
+    worker = set(definitions["workerSettings"]["properties"]) | set(definitions["connectorSettings"]["properties"])
+    assert set(WorkerSettings.model_fields) - worker == {
+        "listen", "advertise", "drain_timeout", "metrics_port", "connector", "kv_dir", "model", "served_model_name",
+        "log_level", "log_format",
+    }  # fmt: skip
+    router = set(definitions["routerSettings"]["properties"])
+    assert set(RouterSettings.model_fields) - router == {
+        "prefill", "decode", "http_listen", "grpc_listen", "drain_timeout", "log_level", "log_format",
+    }  # fmt: skip
