@@ -11,10 +11,10 @@ import torch
 from common.config import EngineSettings
 from common.errors import InternalError, StartupError
 from common.model_files import ModelFiles, model_identity, open_model, read_safetensors_header
-from common.types import KVCacheSpec, SampledToken
+from common.types import KVCacheSpec, SampledToken, SamplingParams
 from engine.attention.base import AttentionShape
 from engine.attention.registry import attention_backend
-from engine.batch import BlockCopy, SequenceInput
+from engine.batch import BlockCopy, SampleInput, SequenceInput
 from engine.host_memory import available_bytes
 from engine.models.base import CausalLM
 from engine.models.registry import build_model, max_positions
@@ -24,6 +24,7 @@ from engine.weights import load_weights
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
+WARM_UP_TOKENS = 64
 DEFAULT_CPU_KV_CACHE_GB = 1.0
 _CPU_RESERVE_BYTES = 256 << 20  # activations, workspaces, Python
 _CUDA_RESERVE_BYTES = 1 << 30  # the same on a device, kernels' workspaces included
@@ -97,6 +98,16 @@ class ModelRunner:
             for index, token in zip(wanted, sample(logits, inputs), strict=True):
                 result[index] = token
         return result
+
+    def warm_up(self) -> None:
+        """Pays for what happens once (kernels chosen, workspaces allocated) before the first request has to."""
+        num_tokens = min(WARM_UP_TOKENS, self.num_blocks * self.spec.block_size - 1, self.max_model_len - 1)
+        blocks = list(range(-(-(num_tokens + 1) // self.spec.block_size)))
+        sample = SampleInput(params=SamplingParams(temperature=0.0), num_output_tokens=0)
+        for start, token_ids in ((0, [0] * num_tokens), (num_tokens, [0])):
+            self.execute(
+                [SequenceInput(token_ids=token_ids, num_computed_tokens=start, block_ids=blocks, sample=sample)]
+            )
 
     def _forward(
         self, sequences: Sequence[SequenceInput], between_layers: Callable[[], None]

@@ -113,6 +113,7 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
         ),
     )
     runner = ModelRunner(Path(bootstrap.model_dir), settings)
+    runner.warm_up()
     core = EngineCore(settings, runner, connector, time.monotonic, wakeup.set)
     socket.send(m.encode([core.ready()]))
     loop = _Loop(core, socket, wakeup)
