@@ -78,3 +78,20 @@ ci: ## Do all that CI does
 clean: ## Remove .venv, caches and build output
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+LMCACHE := .venv-lmcache
+LMCACHE_VERSION := 0.5.6
+
+.PHONY: lmcache
+lmcache: $(LMCACHE)/.installed-$(shell cksum < requirements-lmcache.txt | cut -d' ' -f1)-$(LMCACHE_VERSION) ## Make .venv-lmcache, the LMCache server of --connector lmcache
+
+$(LMCACHE)/.installed-%: requirements-lmcache.txt
+	@test -x $(LMCACHE)/bin/python || $(PYTHON) -m venv $(LMCACHE) || { rm -rf $(LMCACHE); exit 1; }
+	@echo "lmcache: torch"
+	@$(LMCACHE)/bin/python -m pip install --quiet --constraint requirements-lmcache.txt torch
+	@echo "lmcache: everything else"
+	@$(LMCACHE)/bin/python -m pip install --quiet --requirement requirements-lmcache.txt
+	@$(LMCACHE)/bin/python -m pip install --quiet --no-deps lmcache==$(LMCACHE_VERSION)
+	@LMCACHE_DISABLE_BANNER=1 $(LMCACHE)/bin/lmcache server --help > $(LMCACHE)/help.txt
+	@rm -f $(LMCACHE)/.installed-*
+	@touch $@

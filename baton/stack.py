@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from baton import lmcache_server
 from baton.processes import Child, Ended, Event, Events, Finished, Ready, Signalled, start_all
 from baton.settings import PREFIX, did_you_mean, to_flags
 from common.config import RouterSettings, Settings, UpSettings, WorkerSettings
@@ -42,6 +43,7 @@ _WORKER_HOST = "127.0.0.1"  # only the router of a local stack is for others
 # our choice and the worker's bind.
 _WORKER_PORTS = range(20000, 32000)
 _KV_PREFIX = "baton-kv-"
+_LMCACHE = "lmcache"  # the child's name
 _SHM = Path("/dev/shm")  # noqa: S108 - the directory below it is made by mkdtemp
 _SHM_MIN_FREE = 1 << 30  # bytes; containers often have 64 MiB
 _ABANDONED_AFTER_S = 60.0
@@ -111,13 +113,14 @@ class Stack:
                     return event
 
     def drain(self) -> bool:
-        """Ends the router, then the workers, each after what it has in hand.
+        """Ends the router, then the workers, each after what it has in hand, then what they need.
 
         False where that was cut short, by another signal or because it took longer than `drain_timeout`.
         """
-        workers = [child for child in self.children if child.name != self.router]
+        workers = [child for child in self.children if child.name not in (self.router, _LMCACHE)]
         routers = [child for child in self.children if child.name == self.router]
-        for group in (routers, workers):
+        servers = [child for child in self.children if child.name == _LMCACHE]
+        for group in (routers, workers, servers):
             for child in group:
                 child.terminate()
             deadline = time.monotonic() + self.drain_timeout + _KILL_GRACE_S
@@ -206,6 +209,8 @@ def check(settings: UpSettings) -> None:
     if settings.connector not in connector_names():
         hint = did_you_mean(settings.connector, connector_names())
         raise ConfigError("--connector", f"{settings.connector!r} is not one of {', '.join(connector_names())}{hint}")
+    if settings.connector == "lmcache" and settings.lmcache_address is None:
+        lmcache_server.executable()
     if settings.decode + settings.both == 0:
         raise ConfigError("--decode", "a stack needs at least one decode worker or one with --both roles")
 
@@ -214,7 +219,7 @@ def plan(settings: UpSettings, kv_dir: Path) -> Stack:
     """The commands of a stack. Worker ports and cores are decided here."""
     roles = ["prefill"] * settings.prefill + ["decode"] * settings.decode + ["worker"] * settings.both
     cores = divide_cores(settings.cpu_cores or usable_cores(), len(roles))
-    addresses = [f"{_WORKER_HOST}:{port}" for port in free_ports(len(roles))]
+    lmcache_address, *addresses = [f"{_WORKER_HOST}:{port}" for port in free_ports(1 + len(roles))]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     common = WorkerSettings.model_fields.keys() & UpSettings.model_fields.keys()
     shared: dict[str, object] = {name: getattr(settings, name) for name in common}
@@ -222,6 +227,10 @@ def plan(settings: UpSettings, kv_dir: Path) -> Stack:
     if settings.device == "cuda":  # all workers are on the same device, so each gets its share of it
         shared["memory_utilization"] = settings.memory_utilization / len(roles)
     commands: dict[str, list[str]] = {}
+    if settings.connector == "lmcache" and settings.lmcache_address is None:
+        shared["lmcache_address"] = lmcache_address
+        files = kv_dir if settings.kv_dir is not None else None
+        commands[_LMCACHE] = lmcache_server.wrapper(lmcache_address, settings.lmcache_size_gb, files)
     numbers: dict[str, int] = {}
     for role, address, own in zip(roles, addresses, cores, strict=True):
         worker = WorkerSettings.model_validate({**shared, "listen": address, "cpu_cores": own})

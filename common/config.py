@@ -81,7 +81,7 @@ class EngineSettings(ModelSettings):
 class ConnectorSettings(Settings):
     connector: str = Field("shared_storage", description="how KV blocks move between workers")
     kv_dir: str | None = Field(None, description="shared_storage: directory that all workers share")
-    lmcache_address: str = Field("127.0.0.1:5555", description="lmcache: gRPC address of the server, on this machine")
+    lmcache_address: str | None = Field(None, description="lmcache: gRPC address of the server, on the same machine")
     transfer_timeout_s: float = Field(10.0, gt=0, description="a KV block's transfer fails after this many seconds")
     verify_checksums: bool = Field(False, description="verify KV that moves from peer to peer (stores always do)")
 
@@ -169,6 +169,9 @@ class UpSettings(EngineSettings, ConnectorSettings, LogSettings):
     grpc_port: Port = Field(50051, description="gRPC port; 0 takes a free one")
     drain_timeout: float = Field(30.0, ge=0, description="seconds that Ctrl-C or SIGTERM waits for answers to end")
     start_timeout: float = Field(120.0, gt=0, description="seconds that the stack may take to become ready")
+    lmcache_size_gb: float = Field(
+        1.0, gt=0, description="lmcache: memory in GiB of the server, which is started where --lmcache-address is unset"
+    )
     hints: bool = Field(False, description="when ready, print commands to try, to standard error")
 
 
