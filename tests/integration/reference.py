@@ -1,0 +1,97 @@
+"""What transformers answers: greedy, float32, one prompt at a time. Slow, so it is computed once and kept.
+
+`python -m tests.integration.reference MODEL_DIR FILE` writes the answers to all prompts; a process of its own, so that
+neither torch nor the warnings of other libraries come into the tests' own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.integration.prompts import CASES, Case
+
+
+@dataclass(slots=True, frozen=True)
+class Expected:
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    text: str  # of the output, without special tokens
+    margins: list[float]  # of each output token: its logit less the second best; near 0 is a tie
+
+    def explain(self, output_token_ids: Sequence[int]) -> str:
+        """Where an answer differs, and whether that is a tie; empty where it is equal."""
+        if list(output_token_ids) == self.output_token_ids:
+            return ""
+        pairs = zip(output_token_ids, self.output_token_ids, strict=False)
+        at = next((index for index, (got, wanted) in enumerate(pairs) if got != wanted), None)
+        if at is None:
+            return f"{len(output_token_ids)} tokens instead of {len(self.output_token_ids)}"
+        got, wanted = output_token_ids[at], self.output_token_ids[at]
+        return f"token {at} is {got}, not {wanted}, which wins by {self.margins[at]:.2g}"
+
+
+def cache_key(model_dir: Path) -> str:
+    """Equal where the answers are."""
+    versions = [importlib.metadata.version(name) for name in ("transformers", "torch")]
+    weights = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in model_dir.iterdir())
+    text = json.dumps([versions, weights, [asdict(case) for case in CASES]])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def load(model_dir: Path, cache_dir: Path) -> dict[str, Expected]:
+    """Expected answers by the name of their case."""
+    file = cache_dir / f"{cache_key(model_dir)}.json"
+    if not file.exists():
+        partial = file.with_suffix(f".{os.getpid()}")
+        command = [sys.executable, "-m", "tests.integration.reference", str(model_dir), str(partial)]
+        run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        assert run.returncode == 0, run.stderr[-4000:]
+        partial.rename(file)
+    return {name: Expected(**fields) for name, fields in json.loads(file.read_text()).items()}
+
+
+def compute(model_dir: Path, cases: Sequence[Case]) -> dict[str, Expected]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    found = {}
+    for case in cases:
+        ids = tokenizer(case.prompt)["input_ids"] if isinstance(case.prompt, str) else list(case.prompt)
+        prompt = torch.tensor([ids])
+        with torch.inference_mode():
+            answer = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,
+                max_new_tokens=case.max_tokens,
+                pad_token_id=model.generation_config.eos_token_id,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        best = [logits[0].topk(2).values for logits in answer.logits]
+        margins = [round(float(two[0] - two[1]), 6) for two in best]
+        output = answer.sequences[0, len(ids) :].tolist()
+        text = tokenizer.decode(output, skip_special_tokens=True)
+        found[case.name] = Expected(ids, output, text, margins)
+    return found
+
+
+def main() -> None:
+    model_dir, file = map(Path, sys.argv[1:])
+    expected = compute(model_dir, CASES)
+    file.write_text(json.dumps({name: asdict(one) for name, one in expected.items()}))
+
+
+if __name__ == "__main__":
+    main()

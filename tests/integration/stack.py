@@ -1,0 +1,238 @@
+"""Real processes for tests: a stack under `baton up`, or workers and a router one by one, so that one can be killed.
+
+Each worker computes with one thread: two that are given less than two whole cores spend their time waiting for each
+other, and tests run on busy machines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.client import Client
+from baton.report import FleetWorker
+from baton.stack import free_ports
+from common.errors import BatonError
+from common.types import WorkerState
+from tests.kube.processes import Process
+
+START_TIMEOUT_S = 180.0
+SETTLE_TIMEOUT_S = 20.0
+CALL_TIMEOUT_S = 280.0  # below pytest's own limit, so that a request that hangs says so itself
+FLAGS = ("--dtype=float32", "--num-threads=1", "--num-blocks=512", "--log-level=info")
+
+RUNNING: list[Stack | Fleet] = []
+"""Everything that serves now. Each is looked at after each test, and shows its logs where one fails."""
+
+
+def baton(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "baton", *arguments]
+
+
+def wait_for(what: str, done: Callable[[], object], timeout_s: float = SETTLE_TIMEOUT_S) -> None:
+    """Polls `done` until it is true. Raises AssertionError."""
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        time.sleep(0.02)
+
+
+def ready_fields(process: Process) -> dict[str, str]:
+    """Waits for the line that says that a process serves; what it says."""
+    found: list[str] = []
+
+    def is_ready() -> bool:
+        found[:] = re.findall(r"^ready (.*)$", process.log.read_text(errors="replace"), re.MULTILINE)
+        assert found or process.running, f"{process.name} ended:\n{process.tail(40)}"
+        return bool(found)
+
+    wait_for(f"{process.name} is ready", is_ready, START_TIMEOUT_S)
+    return dict(word.split("=", 1) for word in found[-1].split())
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes below `pid`, at this moment."""
+    try:
+        children = {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    except (FileNotFoundError, ProcessLookupError):
+        return set()
+    return children | {below for child in children for below in descendants(child)}
+
+
+def alive(pids: set[int]) -> set[int]:
+    """Those that run; a zombie does not."""
+    found = set()
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state != "Z":
+            found.add(pid)
+    return found
+
+
+class Service:
+    """What answers at a gRPC and an HTTP address."""
+
+    grpc: str
+    http: str
+
+    def client(self) -> Client:
+        return Client(self.grpc, timeout=CALL_TIMEOUT_S)
+
+    def workers(self) -> list[FleetWorker]:
+        with Client(self.grpc, timeout=30) as client:
+            return client.fleet()
+
+    def settle(self) -> None:
+        """Waits until no worker has anything in hand: every block is free or cached, and the books are right."""
+        last: list[str] = []
+
+        def is_settled() -> bool:
+            try:
+                last[:] = [reason for worker in self.workers() if (reason := self._unsettled(worker))]
+            except BatonError as error:
+                last[:] = [error.message]
+            return not last
+
+        try:
+            wait_for("settled", is_settled)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {'; '.join(last)}") from None
+
+    def _unsettled(self, worker: FleetWorker) -> str:
+        num_owned = worker.num_blocks - worker.num_free_blocks - worker.num_cached_blocks
+        num_requests = worker.num_requests_running + worker.num_requests_waiting
+        if worker.state is not WorkerState.READY or worker.integrity != "ok":
+            return f"{worker.address} is {worker.state.value}, integrity {worker.integrity}"
+        if num_owned or num_requests or worker.num_leases:
+            return f"{worker.address} has {num_requests} requests, {num_owned} blocks, {worker.num_leases} leases"
+        return ""
+
+
+class Stack(Service):
+    """A running `baton up`."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.kv_dir = folder / "kv"
+        ports = ("--http-port=0", "--grpc-port=0", f"--kv-dir={self.kv_dir}")
+        self.process = Process("baton up", baton("up", *FLAGS, *ports, *flags), folder / "up.log")
+        try:
+            fields = ready_fields(self.process)
+        except BaseException:
+            self.stop()
+            raise
+        self.http, self.grpc = fields["http"], fields["grpc"]
+        self.family = descendants(self.process.popen.pid)
+
+    def logs(self) -> str:
+        return self.process.tail(60)
+
+    def stop(self) -> int:
+        """Ends it as an operator would. Returns the exit code."""
+        self.process.popen.send_signal(signal.SIGTERM)
+        try:
+            return self.process.popen.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+@dataclass(slots=True)
+class Member:
+    """One worker of a `Fleet`."""
+
+    role: str
+    address: str
+    process: Process
+
+
+class Fleet(Service):
+    """Workers and a router that nobody watches over."""
+
+    def __init__(self, folder: Path, *flags: str, prefill: int, decode: int) -> None:
+        self.kv_dir = folder / "kv"
+        self.kv_dir.mkdir()
+        self._folder, self._flags = folder, flags
+        roles = ["prefill"] * prefill + ["decode"] * decode
+        addresses = [f"127.0.0.1:{port}" for port in free_ports(len(roles))]
+        self.members = [self._start(role, address) for role, address in zip(roles, addresses, strict=True)]
+        by_role = {role: ",".join(m.address for m in self.members if m.role == role) for role in ("prefill", "decode")}
+        listen = ("--http-listen=127.0.0.1:0", "--grpc-listen=127.0.0.1:0")
+        command = baton("router", f"--prefill={by_role['prefill']}", f"--decode={by_role['decode']}", *listen)
+        self.router = Process("router", command, folder / "router.log")
+        try:
+            fields = ready_fields(self.router)
+            self.http, self.grpc = fields["http"], fields["grpc"]
+            wait_for("every worker is ready", self._all_ready, START_TIMEOUT_S)
+        except BaseException:
+            print(self.logs())
+            self.stop()
+            raise
+
+    def _start(self, role: str, address: str) -> Member:
+        command = baton(role, *FLAGS, f"--kv-dir={self.kv_dir}", f"--listen={address}", *self._flags)
+        return Member(role, address, Process(f"{role} {address}", command, self._folder / f"{role}-{address}.log"))
+
+    def _all_ready(self) -> bool:
+        ended = [member.process for member in self.members if not member.process.running]
+        assert not ended, "\n".join(f"{process.name} ended:\n{process.tail()}" for process in ended)
+        return all(worker.state is WorkerState.READY for worker in self.workers())
+
+    def member(self, address: str) -> Member:
+        return next(member for member in self.members if member.address == address)
+
+    def busy(self, role: str) -> Member:
+        """The worker of `role` that computes something; waits for one."""
+        found: list[str] = []
+
+        def look() -> bool:
+            found[:] = [w.address for w in self.workers() if w.role.value == role and w.num_requests_running]
+            return bool(found)
+
+        wait_for(f"a {role} worker is busy", look, CALL_TIMEOUT_S)
+        return self.member(found[0])
+
+    def replace(self, member: Member) -> None:
+        """Starts a worker again at the address of one that was killed, and waits until the router uses it."""
+        self.members[self.members.index(member)] = self._start(member.role, member.address)
+        wait_for("every worker is ready", self._all_ready, START_TIMEOUT_S)
+
+    def logs(self) -> str:
+        return "\n".join(p.tail(40) for p in [self.router, *(member.process for member in self.members)])
+
+    def stop(self) -> None:
+        processes = [self.router, *(member.process for member in self.members)]
+        for process in processes:
+            process.popen.send_signal(signal.SIGTERM)
+        for process in processes:
+            try:
+                process.popen.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+@contextmanager
+def running(service: Stack | Fleet) -> Iterator[None]:
+    """While inside, `service` must be settled after each test. It is ended afterwards."""
+    RUNNING.append(service)
+    try:
+        yield
+    finally:
+        RUNNING.remove(service)
+        service.stop()
+
+
+def kill(process: Process) -> None:
+    """SIGKILL, as from the kernel when memory runs out: the process itself gets no word in."""
+    os.kill(process.popen.pid, signal.SIGKILL)
+    process.popen.wait()

@@ -1,0 +1,128 @@
+"""Greedy answers are transformers' own, token for token in float32, each way that a request can go."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.types import FinishReason
+from tests.integration.ask import Salt, ask
+from tests.integration.prompts import BY_NAME, CASES, LONG
+from tests.integration.reference import Expected
+from tests.integration.stack import Stack, running
+
+pytestmark = pytest.mark.timeout(600)  # machines differ much in what they compute
+
+ALL = [case.name for case in CASES]
+FEW = ["chat-capital", "chinese", "emoji", "random-160", "ledger-250", "ledger-600"]
+BLOCK_SIZE = 16
+
+Answers = dict[str, Expected]
+
+
+@pytest.fixture(scope="module")
+def one(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """One worker of both roles."""
+    stack = Stack(tmp_path_factory.mktemp("one"), "--prefill=0", "--decode=0", "--both=1")
+    with running(stack):
+        yield stack
+
+
+def test_prompts_are_varied(expected: Answers) -> None:
+    lengths = sorted(len(one.prompt_token_ids) for one in expected.values())
+    assert len(lengths) >= 30
+    assert (lengths[0], lengths[-1]) == (1, 2000)
+    assert sum(len(one.output_token_ids) >= 200 for one in expected.values()) >= 2
+    ended_by_eos = [name for name, one in expected.items() if len(one.output_token_ids) < BY_NAME[name].max_tokens]
+    assert ended_by_eos
+
+
+# ------------------------------------------------------------------------------------------ one process
+
+
+def test_one_process_one_at_a_time(one: Stack, expected: Answers, salt: Salt) -> None:
+    results = ask(one, expected, FEW, salt, at_once=1)
+    assert not any(result.report.prefill_worker for result in results.values())
+
+
+def test_one_process_all_at_once(one: Stack, expected: Answers, salt: Salt) -> None:
+    results = ask(one, expected, ALL, salt)
+    for name, result in results.items():
+        num_tokens = len(expected[name].output_token_ids)
+        reason = FinishReason.LENGTH if num_tokens == BY_NAME[name].max_tokens else FinishReason.STOP
+        assert (result.finish_reason, result.usage.completion_tokens) == (reason, num_tokens), name
+
+
+def test_one_process_warm_prefix_cache(one: Stack, expected: Answers) -> None:
+    ask(one, expected, FEW, lambda: "warm")
+    for name, result in ask(one, expected, FEW, lambda: "warm").items():
+        num_prompt_tokens = len(expected[name].prompt_token_ids)
+        assert result.usage.cached_tokens == (num_prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE, name
+
+
+# ---------------------------------------------------------------------------------------- two processes
+
+
+def test_two_processes_all_at_once(two: Stack, expected: Answers, salt: Salt) -> None:
+    for name, result in ask(two, expected, ALL, salt).items():
+        assert result.report.prefill_worker, name
+        assert result.report.num_blocks_moved >= len(expected[name].prompt_token_ids) // BLOCK_SIZE, name
+        assert not result.report.fallback_reason, name
+
+
+def test_two_processes_warm_prefix_cache(two: Stack, expected: Answers) -> None:
+    ask(two, expected, FEW, lambda: "warm")
+    for name, result in ask(two, expected, FEW, lambda: "warm").items():
+        num_full_blocks = (len(expected[name].prompt_token_ids) - 1) // BLOCK_SIZE
+        assert result.usage.cached_tokens == num_full_blocks * BLOCK_SIZE, name
+        assert result.report.num_blocks_moved <= 1, name
+
+
+@pytest.mark.parametrize("chunk_size", [16, 64])  # 512 is the default, in all the others
+def test_chunk_sizes(chunk_size: int, model_dir: Path, tmp_path: Path, expected: Answers, salt: Salt) -> None:
+    stack = Stack(tmp_path, f"--chunk-size={chunk_size}")
+    with running(stack):
+        ask(stack, expected, [*FEW, "random-2000"], salt)
+        stack.settle()
+
+
+def test_preempted(model_dir: Path, tmp_path: Path, expected: Answers, salt: Salt) -> None:
+    stack = Stack(tmp_path, "--num-blocks=40")
+    names = [case.name for case in CASES if case.max_tokens >= LONG and len(expected[case.name].prompt_token_ids) < 99]
+    with running(stack):
+        results = ask(stack, expected, names, salt)
+        stack.settle()
+    assert sum(result.report.num_preemptions for result in results.values()) > 0
+
+
+def test_kv_directory_wiped_in_mid_request(two: Stack, expected: Answers, salt: Salt) -> None:
+    with wiping(two.kv_dir):
+        results = ask(two, expected, ["ledger-250", "ledger-600", "ledger-1200", "random-160"], salt)
+    reasons = [result.report.fallback_reason for result in results.values()]
+    assert any(reasons)
+    results = ask(two, expected, ["ledger-250"], salt)
+    assert not results["ledger-250"].report.fallback_reason
+
+
+@contextlib.contextmanager
+def wiping(folder: Path) -> Iterator[None]:
+    """Empties `folder` again and again while inside."""
+    ended = threading.Event()
+
+    def wipe() -> None:
+        while not ended.wait(0.001):
+            for path in folder.iterdir():
+                shutil.rmtree(path, ignore_errors=True)
+
+    thread = threading.Thread(target=wipe)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
