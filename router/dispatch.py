@@ -57,7 +57,6 @@ class DispatchRequest:
     sampling_params: SamplingParams
     cache_salt: str = ""
     priority: int = 0
-    arrived_at: float  # time.monotonic() at the router
     deadline: float  # time.monotonic() at which the client gives up
 
 

@@ -51,7 +51,6 @@ class GenerationRequest:
     """One answer to be generated; made by `Front.prepare`."""
 
     request_id: str
-    interface: str  # "grpc" or "rest", for metrics
     model: ServedModel
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
@@ -187,7 +186,6 @@ class Front:
         prompt: Prompt,
         fields: SamplingFields,
         *,
-        interface: str,
         model_name: str = "",
         request_id: str = "",
         cache_salt: str = "",
@@ -214,7 +212,6 @@ class Front:
         )
         return GenerationRequest(
             request_id=request_id or new_request_id(),
-            interface=interface,
             model=model,
             prompt_token_ids=prompt.token_ids,
             sampling_params=params,
@@ -240,7 +237,6 @@ class Front:
             sampling_params=params,
             cache_salt=request.cache_salt,
             priority=request.priority,
-            arrived_at=request.arrived_at,
             deadline=request.deadline,
         )
         async with aclosing(self._dispatcher.run(dispatched, report)) as run:

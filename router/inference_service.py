@@ -108,7 +108,6 @@ class InferenceService:
             model,
             prompt,
             fields,
-            interface="grpc",
             model_name=request.model,
             request_id=request.request_id,
             cache_salt=request.cache_salt,

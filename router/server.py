@@ -76,7 +76,14 @@ async def serve(
         registry.start()
 
         web = _WebServer(
-            uvicorn.Config(make_app(front), log_config=None, access_log=False, lifespan="off", server_header=False)
+            uvicorn.Config(
+                make_app(front),
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+            )
         )
         with _signals(stop):
             await _set_health(health, front)

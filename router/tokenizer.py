@@ -97,6 +97,8 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
 
     Raises `UnavailableError` with one line where they make no tokenizer.
     """
+    if not files:
+        raise UnavailableError("the worker has no tokenizer files")
     try:
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
         template = _template_source(files, config)

@@ -106,6 +106,7 @@ class _Gateway:
         if not body.stream:
             async with aclosing(events):
                 whole = await unless_gone(request, anext(events))
+                await anext(events, None)  # to its end: closed before, it would count as cancelled
             return Response(whole, headers={"X-Request-Id": request_id}, media_type="application/json")
         try:
             first = await unless_gone(request, anext(events))
@@ -129,7 +130,6 @@ class _Gateway:
                     model,
                     prompt,
                     fields,
-                    interface="rest",
                     request_id=request_id,
                     cache_salt=body.cache_salt or "",
                     priority=body.priority or 0,

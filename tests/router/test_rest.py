@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from tests.router.conftest import RunningRouter
+from tests.router.conftest import RunningRouter, sample
 from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.tiny_tokenizer import byte_ids, eos_id, ids_of
 
@@ -324,3 +324,12 @@ async def test_an_error_after_the_first_token_is_an_event(router: RunningRouter,
         await read()
     assert "".join(received)
     assert ANSWER.startswith("".join(received))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_how_requests_end_is_counted(router: RunningRouter, stream: bool) -> None:
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        for body, outcome in (({}, "ok"), ({"temperature": -1}, "invalid_argument"), ({"model": "x"}, "not_found")):
+            before = sample("baton_router_requests_total", interface="rest", outcome=outcome)
+            await client.post("/v1/chat/completions", json={"messages": MESSAGES, "stream": stream, **body})
+            assert sample("baton_router_requests_total", interface="rest", outcome=outcome) == before + 1
