@@ -2,7 +2,11 @@
 
 The consumer reads, the producer's process does nothing. One thread posts the reads, in slices of several blocks, the
 jobs in turns, and watches them. A read that fails, or that is not done by its deadline, costs the whole reading agent
-(see `kv_store.nixl_agent` for why): its other reads are begun again on a new one. So every result means what it says.
+(see `kv_store.nixl_agent` for why): new reads get another one, the good ones on the old finish, then it ends, and only
+then is the failure reported. So every result means what it says.
+
+Known limit, over TCP only: a producer that was stopped (SIGSTOP, a frozen machine) in mid-transfer, and whose consumer
+has gone or given up meanwhile, is aborted by UCX when it goes on. A worker that comes back so has to be restarted.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import msgspec
@@ -72,7 +76,8 @@ class _Flight:
 
     job: _FetchJob
     blocks: list[FetchBlock]
-    read: Read | None = field(default=None)
+    agent: ReadingAgent | None = None
+    read: Read | None = None
 
 
 class NixlConnector(KVConnector):
@@ -99,6 +104,7 @@ class NixlConnector(KVConnector):
         # The fetch thread's own:
         self._reading: ReadingAgent | None = None
         self._flights: list[_Flight] = []
+        self._doomed: dict[ReadingAgent, list[tuple[_Flight, str]]] = {}  # agents with a failed read, and those reads
         self._fetch_staging: Staging | None = None
 
     def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
@@ -230,19 +236,22 @@ class NixlConnector(KVConnector):
             try:
                 taken = self._fetches.take(
                     self._slice_blocks,
-                    timeout_s=pause_s if self._flights else None,
+                    timeout_s=pause_s if self._flights or self._doomed else None,
                     accepts=lambda job: job.peer.num_reads < _MAX_READS_PER_PEER,
                 )
                 if taken is not None:
                     self._begin(*taken)
                 is_busy = self._check_flights() or taken is not None
+                self._end_doomed_agents()
                 pause_s = _MIN_PAUSE_S if is_busy else min(2 * pause_s, _MAX_PAUSE_S)
             except Exception as error:
                 # A defect. The blocks under way get their results all the same, and the thread lives on.
                 log.exception("fetching KV blocks failed")
-                self._give_up({flight: f"{type(error).__name__}: {error}" for flight in self._flights})
-        if self._reading is not None:
-            self._reading.close()
+                for flight in list(self._flights):
+                    self._fail(flight, f"{type(error).__name__}: {error}")
+        for agent in {self._reading, *self._doomed, *(flight.agent for flight in self._flights)}:
+            if agent is not None:
+                agent.close()
 
     def _begin(self, job: _FetchJob, blocks: list[FetchBlock]) -> None:
         flight = _Flight(job, blocks)
@@ -252,25 +261,18 @@ class NixlConnector(KVConnector):
         if error is None and time.monotonic() >= job.deadline:
             error = f"not begun within {self._config.transfer_timeout_s} s"
         if error is not None:
-            self._end(flight, error)
+            self._report(flight, error)
             return
         if job.after is not None:
             job.after.synchronize()  # reads land past all streams
         try:
-            reading = self._connected(job.peer)
-        except TransferError as failure:
-            # Nothing was posted yet, so other reads need not suffer.
-            job.peer.is_lost = True
-            self._end(flight, failure.message)
-            return
-        try:
-            flight.read = reading.start(
+            agent = self._connected(job.peer)
+            flight.agent = agent  # from here on bytes may be on their way
+            flight.read = agent.start(
                 job.peer.memory.agent, [block.ref.block_id for block in blocks], [block.block_id for block in blocks]
             )
         except TransferError as failure:
-            error = failure.message
-        if error is not None:
-            self._give_up({flight: error})
+            self._fail(flight, failure.message)
 
     def _connected(self, peer: _Peer) -> ReadingAgent:
         """The reading agent, connected to `peer`. Raises `TransferError`."""
@@ -292,56 +294,56 @@ class NixlConnector(KVConnector):
                 log.debug("former peer could not be removed", extra={"agent": agent, "reason": error.message})
 
     def _check_flights(self) -> bool:
-        """Ends what is done, and gives up what failed or is overdue. True where something ended."""
-        failed: dict[_Flight, str] = {}
+        """Reports what is done, and fails what failed or is overdue. True where there was something."""
         is_busy = False
         now = time.monotonic()
         for flight in list(self._flights):
-            if self._reading is None or flight.read is None:
+            if flight.agent is None or flight.read is None:
                 continue
             try:
-                if self._reading.check(flight.read):
-                    is_busy = True
-                    self._end(flight)
+                if flight.agent.check(flight.read):
+                    self._report(flight)
                 elif now >= flight.job.deadline:
-                    failed[flight] = f"not done within {self._config.transfer_timeout_s} s"
+                    self._fail(flight, f"not done within {self._config.transfer_timeout_s} s")
+                else:
+                    continue
             except TransferError as failure:
-                failed[flight] = failure.message
-        if failed:
-            self._give_up(failed)
-        return is_busy or bool(failed)
+                self._fail(flight, failure.message)
+            is_busy = True
+        return is_busy
 
-    def _give_up(self, failed: dict[_Flight, str]) -> None:
-        """Ends the reading agent, and with it every read. Those not in `failed` are queued again."""
-        if self._reading is not None:
-            self._reading.close()
+    def _fail(self, flight: _Flight, error: str) -> None:
+        """Dooms the flight's agent: it begins no more reads, and ends with its last good one. Then, when no byte can
+        land any more, the flight is reported. Every read has a deadline, so that comes soon."""
+        peer = flight.job.peer
+        if not peer.is_lost:
+            log.warning("KV reads from a peer fail", extra={"peer": peer.info.name, "reason": error})
+        peer.is_lost = True
+        if flight.agent is None:
+            self._report(flight, error)
+            return
+        self._flights.remove(flight)
+        self._doomed.setdefault(flight.agent, []).append((flight, error))
+        if self._reading is flight.agent:
             self._reading = None
-        for flight in list(self._flights):
-            error = failed.get(flight)
-            if error is not None:
-                flight.job.peer.is_lost = True
-                self._end(flight, error)
-            else:
-                self._remove(flight)
-                self._fetches.put(flight.job, flight.blocks)
 
-    def _end(self, flight: _Flight, error: str | None = None) -> None:
-        """Reports a flight that no byte will come of any more."""
-        self._remove(flight)
+    def _end_doomed_agents(self) -> None:
+        in_use = {flight.agent for flight in self._flights}
+        for agent in [agent for agent in self._doomed if agent not in in_use]:
+            agent.close()
+            for flight, error in self._doomed.pop(agent):
+                self._flights.append(flight)
+                self._report(flight, error)
+
+    def _report(self, flight: _Flight, error: str | None = None) -> None:
+        """Gives the results of a flight that no byte will come of any more."""
+        self._flights.remove(flight)
+        flight.job.peer.num_reads -= 1
         errors = [error] * len(flight.blocks) if error is not None else self._verify(flight)
-        if error is not None:
-            log.warning(
-                "KV blocks did not arrive",
-                extra={"peer": flight.job.peer.info.name, "num_blocks": len(flight.blocks), "reason": error},
-            )
         self._results.add(
             _fetched(flight.job.job_id, block, error=block_error, num_bytes=self._view.block_bytes)
             for block, block_error in zip(flight.blocks, errors, strict=True)
         )
-
-    def _remove(self, flight: _Flight) -> None:
-        self._flights.remove(flight)
-        flight.job.peer.num_reads -= 1
 
     def _verify(self, flight: _Flight) -> list[str | None]:
         """What is wrong with each block that arrived."""

@@ -6,6 +6,7 @@ python -m tests.kv_store.peer_process read PEER                    reads all blo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -52,19 +53,23 @@ class PeerProcess:
     def published(self) -> Published:
         return msgspec.msgpack.decode(bytes.fromhex(self.line().decode()), type=Published)
 
-    def ping(self) -> None:
-        """Returns once the process has run again after this call."""
+    def is_running_again(self) -> bool:
+        """Waits until the process has run on after this call; False where it has ended instead."""
         assert self.process.stdin is not None
-        self.process.stdin.write(b"ping\n")
-        self.process.stdin.flush()
-        assert self.line() == b"pong"
+        try:
+            self.process.stdin.write(b"ping\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return False
+        return self.line() == b"pong"
 
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # of a ping that was never read
+                    pipe.close()
 
 
 def main(mode: str, *arguments: str) -> None:

@@ -23,7 +23,8 @@ needs_nixl = pytest.mark.skipif(
     not any(find_spec(name) for name in ("nixl_cu13", "nixl_cu12", "nixl")),
     reason="NIXL is not installed (extra 'nixl')",
 )
-NUM_BLOCKS = 96  # of 1 MiB
+NUM_BLOCKS = 48  # of 1 MiB
+DEADLINE_S = 6.0  # long enough for a few blocks on a busy machine, short enough to wait for
 
 
 @needs_nixl
@@ -143,6 +144,7 @@ def hit_in_mid_transfer(consumer: Worker, published: Published, hit: Callable[[]
     give_up = time.monotonic() + PATIENCE_S
     while not first_bytes.any():
         assert time.monotonic() < give_up
+        time.sleep(0.0005)
     hit()
     return consumer.results()
 
@@ -191,11 +193,12 @@ def test_a_killed_and_restarted_peer(
 
 @needs_nixl
 def test_a_stopped_peer(tcp: None, serve: Callable[..., PeerProcess], make_consumer: Callable[..., Worker]) -> None:
-    """Its blocks fail at the deadline; when it goes on, what it still sends lands nowhere, and it is a peer again."""
-    peer, consumer = serve(), make_consumer(timeout_s=2.0)
+    """Its blocks fail at the deadline; when it goes on, what it still sends lands nowhere."""
+    peer, consumer = serve(), make_consumer(timeout_s=DEADLINE_S)
     published = peer.published()
     consumer.connector.add_peer(published.peer)
-    assert not any(result.error for result in fetch_all(consumer, published)), "connected, so that bytes are in flight"
+    consumer.fetch([FetchBlock(published.refs[0], 0)])  # connects, so that nothing but bytes is on the way later
+    assert [result.error for result in consumer.results()] == [None]
 
     def stop() -> None:
         peer.process.send_signal(signal.SIGSTOP)
@@ -206,46 +209,44 @@ def test_a_stopped_peer(tcp: None, serve: Callable[..., PeerProcess], make_consu
         if any(result.error for result in results):
             break
         peer.process.send_signal(signal.SIGCONT)
-    assert {result.error for result in results} <= {None, "not done within 2.0 s", "peer 'peer' was lost"}
+    assert {result.error for result in results} <= {None, f"not done within {DEADLINE_S} s", "peer 'peer' was lost"}
     assert any(result.error for result in results)
 
     def go_on() -> None:
         peer.process.send_signal(signal.SIGCONT)
-        peer.ping()
+        peer.is_running_again()
 
     assert_nothing_lands_later(consumer, results, go_on)
+    # UCX may have aborted it by now (the known limit in `kv_store.nixl`); then it is another process that comes back.
+    if not peer.is_running_again():
+        assert peer.process.wait() == -signal.SIGABRT
+        published = serve("e2").published()
     consumer.connector.add_peer(published.peer)
-    assert {result.error for result in fetch_all(consumer, published)} == {None}
+    consumer.fetch([FetchBlock(published.refs[1], 1)])
+    assert [result.error for result in consumer.results()] == [None]
 
 
 @needs_nixl
 def test_a_stopped_peer_costs_no_other_peer_a_block(
     tcp: None, serve: Callable[..., PeerProcess], make_consumer: Callable[..., Worker]
 ) -> None:
-    """The good peer's reads are begun again where the agent that they ran on was given up."""
-    stopped, consumer = serve(), make_consumer(timeout_s=2.0, num_blocks=2 * NUM_BLOCKS)
-    good = make_worker("good", NUM_BLOCKS, seed=9, checksums=True)
+    """The good peer's reads go on while the agent that they share is given up."""
+    stopped, consumer = serve(), make_consumer(timeout_s=DEADLINE_S, num_blocks=NUM_BLOCKS + 4)
+    good = make_worker("good", 4, seed=9, checksums=True)
     published = stopped.published()
     consumer.connector.add_peer(published.peer)
     consumer.connector.add_peer(good.connector.describe())
-    refs = good.published({block_id: name_of(1000 + block_id) for block_id in range(NUM_BLOCKS)})
+    refs = good.published({block_id: name_of(1000 + block_id) for block_id in range(4)})
     stopped.process.send_signal(signal.SIGSTOP)
     stuck = consumer.fetch([FetchBlock(ref, ref.index) for ref in published.refs])
-    end = time.monotonic() + 3.0  # past the deadline of the stuck fetch
-    num_good = 0
-    errors: set[str | None] = set()
-    while time.monotonic() < end:
-        job_id = consumer.fetch([FetchBlock(ref, NUM_BLOCKS + ref.index) for ref in refs[:16]])
+    num_after = 0
+    while num_after < 3:
+        num_after += not consumer.is_due(stuck)
+        job_id = consumer.fetch([FetchBlock(ref, NUM_BLOCKS + ref.index) for ref in refs])
         while consumer.is_due(job_id):
+            assert consumer.woken.wait(PATIENCE_S)
             for result in consumer.poll():
-                if result.job_id == stuck:
-                    errors.add(result.error)
-                else:
-                    assert result.error is None
-                    num_good += 1
-    errors |= {result.error for result in consumer.results()}
-    assert num_good >= 16
-    assert None not in errors
+                assert bool(result.error) == (result.job_id == stuck)
     good.connector.close()
 
 
