@@ -170,12 +170,12 @@ class LMCacheClient:
         """Lets go of what the server reserved for this worker. Calls under way fail."""
         deadline = time.monotonic() + timeout_s
         try:
-            for instance in self._instances.values() if self._pool else ():
+            for instance in self._instances.values():
                 request = pb.UnregisterKvCacheEngineDrivenContextRequest(instance_id=instance)
                 _call(self._transfer.UnregisterKvCacheEngineDrivenContext, request, deadline)
         except TransferError as error:
             log.info("did not say good-bye to LMCache", extra={"reason": error.message})
-        self._pool = None
+        self._instances, self._pool = {}, None
         self._channel.close()
 
     # ---------------------------------------------------------------------------------------- transfers

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -53,7 +54,7 @@ def test_hashes_alone_find_every_block_of_any_writer() -> None:
         num_blocks = dice.randrange(1, 60)
         cuts = sorted({0, num_blocks, *(dice.randrange(num_blocks) for _ in range(dice.randrange(4)))})
         stored: set[Group] = set()
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in itertools.pairwise(cuts):
             for group in split_into_groups(blocks(*range(start, stop)), SIZES):
                 stored.add(Group(len(group), group[-1].block_hash))
         hashes = {index: name_of(index) for index in range(dice.randrange(num_blocks), num_blocks)}

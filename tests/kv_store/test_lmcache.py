@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.errors import StartupError, TransferError
+from kv_store import lmcache
+from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, KVConnector, LocalBlock, TransferResult
+from kv_store.lmcache import LMCacheConnector
+from kv_store.lmcache_client import LMCacheClient
+from kv_store.lmcache_groups import Bytes, Group, GroupLayout
+from kv_store.registry import create_connector
+from tests.kv_store.conformance import PATIENCE_S, SPEC, ConnectorConformance, Create, Worker, name_of
+from tests.kv_store.lmcache_process import LMCacheProcess, free_ports
+
+BIG_SPEC = replace(SPEC, num_layers=32, num_kv_heads=8, head_dim=64, block_size=16)  # 1 MiB per block
+
+
+@pytest.fixture(scope="module")
+def running_server() -> Iterator[LMCacheProcess]:
+    server = LMCacheProcess()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server(running_server: LMCacheProcess) -> LMCacheProcess:
+    """An empty server."""
+    running_server.clear()
+    return running_server
+
+
+def config(server: LMCacheProcess, timeout_s: float = PATIENCE_S) -> ConnectorConfig:
+    return ConnectorConfig(lmcache_address=server.address, transfer_timeout_s=timeout_s)
+
+
+@pytest.fixture
+def make_worker() -> Iterator[Callable[..., Worker]]:
+    made: list[Worker] = []
+
+    def make(server: LMCacheProcess, num_blocks: int, timeout_s: float = PATIENCE_S) -> Worker:
+        made.append(Worker(LMCacheConnector(config(server, timeout_s)), num_blocks, BIG_SPEC, seed=len(made) + 1))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker.connector.close()
+
+
+def fetch(worker: Worker, refs: list[BlockRef]) -> list[TransferResult]:
+    """Each block goes where its index says."""
+    worker.fetch([FetchBlock(ref, ref.index) for ref in refs])
+    return sorted(worker.results(), key=lambda result: result.index)
+
+
+class TestLMCache(ConnectorConformance):
+    @pytest.fixture
+    def create(self, server: LMCacheProcess) -> Create:
+        def create(worker_id: str, epoch: str) -> KVConnector:
+            return create_connector("lmcache", replace(config(server), worker_id=worker_id, epoch=epoch))
+
+        return create
+
+    def test_any_part_of_what_was_published(self, workers: Callable[..., Worker]) -> None:
+        producer, consumer = workers("producer", 23), workers("consumer", 64)
+        refs = producer.published({block_id: name_of(block_id) for block_id in range(23)})
+        for part in (refs[3:4], refs[5:18], refs[22:], [refs[20], refs[1]], refs):
+            consumer.fetch([FetchBlock(ref, 63 - ref.index) for ref in part])
+            assert {result.error for result in consumer.results()} == {None}
+            assert all(consumer.bytes_of(63 - ref.index) == producer.bytes_of(ref.index) for ref in part)
+
+    def test_hashes_alone_find_a_prefix(self, workers: Callable[..., Worker]) -> None:
+        """Also one that was published in several chunks, beginning anywhere."""
+        producer, consumer = workers("producer", 40), workers("consumer", 64)
+        names = [name_of(100 + index) for index in range(40)]
+        for start, stop in ((0, 7), (7, 24), (24, 40)):
+            producer.publish([LocalBlock(index, index, names[index]) for index in range(start, stop)])
+            assert {result.error for result in producer.results()} == {None}
+        assert consumer.connector.lookup(names) == 40
+        assert consumer.connector.lookup(names[:9]) == 9 - 1, "block 8 is in a group that ends with block 11"
+        for first in (0, 5, 39):
+            results = fetch(consumer, [BlockRef(index=i, block_hash=names[i]) for i in range(first, 40)])
+            assert {result.error for result in results} == {None}
+            assert all(consumer.bytes_of(i) == producer.bytes_of(i) for i in range(first, 40))
+            consumer.cache.zero_()
+
+    def test_hints_of_others_and_unknown_blocks(self, pair: tuple[Worker, Worker]) -> None:
+        producer, consumer = pair
+        (ref,) = producer.published({3: name_of(1)})
+        bad = replace(ref, index=1, block_hash=name_of(9))
+        results = fetch(consumer, [replace(ref, peer="prefill-1"), bad, replace(bad, index=2, peer="")])
+        assert [result.error for result in results] == [
+            None,
+            "corrupt in LMCache: not what its name says",
+            f"block {name_of(9).hex()} is not in LMCache",
+        ]
+
+    def test_a_block_is_stored_once(self, pair: tuple[Worker, Worker]) -> None:
+        producer, consumer = pair
+        producer.publish([LocalBlock(0, 3, name_of(1))])
+        assert [result.num_bytes for result in producer.results()] == [SPEC.block_bytes]
+        consumer.publish([LocalBlock(0, 9, name_of(1))])
+        (again,) = consumer.results()
+        assert (again.error, again.num_bytes) == (None, 0)
+        assert again.ref is not None
+        assert fetch(consumer, [again.ref])[0].error is None
+        assert consumer.bytes_of(0) == producer.bytes_of(3)
+
+    def test_shards_of_one_model_never_meet(self, workers: Callable[..., Worker]) -> None:
+        first, second = (workers(f"w{rank}", spec=replace(SPEC, tp_size=2, tp_rank=rank)) for rank in (0, 1))
+        first.published({3: name_of(1)})
+        assert first.connector.lookup([name_of(1)]) == 1
+        assert second.connector.lookup([name_of(1)]) == 0
+
+    def test_corrupt_shared_memory_is_found_and_repaired(
+        self, pair: tuple[Worker, Worker], server: LMCacheProcess
+    ) -> None:
+        producer, consumer = pair
+        refs = producer.published({3: name_of(1), 4: name_of(2)})
+        with server.pool.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            position = memory.find(producer.bytes_of(4))
+            memory[position + 5] ^= 1
+        assert [result.error for result in fetch(consumer, refs)] == [None, "corrupt in LMCache: checksum differs"]
+        producer.publish([LocalBlock(0, 3, name_of(1)), LocalBlock(1, 4, name_of(2))])
+        assert [result.num_bytes for result in producer.results()] == [SPEC.block_bytes] * 2
+        assert [result.error for result in fetch(consumer, refs)] == [None, None]
+        assert consumer.bytes_of(1) == producer.bytes_of(4)
+
+    def test_a_writer_that_does_not_finish(self, pair: tuple[Worker, Worker], server: LMCacheProcess) -> None:
+        """What it reserved is not served, and when the server makes it readable all the same, it is found out."""
+        producer, consumer = pair
+        lost, layout, group = LMCacheClient(server.address), GroupLayout(SPEC), Group(1, name_of(1))
+        lost.register(layout, PATIENCE_S)
+
+        def half(slot: Bytes) -> None:
+            layout.write(slot, [name_of(1)], [memoryview(b"\x11" * SPEC.block_bytes)])
+            slot[: len(slot) // 2] = 0xEE
+            raise TransferError("lost")
+
+        with pytest.raises(TransferError, match="lost"):
+            lost.store(group, half, time.monotonic() + PATIENCE_S)
+        ref = BlockRef(index=0, block_hash=name_of(1), peer=group.hint())
+        assert consumer.connector.lookup([name_of(1)]) == 0
+        assert fetch(consumer, [ref])[0].error == f"block {name_of(1).hex()} is not in LMCache"
+        producer.publish([LocalBlock(0, 3, name_of(1))])
+        assert [result.error for result in producer.results()] == [
+            "LMCache has no room, or waits for another writer of the same blocks"
+        ]
+
+        lost.close(PATIENCE_S)
+        assert consumer.connector.lookup([name_of(1)]) == 1, "the server believes that it is whole"
+        assert fetch(consumer, [ref])[0].error == "corrupt in LMCache: not what its name says"
+        producer.published({3: name_of(1)})
+        assert fetch(consumer, [ref])[0].error is None
+        assert consumer.bytes_of(0) == producer.bytes_of(3)
+
+
+def test_a_stopped_server(server: LMCacheProcess, make_worker: Callable[..., Worker]) -> None:
+    """Every block fails at the deadline, and nothing waits for more; when the server goes on, so do transfers."""
+    worker = make_worker(server, 20, timeout_s=1.0)
+    refs = worker.published({block_id: name_of(block_id) for block_id in range(20)})
+    source = [worker.bytes_of(block_id) for block_id in range(20)]
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        os.waitid(os.P_PID, server.process.pid, os.WSTOPPED | os.WNOWAIT)
+        results = fetch(worker, refs)
+        assert all(result.error for result in results)
+        assert worker.connector.lookup([name_of(0)]) == 0
+        worker.publish([LocalBlock(0, 0, name_of(500))])
+        assert all(result.error for result in worker.results())
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: all(result.error is None for result in fetch(worker, refs)))
+    assert all(worker.bytes_of(block_id) == source[block_id] for block_id in range(20))
+
+
+@pytest.mark.slow
+def test_a_killed_server(tmp_path: Path, make_worker: Callable[..., Worker]) -> None:
+    """Files that it kept are served by the next one; without files the next one is empty. Workers notice themselves."""
+    server = LMCacheProcess(kv_dir=tmp_path)
+    try:
+        producer, consumer = make_worker(server, 64), make_worker(server, 64)
+        names = [name_of(block_id) for block_id in range(64)]
+        refs = producer.published(dict(enumerate(names)))
+        wait_until(lambda: len(list(tmp_path.glob("*.data"))) == 4)  # files are written in the background
+        consumer.fetch([FetchBlock(ref, ref.index) for ref in refs])
+        consumer.woken.wait(PATIENCE_S)
+        server.kill()
+        for result in consumer.results():
+            assert result.error or consumer.bytes_of(result.block_id) == producer.bytes_of(result.block_id)
+        assert {result.error is None for result in fetch(consumer, refs)} == {False}
+        assert consumer.connector.lookup(names) == 0
+        producer.publish([LocalBlock(0, 0, name_of(500))])
+        assert {result.error is None for result in producer.results()} == {False}
+
+        server.start()
+        consumer.cache.zero_()
+        wait_until(lambda: consumer.connector.lookup(names) == 64)
+        assert {result.error for result in fetch(consumer, refs)} == {None}
+        assert all(consumer.bytes_of(block_id) == producer.bytes_of(block_id) for block_id in range(64))
+
+        server.kill()
+        for file in tmp_path.iterdir():
+            file.unlink()
+        server.start()
+        assert consumer.connector.lookup(names) == 0
+        assert all(result.error for result in fetch(consumer, refs))
+        wait_until(lambda: publish_all(producer, names))
+        assert {result.error for result in fetch(consumer, refs)} == {None}
+    finally:
+        server.close()
+
+
+def publish_all(worker: Worker, names: list[bytes]) -> bool:
+    worker.publish([LocalBlock(index, index, name) for index, name in enumerate(names)])
+    return all(result.error is None for result in worker.results())
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+def test_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmcache, "START_TIMEOUT_S", 0.2)
+    with pytest.raises(StartupError, match="lmcache_address: host:port"):
+        LMCacheConnector(ConnectorConfig())
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    with pytest.raises(StartupError, match=f"no LMCache server answers at '{address}'"):
+        LMCacheConnector(ConnectorConfig(lmcache_address=address))
