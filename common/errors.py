@@ -1,16 +1,16 @@
 """Every error that Baton raises on purpose.
 
-    BatonError
-    ├── InvalidArgumentError      the request is wrong: names the field        INVALID_ARGUMENT     400
-    ├── ModelNotFoundError        no such model is served                      NOT_FOUND            404
-    ├── OverloadedError           try again after `retry_after_s`              RESOURCE_EXHAUSTED   429
-    ├── UnavailableError          no worker can take it, or one went away      UNAVAILABLE          503
-    ├── IncompatibleError         model, dtype or KV layout differ             FAILED_PRECONDITION  409
-    ├── DeadlineError             the request's own deadline passed            DEADLINE_EXCEEDED    504
-    ├── InternalError             a defect of ours                             INTERNAL             500
-    ├── ConfigError               a setting is wrong: names the key            (at start only)
-    ├── StartupError              a process cannot start: one line that says why
-    └── TransferError             KV did not arrive; becomes a fallback, never a failed request
+BatonError
+├── InvalidArgumentError      the request is wrong: names the field        INVALID_ARGUMENT     400
+├── ModelNotFoundError        no such model is served                      NOT_FOUND            404
+├── OverloadedError           try again after `retry_after_s`              RESOURCE_EXHAUSTED   429
+├── UnavailableError          no worker can take it, or one went away      UNAVAILABLE          503
+├── IncompatibleError         model, dtype or KV layout differ             FAILED_PRECONDITION  409
+├── DeadlineError             the request's own deadline passed            DEADLINE_EXCEEDED    504
+├── InternalError             a defect of ours                             INTERNAL             500
+├── ConfigError               a setting is wrong: names the key            (at start only)
+├── StartupError              a process cannot start: one line that says why
+└── TransferError             KV did not arrive; becomes a fallback, never a failed request
 """
 
 from __future__ import annotations

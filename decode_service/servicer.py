@@ -75,6 +75,7 @@ class DecodeRun:
         self._marks = _Marks(time.monotonic())
         self._num_blocks_moved = 0
         self._num_bytes_moved = 0
+        self._num_sends = 0
 
     async def run(self) -> None:
         request = self._request
@@ -128,9 +129,15 @@ class DecodeRun:
             tokens=[convert.sampled_token_message(token) for token in event.tokens],
             finish_reason=convert.finish_reason_message(event.finish_reason),
             stop_token_id=event.stop_token_id,
-            summary=self._summary(event) if event.finish_reason is not None else None,
+            summary=self._summary(event) if self._is_news(event) else None,
         )
         await self._context.write(message)
+
+    def _is_news(self, event: m.TokensGenerated) -> bool:
+        """Whether the summary differs from the last one sent. A router that ends an answer itself, at a stop string,
+        has to know by then."""
+        self._num_sends += 1
+        return self._num_sends <= 2 or event.finish_reason is not None
 
     def _summary(self, event: m.TokensGenerated) -> decode_pb2.DecodeSummary:
         marks, report = self._marks, self._leg.report

@@ -20,6 +20,7 @@ import grpc
 
 from common import metrics
 from common.errors import UnavailableError
+from common.grpc_options import CHANNEL_OPTIONS
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from common.validation import ModelLimits
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
@@ -29,22 +30,6 @@ from router.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 64 << 20
-CHANNEL_OPTIONS: Sequence[tuple[str, int | str]] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A peer that stopped without closing its connection is given up after 15 s.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    # A restarted worker is back within its first reconnect or two.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 2_000),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),  # workers are neighbours
-)
 INFO_TIMEOUT_S = 5.0
 SILENCE_S = 5.0  # workers report at least once a second
 REPORT_LAG_S = 0.05  # workers report at most this often: a younger request may not be in a report

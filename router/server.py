@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from common.config import RouterSettings
 from common.errors import StartupError
+from common.grpc_options import SERVER_OPTIONS
 from common.logs import setup_logging
 from protos.baton.v1 import inference_pb2, router_pb2
 from router.dispatch import Dispatcher, DispatchLimits
@@ -26,7 +27,7 @@ from router.front import Front
 from router.grpc_handlers import add_service
 from router.inference_service import InferenceService
 from router.policy import LeastLoad
-from router.registry import MAX_MESSAGE_BYTES, Registry
+from router.registry import Registry
 from router.rest.app import make_app
 
 log = logging.getLogger(__name__)
@@ -40,16 +41,6 @@ SERVICES = (
 )
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"  # same messages as v1alpha, another name
 CHECK_HEALTH_S = 1.0
-
-SERVER_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # a taken port is an error, not a silent share of the traffic
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-)
 
 
 async def serve(

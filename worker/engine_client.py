@@ -186,6 +186,7 @@ class EngineClient:
     async def _dispatch(self, event: m.Event) -> None:
         match event:
             case m.EngineReady():
+                shutil.rmtree(self._folder, ignore_errors=True)  # connected: the socket's name is not needed any more
                 self._ready.set_result(event)
             case m.EngineFailed(message):
                 self._failure = message

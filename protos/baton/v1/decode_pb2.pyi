@@ -89,7 +89,7 @@ class DecodeEvent(_message.Message):
 
     @_builtins.property
     def summary(self) -> Global___DecodeSummary:
-        """last event"""
+        """what is known so far: with the first two events and the last"""
 
     def __init__(
         self,
