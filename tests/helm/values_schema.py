@@ -83,9 +83,7 @@ DEFINITIONS: dict[str, Schema] = {
     "strategy": obj(maxSurge=COUNT_OR_PERCENT, maxUnavailable=COUNT_OR_PERCENT),
     "podDisruptionBudget": obj(enabled=BOOLEAN, maxUnavailable=COUNT_OR_PERCENT),
     "image": obj(repository={"type": "string", "minLength": 1}, tag=STRING),
-    "monitor": obj(
-        enabled=BOOLEAN, interval={"type": "string", "pattern": "^[0-9]+(ms|s|m)$"}, labels=STRINGS
-    ),
+    "monitor": obj(enabled=BOOLEAN, interval={"type": "string", "pattern": "^[0-9]+(ms|s|m)$"}, labels=STRINGS),
 }
 PLACEMENT: dict[str, Schema] = {
     "resources": ref("resources"),
@@ -106,9 +104,7 @@ def settings(settings_class: type[Settings], without: type[Settings] | None = No
     """The values that `settings_class` takes in a configuration file, less what the chart decides."""
     left_out = _OWNED | (set(without.model_fields) if without else set())
     whole = settings_class.model_json_schema()
-    properties = {
-        name: _plain(schema) for name, schema in sorted(whole["properties"].items()) if name not in left_out
-    }
+    properties = {name: _plain(schema) for name, schema in sorted(whole["properties"].items()) if name not in left_out}
     return obj(**properties)
 
 

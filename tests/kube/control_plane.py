@@ -10,16 +10,14 @@ KUBEBUILDER_ASSETS, as other test tools find them.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import socket
 import ssl
 import subprocess
 import sys
-import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -139,6 +137,11 @@ class ControlPlane:
     def server(self) -> str:
         return f"https://127.0.0.1:{self.ports['api']}"
 
+    @property
+    def reach(self) -> str:
+        """The API server's URL as seen from this process."""
+        return self.server
+
     def kubeconfig_of(self, name: str) -> Path:
         return self.folder / f"{name}.kubeconfig"
 
@@ -180,21 +183,16 @@ class ControlPlane:
             "proxy-client-key-file": certs / "front-proxy.key",
         }
         process = self.spawn("kube-apiserver", "kube-apiserver", *_flags(flags))
-        self._wait_ready(process)
-
-    def _wait_ready(self, process: Process) -> None:
-        if self.namespaces is None:
-            wait_until("the API server", self._answers, 90, [process, self.processes["etcd"]])
-        else:
-            self.kubectl_until("the API server", "get", "--raw", "/readyz", processes=[process])
+        wait_until("the API server", self._answers, 90, [process, self.processes["etcd"]])
 
     def _answers(self) -> bool:
         context = ssl.create_default_context(cafile=str(self.certs / "ca.crt"))
         context.load_cert_chain(self.certs / "admin.crt", self.certs / "admin.key")
-        with contextlib.suppress(urllib.error.URLError, OSError):
-            with urllib.request.urlopen(f"{self.server}/readyz", timeout=2, context=context) as answer:
+        try:
+            with urllib.request.urlopen(f"{self.reach}/readyz", timeout=2, context=context) as answer:
                 return bool(answer.status == 200)
-        return False
+        except OSError:  # not listening yet, or 500 while its hooks run
+            return False
 
     def start_controllers(self) -> None:
         certs = self.certs
@@ -247,14 +245,12 @@ class ControlPlane:
     def apply(self, manifest: str) -> str:
         return self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=manifest)
 
-    def kubectl_until(
-        self, what: str, *args: str, timeout_s: float = 90, processes: Sequence[Process] = ()
-    ) -> None:
+    def kubectl_until(self, what: str, *args: str, timeout_s: float = 90, processes: Sequence[Process] = ()) -> None:
         """Repeats a kubectl command until it succeeds."""
         wait_until(what, lambda: self.run("kubectl", *args).returncode == 0, timeout_s, processes)
 
 
-def _flags(values: dict[str, object]) -> list[str]:
+def _flags(values: Mapping[str, object]) -> list[str]:
     return [f"--{name}={value}" for name, value in values.items()]
 
 

@@ -48,7 +48,7 @@ class Forwarder:
         with open(f"/proc/{target}/ns/net") as namespace:
             error = os.strerror(ctypes.get_errno()) if _LIBC.setns(namespace.fileno(), _CLONE_NEWNET) else ""
         while (wanted := self._wanted.get()) is not None:
-            address, future = wanted
+            _, future = wanted
             try:
                 if error:
                     raise OSError(f"cannot enter the network namespace: {error}")

@@ -25,6 +25,7 @@ class Process:
 
     def __init__(self, name: str, argv: Sequence[str], log: Path, environ: Mapping[str, str] | None = None) -> None:
         self.name, self.log = name, log
+        self._wrapped = argv[0] in ("nsenter", "unshare")
         with log.open("ab") as output:
             self.popen = subprocess.Popen(
                 argv,
@@ -43,8 +44,7 @@ class Process:
     def pid(self) -> int:
         """Of the program itself, where this process is an `nsenter` or `unshare` around it."""
         children = Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children").read_text().split()
-        wrapped = self.popen.args[0] in ("nsenter", "unshare")  # type: ignore[index]
-        return int(children[0]) if wrapped and children else self.popen.pid
+        return int(children[0]) if self._wrapped and children else self.popen.pid
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):

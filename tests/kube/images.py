@@ -1,0 +1,140 @@
+"""Images for the local cluster: Baton's own, built once for each state of the sources, and tiny ones made by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "images"
+TAG = "dev"
+PAUSE = "registry.local/pause:1"
+COREDNS = "registry.local/coredns:1"
+_SOURCES = (
+    "baton", "bench", "common", "decode_service", "engine", "kv_store", "prefill_service", "protos", "router", "worker",
+    "images", "pyproject.toml", "constraints.txt",
+)  # fmt: skip
+_SUFFIXES = {".py", ".pyi", ".proto", ".toml", ".txt", ".router", ".cpu", ".cpp", ""}
+_BASE = "docker.io/library/python:{}-slim-bookworm"
+
+
+def why_not() -> str:
+    """Why no image can be built here; empty where one can."""
+    return "" if shutil.which("buildah") else "buildah is not installed"
+
+
+def archive(name: str) -> Path:
+    """An image archive of `router` or `cpu`, tagged `baton-NAME:dev`; built where the sources have changed."""
+    path = FOLDER / f"baton-{name}-{_sources_hash()}.tar"
+    if path.exists():
+        return path
+    environ = {
+        **os.environ,
+        "STORAGE_DRIVER": os.environ.get("STORAGE_DRIVER", "overlay"),
+        "BUILDAH_ISOLATION": "chroot",  # needs no more than root in a container has
+        "BUILDER": "buildah",
+        "TAG": TAG,
+        "PYTHON": sys.executable,
+        "BUILD_OPTIONS": "--pull-never" if _make_base() else "",
+    }
+    _run([str(ROOT / "images" / "build"), name], environ)
+    partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    _run(["buildah", "push", "-q", f"baton-{name}:{TAG}", f"docker-archive:{partial}:baton-{name}:{TAG}"], environ)
+    for old in FOLDER.glob(f"baton-{name}-*.tar"):
+        old.unlink()
+    return partial.rename(path)
+
+
+def _sources_hash() -> str:
+    digest = hashlib.sha256()
+    for source in _SOURCES:
+        top = ROOT / source
+        files = sorted(top.rglob("*")) if top.is_dir() else [top]
+        for file in files:
+            if file.is_file() and file.suffix in _SUFFIXES:
+                digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _make_base() -> bool:
+    """Where Debian's debootstrap is installed, a stand-in for the base image, so that no registry is needed."""
+    environ = {**os.environ, "STORAGE_DRIVER": os.environ.get("STORAGE_DRIVER", "overlay")}
+    base = _BASE.format(f"{sys.version_info.major}.{sys.version_info.minor}")
+    if _run_quietly(["buildah", "inspect", base], environ):
+        return True
+    if shutil.which("debootstrap") is None or sys.version_info[:2] != (3, 11):  # bookworm's Python
+        return False
+    root = FOLDER / "base"
+    if not (root / "usr/bin/pip3").exists():
+        shutil.rmtree(root, ignore_errors=True)
+        packages = "python3,python3-venv,python3-pip,ca-certificates"
+        _run(["debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", str(root)], environ)
+        (root / "usr/local/bin/python3").symlink_to("/usr/bin/python3")
+        for unused in ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/man", "usr/share/locale"):
+            shutil.rmtree(root / unused)
+    container = subprocess.run(
+        ["buildah", "from", "scratch"], check=True, capture_output=True, text=True, env=environ
+    ).stdout.strip()
+    _run(["buildah", "add", "-q", container, str(root), "/"], environ)
+    _run(["buildah", "commit", "-q", container, base], environ)
+    _run(["buildah", "rm", container], environ)
+    return True
+
+
+def _run(command: list[str], environ: dict[str, str]) -> None:
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+
+
+def _run_quietly(command: list[str], environ: dict[str, str]) -> bool:
+    return subprocess.run(command, env=environ, capture_output=True, check=False).returncode == 0
+
+
+# --------------------------------------------------------------------------------------------- made by hand
+
+
+def tiny_image(path: Path, tag: str, program: bytes, entrypoint: list[str]) -> Path:
+    """An archive of an image with one static program, at `entrypoint[0]`."""
+    layer = io.BytesIO()
+    with tarfile.open(fileobj=layer, mode="w") as tar:
+        _add(tar, entrypoint[0].lstrip("/"), program, 0o755)
+    config = {
+        "architecture": "amd64",
+        "os": "linux",
+        "config": {"Entrypoint": entrypoint, "User": "65532:65532"},
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(layer.getvalue()).hexdigest()}"]},
+    }
+    manifest = [{"Config": "config.json", "RepoTags": [tag], "Layers": ["layer.tar"]}]
+    with tarfile.open(path, mode="w") as tar:
+        _add(tar, "layer.tar", layer.getvalue(), 0o644)
+        _add(tar, "config.json", json.dumps(config).encode(), 0o644)
+        _add(tar, "manifest.json", json.dumps(manifest).encode(), 0o644)
+    return path
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes, mode: int) -> None:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(content), mode
+    tar.addfile(info, io.BytesIO(content))
+
+
+def pause_program() -> bytes:
+    """The smallest program that holds a pod's namespaces: an x86-64 ELF file that calls pause() for ever."""
+    #      mov eax, 34 (pause)      syscall    jmp to the start
+    code = b"\xb8\x22\x00\x00\x00" + b"\x0f\x05" + b"\xeb\xf7"
+    base, headers = 0x400000, 64 + 56
+    size = headers + len(code)
+    header = b"\x7fELF\x02\x01\x01" + bytes(9)
+    header += struct.pack("<HHIQQQIHHHHHH", 2, 62, 1, base + headers, 64, 0, 0, 64, 56, 1, 0, 0, 0)
+    segment = struct.pack("<IIQQQQQQ", 1, 5, 0, base, base, size, size, 0x1000)
+    return header + segment + code

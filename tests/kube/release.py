@@ -1,0 +1,66 @@
+"""One release of the chart in a cluster, driven by helm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.kube.control_plane import ControlPlane
+
+CHART = Path(__file__).parents[2] / "helm"
+LEVEL = "pod-security.kubernetes.io"
+
+
+class Release:
+    """`namespace` is made with the pod security level `restricted` enforced."""
+
+    def __init__(self, cluster: ControlPlane, name: str, namespace: str) -> None:
+        self.cluster, self.name, self.namespace = cluster, name, namespace
+        manifest = {
+            "apiVersion": "v1",
+            "kind": "Namespace",
+            "metadata": {
+                "name": namespace,
+                "labels": {f"{LEVEL}/enforce": "restricted", f"{LEVEL}/enforce-version": "latest"},
+            },
+        }
+        cluster.apply(json.dumps(manifest))
+
+    def helm(self, *args: str, timeout_s: float = 400) -> str:
+        """Raises RuntimeError with what helm says, and with the pods' state."""
+        done = self.cluster.run("helm", "-n", self.namespace, *args, timeout_s=timeout_s)
+        if done.returncode != 0:
+            pods = self.cluster.run("kubectl", "-n", self.namespace, "get", "pods,events", "-o", "wide").stdout
+            raise RuntimeError(f"helm {' '.join(args)}: {done.stderr.strip()}\n{done.stdout}\n{pods}")
+        return done.stdout
+
+    def install(self, file: str | None = None, *, wait: bool = True, **values: Any) -> None:
+        """Installs or upgrades. `values` by dotted path, dots spelled as double underscores."""
+        args = ["-f", str(CHART / file)] if file else []
+        for path, value in values.items():
+            args += ["--set-json", f"{path.replace('__', '.')}={json.dumps(value)}"]
+        if wait:
+            args += ["--wait", "--timeout", "5m"]
+        self.helm("upgrade", "--install", self.name, str(CHART), *args)
+
+    def uninstall(self) -> None:
+        self.helm("uninstall", self.name, "--wait", "--timeout", "5m")
+
+    def pods(self, component: str) -> list[dict[str, Any]]:
+        """Pods of a component that are not being deleted."""
+        selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
+        listed = json.loads(self.cluster.kubectl("-n", self.namespace, "get", "pods", "-l", selector, "-o", "json"))[
+            "items"
+        ]
+        return [pod for pod in listed if "deletionTimestamp" not in pod["metadata"]]
+
+    def leftovers(self) -> list[str]:
+        """Every object of this release that is still there, in whatever namespace."""
+        kinds = self.cluster.kubectl("api-resources", "--verbs=list,delete", "-o", "name").split()
+        kinds = [kind for kind in kinds if not kind.startswith(("events", "endpoints"))]
+        found = self.cluster.kubectl(
+            "get", ",".join(kinds), "-A", "-l", f"app.kubernetes.io/instance={self.name}", "-o", "name",
+            "--ignore-not-found",
+        )  # fmt: skip
+        return found.split()
