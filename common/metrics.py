@@ -48,3 +48,53 @@ router_decisions = Counter("baton_router_decisions", "Routing decisions, by wher
 router_endpoint_requests = Gauge(
     "baton_router_endpoint_requests", "Requests that this router has running on a decode worker.", ["address"]
 )
+
+# -------------------------------------------------------------------------------------------- autoscaler
+
+prefill_queued_tokens = Gauge("baton_prefill_queued_tokens", "Prompt tokens not computed yet, all prefill workers.")
+prefill_queued_tokens_per_pod = Gauge(
+    "baton_prefill_queued_tokens_per_pod", "Prompt tokens not computed yet, mean of the ready prefill workers."
+)
+prefill_arrival_tokens = Gauge(
+    "baton_prefill_arrival_tokens_per_second", "Prompt tokens that arrive at the routers in a second."
+)
+decode_kv_usage = Gauge("baton_decode_kv_usage", "Share of KV blocks in use, mean of the ready decode workers.")
+decode_kv_used_pods = Gauge("baton_decode_kv_used_pods", "Share of KV blocks in use, summed over decode workers.")
+decode_requests = Gauge("baton_decode_requests", "Requests running and waiting, all decode workers.")
+decode_requests_per_pod = Gauge(
+    "baton_decode_requests_per_pod", "Requests running and waiting, mean of the ready decode workers."
+)
+desired_replicas = Gauge("baton_desired_replicas", "Workers that the planner wants.", ["role"])
+needed_replicas = Gauge("baton_needed_replicas", "Workers that the load asks for, before limits and delays.", ["role"])
+autoscaler_workers = Gauge("baton_autoscaler_workers", "Workers as the autoscaler sees them.", ["role", "state"])
+autoscaler_held_requests = Gauge(
+    "baton_autoscaler_held_requests", "Requests that routers hold until a first worker is ready."
+)
+autoscaler_leads = Gauge("baton_autoscaler_leads", "1 where this replica sets replicas and deletion costs.")
+autoscaler_scalings = Counter("baton_autoscaler_scalings", "Changes of replicas made.", ["role", "direction"])
+autoscaler_failures = Counter("baton_autoscaler_failures", "What the cluster refused.", ["action"])
+
+# ------------------------------------------------------------------------------------------------ worker
+
+worker_requests_running = Gauge("baton_worker_requests_running", "Requests in the engine, or waiting for remote KV.")
+worker_requests_waiting = Gauge("baton_worker_requests_waiting", "Requests that wait for room in the engine.")
+worker_queued_prompt_tokens = Gauge("baton_worker_queued_prompt_tokens", "Prompt tokens whose KV is not computed yet.")
+worker_kv_blocks = Gauge("baton_worker_kv_blocks", "KV blocks that are empty, cached or owned.", ["state"])
+worker_leases = Gauge("baton_worker_leases", "Finished prefills whose blocks are held for a decode worker.")
+worker_streams = Counter("baton_worker_streams", "Streams that ended, by service and gRPC status.", ["service", "code"])
+worker_prefill_failures = Counter(
+    "baton_worker_prefill_failures", "Prefill streams that failed under a decode worker, by gRPC status.", ["code"]
+)
+worker_fallbacks = Counter("baton_worker_fallbacks", "Requests whose remote KV this decode worker had to compute.")
+worker_preemptions = Counter("baton_worker_preemptions", "Times that a request gave its KV blocks back.")
+worker_kv_blocks_moved = Counter("baton_worker_kv_blocks_moved", "KV blocks fetched from elsewhere.")
+worker_kv_blocks_lost = Counter("baton_worker_kv_blocks_lost", "KV blocks whose fetch failed.")
+worker_kv_bytes_moved = Counter("baton_worker_kv_bytes_moved", "Bytes of KV blocks fetched from elsewhere.")
+worker_queue = Histogram(
+    "baton_worker_queue_seconds", "From a request at the engine to its first step.", buckets=LATENCY_BUCKETS
+)
+worker_handoff = Histogram(
+    "baton_worker_handoff_seconds",
+    "From the first token at a decode worker to the last KV block there.",
+    buckets=LATENCY_BUCKETS,
+)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from common import metrics
 from common.errors import TransferError
 from engine import messages as m
 from protos.baton.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
@@ -86,7 +87,9 @@ class PrefillLeg:
         return first_block
 
     def _note_failure(self, address: str, error: grpc.aio.AioRpcError | TransferError) -> None:
-        words = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        code = error.code().name if isinstance(error, grpc.aio.AioRpcError) else "OK"
+        words = f"{code}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        metrics.worker_prefill_failures.labels(code).inc()
         self.report.failures.append(f"prefill worker {address}: {words}")
         log.warning(
             "prefill worker failed", extra={"request_id": self._request.request_id, "address": address, "reason": words}

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 
+from common import metrics
 from common.errors import InvalidArgumentError
 from decode_service.prefill_leg import PrefillLeg
 from engine import messages as m
@@ -33,7 +34,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     # The stub knows servicers that are generators. This one writes, so that a cancelled call unwinds at once.
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
-        async with errors_as_status(context):
+        async with errors_as_status(context, "decode"):
             with self._worker.admit():
                 self._worker.check_fingerprint(request.fingerprint)
                 self._worker.check_tokens("prompt_token_ids", [*request.prompt_token_ids, *request.output_token_ids])
@@ -104,16 +105,22 @@ class DecodeRun:
             case m.RemotePrefillNeeded(_, first_block):
                 self._marks.queue_s = time.monotonic() - self._marks.start
                 self._leg_task = asyncio.create_task(self._leg.run(first_block, self._deadline()))
-            case m.BlocksFetched(_, indexes, _, _, num_bytes):
+            case m.BlocksFetched(_, indexes, failed_indexes, _, num_bytes):
                 self._num_blocks_moved += len(indexes)
                 self._num_bytes_moved += num_bytes
+                metrics.worker_kv_blocks_moved.inc(len(indexes))
+                metrics.worker_kv_blocks_lost.inc(len(failed_indexes))
+                metrics.worker_kv_bytes_moved.inc(num_bytes)
                 self._leg.acknowledge(indexes)
             case m.PrefillReceived():
                 self._marks.kv_complete = time.monotonic()
                 self._leg.finish()
             case m.TokensGenerated():
                 await self._send(event)
-                return event.finish_reason is not None
+                if event.finish_reason is None:
+                    return False
+                self._count(event)
+                return True
             case m.RequestFailed():
                 raise error_from(event)
             case _:
@@ -132,6 +139,15 @@ class DecodeRun:
             summary=self._summary(event) if self._is_news(event) else None,
         )
         await self._context.write(message)
+
+    def _count(self, event: m.TokensGenerated) -> None:
+        marks = self._marks
+        metrics.worker_queue.observe(marks.queue_s)
+        metrics.worker_preemptions.inc(event.num_preemptions)
+        if event.fallback_reason:
+            metrics.worker_fallbacks.inc()
+        if marks.kv_complete is not None and marks.first_token is not None:
+            metrics.worker_handoff.observe(max(marks.kv_complete - marks.first_token, 0.0))
 
     def _is_news(self, event: m.TokensGenerated) -> bool:
         """Whether the summary differs from the last one sent. A router that ends an answer itself, at a stop string,

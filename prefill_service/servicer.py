@@ -31,7 +31,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     # The stub knows servicers that are generators. This one writes, so that a cancelled call unwinds at once.
     async def Prefill(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]  # noqa: ARG002, N802
-        async with errors_as_status(context):
+        async with errors_as_status(context, "prefill"):
             with self._worker.admit():
                 start = await self._first_message(context)
                 self._check(start)

@@ -22,6 +22,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from common import metrics
 from common.config import WorkerSettings
 from common.errors import StartupError, UnavailableError
 from common.types import WorkerLoad
@@ -192,6 +193,7 @@ class EngineClient:
                 self._failure = message
             case m.LoadChanged(load):
                 self.load = load
+                _show_load(load)
                 await self.notify_load()
             case m.Status(call_id):
                 if future := self._statuses.get(call_id):
@@ -222,6 +224,16 @@ class EngineClient:
         if num_threads:
             environment["OMP_NUM_THREADS"] = str(num_threads)
         return environment
+
+
+def _show_load(load: WorkerLoad) -> None:
+    metrics.worker_requests_running.set(load.num_requests_running)
+    metrics.worker_requests_waiting.set(load.num_requests_waiting)
+    metrics.worker_queued_prompt_tokens.set(load.num_queued_prompt_tokens)
+    metrics.worker_leases.set(load.num_leases)
+    num_owned = load.num_blocks - load.num_free_blocks - load.num_cached_blocks
+    for state, count in (("empty", load.num_free_blocks), ("cached", load.num_cached_blocks), ("owned", num_owned)):
+        metrics.worker_kv_blocks.labels(state).set(count)
 
 
 def _exit_words(code: int) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc
+import prometheus_client
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -46,6 +47,7 @@ async def serve(
     server = grpc.aio.server(options=SERVER_OPTIONS)
     try:
         worker.address = _bind(server, settings)
+        _serve_metrics(settings)
         health_servicer = health.aio.HealthServicer()
         names = [add(worker, server) for add in [*services, add_worker_service]]
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -77,6 +79,18 @@ def _bind(server: grpc.aio.Server, settings: WorkerSettings) -> str:
     if port == 0:
         raise StartupError(f"listen: cannot bind {settings.listen}")
     return settings.advertise or f"{host}:{port}"
+
+
+def _serve_metrics(settings: WorkerSettings) -> None:
+    """Prometheus' /metrics over HTTP, on the host of --listen, in a thread of its own."""
+    if settings.metrics_port is None:
+        return
+    host = settings.listen.rpartition(":")[0].strip("[]")
+    try:
+        http_server, _ = prometheus_client.start_http_server(settings.metrics_port, addr=host or "0.0.0.0")
+    except OSError as error:
+        raise StartupError(f"metrics_port: cannot bind {settings.metrics_port}: {error.strerror}") from error
+    log.info("metrics", extra={"url": f"http://{host}:{http_server.server_port}/metrics"})
 
 
 def _drain_on_signals(worker: Worker) -> None:

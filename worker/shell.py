@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from common import metrics
 from common.config import WorkerSettings
 from common.errors import BatonError, IncompatibleError, InternalError, InvalidArgumentError, UnavailableError
 from common.types import WorkerRole, WorkerState
@@ -94,12 +95,23 @@ class Worker:
 
 
 @contextlib.asynccontextmanager
-async def errors_as_status(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
-    """Turns a `BatonError` into the status that its class names."""
+async def errors_as_status(context: grpc.aio.ServicerContext[Any, Any], service: str = "") -> AsyncIterator[None]:
+    """Turns a `BatonError` into the status that its class names; counts how streams of `service` end."""
+    code = "OK"
     try:
         yield
     except BatonError as error:
+        code = error.grpc_code
         await context.abort(grpc.StatusCode[error.grpc_code], error.message)
+    except asyncio.CancelledError:
+        code = "CANCELLED"
+        raise
+    except BaseException:
+        code = "UNKNOWN"
+        raise
+    finally:
+        if service:
+            metrics.worker_streams.labels(service, code).inc()
 
 
 def error_from(event: RequestFailed) -> BatonError:
