@@ -80,7 +80,9 @@ class EngineSettings(ModelSettings):
 
 class ConnectorSettings(Settings):
     connector: str = Field("shared_storage", description="how KV blocks move between workers")
-    kv_dir: str | None = Field(None, description="shared_storage: directory that all workers share")
+    kv_dir: str | None = Field(
+        None, description="shared_storage: directory that all workers share; lmcache: where `baton up` keeps files"
+    )
     lmcache_address: str | None = Field(None, description="lmcache: gRPC address of the server, on the same machine")
     transfer_timeout_s: float = Field(10.0, gt=0, description="a KV block's transfer fails after this many seconds")
     verify_checksums: bool = Field(False, description="verify KV that moves from peer to peer (stores always do)")

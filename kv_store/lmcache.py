@@ -111,7 +111,7 @@ class LMCacheConnector(KVConnector):
     def publish(self, job_id: int, blocks: Sequence[LocalBlock]) -> None:
         groups = split_into_groups(blocks, self._layout.sizes)
         parts = [_Part(group, Group(len(group), group[-1].block_hash)) for group in groups]
-        self._queue.put(self._job(job_id, TransferKind.PUBLISH), parts)
+        self._start(job_id, TransferKind.PUBLISH, parts)
 
     def fetch(self, job_id: int, blocks: Sequence[FetchBlock]) -> None:
         by_group: dict[Group | None, list[LocalBlock]] = {}
@@ -121,9 +121,7 @@ class LMCacheConnector(KVConnector):
                 group = None
             local = LocalBlock(block.ref.index, block.block_id, block.ref.block_hash)
             by_group.setdefault(group, []).append(local)
-        self._queue.put(
-            self._job(job_id, TransferKind.FETCH), [_Part(members, group) for group, members in by_group.items()]
-        )
+        self._start(job_id, TransferKind.FETCH, [_Part(members, group) for group, members in by_group.items()])
 
     def poll(self) -> list[TransferResult]:
         return self._results.drain()
@@ -141,8 +139,10 @@ class LMCacheConnector(KVConnector):
             thread.join()
         self._threads.clear()
 
-    def _job(self, job_id: int, kind: TransferKind) -> _Job:
-        return _Job(job_id, kind, time.monotonic() + self._config.transfer_timeout_s, self._view.mark())
+    def _start(self, job_id: int, kind: TransferKind, parts: list[_Part]) -> None:
+        if parts:
+            deadline = time.monotonic() + self._config.transfer_timeout_s
+            self._queue.put(_Job(job_id, kind, deadline, self._view.mark()), parts)
 
     # ------------------------------------------------------------------------------------- I/O threads
 

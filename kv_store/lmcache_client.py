@@ -298,7 +298,10 @@ class LMCacheClient:
                     raise TransferError(f"LMCache at {self.address} cannot be reached")
                 try:
                     self._pool = self._connect(deadline)
-                except TransferError:
+                except TransferError as error:
+                    if self._retry_after_s == _RETRY_AFTER_S[0]:  # the first attempt since it was lost
+                        reason = {"address": self.address, "reason": error.message}
+                        log.warning("LMCache cannot be reached, its blocks are computed instead", extra=reason)
                     self._retry_time = time.monotonic() + self._retry_after_s
                     self._retry_after_s = min(2 * self._retry_after_s, _RETRY_AFTER_S[1])
                     raise
