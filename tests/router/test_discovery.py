@@ -195,7 +195,11 @@ async def test_bookmarks_are_where_a_watch_goes_on(api: FakeApiServer) -> None:
         waiting = asyncio.ensure_future(follower.until("10.0.0.3:50061"))
         api.bookmark()
         api.oldest = api.version  # only who has read the bookmark can go on
+        num_watches = api.requests.count("watch")
         api.end_watches()
+        async with asyncio.timeout(WAIT_S):
+            while api.requests.count("watch") == num_watches:  # noqa: ASYNC110 - the server has no event for it
+                await asyncio.sleep(0.01)
         api.set(endpoint_slice("s", endpoint("10.0.0.3", "p3")))
         await waiting
     assert api.requests.count("list") == 1

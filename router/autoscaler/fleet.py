@@ -1,0 +1,224 @@
+"""The fleet's load as it is streamed: by each worker its own, by each router what arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import grpc
+
+from common.grpc_options import CHANNEL_OPTIONS
+from common.types import WorkerLoad, WorkerRole, WorkerState
+from protos.baton.v1 import demand_pb2, demand_pb2_grpc, worker_pb2, worker_pb2_grpc
+from router.autoscaler.arrivals import ArrivalRate
+from router.autoscaler.signals import FleetSignals, RoleSignals
+from router.convert import load_of, state_of
+from router.discovery.base import Discovery, Found
+
+log = logging.getLogger(__name__)
+
+STALE_S = 2.0  # workers and routers report at least once a second
+SILENCE_S = 5.0  # then the stream is given up and opened anew
+RETRY_S = 0.5
+
+
+@dataclass(slots=True)
+class _Worker:
+    found: Found
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    state: WorkerState = WorkerState.UNREACHABLE
+    reported_at: float | None = None
+
+
+@dataclass(slots=True)
+class _Router:
+    arrivals: ArrivalRate
+    epoch: str = ""
+    num_held_requests: int = 0
+    reported_at: float | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class PodLoad:
+    """One worker with a pod, for whoever decides which pod goes first."""
+
+    pod: str
+    num_streams: int  # requests and leases that its end would cut
+    num_cached_blocks: int
+
+
+class Fleet:
+    """Follows workers and routers from `start` to `close`."""
+
+    def __init__(
+        self,
+        prefill: Discovery,
+        decode: Discovery,
+        routers: Discovery,
+        *,
+        arrival_window_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._window_s = arrival_window_s
+        self._workers: dict[WorkerRole, dict[str, _Worker]] = {WorkerRole.PREFILL: {}, WorkerRole.DECODE: {}}
+        self._routers: dict[str, _Router] = {}
+        self._sources = (prefill, decode, routers)
+        self._followers = (
+            _Followers(prefill, lambda found: self._follow_worker(WorkerRole.PREFILL, found)),
+            _Followers(decode, lambda found: self._follow_worker(WorkerRole.DECODE, found)),
+            _Followers(routers, self._follow_router),
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(one.run(), name="follow the fleet") for one in self._followers]
+
+    def check(self) -> None:
+        """Raises what ended discovery, if anything did: a `StartupError`."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ---------------------------------------------------------------------------------------- questions
+
+    def signals(self) -> FleetSignals | None:
+        """None while it is not known who is there: to know nothing is not to have nothing."""
+        if not all(source.complete for source in self._sources):
+            return None
+        now = self._clock()
+        fresh = [one for one in self._routers.values() if _is_fresh(one.reported_at, now)]
+        rates = [rate for one in fresh if (rate := one.arrivals.rate()) is not None]
+        return FleetSignals(
+            prefill=self._role(self._workers[WorkerRole.PREFILL].values(), now),
+            decode=self._role(self._workers[WorkerRole.DECODE].values(), now),
+            arrival_tokens_per_s=sum(rates) if rates else None,
+            num_held_requests=sum(one.num_held_requests for one in fresh),
+        )
+
+    def pods(self, role: WorkerRole) -> list[PodLoad]:
+        """Those that report and are not going already."""
+        now = self._clock()
+        return [
+            PodLoad(
+                worker.found.pod,
+                worker.load.num_requests_running + worker.load.num_requests_waiting + worker.load.num_leases,
+                worker.load.num_cached_blocks,
+            )
+            for worker in self._workers[role].values()
+            if worker.found.pod and _is_fresh(worker.reported_at, now) and worker.state is WorkerState.READY
+        ]
+
+    @staticmethod
+    def _role(workers: Iterable[_Worker], now: float) -> RoleSignals:
+        workers = list(workers)
+        fresh = [worker for worker in workers if _is_fresh(worker.reported_at, now)]
+        loads = [worker.load for worker in fresh if worker.state is WorkerState.READY]
+        return RoleSignals(
+            num_ready=len(loads),
+            num_silent=len(workers) - len(fresh),
+            num_requests=sum(load.num_requests_running + load.num_requests_waiting for load in loads),
+            queued_tokens=sum(load.num_queued_prompt_tokens for load in loads),
+            kv_used=sum(_kv_usage(load) for load in loads),
+        )
+
+    # ---------------------------------------------------------------------------------------- following
+
+    async def _follow_worker(self, role: WorkerRole, found: Found) -> None:
+        worker = self._workers[role][found.address] = _Worker(found)
+
+        async def read(channel: grpc.aio.Channel) -> None:
+            call = worker_pb2_grpc.WorkerServiceStub(channel).WatchLoad(worker_pb2.WatchLoadRequest())
+            while True:
+                load = await asyncio.wait_for(call.read(), SILENCE_S)
+                if not isinstance(load, worker_pb2.WorkerLoad):  # the stream's end
+                    return
+                worker.load, worker.state, worker.reported_at = load_of(load), state_of(load.state), self._clock()
+
+        try:
+            await _keep_reading(found.address, read)
+        finally:
+            del self._workers[role][found.address]
+
+    async def _follow_router(self, found: Found) -> None:
+        router = self._routers[found.address] = _Router(ArrivalRate(self._window_s))
+
+        async def read(channel: grpc.aio.Channel) -> None:
+            call = demand_pb2_grpc.DemandServiceStub(channel).WatchDemand(demand_pb2.WatchDemandRequest())
+            while True:
+                demand = await asyncio.wait_for(call.read(), SILENCE_S)
+                if not isinstance(demand, demand_pb2.RouterDemand):
+                    return
+                if demand.epoch != router.epoch:
+                    router.epoch, router.arrivals = demand.epoch, ArrivalRate(self._window_s)
+                router.reported_at = self._clock()
+                router.arrivals.add(router.reported_at, demand.num_prompt_tokens_total)
+                router.num_held_requests = demand.num_requests_waiting
+
+        try:
+            await _keep_reading(found.address, read)
+        finally:
+            del self._routers[found.address]
+
+
+class _Followers:
+    """One task for each address that discovery gives, for as long as it gives it."""
+
+    def __init__(self, discovery: Discovery, follow: Callable[[Found], Awaitable[None]]) -> None:
+        self._discovery = discovery
+        self._follow = follow
+
+    async def run(self) -> None:
+        tasks: dict[Found, asyncio.Future[None]] = {}
+        try:
+            async with aclosing(self._discovery.watch()) as sets:
+                async for current in sets:
+                    for gone in set(tasks) - set(current):
+                        tasks[gone].cancel()
+                        with contextlib.suppress(asyncio.CancelledError):
+                            await tasks.pop(gone)
+                    for found in current:
+                        if found not in tasks:
+                            tasks[found] = asyncio.ensure_future(self._follow(found))
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+async def _keep_reading(address: str, read: Callable[[grpc.aio.Channel], Awaitable[None]]) -> None:
+    """Runs `read` again and again, until cancelled."""
+    problem = ""
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        while True:
+            try:
+                await read(channel)
+                reason = "its stream ended"
+            except TimeoutError:
+                reason = f"has been silent for {SILENCE_S:g} s"
+            except grpc.aio.AioRpcError as error:
+                reason = f"{error.code().name}: {error.details()}"
+            if reason != problem:
+                problem = reason
+                log.warning("load is not reported", extra={"address": address, "reason": reason})
+            await asyncio.sleep(RETRY_S)
+
+
+def _is_fresh(reported_at: float | None, now: float) -> bool:
+    return reported_at is not None and now - reported_at <= STALE_S
+
+
+def _kv_usage(load: WorkerLoad) -> float:
+    if not load.num_blocks:
+        return 0.0
+    return (load.num_blocks - load.num_free_blocks - load.num_cached_blocks) / load.num_blocks

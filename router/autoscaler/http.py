@@ -1,0 +1,130 @@
+"""HTTP for people, probes and Prometheus; and the small server that both of the autoscaler's HTTP ports run on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import ssl
+from collections.abc import Iterator
+
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from common.errors import StartupError, UnavailableError
+from router.autoscaler.board import Board
+from router.autoscaler.external_metrics import Receive, Scope, Send
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Raises `StartupError` for what is not host:port."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or int(port) > 65535:
+        raise StartupError(f"cannot listen on {address!r}: not host:port")
+    return host.strip("[]"), int(port)
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket on `host:port`; port 0 takes a free one. Raises `StartupError`."""
+    host, port = split_address(address)
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise StartupError(f"cannot listen on {address}: {error}") from error
+
+
+class _Uvicorn(uvicorn.Server):
+    """Signals are the process's business."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Server:
+    """Listens when made, answers while `run` runs."""
+
+    def __init__(
+        self,
+        address: str,
+        app: object,
+        *,
+        context: ssl.SSLContext | None = None,
+        protocol: type[H11Protocol] = H11Protocol,
+    ) -> None:
+        self._socket = listen(address)
+        host, _ = split_address(address)
+        self.address = f"{f'[{host}]' if ':' in host else host or '127.0.0.1'}:{self._socket.getsockname()[1]}"
+        factory = (lambda _config, _default: context) if context is not None else None
+        self._server = _Uvicorn(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]  # any ASGI application
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                http=protocol,
+                ws="none",
+                ssl_context_factory=factory,
+                timeout_graceful_shutdown=1,
+            )
+        )
+
+    async def run(self) -> None:
+        task = asyncio.ensure_future(self._server.serve([self._socket]))
+        try:
+            await asyncio.shield(task)
+        finally:
+            self._server.should_exit = self._server.force_exit = True
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def close(self) -> None:
+        self._socket.close()
+
+
+class StatusPage:
+    """`/metrics`, `/healthz`, `/readyz` and `/decisions`. An ASGI application."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def answer(self, path: str) -> tuple[int, str, bytes]:
+        """Status, content type, body."""
+        if path == "/metrics":
+            return 200, CONTENT_TYPE_LATEST, generate_latest()
+        if path == "/healthz":
+            return 200, "text/plain", b"ok"
+        try:
+            notice = self._board.fresh()
+        except UnavailableError as error:
+            return (503 if path in ("/readyz", "/decisions") else 404), "text/plain", error.message.encode()
+        if path == "/readyz":
+            return 200, "text/plain", b"ok"
+        if path != "/decisions":
+            return 404, "text/plain", b"there are /metrics, /healthz, /readyz and /decisions"
+        body = {
+            "unix_time": round(notice.unix_time, 3),
+            "decisions": {
+                role.value: {
+                    "desired": decision.desired,
+                    "needed": round(decision.needed, 3),
+                    "workers": notice.signals.of(role).num_workers,
+                    "reasons": decision.reasons,
+                }
+                for role, decision in notice.decisions.items()
+            },
+            "signals": {one.name: one.value for one in notice.readings() if one.name != "baton_desired_replicas"},
+        }
+        return 200, "application/json", json.dumps(body).encode()
+
+    async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        code, content_type, body = self.answer(scope["path"])
+        headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": code, "headers": headers})
+        await send({"type": "http.response.body", "body": body if scope["method"] != "HEAD" else b""})

@@ -1,0 +1,40 @@
+"""The gRPC server that KEDA's operator calls."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+
+from common.errors import StartupError
+from common.grpc_options import SERVER_OPTIONS
+from router.autoscaler.board import Board
+from router.autoscaler.keda import SERVICE, ExternalScaler
+from router.autoscaler.rules import Targets
+from router.grpc_handlers import add_service
+
+
+class KedaServer:
+    """Takes its port when made, answers while `run` runs."""
+
+    def __init__(self, address: str, board: Board, targets: Targets) -> None:
+        """Raises `StartupError` where it cannot listen."""
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        add_service(self._server, SERVICE, ExternalScaler(board, targets))
+        self._health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise StartupError(f"cannot listen on {address} for KEDA: {error}") from error
+        self.address = f"{address.rpartition(':')[0]}:{port}"
+
+    async def run(self) -> None:
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self._server.start()
+        await asyncio.Event().wait()  # until cancelled: to cancel gRPC's own wait would break its shutdown
+
+    async def close(self) -> None:
+        await self._server.stop(grace=0.5)

@@ -1,0 +1,245 @@
+"""The autoscaler's process: reads the fleet, decides once a second, and tells whoever scales by it.
+
+workers, routers ──> Fleet ──signals──> Planner ──decisions──> Board ──> /metrics, external metrics, KEDA
+                                                                 └─────> Actuator (leader only) ──> cluster
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine, Iterator
+
+from common.config import AutoscalerSettings
+from common.errors import ConfigError
+from common.logs import setup_logging
+from common.types import WorkerRole
+from router.autoscaler import http
+from router.autoscaler.actuator import Actuator
+from router.autoscaler.aggregated import AggregatedApi
+from router.autoscaler.board import Board
+from router.autoscaler.fleet import Fleet
+from router.autoscaler.keda_server import KedaServer
+from router.autoscaler.kubernetes import Cluster, Workload
+from router.autoscaler.leader import Elector
+from router.autoscaler.planner import Bounds, Planner, PlannerOptions
+from router.autoscaler.rules import TargetRules, Targets
+from router.autoscaler.signals import ROLES
+from router.discovery.kubernetes import ApiServer, KubernetesError, own_namespace
+from router.discovery.sources import discover
+
+log = logging.getLogger(__name__)
+
+TICK_S = 1.0
+
+Ready = Callable[[dict[str, str]], None]
+"""Called once everything listens, with the addresses: `http`, `external_metrics`, `keda`."""
+
+
+def check(settings: AutoscalerSettings) -> None:
+    """What one setting alone cannot say. Raises `ConfigError`."""
+    for role in ROLES:
+        fewest, most = getattr(settings, f"{role.value}_min"), getattr(settings, f"{role.value}_max")
+        if fewest > most:
+            raise ConfigError(f"{role.value}_min", f"{fewest} is more than {role.value}_max, {most}")
+    workloads_of(settings)
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        raise ConfigError("tls_key", "goes with --tls-cert: give both or none")
+    if settings.external_metrics_listen and settings.tls_cert is None:
+        _, slash, name = (settings.external_metrics_service or "").partition("/")
+        if not slash or not name:
+            raise ConfigError("external_metrics_service", "NAMESPACE/NAME is needed where no --tls-cert is given")
+
+
+def make_planner(settings: AutoscalerSettings) -> tuple[Planner, Targets]:
+    targets = Targets(
+        queued_tokens=settings.target_queued_tokens,
+        prefill_rate=settings.target_prefill_rate,
+        kv_usage=settings.target_kv_usage,
+        requests=settings.target_requests,
+    )
+    options = PlannerOptions(
+        prefill=Bounds(settings.prefill_min, settings.prefill_max),
+        decode=Bounds(settings.decode_min, settings.decode_max),
+        tolerance=settings.tolerance,
+        scale_up_delay_s=settings.scale_up_delay,
+        scale_down_delay_s=settings.scale_down_delay,
+        idle_timeout_s=settings.idle_timeout,
+    )
+    return Planner(options, TargetRules(targets)), targets
+
+
+async def serve(settings: AutoscalerSettings, ready: Ready | None = None, stop: asyncio.Event | None = None) -> None:
+    """Runs until SIGTERM, SIGINT or `stop`. Raises `StartupError` or `ConfigError` with one line."""
+    stop = stop or asyncio.Event()
+    check(settings)
+    planner, targets = make_planner(settings)
+    board = Board()
+    fleet = Fleet(
+        discover(settings.prefill, key="prefill"),
+        discover(settings.decode, key="decode"),
+        discover(settings.routers, key="routers"),
+        arrival_window_s=settings.arrival_window,
+    )
+    addresses: dict[str, str] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        jobs: list[Coroutine[None, None, None]] = []
+        cluster = await _cluster(settings, stack)
+        plain = http.Server(settings.http_listen, http.StatusPage(board))
+        stack.push_async_callback(plain.close)
+        addresses["http"] = f"http://{plain.address}"
+        if settings.external_metrics_listen:
+            api = AggregatedApi(settings, board, cluster)
+            stack.push_async_callback(api.close)
+            addresses["external_metrics"] = api.address
+            jobs.append(api.run())
+        if settings.keda_listen:
+            keda = KedaServer(settings.keda_listen, board, targets)
+            stack.push_async_callback(keda.close)
+            addresses["keda"] = keda.address
+            jobs.append(keda.run())
+        elector = None
+        if settings.leader_elect and cluster is not None:
+            identity = f"{os.environ.get('HOSTNAME') or socket.gethostname()}-{os.getpid()}"
+            elector = Elector(cluster, settings.lease_name, identity)
+            jobs.append(elector.run())
+        actuator = None
+        if cluster is not None and (settings.apply or settings.deletion_costs):
+            actuator = Actuator(cluster, workloads_of(settings), fleet.pods if settings.deletion_costs else None)
+        jobs.append(_decide(fleet, planner, board, actuator, lambda: elector is None or elector.leads))
+
+        stack.push_async_callback(fleet.close)
+        fleet.start()
+        with _signals(stop):
+            await _run([plain.run(), *jobs], stop, lambda: ready(addresses) if ready else None)
+    log.info("autoscaler ended")
+
+
+async def _cluster(settings: AutoscalerSettings, stack: contextlib.AsyncExitStack) -> Cluster | None:
+    """None where nothing that was asked for needs one."""
+    aggregated = settings.external_metrics_listen and not (settings.tls_cert and settings.front_proxy_ca)
+    if not (aggregated or settings.leader_elect or settings.apply or settings.deletion_costs):
+        return None
+    api = await ApiServer.connect()
+    stack.push_async_callback(api.close)
+    return Cluster(api, namespace_of(settings))
+
+
+def namespace_of(settings: AutoscalerSettings) -> str:
+    if settings.namespace:
+        return settings.namespace
+    if settings.external_metrics_service:
+        return settings.external_metrics_service.partition("/")[0]
+    return own_namespace()
+
+
+def workloads_of(settings: AutoscalerSettings) -> dict[WorkerRole, Workload]:
+    """What `--apply` scales; empty without it. Raises `ConfigError`."""
+    if not settings.apply:
+        return {}
+    keys = {role: f"{role.value}_workload" for role in ROLES}
+    return {role: Workload.parse(getattr(settings, key) or "", key) for role, key in keys.items()}
+
+
+async def _decide(
+    fleet: Fleet, planner: Planner, board: Board, actuator: Actuator | None, leads: Callable[[], bool]
+) -> None:
+    """Decides every TICK_S; the actuator works beside, so that a slow cluster makes no value old."""
+    acting: asyncio.Task[None] | None = None
+    led = False
+    try:
+        while True:
+            fleet.check()
+            signals = fleet.signals()
+            if signals is not None:
+                decisions = planner.step(time.monotonic(), signals)
+                for role, decision in decisions.items():
+                    if decision.desired != decision.previous:
+                        log.info(
+                            "decided",
+                            extra={
+                                "role": role.value,
+                                "replicas": f"{decision.previous} -> {decision.desired}",
+                                "reason": "; ".join(decision.reasons),
+                            },
+                        )
+                board.put(signals, decisions)
+                if actuator is not None and (acting is None or acting.done()):
+                    if acting is not None:
+                        acting.result()
+                    acting = None
+                    if not leads():
+                        if led:
+                            actuator.step_down()
+                        led = False
+                    elif not led:
+                        led = await _adopt(planner, actuator)  # a leader begins by leaving things as they are
+                    else:
+                        numbers = {role: signals.of(role).num_workers for role in ROLES}
+                        acting = asyncio.create_task(actuator.act(decisions, numbers))
+            await asyncio.sleep(TICK_S)
+    finally:
+        if acting is not None:
+            acting.cancel()
+            await asyncio.wait([acting])
+
+
+async def _adopt(planner: Planner, actuator: Actuator) -> bool:
+    """Takes what the cluster has for what was desired. False where it did not say: the next second asks again."""
+    try:
+        async with asyncio.timeout(TICK_S / 2):
+            current = await actuator.current()
+    except (KubernetesError, TimeoutError) as error:
+        log.warning("replicas could not be read", extra={"reason": str(error) or "no answer"})
+        return False
+    for role, replicas in current.items():
+        planner.adopt(time.monotonic(), role, replicas)
+    return True
+
+
+async def _run(jobs: list[Coroutine[None, None, None]], stop: asyncio.Event, started: Callable[[], None]) -> None:
+    """All of them until `stop`, or until one fails."""
+    tasks = [asyncio.create_task(job) for job in jobs]
+    stopping = asyncio.create_task(stop.wait())
+    started()
+    try:
+        await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        stopping.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, stopping, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    installed = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+            loop.add_signal_handler(number, stop.set)
+            installed.append(number)
+    try:
+        yield
+    finally:
+        for number in installed:
+            loop.remove_signal_handler(number)
+
+
+def main(settings: AutoscalerSettings) -> int:
+    """The `baton autoscaler` process: prints `ready http=URL ...` once it listens."""
+    setup_logging("autoscaler", level=settings.log_level, log_format=settings.log_format)
+
+    def print_ready(addresses: dict[str, str]) -> None:
+        print("ready", *(f"{key}={value}" for key, value in addresses.items()), flush=True)  # noqa: T201
+
+    asyncio.run(serve(settings, print_ready))
+    return 0

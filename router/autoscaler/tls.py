@@ -1,0 +1,153 @@
+"""TLS towards the API server: a certificate that it trusts, and the certificate that it has to show.
+
+Without files each process makes a certificate of its own and adds it to the APIService's CA bundle (see kubernetes.py),
+so no private key is ever stored or shared, and several replicas stand side by side in one bundle.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import ssl
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from common.errors import StartupError
+
+log = logging.getLogger(__name__)
+
+VALIDITY = timedelta(days=365)
+CLOCK_SKEW = timedelta(hours=1)
+BUNDLE_LIMIT = 8  # certificates kept in a CA bundle, the youngest
+
+
+@dataclass(slots=True, frozen=True)
+class FrontProxy:
+    """Whom to take for the API server: a client certificate of this CA, with one of these common names (any where
+    there are none)."""
+
+    ca_pem: str
+    names: frozenset[str]
+
+
+def make_certificate(service: str, namespace: str) -> tuple[bytes, bytes]:
+    """(certificate, key) in PEM for a Service's names, signed by itself. Raises `StartupError` without the package."""
+    x509 = _cryptography("x509")
+    hashes = _cryptography("hazmat.primitives.hashes")
+    serialization = _cryptography("hazmat.primitives.serialization")
+    ec = _cryptography("hazmat.primitives.asymmetric.ec")
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, "baton-autoscaler")])
+    names = [
+        service,
+        f"{service}.{namespace}",
+        f"{service}.{namespace}.svc",
+        f"{service}.{namespace}.svc.cluster.local",
+    ]
+    now = datetime.now(UTC)
+    usage = {
+        "digital_signature": True, "key_cert_sign": True, "content_commitment": False, "key_encipherment": False,
+        "data_encipherment": False, "key_agreement": False, "crl_sign": False, "encipher_only": False,
+        "decipher_only": False,
+    }  # fmt: skip
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCK_SKEW)
+        .not_valid_after(now + VALIDITY)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(one) for one in names]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.KeyUsage(**usage), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(identifier, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return bytes(certificate.public_bytes(pem)), bytes(private)
+
+
+def merged_bundle(bundle: bytes, certificate: bytes) -> bytes:
+    """`bundle` with `certificate` in it, without expired ones and without more than `BUNDLE_LIMIT`. A bundle that holds
+    it already comes back as it is."""
+    x509 = _cryptography("x509")
+    serialization = _cryptography("hazmat.primitives.serialization")
+    try:
+        known = list(x509.load_pem_x509_certificates(bundle)) if bundle.strip() else []
+    except ValueError:
+        log.warning("the APIService's CA bundle was no PEM, it is replaced")
+        known = []
+    own = x509.load_pem_x509_certificate(certificate)
+    if own in known:
+        return bundle
+    now = datetime.now(UTC)
+    alive = [one for one in known if one.not_valid_after_utc > now]
+    alive.sort(key=lambda one: one.not_valid_before_utc)
+    kept = [*alive[-(BUNDLE_LIMIT - 1) :], own]
+    return b"".join(bytes(one.public_bytes(serialization.Encoding.PEM)) for one in kept)
+
+
+def load_ca(context: ssl.SSLContext, ca_pem: str) -> None:
+    """Whom `context` trusts from the next connection on. Raises `StartupError` for PEM that cannot be read."""
+    try:
+        context.load_verify_locations(cadata=ca_pem)
+    except (ssl.SSLError, ValueError) as error:
+        raise StartupError(f"the front proxy's CA cannot be read: {error}") from error
+
+
+def load_certificate(context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
+    """What `context` shows from the next connection on. Raises `StartupError` for PEM that cannot be read."""
+    # The ssl module reads certificates from files only; these live for a moment, readable by us alone.
+    with tempfile.TemporaryDirectory() as folder:
+        paths = Path(folder, "tls.crt"), Path(folder, "tls.key")
+        for path, content in zip(paths, (certificate, key), strict=True):
+            path.touch(mode=0o600)
+            path.write_bytes(content)
+        try:
+            context.load_cert_chain(*paths)
+        except (ssl.SSLError, OSError) as error:
+            raise StartupError(f"the serving certificate cannot be used: {error}") from error
+
+
+def common_name(certificate: Any) -> str:
+    """Of the subject, in the form that `getpeercert()` gives."""
+    for part in (certificate or {}).get("subject", ()):
+        for key, value in part:
+            if key == "commonName":
+                return str(value)
+    return ""
+
+
+def front_proxy_protocol(allowed: Callable[[], frozenset[str]]) -> type[H11Protocol]:
+    """uvicorn's HTTP/1.1, for those only who have one of the `allowed` names (any, where there are none)."""
+
+    class FrontProxyProtocol(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            name = common_name(transport.get_extra_info("peercert"))
+            if allowed() and name not in allowed():
+                log.warning("a client that is not the API server was turned away", extra={"common_name": name})
+                transport.abort()
+
+    return FrontProxyProtocol
+
+
+def _cryptography(module: str) -> Any:
+    try:
+        return importlib.import_module(f"cryptography.{module}")
+    except ImportError as error:
+        raise StartupError(
+            "making a certificate needs the extra `kubernetes`: pip install 'baton-serve[kubernetes]', or give "
+            "--tls-cert and --tls-key"
+        ) from error
