@@ -57,7 +57,36 @@ def tool(name: str) -> str:
     return found
 
 
-class ControlPlane:
+class Kubectl:
+    """A cluster as kubectl reaches it."""
+
+    def __init__(self, kubeconfig: Path) -> None:
+        self.kubeconfig = kubeconfig
+
+    def run(self, *argv: str, stdin: str | None = None, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        """A command with this cluster as its KUBECONFIG. Does not raise where it fails."""
+        command = [tool(argv[0]), *argv[1:]]
+        environ = {**os.environ, "KUBECONFIG": str(self.kubeconfig)}
+        return subprocess.run(
+            command, input=stdin, capture_output=True, text=True, check=False, timeout=timeout_s, env=environ
+        )
+
+    def kubectl(self, *args: str, stdin: str | None = None) -> str:
+        """kubectl's standard output. Raises RuntimeError with its standard error."""
+        done = self.run("kubectl", *args, stdin=stdin)
+        if done.returncode != 0:
+            raise RuntimeError(f"kubectl {' '.join(args)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def apply(self, manifest: str) -> str:
+        return self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=manifest)
+
+    def kubectl_until(self, what: str, *args: str, timeout_s: float = 90, processes: Sequence[Process] = ()) -> None:
+        """Repeats a kubectl command until it succeeds."""
+        wait_until(what, lambda: self.run("kubectl", *args).returncode == 0, timeout_s, processes)
+
+
+class ControlPlane(Kubectl):
     """Ready when entered. `kubeconfig` is an administrator's; certificates lie in `certs`, among them front-ca.crt,
     which the aggregator's client certificate (front-proxy-client) is signed by."""
 
@@ -67,7 +96,7 @@ class ControlPlane:
             raise RuntimeError(reason)
         self.folder, self.certs, self.logs = folder, folder / "certs", folder / "logs"
         self.namespaces = namespaces
-        self.kubeconfig = folder / "admin.kubeconfig"
+        super().__init__(folder / "admin.kubeconfig")
         self.processes: dict[str, Process] = {}
         self.address = NODE_ADDRESS if namespaces else "127.0.0.1"
         self._binaries = assets() or folder
@@ -224,30 +253,6 @@ class ControlPlane:
             "secure-port": self.ports["scheduler"],
         }
         self.spawn("kube-scheduler", "kube-scheduler", *_flags(flags))
-
-    # ---------------------------------------------------------------------------------------------- kubectl
-
-    def run(self, *argv: str, stdin: str | None = None, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-        """A command with this cluster as its KUBECONFIG. Does not raise where it fails."""
-        command = [tool(argv[0]), *argv[1:]]
-        environ = {**os.environ, "KUBECONFIG": str(self.kubeconfig)}
-        return subprocess.run(
-            command, input=stdin, capture_output=True, text=True, check=False, timeout=timeout_s, env=environ
-        )
-
-    def kubectl(self, *args: str, stdin: str | None = None) -> str:
-        """kubectl's standard output. Raises RuntimeError with its standard error."""
-        done = self.run("kubectl", *args, stdin=stdin)
-        if done.returncode != 0:
-            raise RuntimeError(f"kubectl {' '.join(args)}: {done.stderr.strip()}")
-        return done.stdout
-
-    def apply(self, manifest: str) -> str:
-        return self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=manifest)
-
-    def kubectl_until(self, what: str, *args: str, timeout_s: float = 90, processes: Sequence[Process] = ()) -> None:
-        """Repeats a kubectl command until it succeeds."""
-        wait_until(what, lambda: self.run("kubectl", *args).returncode == 0, timeout_s, processes)
 
 
 def _flags(values: Mapping[str, object]) -> list[str]:

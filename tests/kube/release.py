@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.kube.control_plane import ControlPlane
+from tests.kube.control_plane import Kubectl
 
 CHART = Path(__file__).parents[2] / "helm"
 LEVEL = "pod-security.kubernetes.io"
@@ -15,7 +15,7 @@ LEVEL = "pod-security.kubernetes.io"
 class Release:
     """`namespace` is made with the pod security level `restricted` enforced."""
 
-    def __init__(self, cluster: ControlPlane, name: str, namespace: str) -> None:
+    def __init__(self, cluster: Kubectl, name: str, namespace: str) -> None:
         self.cluster, self.name, self.namespace = cluster, name, namespace
         manifest = {
             "apiVersion": "v1",

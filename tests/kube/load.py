@@ -1,0 +1,105 @@
+"""Clients that ask one question after another while something happens to the cluster, and keep count."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from baton.client import Client
+from common.errors import BatonError
+
+QUESTIONS = ("What is the capital of France?", "Name three colours.", "Count from one to ten.")
+MAX_TOKENS = 48
+
+
+def ask_rest(port: int, question: str) -> str:
+    body = {
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": MAX_TOKENS,
+    }
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        text: str = json.load(answer)["choices"][0]["message"]["content"]
+    return text
+
+
+@dataclass
+class Load:
+    """A few clients of each kind, each without retries of its own. Leaving waits for the answers under way.
+
+    gRPC clients keep one connection for all their requests, REST clients make one for each.
+    """
+
+    http_port: int
+    grpc_port: int
+    num_clients: int = 1  # of each kind
+    num_answers: int = 0
+    failures: list[str] = field(default_factory=list)
+    expected: dict[str, str] = field(default_factory=dict)
+
+    def __enter__(self) -> Load:
+        self.expected = {question: ask_rest(self.http_port, question) for question in QUESTIONS}
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=client, args=(number,))
+            for number in range(self.num_clients)
+            for client in (self._ask_rest, self._ask_grpc)
+        ]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def more_answers(self, number: int, timeout_s: float = 120) -> None:
+        """Waits until `number` more questions have been answered."""
+        goal, deadline = self.num_answers + number, time.monotonic() + timeout_s
+        while self.num_answers < goal:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.num_answers} answers after {timeout_s:g} s; failures: {self.failures}")
+            time.sleep(0.05)
+
+    def _count(self, question: str, text: str, interface: str) -> None:
+        with self._lock:
+            self.num_answers += 1
+            if text != self.expected[question]:
+                self.failures.append(f"{interface}: a wrong answer to {question!r}: {text!r}")
+
+    def _ask_rest(self, number: int) -> None:
+        while not self._stop.is_set():
+            number += 1
+            question = QUESTIONS[number % len(QUESTIONS)]
+            try:
+                self._count(question, ask_rest(self.http_port, question), "REST")
+            except OSError as error:
+                detail = error.read().decode() if isinstance(error, urllib.error.HTTPError) else ""
+                self.failures.append(f"REST: {error} {detail}")
+                time.sleep(0.2)
+
+    def _ask_grpc(self, number: int) -> None:
+        with Client(f"127.0.0.1:{self.grpc_port}", timeout=120) as client:
+            while not self._stop.is_set():
+                number += 1
+                question = QUESTIONS[number % len(QUESTIONS)]
+                try:
+                    answer = client.chat(question, temperature=0.0, max_tokens=MAX_TOKENS)
+                    self._count(question, "".join(chunk.text for chunk in answer), "gRPC")
+                except BatonError as error:
+                    self.failures.append(f"gRPC: {error.grpc_code}: {error.message}")
+                    time.sleep(0.2)
