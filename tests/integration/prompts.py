@@ -80,7 +80,7 @@ CASES = (
     Case("korean", "서울은 대한민국의 수도이며"),
     Case("emoji", "🎉🎂🎈 Happy birthday! 🥳🎁 Party time: 🍕🍰🎶", LONG),
     Case("whitespace", "\n\n\t  \n   x\n\n\n"),
-    Case("random-17", _random_ids(17, 1)),
+    Case("random-17", _random_ids(17, 1), 12),  # its 15th token is nearly a tie
     Case("random-160", _random_ids(160, 2)),
     Case("ledger-250", _ledger(18, 3), LONG),
     Case("ledger-600", _ledger(43, 4)),
