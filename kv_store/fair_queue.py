@@ -25,10 +25,16 @@ class FairQueue(Generic[Job, Item]):
         self._is_closed = False
 
     def put(self, job: Job, items: Iterable[Item]) -> None:
-        """Does nothing once the queue is closed."""
+        """Does nothing where there are no items, or the queue is closed."""
         queued = deque(items)
-        if not queued:
-            return
+        if queued:
+            self._append(job, queued)
+
+    def put_turn(self, job: Job) -> None:
+        """One turn of `job`, without items."""
+        self._append(job, deque())
+
+    def _append(self, job: Job, queued: deque[Item]) -> None:
         with self._changed:
             if not self._is_closed:
                 self._jobs.append((job, queued))

@@ -130,7 +130,7 @@ class NixlConnector(KVConnector):
         return encode_peer(info)
 
     def add_peer(self, peer: bytes) -> None:
-        """Only takes note: the first fetch connects. Adding a peer again after a failed read has it tried again."""
+        """Begins to connect. Adding a peer again after a failed read has it tried again."""
         info = decode_peer(peer)
         check_compatible(self.name, self._spec, info)
         try:
@@ -139,7 +139,9 @@ class NixlConnector(KVConnector):
             raise TransferError(f"peer {info.name!r}: no description of its memory: {error}") from error
         known = self._peers.get(info.name)
         if known is None or known.is_lost or known.memory.agent != memory.agent:
-            self._peers[info.name] = _Peer(info, memory)
+            self._peers[info.name] = added = _Peer(info, memory)
+            # No blocks: connecting takes longer than a read, so it is begun before the first block is announced.
+            self._fetches.put_turn(_FetchJob(0, added, 0.0, None))
 
     def lookup(self, block_hashes: Sequence[bytes]) -> int:  # noqa: ARG002
         return 0
@@ -254,6 +256,9 @@ class NixlConnector(KVConnector):
                 agent.close()
 
     def _begin(self, job: _FetchJob, blocks: list[FetchBlock]) -> None:
+        if not blocks:
+            self._connect_ahead(job.peer)
+            return
         flight = _Flight(job, blocks)
         self._flights.append(flight)
         job.peer.num_reads += 1
@@ -265,14 +270,20 @@ class NixlConnector(KVConnector):
             return
         if job.after is not None:
             job.after.synchronize()  # reads land past all streams
+        remote_ids, local_ids = [block.ref.block_id for block in blocks], [block.block_id for block in blocks]
         try:
             agent = self._connected(job.peer)
             flight.agent = agent  # from here on bytes may be on their way
-            flight.read = agent.start(
-                job.peer.memory.agent, [block.ref.block_id for block in blocks], [block.block_id for block in blocks]
-            )
+            flight.read = agent.start(job.peer.memory.agent, remote_ids, local_ids)
         except TransferError as failure:
             self._fail(flight, failure.message)
+
+    def _connect_ahead(self, peer: _Peer) -> None:
+        try:
+            self._connected(peer)
+        except TransferError as error:
+            log.warning("cannot connect to a peer", extra={"peer": peer.info.name, "reason": error.message})
+            peer.is_lost = True
 
     def _connected(self, peer: _Peer) -> ReadingAgent:
         """The reading agent, connected to `peer`. Raises `TransferError`."""
