@@ -95,3 +95,16 @@ $(LMCACHE)/.installed-%: requirements-lmcache.txt
 	@LMCACHE_DISABLE_BANNER=1 $(LMCACHE)/bin/lmcache server --help > $(LMCACHE)/help.txt
 	@rm -f $(LMCACHE)/.installed-*
 	@touch $@
+
+.PHONY: image kube-up test-kube test-kube-full
+image: $(STAMP) ## Build the images baton-router and baton-cpu with buildah, podman or docker (images/build says more)
+	@PYTHON=$(BIN)/python images/build
+
+kube-up: $(STAMP) ## Start a Kubernetes cluster on this machine with Baton installed (root, KUBEBUILDER_ASSETS)
+	@$(BIN)/python -m tests.kube.cluster
+
+test-kube: $(STAMP) ## Run the tests that need Kubernetes: KUBECONFIG's cluster (it asks), else one started here
+	@$(BIN)/python -m tests.kube
+
+test-kube-full: $(STAMP) ## Those that take long, too
+	@$(BIN)/python -m tests.kube --full

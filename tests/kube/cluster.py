@@ -112,6 +112,11 @@ class Cluster(ControlPlane):
         assert self.namespaces is not None
         self.namespaces.shell(f"{self._binaries}/ctr -a {self._socket} -n k8s.io images import {archive}")
 
+    def kill_container(self, container_id: str) -> None:
+        """SIGKILL to its first process, as the kernel does when memory runs out."""
+        assert self.namespaces is not None
+        self.namespaces.shell(f"{self._binaries}/ctr -a {self._socket} -n k8s.io task kill -s SIGKILL {container_id}")
+
     @property
     def _socket(self) -> Path:
         return self.folder / "containerd.sock"

@@ -32,7 +32,12 @@ def why_not() -> str:
 
 
 def archive(name: str) -> Path:
-    """An image archive of `router` or `cpu`, tagged `baton-NAME:dev`; built where the sources have changed."""
+    """An image archive of `router` or `cpu`, tagged `baton-NAME:dev`; built where the sources have changed.
+
+    KUBE_IMAGES names a folder with baton-NAME.tar where they are there already.
+    """
+    if folder := os.environ.get("KUBE_IMAGES"):
+        return Path(folder) / f"baton-{name}.tar"
     path = FOLDER / f"baton-{name}-{_sources_hash()}.tar"
     if path.exists():
         return path

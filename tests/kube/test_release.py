@@ -1,0 +1,161 @@
+"""The chart, installed: real images on a real node, asked by the clients that users have, while pods come and go."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.kube.cluster import Cluster
+from tests.kube.load import Load, ask_rest
+from tests.kube.processes import wait_until
+from tests.kube.release import Release
+from tests.kube.user_cluster import UserCluster
+
+pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
+
+PARIS = "What is the capital of France?"
+# Equal answers whatever the batch: float32 throughout. Two decode workers, so that one is left when one goes.
+VALUES: dict[str, Any] = {
+    "router__replicas": 2,
+    "decode__replicas": 2,
+    "prefill__settings__dtype": "float32",
+    "decode__settings__dtype": "float32",
+}
+
+
+@pytest.fixture(scope="module")
+def release(cluster: Cluster | UserCluster) -> Iterator[Release]:
+    release = Release(cluster, "baton", "baton-tests")
+    release.install("values-laptop.yaml", **VALUES)
+    yield release
+    release.uninstall()
+    assert release.leftovers() == []
+
+
+@pytest.fixture(scope="module")
+def ports(cluster: Cluster | UserCluster, release: Release) -> tuple[int, int]:
+    """REST and gRPC of the router's Service, on 127.0.0.1."""
+    return cluster.forward("baton-router.baton-tests", 8000), cluster.forward("baton-router.baton-tests", 50051)
+
+
+def test_helm_test_passes(release: Release) -> None:
+    assert "Phase:          Succeeded" in release.helm("test", release.name, "--timeout", "3m")
+
+
+def test_openai_client(ports: tuple[int, int]) -> None:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{ports[0]}/v1", api_key="none", max_retries=0) as client:
+        model = client.models.list().data[0].id
+        stream = client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": PARIS}], temperature=0, max_tokens=16, stream=True
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert "Paris" in text
+
+
+def test_grpcurl(release: Release, ports: tuple[int, int]) -> None:
+    request = {
+        "messages": [{"role": "user", "content": PARIS}],
+        "sampling_params": {"temperature": 0, "max_tokens": 16},
+    }
+    done = release.cluster.run(
+        "grpcurl", "-plaintext", "-d", json.dumps(request), f"127.0.0.1:{ports[1]}", "baton.v1.InferenceService/Chat"
+    )
+    assert done.returncode == 0, done.stderr
+    decoder, rest, messages = json.JSONDecoder(), done.stdout.strip(), []
+    while rest:
+        message, end = decoder.raw_decode(rest)
+        messages.append(message)
+        rest = rest[end:].lstrip()
+    assert "Paris" in "".join(message.get("text", "") for message in messages)
+    report = messages[-1]["report"]
+    assert report["prefillWorker"] != report["decodeWorker"]
+    assert int(report["numBlocksMoved"]) > 0, f"prefilled in place: {report}"
+
+
+def test_pods_run_as_promised(release: Release) -> None:
+    """Seen from inside: no root, no writable root filesystem, no token, no build tools."""
+    for component in ("router", "prefill", "decode"):
+        pod = release.pods(component)[0]["metadata"]["name"]
+        script = (
+            "import os, shutil; "
+            "print(os.getuid(), os.access('/opt/baton', os.W_OK), os.access('/', os.W_OK), "
+            "os.path.exists('/var/run/secrets/kubernetes.io'), "
+            "[tool for tool in ('pip', 'gcc', 'cc', 'make') if shutil.which(tool)])"
+        )
+        seen = release.cluster.kubectl("-n", release.namespace, "exec", pod, "--", "python3", "-c", script).strip()
+        assert seen == f"65532 False False {component == 'router'} []"
+
+
+# ------------------------------------------------------------------------------------- while pods come and go
+
+
+def test_upgrade_and_rollback_fail_no_request(release: Release, ports: tuple[int, int]) -> None:
+    with Load(*ports) as load:
+        load.more_answers(4)
+        before = {pod["metadata"]["name"] for role in ("prefill", "decode", "router") for pod in release.pods(role)}
+        release.install("values-laptop.yaml", **VALUES, logging__level="debug")
+        after = {pod["metadata"]["name"] for role in ("prefill", "decode", "router") for pod in release.pods(role)}
+        assert not before & after, "the upgrade replaces every pod"
+        load.more_answers(4)
+        release.helm("rollback", release.name, "--wait", "--timeout", "5m")
+        load.more_answers(4)
+    assert load.failures == []
+
+
+@pytest.mark.parametrize("component", ["decode", "prefill", "router"])
+def test_deleted_pod_fails_no_request(release: Release, ports: tuple[int, int], component: str) -> None:
+    with Load(*ports) as load:
+        load.more_answers(4)
+        name = release.pods(component)[0]["metadata"]["name"]
+        release.cluster.kubectl("-n", release.namespace, "delete", "pod", name, "--wait=true")
+        load.more_answers(4)
+        _wait_until_complete(release)
+        load.more_answers(4)
+    assert load.failures == []
+
+
+@pytest.mark.parametrize("component", ["decode", "prefill"])
+def test_killed_worker_fails_no_request(
+    release: Release, local_cluster: Cluster, ports: tuple[int, int], component: str
+) -> None:
+    with Load(*ports) as load:
+        load.more_answers(4)
+        (pod, *_) = release.pods(component)
+        container = pod["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
+        local_cluster.kill_container(container)
+        load.more_answers(4)
+        _wait_until_complete(release)
+        load.more_answers(4)
+    assert load.failures == []
+
+
+def test_api_server_restart_fails_no_request(release: Release, local_cluster: Cluster, ports: tuple[int, int]) -> None:
+    """Routers go on with the workers that they know, and then notice a new one."""
+    with Load(*ports) as load:
+        load.more_answers(2)
+        local_cluster.processes["kube-apiserver"].kill()
+        load.more_answers(4)
+        local_cluster.start_api_server()
+        name = release.pods("decode")[0]["metadata"]["name"]
+        release.cluster.kubectl("-n", release.namespace, "delete", "pod", name, "--wait=true")
+        _wait_until_complete(release)
+        load.more_answers(4)
+    assert load.failures == []
+    assert "Paris" in ask_rest(ports[0], PARIS)
+
+
+def _wait_until_complete(release: Release) -> None:
+    def complete() -> bool:
+        pods = [pod for role in ("prefill", "decode", "router") for pod in release.pods(role)]
+        ready = [
+            pod
+            for pod in pods
+            if any(one["type"] == "Ready" and one["status"] == "True" for one in pod["status"].get("conditions", []))
+        ]
+        return len(ready) == len(pods) == 5
+
+    wait_until("all pods", complete, 240)
