@@ -37,6 +37,12 @@ def server(running_server: LMCacheProcess) -> LMCacheProcess:
     return running_server
 
 
+@pytest.fixture(autouse=True)
+def patient_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups end when they know, however slow this machine is."""
+    monkeypatch.setattr(lmcache, "LOOKUP_TIMEOUT_S", PATIENCE_S)
+
+
 def config(server: LMCacheProcess, timeout_s: float = PATIENCE_S) -> ConnectorConfig:
     return ConnectorConfig(lmcache_address=server.address, transfer_timeout_s=timeout_s)
 
@@ -162,8 +168,11 @@ class TestLMCache(ConnectorConformance):
         assert consumer.bytes_of(0) == producer.bytes_of(3)
 
 
-def test_a_stopped_server(server: LMCacheProcess, make_worker: Callable[..., Worker]) -> None:
+def test_a_stopped_server(
+    server: LMCacheProcess, make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every block fails at the deadline, and nothing waits for more; when the server goes on, so do transfers."""
+    monkeypatch.setattr(lmcache, "LOOKUP_TIMEOUT_S", 0.25)
     worker = make_worker(server, 20, timeout_s=1.0)
     refs = worker.published({block_id: name_of(block_id) for block_id in range(20)})
     source = [worker.bytes_of(block_id) for block_id in range(20)]
