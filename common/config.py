@@ -100,12 +100,15 @@ class WorkerSettings(EngineSettings, ConnectorSettings, LogSettings):
 class RouterSettings(LogSettings):
     """`baton router`."""
 
-    prefill: Addresses = Field((), description="prefill workers, host:port,host:port")
-    decode: Addresses = Field((), description="decode workers, host:port,host:port (a worker of both roles in both)")
+    prefill: Addresses = Field((), description="prefill workers: host:port, dns:///name:port or k8s:///ns/service:port")
+    decode: Addresses = Field((), description="decode workers, spelled likewise (a worker of both roles in both)")
     http_listen: str = Field("127.0.0.1:8000", description="REST address; port 0 takes a free one")
     grpc_listen: str = Field("127.0.0.1:50051", description="gRPC address; port 0 takes a free one")
     drain_timeout: float = Field(30.0, ge=0, description="seconds that SIGTERM waits for answers to end")
     request_timeout: float = Field(600.0, gt=0, description="deadline in seconds of a request that brings none")
+    worker_wait: float = Field(
+        0.0, ge=0, description="seconds that a request waits while there is no worker (a fleet scaled to zero)"
+    )
 
 
 class AutoscalerSettings(LogSettings):

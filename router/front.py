@@ -30,6 +30,7 @@ from common.validation import (
     validate_sampling,
 )
 from router.chat_template import Message
+from router.demand import Demand
 from router.detokenizer import Detokenizer
 from router.dispatch import Dispatcher, DispatchReport, DispatchRequest, NewTokens
 from router.registry import Registry, ServedModel
@@ -109,8 +110,13 @@ class Output:
 class Front:
     """Shared by both interfaces of a router."""
 
-    def __init__(self, registry: Registry, dispatcher: Dispatcher, *, request_timeout_s: float) -> None:
+    def __init__(
+        self, registry: Registry, dispatcher: Dispatcher, *, request_timeout_s: float, worker_wait_s: float = 0.0
+    ) -> None:
+        """`worker_wait_s`: how long a request waits for a worker while there is none (a fleet scaled to zero)."""
         self.registry = registry
+        self.demand = Demand()
+        self._worker_wait_s = worker_wait_s
         self._dispatcher = dispatcher
         self._request_timeout_s = request_timeout_s
         self._num_running = 0
@@ -122,13 +128,28 @@ class Front:
 
     def not_ready(self) -> str:
         """Why no request is taken now; empty where one is."""
-        return "the router is shutting down" if self._draining else self.registry.not_ready()
+        if self._draining:
+            return "the router is shutting down"
+        return "" if self._worker_wait_s else self.registry.not_ready()
 
     def served(self) -> ServedModel:
         """Raises `UnavailableError` while no request can be taken."""
         if self._draining:
             raise UnavailableError("the router is shutting down")
         return self.registry.served()
+
+    async def serving(self) -> ServedModel:
+        """`served`, after waiting for a first worker where there is none. Raises `UnavailableError`."""
+        give_up_at = time.monotonic() + self._worker_wait_s
+        if self._worker_wait_s and not self._draining and self.registry.not_ready():
+            with self.demand.waiting():
+                while not self._draining and self.registry.not_ready() and (left := give_up_at - time.monotonic()) > 0:
+                    await self.registry.changed(min(left, 1.0))
+        try:
+            return self.served()
+        except UnavailableError:
+            self.demand.unserved()
+            raise
 
     def drain(self) -> None:
         """No request is taken from now on."""
@@ -142,6 +163,8 @@ class Front:
     def running(self, interface: str) -> Iterator[None]:
         """Around all work for one client request, so that draining waits for it; counts how it ended."""
         self._num_running += 1
+        self.demand.num_running += 1
+        self.demand.arrived()
         self._idle.clear()
         metrics.router_requests_running.set(self._num_running)
         outcome = "ok"
@@ -158,6 +181,7 @@ class Front:
             raise
         finally:
             self._num_running -= 1
+            self.demand.num_running -= 1
             metrics.router_requests_running.set(self._num_running)
             metrics.router_requests.labels(interface, outcome).inc()
             if self._num_running == 0:
@@ -227,6 +251,7 @@ class Front:
         """Closing the iterator, or cancelling its task, ends the request on every worker."""
         params = request.sampling_params
         report = DispatchReport()
+        self.demand.prompt(len(request.prompt_token_ids))
         detokenizer = Detokenizer(request.model.tokenizer, request.prompt_token_ids)
         stops = StopStrings(params.stop)
         num_tokens = 0
@@ -241,6 +266,7 @@ class Front:
         )
         async with aclosing(self._dispatcher.run(dispatched, report)) as run:
             async for new in run:
+                self.demand.num_output_tokens += len(new.tokens)
                 texts: list[str] = []
                 for index, token in enumerate(new.tokens):
                     num_tokens += 1

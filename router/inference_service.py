@@ -33,7 +33,7 @@ class InferenceService:
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         arrived_at = time.monotonic()
         with self._front.running("grpc"):
-            model = self._front.served()
+            model = await self._front.serving()
             check_model(request.model, model.limits)
             prompt = await self._prompt(model, request)
             async with aclosing(self._answer(model, prompt, request, context, arrived_at)) as responses:
@@ -45,7 +45,7 @@ class InferenceService:
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         arrived_at = time.monotonic()
         with self._front.running("grpc"):
-            model = self._front.served()
+            model = await self._front.serving()
             check_model(request.model, model.limits)
             if not request.messages:
                 raise InvalidArgumentError("messages", "must not be empty")

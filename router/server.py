@@ -20,7 +20,9 @@ from common.config import RouterSettings
 from common.errors import StartupError
 from common.grpc_options import SERVER_OPTIONS
 from common.logs import setup_logging
-from protos.baton.v1 import inference_pb2, router_pb2
+from protos.baton.v1 import demand_pb2, inference_pb2, router_pb2
+from router.demand import DemandService
+from router.discovery.follow import fixed, follow
 from router.dispatch import Dispatcher, DispatchLimits
 from router.fleet_service import FleetService
 from router.front import Front
@@ -38,6 +40,7 @@ Ready = Callable[[str, str], None]
 SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
     router_pb2.DESCRIPTOR.services_by_name["RouterService"],
+    demand_pb2.DESCRIPTOR.services_by_name["DemandService"],
 )
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"  # same messages as v1alpha, another name
 CHECK_HEALTH_S = 1.0
@@ -54,9 +57,9 @@ async def serve(
     Raises `StartupError` with one line where it cannot listen.
     """
     stop = stop or asyncio.Event()
-    registry = Registry(settings.prefill, settings.decode)
+    registry = Registry(fixed(settings.prefill), fixed(settings.decode))
     dispatcher = Dispatcher(registry, LeastLoad(), limits=limits)
-    front = Front(registry, dispatcher, request_timeout_s=settings.request_timeout)
+    front = Front(registry, dispatcher, request_timeout_s=settings.request_timeout, worker_wait_s=settings.worker_wait)
     health = HealthServicer()
     async with contextlib.AsyncExitStack() as stack:
         http_socket = stack.enter_context(contextlib.closing(listen(settings.http_listen)))
@@ -86,21 +89,32 @@ async def serve(
             watch = asyncio.create_task(
                 _watch_health(health, front, lambda: ready(http_url, grpc_address) if ready else None)
             )
+            discovery = asyncio.create_task(_discover(settings, registry), name="discovery")
             stopping = asyncio.create_task(stop.wait())
             try:
-                await asyncio.wait({stopping, web_task, watch}, return_when=asyncio.FIRST_COMPLETED)
-                tasks: tuple[asyncio.Task[None], ...] = (watch, web_task)
+                await asyncio.wait({stopping, web_task, watch, discovery}, return_when=asyncio.FIRST_COMPLETED)
+                tasks: tuple[asyncio.Task[None], ...] = (watch, web_task, discovery)
                 for task in tasks:
                     if task.done():
-                        task.result()  # neither ends by itself; if one did, this says why
+                        task.result()  # none ends by itself; if one did, this says why
                 await _drain(front, health, settings.drain_timeout)
             finally:
                 watch.cancel()
+                discovery.cancel()
                 stopping.cancel()
                 web.should_exit = web.force_exit = True
                 await grpc_server.stop(grace=0)
-                await asyncio.gather(web_task, watch, stopping, return_exceptions=True)
+                await asyncio.gather(web_task, watch, discovery, stopping, return_exceptions=True)
         log.info("router ended")
+
+
+async def _discover(settings: RouterSettings, registry: Registry) -> None:
+    """Keeps the registry's workers what discovery finds, until cancelled. Raises `StartupError`."""
+    try:
+        await follow(settings.prefill, settings.decode, registry.set_addresses)
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None  # both roles fail for the same reason: one line says it
+    await asyncio.Event().wait()  # every worker is fixed
 
 
 def run(settings: RouterSettings, ready: Ready | None = None) -> None:
@@ -158,7 +172,7 @@ def _bind(server: grpc.aio.Server, address: str) -> int:
 
 
 def _add_services(server: grpc.aio.Server, front: Front, registry: Registry, health: HealthServicer) -> None:
-    servicers = (InferenceService(front), FleetService(registry))
+    servicers = (InferenceService(front), FleetService(registry), DemandService(front.demand))
     for service, servicer in zip(SERVICES, servicers, strict=True):
         add_service(server, service, servicer)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
@@ -180,7 +194,8 @@ async def _set_health(health: HealthServicer, front: Front) -> None:
     inference = status.NOT_SERVING if front.not_ready() else status.SERVING
     await health.set("", inference)
     await health.set(SERVICES[0].full_name, inference)
-    await health.set(SERVICES[1].full_name, status.SERVING)
+    for service in SERVICES[1:]:
+        await health.set(service.full_name, status.SERVING)
 
 
 async def _watch_health(health: HealthServicer, front: Front, on_ready: Callable[[], None]) -> None:

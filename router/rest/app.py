@@ -120,7 +120,7 @@ class _Gateway:
     ) -> AsyncGenerator[bytes, None]:
         """The answer's bytes: one piece, or server-sent events."""
         with self._front.running("rest"):
-            model = self._front.served()
+            model = await self._front.serving()
             check_model(body.model or "", model.limits)
             body.check()
             is_chat = isinstance(body, ChatBody)

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from common.config import RouterSettings
 from common.errors import ConfigError, StartupError
 from router.discovery.base import Discovery, Found
 from router.discovery.dns import Dns
+from router.discovery.follow import fixed, follow
 from router.discovery.kubernetes import EndpointSlices, found_in
 from router.discovery.sources import discover, is_static
+from router.server import serve
 from tests.router.api_server import FakeApiServer, endpoint, endpoint_slice, fake_api_server
 
 WAIT_S = 20.0
@@ -249,3 +252,34 @@ async def test_without_the_package_the_extra_is_named(monkeypatch: pytest.Monkey
     async with following(discover(["k8s:///prod/decode:grpc"])) as follower:
         with pytest.raises(StartupError, match=r"baton-serve\[kubernetes\]"):
             await follower.next()
+
+
+async def test_both_roles_are_followed_together(api: FakeApiServer) -> None:
+    api.set(endpoint_slice("s", endpoint("10.0.0.1", "p1")))
+    seen: asyncio.Queue[tuple[list[str], list[str]]] = asyncio.Queue()
+    task = asyncio.create_task(
+        follow(["a:1"], ["b:2", "k8s:///prod/decode:grpc"], lambda p, d: seen.put_nowait((list(p), list(d))))
+    )
+    async with asyncio.timeout(WAIT_S):
+        assert await seen.get() == (["a:1"], ["b:2"])
+        assert await seen.get() == (["a:1"], ["10.0.0.1:50061", "b:2"])
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_fixed_workers_need_no_following() -> None:
+    assert fixed(["a:1", "dns:///b:2"]) == ["a:1"]
+    await follow(["a:1"], ["b:2"], lambda p, d: pytest.fail("nothing changes"))
+    with pytest.raises(ConfigError, match="prefill"):
+        await follow(["nowhere"], [], lambda p, d: None)
+
+
+async def test_a_router_that_cannot_discover_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("kubernetes", reason="the extra `kubernetes` is not installed")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nothing"))
+    endpoints = ("k8s:///prod/worker:grpc",)
+    settings = RouterSettings(
+        prefill=endpoints, decode=endpoints, http_listen="127.0.0.1:0", grpc_listen="127.0.0.1:0", drain_timeout=0
+    )
+    with pytest.raises(StartupError, match="no access to Kubernetes"):
+        await asyncio.wait_for(serve(settings), WAIT_S)

@@ -1,0 +1,87 @@
+"""What autoscalers want to know of a router: traffic as it arrives, and who waits for a first worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator, Iterator
+
+import grpc
+
+from protos.baton.v1 import demand_pb2
+
+MIN_INTERVAL_S = 0.05
+MAX_INTERVAL_S = 1.0
+
+
+class Demand:
+    """Counters of one router process. Totals only grow."""
+
+    def __init__(self) -> None:
+        self._epoch = secrets.token_hex(8)
+        self.num_running = 0  # with those that wait
+        self.num_waiting = 0
+        self.num_requests = 0
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
+        self.num_unserved = 0
+        self._news = asyncio.Event()
+
+    def arrived(self) -> None:
+        self.num_requests += 1
+        self.tell()
+
+    def prompt(self, num_tokens: int) -> None:
+        self.num_prompt_tokens += num_tokens
+        self.tell()
+
+    def unserved(self) -> None:
+        self.num_unserved += 1
+        self.tell()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around the time that one request waits for a first worker."""
+        self.num_waiting += 1
+        self.tell()
+        try:
+            yield
+        finally:
+            self.num_waiting -= 1
+            self.tell()
+
+    def tell(self) -> None:
+        self._news.set()
+
+    async def news(self) -> None:
+        """Returns after a change, or when it is time to say that nothing changed."""
+        self._news.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), MAX_INTERVAL_S)
+
+    def to_proto(self) -> demand_pb2.RouterDemand:
+        return demand_pb2.RouterDemand(
+            epoch=self._epoch,
+            num_requests_running=self.num_running - self.num_waiting,
+            num_requests_waiting=self.num_waiting,
+            num_requests_total=self.num_requests,
+            num_prompt_tokens_total=self.num_prompt_tokens,
+            num_output_tokens_total=self.num_output_tokens,
+            num_requests_unserved_total=self.num_unserved,
+        )
+
+
+class DemandService:
+    """`baton.v1.DemandService`."""
+
+    def __init__(self, demand: Demand) -> None:
+        self._demand = demand
+
+    async def WatchDemand(  # noqa: N802
+        self, _request: demand_pb2.WatchDemandRequest, _context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncGenerator[demand_pb2.RouterDemand, None]:
+        while True:
+            yield self._demand.to_proto()
+            await asyncio.sleep(MIN_INTERVAL_S)
+            await self._demand.news()
