@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0  # until a server that starts at the same time has to answer
 LOOKUP_TIMEOUT_S = 0.25  # all the time that the engine gives a lookup, which is a hint
+_PLACE_TIMEOUT_S = 1.5  # for another writer to finish, or for the server to evict, which it does once a second
+_PLACE_POLL_S = 0.02
 _JOIN_TIMEOUT_S = 2.0  # of close(), before calls under way are cut off
 
 
@@ -176,17 +178,11 @@ class LMCacheConnector(KVConnector):
         _check_deadline(job)
         hashes = [block.block_hash for block in blocks]
         data = staging.load([block.block_id for block in blocks], job.after)
-        num_bytes = self._view.block_bytes
-        if not self._client.store(group, lambda slot: self._layout.write(slot, hashes, data), job.deadline):
-            with self._client.loaded(group, job.deadline) as slot:
-                if slot is None:
-                    raise TransferError("LMCache has no room, or waits for another writer of the same blocks")
-                if self._layout.holds(slot, hashes):
-                    num_bytes = 0
-                else:
-                    # Lost half-written, or changed since. Readers see that it is wrong, or, when this is done, right.
-                    log.warning("repairing a corrupt group in LMCache", extra={"last_hash": group.last_hash.hex()})
-                    self._layout.write(slot, hashes, data)
+        give_up = min(job.deadline, time.monotonic() + _PLACE_TIMEOUT_S)
+        while (num_bytes := self._store(job, group, hashes, data)) is None:
+            if time.monotonic() > give_up:
+                raise TransferError("LMCache has no room, or waits for another writer of the same blocks")
+            time.sleep(_PLACE_POLL_S)
         return [
             _result(
                 job,
@@ -196,6 +192,20 @@ class LMCacheConnector(KVConnector):
             )
             for block in blocks
         ]
+
+    def _store(self, job: _Job, group: Group, hashes: list[bytes], data: list[memoryview]) -> int | None:
+        """Bytes moved per block, 0 where the group was there; None where it neither is nor can be written now."""
+        if self._client.store(group, lambda slot: self._layout.write(slot, hashes, data), job.deadline):
+            return self._view.block_bytes
+        with self._client.loaded(group, job.deadline) as slot:
+            if slot is None:
+                return None
+            if self._layout.holds(slot, hashes):
+                return 0
+            # Lost half-written, or changed since. Readers see that it is wrong, or, when this is done, right.
+            log.warning("repairing a corrupt group in LMCache", extra={"last_hash": group.last_hash.hex()})
+            self._layout.write(slot, hashes, data)
+            return self._view.block_bytes
 
     def _fetch(
         self, job: _Job, part: _Part, staging: Staging, settle: Callable[[Iterable[TransferResult]], None]

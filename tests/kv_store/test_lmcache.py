@@ -246,3 +246,15 @@ def test_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"127.0.0.1:{free_ports(1)[0]}"
     with pytest.raises(StartupError, match=f"no LMCache server answers at '{address}'"):
         LMCacheConnector(ConnectorConfig(lmcache_address=address))
+
+
+def test_two_writers_of_one_prefix(server: LMCacheProcess, make_worker: Callable[..., Worker]) -> None:
+    """Both succeed, whoever of them writes."""
+    first, second = make_worker(server, 32), make_worker(server, 32)
+    second.cache.copy_(first.cache)
+    for round_number in range(5):
+        names = [name_of(1000 * round_number + index) for index in range(32)]
+        for worker in (first, second):
+            worker.publish([LocalBlock(index, index, name) for index, name in enumerate(names)])
+        assert {result.error for worker in (first, second) for result in worker.results()} == {None}
+        server.clear()
