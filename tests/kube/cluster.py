@@ -297,7 +297,8 @@ def main() -> int:
         return 1
     from tests.kube.release import Release
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    for number in (signal.SIGTERM, signal.SIGINT):  # a background job of a shell starts with SIGINT ignored
+        signal.signal(number, lambda *_: sys.exit(0))
     with tempfile.TemporaryDirectory(prefix="baton-kube-") as folder:
         print("building images", file=sys.stderr, flush=True)
         archives = [images.archive(name) for name in ("router", "cpu")]
@@ -321,7 +322,7 @@ def main() -> int:
 Ctrl-C here ends the cluster.""",
                 flush=True,
             )
-            signal.sigwait({signal.SIGINT, signal.SIGTERM})
+            signal.pause()
     return 0
 
 
