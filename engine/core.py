@@ -92,6 +92,7 @@ class EngineCore:
         )
         self._transfers = Transfers(connector, self.blocks)
         self._events: list[m.Event] = []
+        self._enable_prefix_caching = settings.enable_prefix_caching
         connector.register_kv_cache(runner.kv_cache, runner.spec, wake)
 
     # ------------------------------------------------------------------------------------------ interface
@@ -204,19 +205,27 @@ class EngineCore:
             reason = f"prompt_token_ids: {num_tokens} tokens leave no room in a context of {limit}"
             self._fail(command.request_id, "INVALID_ARGUMENT", reason)
             return
-        self.scheduler.add(
-            Request(
-                request_id=command.request_id,
-                token_ids=[*command.prompt_token_ids, *command.output_token_ids],
-                num_prompt_tokens=len(command.prompt_token_ids),
-                sampling_params=command.sampling_params,
-                arrival_time=self._clock(),
-                mode=command.mode,
-                extra_keys=extra_keys(cache_salt=command.cache_salt),
-                priority=command.priority,
-                first_block=command.first_block,
-            )
+        request = Request(
+            request_id=command.request_id,
+            token_ids=[*command.prompt_token_ids, *command.output_token_ids],
+            num_prompt_tokens=len(command.prompt_token_ids),
+            sampling_params=command.sampling_params,
+            arrival_time=self._clock(),
+            mode=command.mode,
+            extra_keys=extra_keys(cache_salt=command.cache_salt),
+            priority=command.priority,
+            first_block=command.first_block,
         )
+        request.num_stored_blocks = self._find_in_store(request)
+        self.scheduler.add(request)
+
+    def _find_in_store(self, request: Request) -> int:
+        """Leading blocks of the prompt that the store holds, where the cache here does not hold as many."""
+        if not (self._connector.is_store and self._enable_prefix_caching):
+            return 0
+        num_cached = len(self.blocks.find_prefix(request))
+        hashes = request.block_hashes[: (request.num_tokens - 1) // self.blocks.block_size]
+        return self._connector.lookup(hashes) if num_cached < len(hashes) else 0
 
     def _fail(self, request_id: str, grpc_code: str, message: str) -> None:
         self._events.append(m.RequestFailed(request_id, grpc_code, message))
@@ -255,9 +264,10 @@ class EngineCore:
         self._settle_remote(request_id)
 
     def _settle_remote(self, request_id: str) -> None:
-        request = self.scheduler.settle_remote(request_id)
-        if request is None:
+        settled = self.scheduler.settle_remote(request_id)
+        if settled is None:
             return
+        request, remote = settled
         if request.fallback_reason:
             log.warning(
                 "remote KV did not arrive, computing it here",
@@ -268,7 +278,10 @@ class EngineCore:
                     "num_prompt_tokens": request.num_prompt_tokens,
                 },
             )
-        self._events.append(m.PrefillReceived(request_id))
+        elif remote.lost:  # a lookup is a hint: what has gone since is computed like any other token
+            log.info("stored KV was gone", extra={"request_id": request_id, "reason": remote.failure})
+        if remote.asks_worker:
+            self._events.append(m.PrefillReceived(request_id))
 
     # ----------------------------------------------------------------------------------------------- step
 
@@ -276,9 +289,11 @@ class EngineCore:
         self._swap(output.swap_outs, output.swap_ins)
         for publish in output.publishes:
             self._publish(publish)
+        for fetch in output.store_fetches:
+            self._transfers.fetch(fetch.request.request_id, fetch.blocks)
         for request in output.remote_needed:
             if request.remote is not None:
-                self._events.append(m.RemotePrefillNeeded(request.request_id, request.remote.first_block))
+                self._events.append(m.RemotePrefillNeeded(request.request_id, request.remote.ask_from))
         self._events.extend(m.PrefillReceived(request.request_id) for request in output.remote_not_needed)
         for request in output.preempted:
             log.warning(

@@ -1,8 +1,14 @@
 """What a request that waits for remote KV knows about its blocks. Pure: it is told, and answers.
 
-Each block of the prompt from `first_block` on is missing, in flight, arrived or lost. The wait is over when every
-block has arrived or is lost for good, the first token is known, and nothing is in flight any more; or, after a
-failure, as soon as nothing is in flight. What has not arrived by then is just tokens not yet computed.
+Each block from `first_block` on is missing, in flight, arrived or lost. The first ones may come from the store, the
+others from a prefill worker:
+
+    | cached here | held by the store | asked of a prefill worker |
+    0        first_block          ask_from                  num_blocks
+
+The wait is over when every block has arrived or is lost for good, the first token is known, and nothing is in flight
+any more; or, after a failure or where no worker is asked, as soon as nothing is in flight. What has not arrived by
+then is just tokens not yet computed.
 """
 
 from __future__ import annotations
@@ -16,7 +22,8 @@ from kv_store.base import BlockRef
 @dataclass(slots=True)
 class RemotePrefill:
     first_block: int
-    num_blocks: int  # of the whole prompt, its partial tail included
+    num_blocks: int  # of the whole prompt, its partial tail included; where no worker is asked, what the store held
+    ask_from: int = 0  # num_blocks where no prefill worker is asked
     arrived: set[int] = field(default_factory=set)
     in_flight: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)  # could be announced again, by another prefill worker
@@ -57,6 +64,10 @@ class RemotePrefill:
             self.failure = self.failure or failure
 
     @property
+    def asks_worker(self) -> bool:
+        return self.ask_from < self.num_blocks
+
+    @property
     def is_complete(self) -> bool:
         """All blocks and the first token are here."""
         return self.has_first_token and len(self.arrived) == self.num_blocks - self.first_block
@@ -67,7 +78,7 @@ class RemotePrefill:
         if self.in_flight:
             return False
         accounted = len(self.arrived) + len(self.lost) == self.num_blocks - self.first_block
-        return self.is_ended or (self.has_first_token and accounted)
+        return self.is_ended or not self.asks_worker or (self.has_first_token and accounted)
 
     @property
     def num_ready_blocks(self) -> int:

@@ -48,11 +48,12 @@ class Request:
     first_block: int = 0  # PREFILL: first index that the decode worker lacks
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache or store when first admitted
     block_ids: list[int] = field(default_factory=list)
     host_block_ids: list[int] = field(default_factory=list)  # while SWAPPED
     block_hashes: list[bytes] = field(default_factory=list)  # names of the full blocks of token_ids
     num_named_blocks: int = 0  # leading blocks of block_ids that name_computed has seen
+    num_stored_blocks: int = 0  # leading blocks that the store held when the request came; a hint, used once
     num_published_blocks: int = 0  # PREFILL: blocks before this index are published or not needed
     num_preemptions: int = 0
     scheduled_time: float | None = None  # first admitted

@@ -41,6 +41,14 @@ class Publish:
     blocks: list[LocalBlock]
 
 
+@dataclass(slots=True, frozen=True)
+class StoreFetch:
+    """Blocks that the store held when the request came."""
+
+    request: Request
+    blocks: list[FetchBlock]
+
+
 @dataclass(slots=True)
 class SchedulerOutput:
     """What to do in this step. Carry out in the order of the fields."""
@@ -48,6 +56,7 @@ class SchedulerOutput:
     swap_outs: list[BlockSwap] = field(default_factory=list)  # device to host, before anything is written
     swap_ins: list[BlockSwap] = field(default_factory=list)
     publishes: list[Publish] = field(default_factory=list)  # blocks found in the prefix cache
+    store_fetches: list[StoreFetch] = field(default_factory=list)
     num_tokens: dict[Request, int] = field(default_factory=dict)  # new tokens of each request in this step
     remote_needed: list[Request] = field(default_factory=list)  # ask a prefill worker for these prompts
     remote_not_needed: list[Request] = field(default_factory=list)  # the prefix cache had it: no prefill worker
@@ -195,11 +204,8 @@ class Scheduler:
             if request.scheduled_time is None:
                 request.scheduled_time = now
                 request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-            if is_remote and self._waits_for_remote(request):
-                output.remote_needed.append(request)
+            if request.status is RequestStatus.WAITING and self._waits_for_kv(request, output):
                 continue
-            if is_remote:
-                output.remote_not_needed.append(request)
             request.status = RequestStatus.RUNNING
             self._running.append(request)
             if publish := self._publish(request):
@@ -218,15 +224,34 @@ class Scheduler:
         request.num_computed_tokens = len(prefix) * self.blocks.block_size
         return True
 
-    def _waits_for_remote(self, request: Request) -> bool:
-        """Whether a prefill worker is asked. Not where the cache held all but the prompt's last block: computing
-        those few tokens costs less than asking for them."""
+    def _waits_for_kv(self, request: Request, output: SchedulerOutput) -> bool:
+        """Parks a newcomer whose KV comes from elsewhere: its beginning from the store, the rest from a prefill worker.
+
+        No worker is asked where all but the prompt's last block is cached or stored: computing those few tokens costs
+        less than asking for them.
+        """
+        size = self.blocks.block_size
         num_blocks = self.blocks.blocks_for(request.num_prompt_tokens)
-        first_block = request.num_computed_tokens // self.blocks.block_size
-        if first_block >= num_blocks - 1 and request.num_computed_tokens > 0:
+        first_block = request.num_computed_tokens // size
+        stored = min(request.num_stored_blocks, request.num_prompt_tokens // size, (request.num_tokens - 1) // size)
+        ask_from = max(first_block, stored)
+        asks_worker = request.mode is RequestMode.REMOTE and (ask_from == 0 or ask_from < num_blocks - 1)
+        if request.mode is RequestMode.REMOTE:
+            (output.remote_needed if asks_worker else output.remote_not_needed).append(request)
+        if not asks_worker and stored <= first_block:
             return False
+        remote = RemotePrefill(
+            first_block,
+            num_blocks if asks_worker else stored,
+            ask_from,
+            has_first_token=request.num_output_tokens > 0,
+        )
+        refs = [BlockRef(index=index, block_hash=request.block_hashes[index]) for index in range(first_block, stored)]
+        if refs:
+            wanted = [FetchBlock(ref, request.block_ids[ref.index]) for ref in remote.announce(refs)]
+            output.store_fetches.append(StoreFetch(request, wanted))
         request.status = RequestStatus.WAITING_FOR_REMOTE_KV
-        request.remote = RemotePrefill(first_block, num_blocks, has_first_token=request.num_output_tokens > 0)
+        request.remote = remote
         self._remote[request.request_id] = request
         return True
 
@@ -264,24 +289,26 @@ class Scheduler:
         self._finish_for(request, reason)
         return NewToken(request, token, reason)
 
-    def settle_remote(self, request_id: str) -> Request | None:
-        """Lets the request run where nothing more is to be waited for; the request, or None while it waits."""
+    def settle_remote(self, request_id: str) -> tuple[Request, RemotePrefill] | None:
+        """Lets the request run where nothing more is to be waited for, with how the wait went; None while it goes on."""
         request = self._remote.get(request_id)
         if request is None or request.remote is None or not request.remote.is_settled:
             return None
         remote = request.remote
-        if not remote.is_complete:
+        if remote.asks_worker and not remote.is_complete:
             request.fallback_reason = remote.failure or "the prefill worker announced too few blocks"
-        num_ready = remote.num_ready_blocks * self.blocks.block_size
+        size = self.blocks.block_size
+        num_ready = remote.num_ready_blocks
         # Without a first token the prompt's last token is computed again: only a computed token gives logits.
-        most = request.num_prompt_tokens if request.num_output_tokens else request.num_prompt_tokens - 1
-        request.num_computed_tokens = min(num_ready, most)
+        request.num_computed_tokens = min(num_ready * size, request.num_prompt_tokens, request.num_tokens - 1)
+        from_store = min(num_ready, remote.ask_from) * size
+        request.num_cached_tokens = max(request.num_cached_tokens, min(from_store, request.num_prompt_tokens))
         request.remote = None
         del self._remote[request_id]
         self.blocks.name_computed(request)
         request.status = RequestStatus.RUNNING
         self._running.append(request)
-        return request
+        return request, remote
 
     def _remote_of(self, request_id: str) -> RemotePrefill | None:
         request = self._remote.get(request_id)

@@ -63,3 +63,14 @@ def test_an_end_after_everything_arrived_is_no_failure() -> None:
     remote.end("stream closed")
     assert remote.is_complete
     assert remote.failure == ""
+
+
+def test_what_only_the_store_gives_needs_no_first_token() -> None:
+    remote = RemotePrefill(first_block=1, num_blocks=3, ask_from=3)
+    assert not remote.asks_worker
+    remote.announce(refs(1, 2))
+    remote.arrive(1)
+    assert not remote.is_settled
+    remote.lose([2], "evicted")
+    assert remote.is_settled
+    assert remote.num_ready_blocks == 2

@@ -70,6 +70,7 @@ class Script:
                 arrival_time=self.time,
                 mode=RequestMode(options.get("mode", "local")),
                 first_block=int(options.get("first_block", 0)),
+                num_stored_blocks=int(options.get("stored", 0)),
             )
         )
 
@@ -103,7 +104,11 @@ class Script:
             parts.append(f"swap in {len(output.swap_ins)}")
         for request in output.remote_needed:
             assert request.remote is not None
-            parts.append(f"ask prefill for {request.request_id} from block {request.remote.first_block}")
+            parts.append(f"ask prefill for {request.request_id} from block {request.remote.ask_from}")
+        for fetch in output.store_fetches:
+            parts.append(
+                f"fetch {[block.ref.index for block in fetch.blocks]} of {fetch.request.request_id} from the store"
+            )
         parts += [f"no prefill needed for {request.request_id}" for request in output.remote_not_needed]
         return ", ".join(parts) or "nothing"
 
@@ -141,7 +146,8 @@ class Script:
 
     def _settle(self, name: str) -> None:
         assert self.scheduler is not None
-        if request := self.scheduler.settle_remote(name):
+        if settled := self.scheduler.settle_remote(name):
+            request, _ = settled
             why = f", fallback: {request.fallback_reason}" if request.fallback_reason else ""
             self.say(f"{name} runs with {request.num_computed_tokens} of {request.num_tokens} tokens computed{why}")
 
