@@ -20,6 +20,7 @@ from common.config import RouterSettings
 from common.errors import StartupError
 from common.grpc_options import SERVER_OPTIONS
 from common.logs import setup_logging
+from common.reflection import ReflectionPool
 from protos.baton.v1 import demand_pb2, inference_pb2, router_pb2
 from router.demand import DemandService
 from router.discovery.follow import fixed, follow
@@ -178,9 +179,9 @@ def _add_services(server: grpc.aio.Server, front: Front, registry: Registry, hea
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
     names = (*(service.full_name for service in SERVICES), health_name, reflection.SERVICE_NAME, REFLECTION_V1)
-    reflection.enable_server_reflection(names, server)
+    reflection.enable_server_reflection(names, server, pool=ReflectionPool())
     handler = grpc.stream_stream_rpc_method_handler(
-        ReflectionServicer(names).ServerReflectionInfo,
+        ReflectionServicer(names, pool=ReflectionPool()).ServerReflectionInfo,
         reflection_pb2.ServerReflectionRequest.FromString,
         reflection_pb2.ServerReflectionResponse.SerializeToString,
     )

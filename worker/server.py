@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from common.config import WorkerSettings
 from common.errors import StartupError
 from common.grpc_options import SERVER_OPTIONS
+from common.reflection import ReflectionPool
 from common.types import WorkerRole, WorkerState
 from worker.shell import Worker
 from worker.worker_service import add_service as add_worker_service
@@ -51,7 +52,8 @@ async def serve(
         health_servicer = health.aio.HealthServicer()
         names = [add(worker, server) for add in [*services, add_worker_service]]
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        reflected = [*names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(reflected, server, pool=ReflectionPool())
         await worker.wait_ready()
         await server.start()
         for name in ("", *names):

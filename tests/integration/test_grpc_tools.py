@@ -13,7 +13,7 @@ from baton.client import CancelledError, Client
 from common.errors import DeadlineError
 from tests.integration.ask import Salt
 from tests.integration.reference import Expected
-from tests.integration.stack import Stack, baton
+from tests.integration.stack import Stack, baton, wait_for
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -50,11 +50,11 @@ def test_grpcurl_generate(two: Stack, expected: dict[str, Expected]) -> None:
     while (start := text.find("{", position)) >= 0:
         message, position = json.JSONDecoder().raw_decode(text, start)
         messages.append(message)
-    assert [token for one in messages for token in one.get("tokenIds", [])] == prompt.output_token_ids
+    assert [token for one in messages for token in one.get("token_ids", [])] == prompt.output_token_ids
     assert "".join(one.get("text", "") for one in messages) == prompt.text
-    assert messages[-1]["finishReason"] == "FINISH_REASON_LENGTH"
-    assert messages[-1]["usage"]["completionTokens"] == 16
-    assert messages[-1]["report"]["timings"]["ttftMs"] > 0
+    assert messages[-1]["finish_reason"] == "FINISH_REASON_LENGTH"
+    assert messages[-1]["usage"]["completion_tokens"] == 16
+    assert messages[-1]["report"]["timings"]["ttft_ms"] > 0
 
 
 def test_grpcurl_shows_which_field_is_wrong(two: Stack) -> None:
@@ -89,7 +89,7 @@ def test_ghz_hundreds_of_calls(two: Stack) -> None:
 
 def test_status_command(two: Stack) -> None:
     status = json.loads(output(*baton("status", f"--router={two.grpc}", "--json")))
-    assert [worker["role"] for worker in status["workers"]] == ["prefill", "decode"]
+    assert sorted(worker["role"] for worker in status["workers"]) == ["decode", "prefill"]
     for worker in status["workers"]:
         assert (worker["integrity"], worker["state"], worker["num_leases"]) == ("ok", "ready", 0)
         assert worker["num_free_blocks"] + worker["num_cached_blocks"] == worker["num_blocks"] == 512
@@ -107,7 +107,7 @@ def test_deadline_in_mid_prompt(two: Stack, expected: dict[str, Expected], salt:
 
 
 def test_deadline_in_mid_stream(two: Stack, salt: Salt) -> None:
-    with Client(two.grpc, timeout=8) as client:
+    with Client(two.grpc, timeout=5) as client:
         answer = client.generate("Once upon a time", cache_salt=salt(), ignore_eos=True, max_tokens=8000)
         with pytest.raises(DeadlineError):
             answer.result()
@@ -117,8 +117,7 @@ def test_deadline_in_mid_stream(two: Stack, salt: Salt) -> None:
 def test_cancelled_in_mid_prompt(two: Stack, expected: dict[str, Expected], salt: Salt) -> None:
     with two.client() as client:
         answer = client.generate(expected["random-2000"].prompt_token_ids, cache_salt=salt(), max_tokens=500)
-        while not any(worker.num_requests_running for worker in two.workers()):
-            pass
+        wait_for("the prompt is computed", lambda: any(worker.num_requests_running for worker in two.workers()))
         answer.cancel()
         with pytest.raises(CancelledError):
             answer.result()

@@ -208,11 +208,15 @@ async def test_reflection(router: RunningRouter, version: str) -> None:
     requests = [
         reflection_pb2.ServerReflectionRequest(list_services=""),
         reflection_pb2.ServerReflectionRequest(file_containing_symbol="baton.v1.InferenceService"),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="baton.v1.InferenceService.Generate"),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="baton.v1.InferenceService.Nothing"),
     ]
     answers = [answer async for answer in method(iter(requests))]
     names = {service.name for service in answers[0].list_services_response.service}
     assert {"baton.v1.InferenceService", "baton.v1.RouterService", "grpc.health.v1.Health"} <= names
     assert answers[1].file_descriptor_response.file_descriptor_proto
+    assert answers[2].file_descriptor_response == answers[1].file_descriptor_response
+    assert answers[3].error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
 
 
 async def test_fleet(start_worker: StartWorker, start_router: StartRouter) -> None:
