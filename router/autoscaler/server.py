@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import socket
 import time
@@ -105,7 +106,7 @@ async def serve(settings: AutoscalerSettings, ready: Ready | None = None, stop: 
             jobs.append(keda.run())
         elector = None
         if settings.leader_elect and cluster is not None:
-            identity = f"{os.environ.get('HOSTNAME') or socket.gethostname()}-{os.getpid()}"
+            identity = f"{os.environ.get('HOSTNAME') or socket.gethostname()}-{secrets.token_hex(4)}"
             elector = Elector(cluster, settings.lease_name, identity)
             jobs.append(elector.run())
         actuator = None
