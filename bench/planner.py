@@ -391,6 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ttft", type=float, default=Slo().ttft_s)
     parser.add_argument("--tpot", type=float, default=Slo().tpot_s)
     parser.add_argument("--utilization", type=float, default=0.8, help="share of a worker's rate that it is given")
+    parser.add_argument("--queue-only", action="store_true", help="the planner is not told a prefill worker's rate")
     parser.add_argument("--no-oracle", action="store_true")
     options = parser.parse_args(arguments)
 
@@ -404,7 +405,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     targets = Targets(
         # A queue that takes half of the TTFT to compute.
         queued_tokens=hardware.prefill_rate * slo.ttft_s / 2,
-        prefill_rate=hardware.prefill_rate * options.utilization,
+        prefill_rate=None if options.queue_only else hardware.prefill_rate * options.utilization,
         requests=best_batch(hardware, slo) * options.utilization,
     )
     planner = PlannerOptions(prefill=Bounds(1, 64), decode=Bounds(1, 64), scale_down_delay_s=120.0)
