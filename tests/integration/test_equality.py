@@ -91,6 +91,17 @@ def test_chunk_sizes(chunk_size: int, model_dir: Path, tmp_path: Path, expected:
         stack.settle()
 
 
+def test_blocks_read_from_the_other_worker(model_dir: Path, tmp_path: Path, expected: Answers, salt: Salt) -> None:
+    pytest.importorskip("nixl_cu13", reason="NIXL is not installed")
+    stack = Stack(tmp_path, "--connector=nixl", "--chunk-size=64")
+    with running(stack):
+        results = ask(stack, expected, ["chat-capital", "random-160", "ledger-600"], salt)
+        stack.settle()
+    for name, result in results.items():
+        assert result.report.num_blocks_moved >= len(expected[name].prompt_token_ids) // BLOCK_SIZE, name
+        assert not result.report.fallback_reason, name
+
+
 def test_preempted(model_dir: Path, tmp_path: Path, expected: Answers, salt: Salt) -> None:
     stack = Stack(tmp_path, "--num-blocks=40")
     names = [case.name for case in CASES if case.max_tokens >= LONG and len(expected[case.name].prompt_token_ids) < 99]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +14,7 @@ from baton.report import Result
 from tests.integration.ask import Salt, check
 from tests.integration.prompts import BY_NAME
 from tests.integration.reference import Expected
-from tests.integration.stack import CALL_TIMEOUT_S, Fleet, kill, running, wait_for
+from tests.integration.stack import CALL_TIMEOUT_S, Fleet, descendants, kill, running, wait_for
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -59,6 +61,26 @@ def test_decode_worker_killed_in_mid_stream(fleet: Fleet, expected: Answers, sal
     check({case.name: result}, expected)
     assert result.report.num_migrations == 1
     assert result.report.decode_worker != first_worker
+
+
+def test_engine_killed_in_mid_stream(fleet: Fleet, expected: Answers, salt: Salt) -> None:
+    """The worker's front lives on: it says so to whoever waits, and ends with an error."""
+    case = BY_NAME["chat-steps"]
+    with fleet.client() as client:
+        answer = client.generate(
+            expected[case.name].prompt_token_ids, temperature=0.0, max_tokens=case.max_tokens, cache_salt=salt()
+        )
+        next(iter(answer))
+        victim = fleet.busy("decode")
+        (engine,) = descendants(victim.process.popen.pid)
+        os.kill(engine, signal.SIGKILL)
+        result = answer.result()
+    try:
+        check({case.name: result}, expected)
+        assert result.report.num_migrations == 1
+        assert victim.process.popen.wait(60) == 1
+    finally:
+        fleet.replace(victim)
 
 
 def test_decode_worker_killed_in_mid_stream_of_seeded_sampling(fleet: Fleet, expected: Answers, salt: Salt) -> None:
