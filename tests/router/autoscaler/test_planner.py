@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.planner import Hardware, Slo, best_batch, offered, run_planner, synthetic_day
 from common.types import WorkerRole
 from router.autoscaler.arrivals import ArrivalRate
 from router.autoscaler.planner import Bounds, Planner, PlannerOptions
@@ -229,3 +230,19 @@ def test_arrivals_are_averaged_over_the_window() -> None:
     assert rate.rate() == pytest.approx(50.0)
     rate.add(30.0, 0.0)  # another counter
     assert rate.rate() is None
+
+
+def test_a_day_is_served_with_less_than_its_peak_needs() -> None:
+    """The comparison that bench/planner.py prints, without its oracle: decisions must not get worse unnoticed."""
+    jobs, hardware, slo = synthetic_day(), Hardware(), Slo()
+    targets = Targets(
+        queued_tokens=hardware.prefill_rate * slo.ttft_s / 2,
+        prefill_rate=hardware.prefill_rate * 0.8,
+        requests=best_batch(hardware, slo) * 0.8,
+    )
+    options = PlannerOptions(prefill=Bounds(1, 64), decode=Bounds(1, 64))
+    planned = run_planner(jobs, hardware, slo, options, targets)
+    assert planned.slo_ok > 0.97
+    peak = [max(load[role] for load in offered(jobs, hardware, slo, 60.0)) for role in (0, 1)]
+    assert planned.hours < 0.85 * sum(peak)
+    assert planned.num_changes < 60
