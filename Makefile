@@ -109,3 +109,7 @@ test-kube: $(STAMP) ## Run the tests that need Kubernetes: KUBECONFIG's cluster 
 
 test-kube-full: $(STAMP) ## Those that take long, too
 	@$(BIN)/python -m tests.kube --full
+
+.PHONY: chaos
+chaos: $(STAMP) ## Two prefill and two decode workers under load, with a fault every second (CHAOS_SECONDS, CHAOS_SEED, CHAOS_CONNECTOR)
+	@$(BIN)/python -m tests.chaos

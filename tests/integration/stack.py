@@ -202,9 +202,13 @@ class Fleet(Service):
         wait_for(f"a {role} worker is busy", look, CALL_TIMEOUT_S)
         return self.member(found[0])
 
-    def replace(self, member: Member) -> None:
-        """Starts a worker again at the address of one that was killed, and waits until the router uses it."""
+    def restart(self, member: Member) -> None:
+        """Starts a worker again at the address of one that was killed."""
         self.members[self.members.index(member)] = self._start(member.role, member.address)
+
+    def replace(self, member: Member) -> None:
+        """The same, and waits until the router uses it."""
+        self.restart(member)
         wait_for("every worker is ready", self._all_ready, START_TIMEOUT_S)
 
     def logs(self) -> str:
