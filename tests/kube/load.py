@@ -7,6 +7,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import uuid
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -14,7 +15,7 @@ from baton.client import Client
 from common.errors import BatonError
 
 QUESTIONS = ("What is the capital of France?", "Name three colours.", "Count from one to ten.")
-MAX_TOKENS = 48
+MAX_TOKENS = 16
 
 
 def ask_rest(port: int, question: str) -> str:
@@ -22,6 +23,7 @@ def ask_rest(port: int, question: str) -> str:
         "messages": [{"role": "user", "content": question}],
         "temperature": 0,
         "max_tokens": MAX_TOKENS,
+        "cache_salt": uuid.uuid4().hex,  # nothing is cached: every prompt needs a prefill worker
     }
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions",
@@ -67,7 +69,7 @@ class Load:
         for thread in self._threads:
             thread.join()
 
-    def more_answers(self, number: int, timeout_s: float = 120) -> None:
+    def more_answers(self, number: int, timeout_s: float = 300) -> None:
         """Waits until `number` more questions have been answered."""
         goal, deadline = self.num_answers + number, time.monotonic() + timeout_s
         while self.num_answers < goal:
@@ -98,7 +100,7 @@ class Load:
                 number += 1
                 question = QUESTIONS[number % len(QUESTIONS)]
                 try:
-                    answer = client.chat(question, temperature=0.0, max_tokens=MAX_TOKENS)
+                    answer = client.chat(question, temperature=0.0, max_tokens=MAX_TOKENS, cache_salt=uuid.uuid4().hex)
                     self._count(question, "".join(chunk.text for chunk in answer), "gRPC")
                 except BatonError as error:
                     self.failures.append(f"gRPC: {error.grpc_code}: {error.message}")

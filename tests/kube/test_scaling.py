@@ -1,0 +1,104 @@
+"""Each role scales by its own signal: the real HPA controller on the metrics that Baton's autoscaler serves."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from baton.client import Client
+from tests.kube.cluster import Cluster
+from tests.kube.processes import wait_until
+from tests.kube.release import Release
+from tests.kube.user_cluster import UserCluster
+
+pytestmark = [pytest.mark.kube, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+NAMESPACE = "baton-scaling"
+API = "/apis/external.metrics.k8s.io/v1beta1"
+
+
+@pytest.fixture(scope="module")
+def release(cluster: Cluster | UserCluster) -> Iterator[Release]:
+    release = Release(cluster, "baton", NAMESPACE)
+    release.install(
+        "values-laptop.yaml",
+        autoscaling__mode="external-metrics",
+        autoscaler__replicas=2,
+        prefill__autoscaling={"minReplicas": 1, "maxReplicas": 2, "queuedTokensPerPod": 300, "scaleDownSeconds": 10},
+        decode__autoscaling={
+            "minReplicas": 1, "maxReplicas": 2, "kvUsage": 0.9, "requestsPerPod": 6, "scaleDownSeconds": 10,
+        },
+    )  # fmt: skip
+    yield release
+    release.uninstall()
+    wait_until("nothing left", lambda: not release.leftovers(), 120)
+
+
+@pytest.fixture(scope="module")
+def grpc_port(cluster: Cluster | UserCluster, release: Release) -> int:
+    return cluster.forward(f"baton-router.{NAMESPACE}", 50051)
+
+
+def replicas(release: Release, role: str) -> int:
+    shown = release.cluster.kubectl(
+        "-n", NAMESPACE, "get", "deployment", f"baton-{role}", "-o", "jsonpath={.spec.replicas}"
+    )
+    return int(shown or 1)
+
+
+def test_api_server_serves_the_metrics(release: Release) -> None:
+    release.cluster.kubectl(
+        "wait", "--for=condition=Available", "apiservice/v1beta1.external.metrics.k8s.io", "--timeout=60s"
+    )
+    for metric in ("baton_prefill_queued_tokens", "baton_decode_kv_used_pods", "baton_decode_requests"):
+        shown = json.loads(release.cluster.kubectl("get", "--raw", f"{API}/namespaces/{NAMESPACE}/{metric}"))
+        assert [item["metricName"] for item in shown["items"]] == [metric]
+    for role in ("prefill", "decode"):
+        active = "--for=condition=ScalingActive"
+        release.cluster.kubectl("-n", NAMESPACE, "wait", active, f"hpa/baton-{role}", "--timeout=60s")
+
+
+def test_long_prompts_scale_prefill_and_not_decode(release: Release, grpc_port: int) -> None:
+    with _busy(grpc_port, num_clients=4, num_prompt_tokens=1500, num_output_tokens=1):
+        wait_until("a second prefill worker", lambda: replicas(release, "prefill") == 2, 180)
+        assert replicas(release, "decode") == 1
+    wait_until("one prefill worker again", lambda: replicas(release, "prefill") == 1, 240)
+
+
+def test_many_long_answers_scale_decode_and_not_prefill(release: Release, grpc_port: int) -> None:
+    with _busy(grpc_port, num_clients=10, num_prompt_tokens=17, num_output_tokens=200):
+        wait_until("a second decode worker", lambda: replicas(release, "decode") == 2, 180)
+        assert replicas(release, "prefill") == 1
+    wait_until("one decode worker again", lambda: replicas(release, "decode") == 1, 240)
+
+
+@contextmanager
+def _busy(port: int, *, num_clients: int, num_prompt_tokens: int, num_output_tokens: int) -> Iterator[None]:
+    """Requests of one shape, without end. Any that fails makes the test fail."""
+    stop, failures = threading.Event(), []
+
+    def ask(number: int) -> None:
+        with Client(f"127.0.0.1:{port}", timeout=600) as client:
+            while not stop.is_set():
+                number += 100
+                prompt = [100 + (number * 7 + i * number) % 40_000 for i in range(num_prompt_tokens)]
+                try:
+                    client.generate(prompt, max_tokens=num_output_tokens, ignore_eos=True, temperature=0.0).result()
+                except Exception as error:
+                    failures.append(repr(error))
+                    return
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(num_clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []
