@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from common.config import EngineSettings
@@ -12,6 +13,8 @@ from engine.batch import SampleInput, SequenceInput
 from engine.model_runner import ModelRunner
 from tests.engine.tiny_models import expected_logprobs, full_logprobs
 from tests.integration.reference import Expected
+
+pytestmark = pytest.mark.timeout(600)
 
 NAMES = ("chat-poem", "chinese", "code-python", "random-160")
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from tests.integration.prompts import BY_NAME, CASES, LONG
 from tests.integration.reference import Expected
 from tests.integration.stack import Stack, running
 
-pytestmark = pytest.mark.timeout(600)  # machines differ much in what they compute
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # machines differ much in what they compute
 
 ALL = [case.name for case in CASES]
 FEW = ["chat-capital", "chinese", "emoji", "random-160", "ledger-250", "ledger-600"]
@@ -81,6 +84,38 @@ def test_two_processes_warm_prefix_cache(two: Stack, expected: Answers) -> None:
         num_full_blocks = (len(expected[name].prompt_token_ids) - 1) // BLOCK_SIZE
         assert result.usage.cached_tokens == num_full_blocks * BLOCK_SIZE, name
         assert result.report.num_blocks_moved <= 1, name
+
+
+def test_the_same_prompt_many_times_at_once(two: Stack, expected: Answers, salt: Salt) -> None:
+    same = salt()
+    with two.client() as client, ThreadPoolExecutor(8) as pool:
+        prompt = expected["random-160"]
+        futures = [
+            pool.submit(
+                client.generate(prompt.prompt_token_ids, temperature=0.0, max_tokens=16, cache_salt=same).result
+            )
+            for _ in range(8)
+        ]
+        assert [list(future.result().token_ids) for future in futures] == [prompt.output_token_ids] * 8
+
+
+def test_beside_requests_that_are_cancelled(two: Stack, expected: Answers, salt: Salt) -> None:
+    """Blocks of requests that end at any moment go to others, whose answers are right nevertheless."""
+    rng = random.Random(8)
+
+    def cancel_some() -> None:
+        for _ in range(8):
+            answer = client.generate(rng.sample(range(100, 40_000), 300), max_tokens=500, ignore_eos=True)
+            if rng.random() < 0.5:
+                next(iter(answer))
+            time.sleep(rng.random() * 0.3)
+            answer.cancel()
+
+    with two.client() as client, ThreadPoolExecutor(2) as pool:
+        cancelling = [pool.submit(cancel_some) for _ in range(2)]
+        ask(two, expected, FEW, salt)
+        for future in cancelling:
+            future.result()
 
 
 @pytest.mark.parametrize("chunk_size", [16, 64])  # 512 is the default, in all the others
