@@ -45,6 +45,7 @@ class Load:
     http_port: int
     grpc_port: int
     num_clients: int = 1  # of each kind
+    interfaces: tuple[str, ...] = ("rest", "grpc")
     num_answers: int = 0
     failures: list[str] = field(default_factory=list)
     expected: dict[str, str] = field(default_factory=dict)
@@ -56,7 +57,8 @@ class Load:
         self._threads = [
             threading.Thread(target=client, args=(number,))
             for number in range(self.num_clients)
-            for client in (self._ask_rest, self._ask_grpc)
+            for interface, client in (("rest", self._ask_rest), ("grpc", self._ask_grpc))
+            if interface in self.interfaces
         ]
         for thread in self._threads:
             thread.start()

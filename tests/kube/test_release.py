@@ -73,9 +73,9 @@ def test_grpcurl(release: Release, ports: tuple[int, int]) -> None:
         rest = rest[end:].lstrip()
     assert "Paris" in "".join(message.get("text", "") for message in messages)
     report = messages[-1]["report"]
-    assert report.get("prefillWorker") in workers(release, "prefill"), report
-    assert report["decodeWorker"] in workers(release, "decode"), report
-    assert int(report["numBlocksMoved"]) > 0, report
+    assert report.get("prefill_worker") in workers(release, "prefill"), report
+    assert report["decode_worker"] in workers(release, "decode"), report
+    assert int(report["num_blocks_moved"]) > 0, report
 
 
 def workers(release: Release, component: str) -> set[str]:
@@ -100,28 +100,58 @@ def test_pods_run_as_promised(release: Release) -> None:
 # ------------------------------------------------------------------------------------- while pods come and go
 
 
-def test_upgrade_and_rollback_fail_no_request(release: Release, ports: tuple[int, int]) -> None:
-    with Load(*ports) as load:
-        load.more_answers(4)
+@pytest.fixture(
+    params=[
+        pytest.param("rest", id="rest"),
+        pytest.param(
+            "grpc",
+            id="grpc",
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="a draining router answers UNAVAILABLE on connections that it has, instead of closing them first",
+            ),
+        ),
+    ]
+)
+def interface(request: pytest.FixtureRequest) -> str:
+    """Clients when routers are replaced. Those of gRPC keep one connection."""
+    name: str = request.param
+    return name
+
+
+@pytest.mark.slow
+def test_upgrade_and_rollback_fail_no_request(release: Release, ports: tuple[int, int], interface: str) -> None:
+    with Load(*ports, interfaces=(interface,)) as load:
+        load.more_answers(2)
         before = {pod["metadata"]["name"] for role in ("prefill", "decode", "router") for pod in release.pods(role)}
         release.install("values-laptop.yaml", **VALUES, logging__level="debug")
         after = {pod["metadata"]["name"] for role in ("prefill", "decode", "router") for pod in release.pods(role)}
         assert not before & after, "the upgrade replaces every pod"
-        load.more_answers(4)
+        load.more_answers(2)
         release.helm("rollback", release.name, "--wait", "--timeout", "5m")
-        load.more_answers(4)
+        load.more_answers(2)
     assert load.failures == []
 
 
-@pytest.mark.parametrize("component", ["decode", "prefill", "router"])
-def test_deleted_pod_fails_no_request(release: Release, ports: tuple[int, int], component: str) -> None:
-    with Load(*ports) as load:
-        load.more_answers(4)
-        name = release.pods(component)[0]["metadata"]["name"]
-        release.cluster.kubectl("-n", release.namespace, "delete", "pod", name, "--wait=true")
-        load.more_answers(4)
-        _wait_until_complete(release)
-        load.more_answers(4)
+@pytest.mark.slow
+@pytest.mark.parametrize("component", ["decode", "prefill"])
+def test_deleted_worker_fails_no_request(release: Release, ports: tuple[int, int], component: str) -> None:
+    _delete_under_load(release, component, Load(*ports))
+
+
+@pytest.mark.slow
+def test_deleted_router_fails_no_request(release: Release, ports: tuple[int, int], interface: str) -> None:
+    _delete_under_load(release, "router", Load(*ports, interfaces=(interface,)))
+
+
+def _delete_under_load(release: Release, component: str, load: Load) -> None:
+    """Every pod of the component, one after another."""
+    with load:
+        load.more_answers(2)
+        for pod in release.pods(component):
+            release.cluster.kubectl("-n", release.namespace, "delete", "pod", pod["metadata"]["name"], "--wait=true")
+            _wait_until_complete(release)
+            load.more_answers(2)
     assert load.failures == []
 
 
@@ -140,6 +170,7 @@ def test_killed_worker_fails_no_request(
     assert load.failures == []
 
 
+@pytest.mark.slow
 def test_api_server_restart_fails_no_request(release: Release, local_cluster: Cluster, ports: tuple[int, int]) -> None:
     """Routers go on with the workers that they know, and then notice a new one."""
     with Load(*ports) as load:
