@@ -108,7 +108,7 @@ def test_pods_run_as_promised(release: Release) -> None:
             id="grpc",
             marks=pytest.mark.xfail(
                 strict=True,
-                reason="a draining router answers UNAVAILABLE on connections that it has, instead of closing them first",
+                reason="a draining router answers UNAVAILABLE on the connections it has, before closing them",
             ),
         ),
     ]
