@@ -22,7 +22,8 @@ from tests.integration.stack import Stack, running
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # machines differ much in what they compute
 
 ALL = [case.name for case in CASES]
-FEW = ["chat-capital", "chinese", "emoji", "random-160", "ledger-250", "ledger-600"]
+FEW = ["chat-capital", "emoji", "random-160", "ledger-250", "ledger-600"]
+FEWEST = ["chat-capital", "random-160", "ledger-600"]
 BLOCK_SIZE = 16
 
 Answers = dict[str, Expected]
@@ -49,7 +50,7 @@ def test_prompts_are_varied(expected: Answers) -> None:
 
 
 def test_one_process_one_at_a_time(one: Stack, expected: Answers, salt: Salt) -> None:
-    results = ask(one, expected, FEW, salt, at_once=1)
+    results = ask(one, expected, FEWEST, salt, at_once=1)
     assert not any(result.report.prefill_worker for result in results.values())
 
 
@@ -62,8 +63,8 @@ def test_one_process_all_at_once(one: Stack, expected: Answers, salt: Salt) -> N
 
 
 def test_one_process_warm_prefix_cache(one: Stack, expected: Answers) -> None:
-    ask(one, expected, FEW, lambda: "warm")
-    for name, result in ask(one, expected, FEW, lambda: "warm").items():
+    ask(one, expected, FEWEST, lambda: "warm")
+    for name, result in ask(one, expected, FEWEST, lambda: "warm").items():
         num_prompt_tokens = len(expected[name].prompt_token_ids)
         assert result.usage.cached_tokens == (num_prompt_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE, name
 
@@ -79,8 +80,8 @@ def test_two_processes_all_at_once(two: Stack, expected: Answers, salt: Salt) ->
 
 
 def test_two_processes_warm_prefix_cache(two: Stack, expected: Answers) -> None:
-    ask(two, expected, FEW, lambda: "warm")
-    for name, result in ask(two, expected, FEW, lambda: "warm").items():
+    ask(two, expected, FEWEST, lambda: "warm")
+    for name, result in ask(two, expected, FEWEST, lambda: "warm").items():
         num_full_blocks = (len(expected[name].prompt_token_ids) - 1) // BLOCK_SIZE
         assert result.usage.cached_tokens == num_full_blocks * BLOCK_SIZE, name
         assert result.report.num_blocks_moved <= 1, name
@@ -130,7 +131,7 @@ def test_blocks_read_from_the_other_worker(model_dir: Path, tmp_path: Path, expe
     pytest.importorskip("nixl_cu13", reason="NIXL is not installed")
     stack = Stack(tmp_path, "--connector=nixl", "--chunk-size=64")
     with running(stack):
-        results = ask(stack, expected, ["chat-capital", "random-160", "ledger-600"], salt)
+        results = ask(stack, expected, FEWEST, salt)
         stack.settle()
     for name, result in results.items():
         assert result.report.num_blocks_moved >= len(expected[name].prompt_token_ids) // BLOCK_SIZE, name
@@ -148,11 +149,11 @@ def test_preempted(model_dir: Path, tmp_path: Path, expected: Answers, salt: Sal
 
 def test_kv_directory_wiped_in_mid_request(two: Stack, expected: Answers, salt: Salt) -> None:
     with wiping(two.kv_dir):
-        results = ask(two, expected, ["ledger-250", "ledger-600", "ledger-1200", "random-160"], salt)
+        results = ask(two, expected, ["ledger-600", "ledger-1200", "random-160"], salt)
     reasons = [result.report.fallback_reason for result in results.values()]
     assert any(reasons)
-    results = ask(two, expected, ["ledger-250"], salt)
-    assert not results["ledger-250"].report.fallback_reason
+    results = ask(two, expected, ["random-160"], salt)
+    assert not results["random-160"].report.fallback_reason
 
 
 @contextlib.contextmanager
@@ -161,7 +162,7 @@ def wiping(folder: Path) -> Iterator[None]:
     ended = threading.Event()
 
     def wipe() -> None:
-        while not ended.wait(0.001):
+        while not ended.wait(0.005):
             for path in folder.iterdir():
                 shutil.rmtree(path, ignore_errors=True)
 
