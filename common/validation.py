@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from common.errors import InvalidArgumentError, ModelNotFoundError
+from common.errors import InvalidArgumentError, UnknownModelError
 from common.types import SamplingParams
 
 MAX_LOGPROBS = 20
@@ -69,9 +69,9 @@ class SamplingFields:
 
 
 def check_model(model: str, limits: ModelLimits) -> None:
-    """An empty name means the model that is served. Raises `ModelNotFoundError` for any other name."""
+    """An empty name means the model that is served. Raises `UnknownModelError` for any other name."""
     if model and model != limits.model:
-        raise ModelNotFoundError(model, limits.model)
+        raise UnknownModelError(model, limits.model)
 
 
 def check_request_id(request_id: str, name: str = "request_id") -> None:

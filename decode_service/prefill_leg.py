@@ -97,20 +97,17 @@ class PrefillLeg:
 
     async def _run_on(self, address: str, first_block: int, deadline: float | None) -> None:
         """One stream to one worker, from start to end."""
-        self._outbox = asyncio.Queue()
-        self._outbox.put_nowait(prefill_pb2.PrefillRequest(start=self._start(first_block)))
+        outbox = self._outbox = asyncio.Queue()
+        outbox.put_nowait(prefill_pb2.PrefillRequest(start=self._start(first_block)))
         stub = prefill_pb2_grpc.PrefillServiceStub(self._worker.channels.get(address))
         timeout = None if deadline is None else max(deadline - asyncio.get_running_loop().time(), 0.0)
-        call = stub.Prefill(self._outgoing(), timeout=timeout)
+        call = stub.Prefill(_until_none(outbox), timeout=timeout)
         try:
             async for event in call:
                 self._take_in(address, event)
         finally:
             call.cancel()
-
-    async def _outgoing(self) -> AsyncIterator[prefill_pb2.PrefillRequest]:
-        while (message := await self._outbox.get()) is not None:
-            yield message
+            outbox.put_nowait(None)  # the call's own task still waits for a message
 
     def _start(self, first_block: int) -> prefill_pb2.PrefillStart:
         request, worker = self._request, self._worker
@@ -149,3 +146,10 @@ class PrefillLeg:
         if not self._request.output_token_ids:  # else the client has it already, from an earlier decode worker
             self._stream.put(m.TokensGenerated(request_id=self._stream.engine_id, tokens=[token]))
         self._stream.send(m.RemoteFirstToken(self._stream.engine_id, token))
+
+
+async def _until_none(
+    outbox: asyncio.Queue[prefill_pb2.PrefillRequest | None],
+) -> AsyncIterator[prefill_pb2.PrefillRequest]:
+    while (message := await outbox.get()) is not None:
+        yield message

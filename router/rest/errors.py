@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from common.errors import BatonError, InternalError, InvalidArgumentError, ModelNotFoundError
+from common.errors import BatonError, InternalError, InvalidArgumentError, ModelNotFoundError, UnknownModelError
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,8 @@ def error_body(error: BatonError) -> dict[str, object]:
     code: str | None = None
     param: str | None = None
     if isinstance(error, InvalidArgumentError):
-        param, code = error.field or None, "invalid_value"
+        param = error.field or None
+        code = "model_not_found" if isinstance(error, UnknownModelError) else "invalid_value"
     elif isinstance(error, ModelNotFoundError):
         param, code = error.field, "model_not_found"
     message = error.reason if isinstance(error, InvalidArgumentError) and not error.field else error.message

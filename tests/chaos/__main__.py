@@ -5,7 +5,7 @@
 
 Faults: workers and engines killed, whole workers stopped for a while, the store wiped or corrupted, requests cancelled
 or given too short a deadline. One decode worker is always left alone, so no request may fail. Every answer must be the
-reference answer (greedy: transformers'; seeded: what an undisturbed fleet said), and in the end every block of every
+reference answer, greedy or seeded, made from transformers' logits, and in the end every block of every
 worker is free or cached. Prints one line of JSON; exits 1 where anything of that does not hold.
 """
 
@@ -22,13 +22,16 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import torch
+from transformers import LlamaForCausalLM
 
 from baton.client import CancelledError, Client
 from common.errors import BatonError, DeadlineError
 from common.types import WorkerState
-from tests.chaos.tiny_model import greedy_answer, random_prompt, write_tiny_model
+from tests.chaos.tiny_model import random_prompt, reference_answer, write_tiny_model
 from tests.integration.stack import START_TIMEOUT_S, Fleet, Member, alive, descendants, wait_for
 
 NUM_CLIENTS = 4
@@ -77,28 +80,16 @@ def make_cases(rng: random.Random) -> list[Case]:
     ]
 
 
-def ask(client: Client, case: Case, salt: str) -> tuple[int, ...]:
-    answer = client.generate(
-        case.prompt,
-        temperature=case.temperature,
-        seed=case.seed,
-        max_tokens=case.max_tokens,
-        ignore_eos=True,
-        cache_salt=salt,
-    )
-    return answer.result().token_ids
-
-
-def references(fleet: Fleet, model_dir: Path, cases: list[Case]) -> list[tuple[int, ...]]:
-    """Greedy answers from transformers, which the undisturbed fleet has to give too; the others from the fleet."""
-    with Client(fleet.grpc, timeout=REQUEST_TIMEOUT_S) as client:
-        answers = [ask(client, case, "reference") for case in cases]
-    greedy = [index for index, case in enumerate(cases) if case.temperature == 0]
-    wanted = greedy_answer(model_dir, [(cases[index].prompt, cases[index].max_tokens) for index in greedy])
-    for index, tokens in zip(greedy, wanted, strict=True):
-        if answers[index] != tuple(tokens):
-            raise SystemExit(f"case {index} differs from transformers before any fault")
-    return answers
+def with_references(model_dir: Path, cases: list[Case]) -> tuple[list[Case], list[tuple[int, ...]]]:
+    """The cases, shortened to end before a tie, and their answers; those without any are left out."""
+    model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    kept, answers = [], []
+    for case in cases:
+        answer = reference_answer(model, case.prompt, case.max_tokens, temperature=case.temperature, seed=case.seed)
+        if answer:
+            kept.append(replace(case, max_tokens=len(answer)))
+            answers.append(tuple(answer))
+    return kept, answers
 
 
 class ClientThread(threading.Thread):
@@ -293,12 +284,11 @@ def run(seconds: float, seed: int, connector: str, folder: Path) -> dict[str, ob
     rng = random.Random(seed)
     model_dir = folder / "model"
     write_tiny_model(model_dir)
-    cases = make_cases(rng)
+    cases, wanted = with_references(model_dir, make_cases(rng))
     flags = (f"--model={model_dir}", f"--connector={connector}", "--chunk-size=64", "--log-level=warning")
     fleet = Fleet(folder, *flags, prefill=2, decode=2)
     tally, faults = Tally(), Faults(fleet, rng)
     try:
-        wanted = references(fleet, model_dir, cases)
         router_mb = _rss_mb(fleet.router.popen.pid)
         end_at = time.monotonic() + seconds
         clients = [ClientThread(fleet, cases, wanted, tally, seed + n, end_at) for n in range(1, NUM_CLIENTS + 1)]

@@ -8,7 +8,10 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engine.sampler import uniform
 from tests.router.tiny_tokenizer import tokenizer_files, vocab_size
+
+TIE = 1e-5  # float32 logits of one token differ by about 1e-6 between batches
 
 
 def write_tiny_model(folder: Path) -> None:
@@ -32,17 +35,35 @@ def write_tiny_model(folder: Path) -> None:
 
 
 @torch.inference_mode()
-def greedy_answer(folder: Path, prompts: list[tuple[list[int], int]]) -> list[list[int]]:
-    """What transformers continues each prompt with, for the number of tokens that stands beside it."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    answers = []
-    for prompt, num_tokens in prompts:
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens, pad_token_id=0
-        )
-        answers.append(out[0, len(prompt) :].tolist())
-    return answers
+def reference_answer(
+    model: LlamaForCausalLM, prompt: list[int], max_tokens: int, *, temperature: float, seed: int
+) -> list[int]:
+    """What transformers' logits and Baton's rule of drawing give.
+
+    Ends before the first token that is a tie: one that rounding, which depends on the batch, could decide.
+    """
+    answer: list[int] = []
+    tokens, past = torch.tensor([prompt]), None
+    while len(answer) < max_tokens:
+        out = model(tokens, past_key_values=past, use_cache=True)
+        token, margin = _choose(out.logits[0, -1].double(), temperature, seed, len(answer))
+        if margin < TIE:
+            break
+        answer.append(token)
+        tokens, past = torch.tensor([[token]]), out.past_key_values
+    return answer
+
+
+def _choose(logits: torch.Tensor, temperature: float, seed: int, index: int) -> tuple[int, float]:
+    """The token, and by how much it is the one."""
+    if temperature == 0:
+        (first, second), (token, _) = (values.tolist() for values in logits.topk(2))
+        return token, first - second
+    cumulative = (logits / temperature).softmax(-1).cumsum(-1)
+    target = uniform(seed, index) * float(cumulative[-1])
+    token = int(torch.searchsorted(cumulative, torch.tensor([target], dtype=torch.double), right=True)[0])
+    below = float(cumulative[token - 1]) if token else 0.0
+    return token, min(target - below, float(cumulative[token]) - target)
 
 
 def random_prompt(rng: random.Random, num_tokens: int) -> list[int]:

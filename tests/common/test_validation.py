@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from common.errors import InvalidArgumentError, ModelNotFoundError
+from common.errors import InvalidArgumentError, UnknownModelError
 from common.types import SamplingParams
 from common.validation import (
     ModelLimits,
@@ -150,7 +150,7 @@ def test_bad_request_ids(request_id: str) -> None:
 def test_the_rest() -> None:
     check_model("", LIMITS)
     check_model("m", LIMITS)
-    with pytest.raises(ModelNotFoundError):
+    with pytest.raises(UnknownModelError):
         check_model("M", LIMITS)
     check_cache_salt("s" * 256)
     with pytest.raises(InvalidArgumentError, match="cache_salt"):

@@ -173,7 +173,7 @@ class Fleet(Service):
         try:
             fields = ready_fields(self.router)
             self.http, self.grpc = fields["http"], fields["grpc"]
-            wait_for("every worker is ready", self._all_ready, START_TIMEOUT_S)
+            wait_for("every worker is ready", self.all_ready, START_TIMEOUT_S)
         except BaseException:
             print(self.logs())
             self.stop()
@@ -183,7 +183,7 @@ class Fleet(Service):
         command = baton(role, *FLAGS, f"--kv-dir={self.kv_dir}", f"--listen={address}", *self._flags)
         return Member(role, address, Process(f"{role} {address}", command, self._folder / f"{role}-{address}.log"))
 
-    def _all_ready(self) -> bool:
+    def all_ready(self) -> bool:
         ended = [member.process for member in self.members if not member.process.running]
         assert not ended, "\n".join(f"{process.name} ended:\n{process.tail()}" for process in ended)
         return all(worker.state is WorkerState.READY for worker in self.workers())
@@ -209,7 +209,7 @@ class Fleet(Service):
     def replace(self, member: Member) -> None:
         """The same, and waits until the router uses it."""
         self.restart(member)
-        wait_for("every worker is ready", self._all_ready, START_TIMEOUT_S)
+        wait_for("every worker is ready", self.all_ready, START_TIMEOUT_S)
 
     def logs(self) -> str:
         return "\n".join(p.tail(40) for p in [self.router, *(member.process for member in self.members)])

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
@@ -14,7 +15,7 @@ from baton.report import Result
 from tests.integration.ask import Salt, check
 from tests.integration.prompts import BY_NAME
 from tests.integration.reference import Expected
-from tests.integration.stack import CALL_TIMEOUT_S, Fleet, descendants, kill, running, wait_for
+from tests.integration.stack import CALL_TIMEOUT_S, Fleet, Member, descendants, kill, running, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -108,3 +109,49 @@ def streamed_with_kill(fleet: Fleet, prompt: Expected, salt: str, options: Sampl
             return answer.result(), victim.address
         finally:
             fleet.replace(victim)
+
+
+@contextmanager
+def stopped(member: Member) -> Iterator[None]:
+    """The whole worker hangs: its connections stay, and nobody answers on them."""
+    pids = {member.process.popen.pid} | descendants(member.process.popen.pid)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_decode_worker_stopped_in_mid_stream(fleet: Fleet, expected: Answers, salt: Salt) -> None:
+    """Keepalive ends the stream, and the other decode worker goes on."""
+    case = BY_NAME["story"]
+    with fleet.client() as client:
+        answer = client.generate(
+            expected[case.name].prompt_token_ids, temperature=0.0, max_tokens=case.max_tokens, cache_salt=salt()
+        )
+        next(iter(answer))
+        with stopped(fleet.busy("decode")):
+            result = answer.result()
+    check({case.name: result}, expected)
+    assert result.report.num_migrations == 1
+    wait_for("the stopped worker is back", fleet.all_ready, CALL_TIMEOUT_S)
+
+
+def test_prefill_worker_stopped_in_mid_prompt(fleet: Fleet, expected: Answers, salt: Salt) -> None:
+    """Keepalive ends the lease, and the decode worker computes the rest."""
+    case = BY_NAME["ledger-1200"]
+    files_before = num_files(fleet)
+    with fleet.client() as client, ThreadPoolExecutor(1) as pool:
+        answer = client.generate(
+            expected[case.name].prompt_token_ids, temperature=0.0, max_tokens=case.max_tokens, cache_salt=salt()
+        )
+        future = pool.submit(answer.result)
+        wait_for("the first blocks are handed over", lambda: num_files(fleet) > files_before + 3, CALL_TIMEOUT_S)
+        victim = fleet.busy("prefill")
+        with stopped(victim):
+            result = future.result()
+    check({case.name: result}, expected)
+    assert victim.address in result.report.fallback_reason
+    wait_for("the stopped worker is back", fleet.all_ready, CALL_TIMEOUT_S)

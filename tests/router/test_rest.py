@@ -284,7 +284,7 @@ async def test_errors_outside_of_requests_have_the_same_shape(router: RunningRou
 
 
 async def test_unknown_model(router: RunningRouter) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
+    with pytest.raises(openai.BadRequestError) as caught:
         await router.openai.chat.completions.create(model="other", messages=MESSAGES)
     assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
 
@@ -329,7 +329,7 @@ async def test_an_error_after_the_first_token_is_an_event(router: RunningRouter,
 @pytest.mark.parametrize("stream", [False, True])
 async def test_how_requests_end_is_counted(router: RunningRouter, stream: bool) -> None:
     async with httpx.AsyncClient(base_url=router.url) as client:
-        for body, outcome in (({}, "ok"), ({"temperature": -1}, "invalid_argument"), ({"model": "x"}, "not_found")):
+        for body, outcome in (({}, "ok"), ({"temperature": -1}, "invalid_argument"), ({"model": "x"}, "invalid_argument")):
             before = sample("baton_router_requests_total", interface="rest", outcome=outcome)
             await client.post("/v1/chat/completions", json={"messages": MESSAGES, "stream": stream, **body})
             assert sample("baton_router_requests_total", interface="rest", outcome=outcome) == before + 1
