@@ -290,7 +290,7 @@ class Scheduler:
         return NewToken(request, token, reason)
 
     def settle_remote(self, request_id: str) -> tuple[Request, RemotePrefill] | None:
-        """Lets the request run where nothing more is to be waited for, with how the wait went; None while it goes on."""
+        """Lets the request run once nothing more is to be waited for, with how the wait went; None until then."""
         request = self._remote.get(request_id)
         if request is None or request.remote is None or not request.remote.is_settled:
             return None
