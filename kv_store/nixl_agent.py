@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _MODULES = ("nixl_cu13", "nixl_cu12", "nixl")  # the first two don't import torch a second time, the last picks one
 _BACKEND = "UCX"
+_PROGRESS_INTERVAL_US = 2000
 
 
 class ServedMemory(msgspec.Struct, frozen=True):
@@ -68,8 +69,27 @@ def load_library() -> ModuleType:
             logger.handlers.clear()
             logger.propagate = True
             logger.setLevel(logging.WARNING)
+            _let_progress_threads_sleep(library)
             return library
     raise StartupError(f"connector: nixl needs NIXL, install Baton with the extra 'nixl' ({'; '.join(failures)})")
+
+
+def _let_progress_threads_sleep(library: ModuleType) -> None:
+    """NIXL's Python API has each agent's progress thread poll without a pause, which takes a whole core, of which a
+    worker may have only one to compute with. The thread waits for events as well, so a pause delays nothing; it is
+    NIXL's own remedy against events that UCX loses. The library's config has the setting, its Python API overwrites it.
+    """
+    bindings = library.nixlBind
+    if getattr(bindings.nixlAgentConfig, "is_patient", False):
+        return
+
+    class PatientConfig(bindings.nixlAgentConfig):  # type: ignore[misc,name-defined]  # the library has no types
+        is_patient = True
+
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, _PROGRESS_INTERVAL_US if name == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = PatientConfig
 
 
 class _Agent:
