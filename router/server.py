@@ -98,7 +98,7 @@ async def serve(
                 for task in tasks:
                     if task.done():
                         task.result()  # none ends by itself; if one did, this says why
-                await _drain(front, health, settings.drain_timeout)
+                await _drain(front, health, grpc_server, settings.drain_timeout)
             finally:
                 watch.cancel()
                 discovery.cancel()
@@ -210,14 +210,19 @@ async def _watch_health(health: HealthServicer, front: Front, on_ready: Callable
         await front.registry.changed(CHECK_HEALTH_S)
 
 
-async def _drain(front: Front, health: HealthServicer, timeout_s: float) -> None:
-    front.drain()
-    await health.enter_graceful_shutdown()
+async def _drain(front: Front, health: HealthServicer, grpc_server: grpc.aio.Server, timeout_s: float) -> None:
+    """Finishes what runs. gRPC clients are told first (GOAWAY), so that those with a connection of long standing take
+    their next request to another router by themselves rather than having it refused here."""
     log.info("router drains", extra={"timeout_s": timeout_s})
+    await health.enter_graceful_shutdown()
+    closing = asyncio.create_task(grpc_server.stop(timeout_s))
+    await asyncio.sleep(0)  # it has begun
+    front.drain()
     try:
         await asyncio.wait_for(front.idle(), timeout_s)
     except TimeoutError:
         log.warning("answers were cut off: they took longer than the drain timeout")
+    closing.cancel()  # streams that never end by themselves, as of load or health, are not waited for
     # The last answers' bytes are still on their way out of this process.
     await asyncio.sleep(0.05)
 

@@ -100,19 +100,7 @@ def test_pods_run_as_promised(release: Release) -> None:
 # ------------------------------------------------------------------------------------- while pods come and go
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("rest", id="rest"),
-        pytest.param(
-            "grpc",
-            id="grpc",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="a draining router answers UNAVAILABLE on the connections it has, before closing them",
-            ),
-        ),
-    ]
-)
+@pytest.fixture(params=["rest", "grpc"])
 def interface(request: pytest.FixtureRequest) -> str:
     """Clients when routers are replaced. Those of gRPC keep one connection."""
     name: str = request.param
