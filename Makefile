@@ -1,4 +1,4 @@
-# Every task of a developer and of CI. `make help` lists them; nothing here needs more than Python and pip.
+# Every task of a developer and of CI. `make help` lists them; most need no more than Python and pip.
 
 PYTHON ?= python3
 VENV := .venv
@@ -67,7 +67,7 @@ types: $(STAMP) ## Check the types (mypy, strict)
 imports: $(STAMP) ## Check who imports whom (import-linter)
 	@$(BIN)/lint-imports
 
-protos: $(STAMP) ## Generate the Python code of protos/*.proto
+protos: $(STAMP) ## Generate the Python code of protos/**/*.proto
 	@$(BIN)/python -m protos.generate
 
 protos-check: $(STAMP) ## Say which generated code is not current
@@ -76,8 +76,8 @@ protos-check: $(STAMP) ## Say which generated code is not current
 ci: ## Do all that CI does
 	@bash .ci/run
 
-clean: ## Remove .venv, caches and build output
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+clean: ## Remove environments, caches and build output
+	rm -rf $(VENV) .venv-lmcache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 LMCACHE := .venv-lmcache
@@ -113,3 +113,9 @@ test-kube-full: $(STAMP) ## Those that take long, too
 .PHONY: chaos
 chaos: $(STAMP) ## Two prefill and two decode workers under load, with a fault every second (CHAOS_SECONDS, CHAOS_SEED, CHAOS_CONNECTOR)
 	@$(BIN)/python -m tests.chaos
+
+.PHONY: bench
+bench: $(STAMP) ## Measure: engine against transformers, stack against engine (idle machine; ten minutes)
+	@$(BIN)/python -m bench.engine
+	@$(BIN)/python -m bench.stack
+	@$(BIN)/python -m bench.stack --connector nixl

@@ -79,7 +79,10 @@ class EngineSettings(ModelSettings):
 
 
 class ConnectorSettings(Settings):
-    connector: str = Field("shared_storage", description="how KV blocks move between workers")
+    connector: str = Field(
+        "shared_storage",
+        description="how KV blocks move: shared_storage (files), nixl (memory to memory) or lmcache (a server)",
+    )
     kv_dir: str | None = Field(
         None, description="shared_storage: directory that all workers share; lmcache: where `baton up` keeps files"
     )
