@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 from collections.abc import Callable, Iterator
 
@@ -32,6 +31,7 @@ from router.inference_service import InferenceService
 from router.policy import LeastLoad
 from router.registry import Registry
 from router.rest.app import make_app
+from router.stop_signals import stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ async def serve(
                 server_header=False,
             )
         )
-        with _signals(stop):
+        with stop_signals(stop):
             await _set_health(health, front)
             await grpc_server.start()
             web_task = asyncio.create_task(web.serve([http_socket]), name="rest")
@@ -225,22 +225,6 @@ async def _drain(front: Front, health: HealthServicer, grpc_server: grpc.aio.Ser
     closing.cancel()  # streams that never end by themselves, as of load or health, are not waited for
     # The last answers' bytes are still on their way out of this process.
     await asyncio.sleep(0.05)
-
-
-@contextlib.contextmanager
-def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT set `stop`. Elsewhere than in the main thread nothing is changed."""
-    loop = asyncio.get_running_loop()
-    installed = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
-            loop.add_signal_handler(number, stop.set)
-            installed.append(number)
-    try:
-        yield
-    finally:
-        for number in installed:
-            loop.remove_signal_handler(number)
 
 
 def main(settings: RouterSettings) -> int:

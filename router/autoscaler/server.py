@@ -11,10 +11,9 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 
 from common.config import AutoscalerSettings
 from common.errors import ConfigError
@@ -33,6 +32,7 @@ from router.autoscaler.rules import TargetRules, Targets
 from router.autoscaler.signals import ROLES
 from router.discovery.kubernetes import ApiServer, KubernetesError, own_namespace
 from router.discovery.sources import discover
+from router.stop_signals import stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ async def serve(settings: AutoscalerSettings, ready: Ready | None = None, stop: 
 
         stack.push_async_callback(fleet.close)
         fleet.start()
-        with _signals(stop):
+        with stop_signals(stop):
             await _run([plain.run(), *jobs], stop, lambda: ready(addresses) if ready else None)
     log.info("autoscaler ended")
 
@@ -218,21 +218,6 @@ async def _run(jobs: list[Coroutine[None, None, None]], stop: asyncio.Event, sta
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, stopping, return_exceptions=True)
-
-
-@contextlib.contextmanager
-def _signals(stop: asyncio.Event) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    installed = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
-            loop.add_signal_handler(number, stop.set)
-            installed.append(number)
-    try:
-        yield
-    finally:
-        for number in installed:
-            loop.remove_signal_handler(number)
 
 
 def main(settings: AutoscalerSettings) -> int:
