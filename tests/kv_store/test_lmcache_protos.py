@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
-import grpc_tools
 import pytest
 from google.protobuf import descriptor_pb2
-from grpc_tools import protoc
 
 from baton import lmcache_server
 from protos.lmcache.mp import server_pb2
@@ -20,9 +21,13 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> descriptor_pb2.FileDescr
     if not files:
         pytest.skip("LMCache is not installed (`make lmcache`)")
     out = tmp_path_factory.mktemp("protos") / "lmcache.bin"
-    well_known = Path(grpc_tools.__file__).parent / "_proto"
-    includes = [f"-I{files[0].parent}", f"-I{well_known}"]
-    assert protoc.main(["protoc", *includes, f"--descriptor_set_out={out}", *map(str, files)]) == 0
+    spec = find_spec("grpc_tools")
+    assert spec is not None
+    assert spec.origin is not None
+    includes = [f"-I{files[0].parent}", f"-I{Path(spec.origin).parent / '_proto'}"]
+    # A process of its own: protoc's C++ library and NIXL's don't live in one (the second to load aborts).
+    protoc = [sys.executable, "-m", "grpc_tools.protoc"]
+    subprocess.run([*protoc, *includes, f"--descriptor_set_out={out}", *map(str, files)], check=True)
     return descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes())
 
 
