@@ -62,7 +62,7 @@ format-check: $(STAMP) ## Say what is not formatted
 	@$(BIN)/ruff format --check $(SOURCES)
 
 types: $(STAMP) ## Check the types (mypy, strict)
-	@$(BIN)/mypy $(PACKAGES) protos/generate.py
+	@$(BIN)/mypy $(PACKAGES) protos/convert.py protos/generate.py
 
 imports: $(STAMP) ## Check who imports whom (import-linter)
 	@$(BIN)/lint-imports

@@ -32,19 +32,20 @@ from common.errors import (
     OverloadedError,
     UnavailableError,
 )
-from common.types import FinishReason, SampledToken, TokenLogprob, WorkerRole, WorkerState
+from common.grpc_options import MAX_MESSAGE_BYTES
+from common.types import WorkerRole
 from protos.baton.v1 import (
     inference_pb2,
     inference_pb2_grpc,
     router_pb2,
     router_pb2_grpc,
     types_pb2,
-    worker_pb2,
 )
+from protos.convert import finish_reason_of, role_of, state_of, token_of
 
 _CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),  # routers are neighbours; a proxy meant for the web only gets in the way
 )
 
@@ -86,7 +87,7 @@ class Answer:
         try:
             for message in self._call:
                 self._last = message
-                chunk = Chunk(message.text, tuple(message.token_ids), tuple(map(_sampled_token, message.logprobs)))
+                chunk = Chunk(message.text, tuple(message.token_ids), tuple(map(token_of, message.logprobs)))
                 self._chunks.append(chunk)
                 yield chunk
         except grpc.RpcError as error:
@@ -103,7 +104,7 @@ class Answer:
             text=self.text,
             token_ids=tuple(token for chunk in self._chunks for token in chunk.token_ids),
             logprobs=tuple(token for chunk in self._chunks for token in chunk.logprobs),
-            finish_reason=_finish_reason(last.finish_reason),
+            finish_reason=finish_reason_of(last.finish_reason),
             stop_reason=last.stop_reason,
             usage=Usage(
                 prompt_tokens=last.usage.prompt_tokens,
@@ -283,21 +284,6 @@ def _sampling_params(options: SamplingOptions) -> types_pb2.SamplingParams:
         raise
 
 
-def _sampled_token(token: types_pb2.SampledToken) -> SampledToken:
-    return SampledToken(
-        token.token_id,
-        token.logprob if token.HasField("logprob") else None,
-        tuple(TokenLogprob(top.token_id, top.logprob) for top in token.top_logprobs),
-    )
-
-
-def _finish_reason(value: int) -> FinishReason | None:
-    return {
-        types_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-        types_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    }.get(types_pb2.FinishReason.ValueType(value))
-
-
 def _report(report: types_pb2.RequestReport) -> RequestReport:
     timings = report.timings
     return RequestReport(
@@ -321,24 +307,13 @@ def _report(report: types_pb2.RequestReport) -> RequestReport:
     )
 
 
-_ROLES = {
-    worker_pb2.WORKER_ROLE_PREFILL: WorkerRole.PREFILL,
-    worker_pb2.WORKER_ROLE_DECODE: WorkerRole.DECODE,
-    worker_pb2.WORKER_ROLE_BOTH: WorkerRole.BOTH,
-}
-_STATES = {
-    worker_pb2.WORKER_STATE_READY: WorkerState.READY,
-    worker_pb2.WORKER_STATE_DRAINING: WorkerState.DRAINING,
-}
-
-
 def _fleet_worker(worker: router_pb2.FleetWorker) -> FleetWorker:
     load = worker.load
     return FleetWorker(
-        role=_ROLES.get(worker.info.role) or _ROLES.get(worker.role, WorkerRole.BOTH),
+        role=role_of(worker.info.role) or role_of(worker.role) or WorkerRole.BOTH,
         address=worker.address,
         epoch=worker.info.epoch or load.epoch,
-        state=_STATES.get(worker.state, WorkerState.UNREACHABLE),
+        state=state_of(worker.state),
         num_requests_running=load.num_requests_running,
         num_requests_waiting=load.num_requests_waiting,
         num_blocks=load.num_blocks,

@@ -18,6 +18,7 @@ from common import metrics
 from common.errors import TransferError
 from engine import messages as m
 from protos.baton.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
+from protos.convert import token_of
 from worker import convert
 from worker.engine_client import EngineStream
 from worker.shell import Worker
@@ -137,7 +138,7 @@ class PrefillLeg:
                 self._take_in_first_token(address, event.first_token)
 
     def _take_in_first_token(self, address: str, first: prefill_pb2.FirstToken) -> None:
-        token = convert.sampled_token(first.token)
+        token = token_of(first.token)
         self._has_first_token = True
         self.report.address = address
         self.report.num_cached_tokens = first.num_cached_tokens

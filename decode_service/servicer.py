@@ -19,6 +19,7 @@ from common.errors import InvalidArgumentError
 from decode_service.prefill_leg import PrefillLeg
 from engine import messages as m
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc
+from protos.convert import finish_reason_to_proto, token_to_proto
 from worker import convert
 from worker.engine_client import EngineStream
 from worker.shell import Worker, error_from, errors_as_status
@@ -133,8 +134,8 @@ class DecodeRun:
         if self._leg_task is None:
             self._marks.queue_s = event.queue_s
         message = decode_pb2.DecodeEvent(
-            tokens=[convert.sampled_token_message(token) for token in event.tokens],
-            finish_reason=convert.finish_reason_message(event.finish_reason),
+            tokens=[token_to_proto(token) for token in event.tokens],
+            finish_reason=finish_reason_to_proto(event.finish_reason),
             stop_token_id=event.stop_token_id,
             summary=self._summary(event) if self._is_news(event) else None,
         )

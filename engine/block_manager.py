@@ -53,7 +53,7 @@ class BlockManager:
     ) -> None:
         self.block_size = block_size
         self._root_hash = root_hash
-        self._enable_prefix_caching = enable_prefix_caching
+        self.enable_prefix_caching = enable_prefix_caching
         self._blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
         self._empty = deque(range(num_blocks))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # cached blocks, the next to be evicted first
@@ -107,7 +107,7 @@ class BlockManager:
 
         One token at least is left to compute, since only a computed token gives logits.
         """
-        if not self._enable_prefix_caching:
+        if not self.enable_prefix_caching:
             return []
         self.name_full_blocks(request)
         found: list[int] = []
@@ -120,7 +120,7 @@ class BlockManager:
 
     def name_computed(self, request: Request) -> None:
         """Makes the full blocks below `request.num_computed_tokens` findable. Of equal blocks the first one stays."""
-        if not self._enable_prefix_caching:
+        if not self.enable_prefix_caching:
             return
         self.name_full_blocks(request)
         num_full = request.num_computed_tokens // self.block_size

@@ -92,7 +92,6 @@ class EngineCore:
         )
         self._transfers = Transfers(connector, self.blocks)
         self._events: list[m.Event] = []
-        self._enable_prefix_caching = settings.enable_prefix_caching
         connector.register_kv_cache(runner.kv_cache, runner.spec, wake)
 
     # ------------------------------------------------------------------------------------------ interface
@@ -221,7 +220,7 @@ class EngineCore:
 
     def _find_in_store(self, request: Request) -> int:
         """Leading blocks of the prompt that the store holds, where the cache here does not hold as many."""
-        if not (self._connector.is_store and self._enable_prefix_caching):
+        if not (self._connector.is_store and self.blocks.enable_prefix_caching):
             return 0
         num_cached = len(self.blocks.find_prefix(request))
         hashes = request.block_hashes[: (request.num_tokens - 1) // self.blocks.block_size]

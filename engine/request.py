@@ -21,10 +21,6 @@ class RequestStatus(StrEnum):
     FINISHED_ABORTED = "finished_aborted"
     FINISHED_LEASED = "finished_leased"  # a prefill whose blocks are held until its stream ends
 
-    @property
-    def is_finished(self) -> bool:
-        return self.value.startswith("finished")
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:

@@ -62,10 +62,6 @@ class SchedulerOutput:
     remote_not_needed: list[Request] = field(default_factory=list)  # the prefix cache had it: no prefill worker
     preempted: list[Request] = field(default_factory=list)
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.num_tokens or self.remote_needed or self.remote_not_needed or self.publishes)
-
 
 @dataclass(slots=True, frozen=True)
 class NewToken:

@@ -16,6 +16,7 @@ import grpc
 from common.errors import IncompatibleError, InvalidArgumentError
 from engine import messages as m
 from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc
+from protos.convert import token_to_proto
 from worker import convert
 from worker.engine_client import EngineStream
 from worker.shell import Worker, error_from, errors_as_status
@@ -114,7 +115,7 @@ def _blocks_ready(event: m.BlocksPublished) -> prefill_pb2.PrefillEvent:
 def _first_token(event: m.TokensGenerated, elapsed_s: float) -> prefill_pb2.PrefillEvent:
     return prefill_pb2.PrefillEvent(
         first_token=prefill_pb2.FirstToken(
-            token=convert.sampled_token_message(event.tokens[0]),
+            token=token_to_proto(event.tokens[0]),
             num_cached_tokens=event.num_cached_tokens,
             queue_ms=event.queue_s * 1000,
             prefill_ms=(elapsed_s - event.queue_s) * 1000,

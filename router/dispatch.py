@@ -31,7 +31,8 @@ from common.errors import (
 )
 from common.types import FinishReason, SampledToken, SamplingParams
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc
-from router.convert import finish_reason_of, sampling_to_proto, tokens_of
+from protos.convert import finish_reason_of, token_of
+from router.convert import sampling_to_proto
 from router.endpoint import Endpoint
 from router.policy import Policy, RoutingDecision, RoutingRequest
 from router.registry import Registry, ServedModel
@@ -219,7 +220,7 @@ class Dispatcher:
                     if event.HasField("summary"):
                         report.summary.CopyFrom(event.summary)
                     new = NewTokens(
-                        tokens_of(event.tokens),
+                        [token_of(token) for token in event.tokens],
                         finish_reason_of(event.finish_reason),
                         event.stop_token_id if event.HasField("stop_token_id") else None,
                     )

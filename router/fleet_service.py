@@ -8,7 +8,7 @@ import grpc
 
 from common.types import WorkerState
 from protos.baton.v1 import router_pb2, worker_pb2, worker_pb2_grpc
-from router.convert import role_to_proto, state_to_proto
+from protos.convert import role_to_proto, state_to_proto
 from router.endpoint import Endpoint
 from router.registry import Registry
 

@@ -11,7 +11,8 @@ import grpc
 from common.errors import InvalidArgumentError
 from common.validation import SamplingFields, chat_role, check_model, check_text, check_token_ids
 from protos.baton.v1 import inference_pb2, types_pb2
-from router.convert import finish_reason_to_proto, sampling_fields_of, tokens_to_proto
+from protos.convert import finish_reason_to_proto, token_to_proto
+from router.convert import sampling_fields_of
 from router.front import Front, GenerationRequest, Output, Prompt, Report
 from router.registry import ServedModel
 
@@ -126,7 +127,7 @@ def _response(request: GenerationRequest, fields: SamplingFields, output: Output
         request_id=request.request_id,
         text=output.text,
         token_ids=[token.token_id for token in output.tokens],
-        logprobs=[] if fields.logprobs is None else tokens_to_proto(output.tokens),
+        logprobs=[] if fields.logprobs is None else [token_to_proto(token) for token in output.tokens],
         finish_reason=finish_reason_to_proto(output.finish_reason),
         stop_reason="" if output.stop_reason is None else str(output.stop_reason),
         model=request.model.limits.model,

@@ -24,7 +24,8 @@ from common.grpc_options import CHANNEL_OPTIONS
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from common.validation import ModelLimits
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
-from router.convert import load_of, role_of, state_of
+from protos.convert import role_of, state_of
+from router.convert import load_of
 from router.endpoint import Endpoint
 from router.tokenizer import Tokenizer, load_tokenizer
 

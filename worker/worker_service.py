@@ -12,6 +12,7 @@ from common.block_hash import root_hash
 from common.model_files import tokenizer_files
 from common.version import VERSION
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
+from protos.convert import role_to_proto
 from worker import convert
 from worker.shell import Worker, errors_as_status
 
@@ -28,7 +29,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         worker, ready = self._worker, self._worker.ready
         return worker_pb2.WorkerInfo(
             worker_id=worker.worker_id,
-            role=convert.role_message(worker.role),
+            role=role_to_proto(worker.role),
             epoch=worker.epoch,
             model=worker.model_name,
             fingerprint=worker.fingerprint,

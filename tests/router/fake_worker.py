@@ -13,7 +13,7 @@ import grpc
 
 from common.types import WorkerRole
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
-from router.convert import role_to_proto
+from protos.convert import role_to_proto
 from tests.router.tiny_tokenizer import eos_id, ids_of, tokenizer_files, vocab_size
 
 MODEL = "tiny"
