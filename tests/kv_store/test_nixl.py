@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 
 import msgspec
 import pytest
@@ -17,12 +16,8 @@ from kv_store.base import ConnectorConfig, FetchBlock, KVConnector, TransferResu
 from kv_store.peers import decode_peer, encode_peer
 from kv_store.registry import create_connector
 from tests.kv_store.conformance import PATIENCE_S, ConnectorConformance, Create, Worker, name_of
-from tests.kv_store.peer_process import BIG_SPEC, PeerProcess, Published, make_worker
+from tests.kv_store.peer_process import BIG_SPEC, PeerProcess, Published, make_worker, needs_nixl
 
-needs_nixl = pytest.mark.skipif(
-    not any(find_spec(name) for name in ("nixl_cu13", "nixl_cu12", "nixl")),
-    reason="NIXL is not installed (extra 'nixl')",
-)
 NUM_BLOCKS = 48  # of 1 MiB
 DEADLINE_S = 6.0  # long enough for a few blocks on a busy machine, short enough to wait for
 
