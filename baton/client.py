@@ -291,6 +291,7 @@ def _report(report: types_pb2.RequestReport) -> RequestReport:
             queue_ms=timings.queue_ms,
             prefill_ms=timings.prefill_ms,
             handoff_ms=timings.handoff_ms,
+            transfer_ms=timings.transfer_ms,
             first_decode_ms=timings.first_decode_ms,
             ttft_ms=timings.ttft_ms,
             total_ms=timings.total_ms,

@@ -21,6 +21,7 @@ class Timings:
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     handoff_ms: float = 0.0
+    transfer_ms: float = 0.0  # a part of handoff_ms
     first_decode_ms: float = 0.0
     ttft_ms: float = 0.0
     total_ms: float = 0.0

@@ -84,7 +84,8 @@ def _facts(report: RequestReport, usage: Usage, finish_reason: FinishReason | No
     if report.prefill_worker:
         size = f"{report.num_bytes_moved / 1e6:.1f} MB"
         lines.append(f"prefill on {report.prefill_worker} → decode on {decode}")
-        lines.append(f"{report.num_blocks_moved} KV blocks moved, {size}")
+        transfer = f"; {_ms(report.timings.transfer_ms)} of the handoff" if report.timings.transfer_ms > 0 else ""
+        lines.append(f"{report.num_blocks_moved} KV blocks moved, {size}{transfer}")
     else:
         lines.append(f"prefill and decode on {decode}")
     if report.fallback_reason:

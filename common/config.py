@@ -67,6 +67,9 @@ class EngineSettings(ModelSettings):
     max_num_seqs: Positive = Field(64, description="requests in one batch")
     max_num_batched_tokens: Positive = Field(2048, description="tokens in one engine step")
     chunk_size: Positive = Field(512, description="tokens of one prompt in one engine step")
+    announce: Literal["chunk", "end"] = Field(
+        "chunk", description="when prefill announces KV blocks: chunk by chunk, or all at the end (to measure overlap)"
+    )
     enable_prefix_caching: bool = Field(True, description="reuse KV blocks of equal prefixes")
     preemption_mode: Literal["recompute", "swap"] = Field(
         "recompute", description="what happens to a request that has to give its KV blocks back"

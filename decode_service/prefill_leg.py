@@ -35,6 +35,7 @@ class PrefillReport:
     num_cached_tokens: int = 0
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
+    publish_ms: float = 0.0  # of the last announcement
     failures: list[str] = field(default_factory=list)
 
 
@@ -132,6 +133,7 @@ class PrefillLeg:
                     self._stream.send(m.AddPeer(event.accepted.peer))
             case "blocks_ready":
                 ready = event.blocks_ready
+                self.report.publish_ms = ready.publish_ms
                 refs = [convert.block_ref(block) for block in ready.blocks]
                 self._stream.send(m.BlocksAnnounced(engine_id, refs, list(ready.failed_indexes), ready.failure))
             case "first_token":

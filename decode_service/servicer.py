@@ -54,6 +54,7 @@ class _Marks:
     kv_complete: float | None = None
     second_token: float | None = None
     queue_s: float = 0.0
+    last_fetch_s: float = 0.0  # what the connector took for the blocks that arrived last
 
     def token(self, now: float) -> None:
         if self.first_token is None:
@@ -106,7 +107,8 @@ class DecodeRun:
             case m.RemotePrefillNeeded(_, first_block):
                 self._marks.queue_s = time.monotonic() - self._marks.start
                 self._leg_task = asyncio.create_task(self._leg.run(first_block, self._deadline()))
-            case m.BlocksFetched(_, indexes, failed_indexes, _, num_bytes):
+            case m.BlocksFetched(_, indexes, failed_indexes, _, num_bytes, elapsed_s):
+                self._marks.last_fetch_s = elapsed_s
                 self._num_blocks_moved += len(indexes)
                 self._num_bytes_moved += num_bytes
                 metrics.worker_kv_blocks_moved.inc(len(indexes))
@@ -162,6 +164,7 @@ class DecodeRun:
         kv_complete = max(marks.kv_complete or first, first)
         is_remote = bool(report.address)
         local_prefill_s = first - marks.start - marks.queue_s
+        handoff_ms = (kv_complete - first) * 1000 if is_remote else 0.0
         return decode_pb2.DecodeSummary(
             num_cached_tokens=max(event.num_cached_tokens, report.num_cached_tokens),
             prefill_worker=report.address,
@@ -172,7 +175,8 @@ class DecodeRun:
             num_preemptions=event.num_preemptions,
             queue_ms=marks.queue_s * 1000 + report.queue_ms,
             prefill_ms=report.prefill_ms if is_remote else max(local_prefill_s, 0.0) * 1000,
-            handoff_ms=(kv_complete - first) * 1000 if is_remote else 0.0,
+            handoff_ms=handoff_ms,
+            transfer_ms=min(report.publish_ms + marks.last_fetch_s * 1000, handoff_ms),
             first_decode_ms=(marks.second_token - kv_complete) * 1000 if marks.second_token else 0.0,
         )
 

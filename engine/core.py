@@ -57,6 +57,7 @@ class _TransferNews:
     fetch_lost: list[int] = field(default_factory=list)
     failure: str = ""
     num_bytes: int = 0
+    elapsed_s: float = 0.0  # of the slowest block, from the connector's call to its result
 
 
 class EngineCore:
@@ -87,10 +88,11 @@ class EngineCore:
                 max_model_len=runner.max_model_len,
                 eos_token_ids=frozenset(runner.eos_token_ids),
                 preemption_mode=settings.preemption_mode,
+                announce=settings.announce,
             ),
             self.blocks,
         )
-        self._transfers = Transfers(connector, self.blocks)
+        self._transfers = Transfers(connector, self.blocks, clock)
         self._events: list[m.Event] = []
         connector.register_kv_cache(runner.kv_cache, runner.spec, wake)
 
@@ -237,9 +239,10 @@ class EngineCore:
     def take_in_transfers(self) -> None:
         """Passes on the results of KV transfers. Safe at any time between two calls, also in mid-step."""
         news: defaultdict[str, _TransferNews] = defaultdict(_TransferNews)
-        for request_id, result in self._transfers.poll():
+        for request_id, result, elapsed_s in self._transfers.poll():
             item = news[request_id]
             item.num_bytes += result.num_bytes
+            item.elapsed_s = max(item.elapsed_s, elapsed_s)
             if result.error is not None:
                 item.failure = item.failure or result.error
             if result.kind is TransferKind.FETCH:
@@ -253,13 +256,17 @@ class EngineCore:
 
     def _report_transfers(self, request_id: str, news: _TransferNews) -> None:
         if news.refs or news.published_lost:
-            self._events.append(m.BlocksPublished(request_id, news.refs, news.published_lost, news.failure))
+            self._events.append(
+                m.BlocksPublished(request_id, news.refs, news.published_lost, news.failure, news.elapsed_s)
+            )
         if not (news.arrived or news.fetch_lost):
             return
         for index in news.arrived:
             self.scheduler.block_arrived(request_id, index)
         self.scheduler.blocks_lost(request_id, news.fetch_lost, news.failure)
-        self._events.append(m.BlocksFetched(request_id, news.arrived, news.fetch_lost, news.failure, news.num_bytes))
+        self._events.append(
+            m.BlocksFetched(request_id, news.arrived, news.fetch_lost, news.failure, news.num_bytes, news.elapsed_s)
+        )
         self._settle_remote(request_id)
 
     def _settle_remote(self, request_id: str) -> None:

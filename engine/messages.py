@@ -110,6 +110,7 @@ class BlocksPublished(msgspec.Struct, tag=True, frozen=True):
     blocks: list[BlockRef]
     failed_indexes: list[int]
     failure: str
+    elapsed_s: float  # the connector's: from `publish` to the last of these results
 
 
 class BlocksFetched(msgspec.Struct, tag=True, frozen=True):
@@ -120,6 +121,7 @@ class BlocksFetched(msgspec.Struct, tag=True, frozen=True):
     failed_indexes: list[int]
     failure: str
     num_bytes: int
+    elapsed_s: float  # the connector's: from `fetch` to the last of these results
 
 
 class PrefillReceived(msgspec.Struct, tag=True, frozen=True):

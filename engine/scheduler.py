@@ -31,6 +31,7 @@ class SchedulerConfig:
     max_model_len: int
     eos_token_ids: frozenset[int]
     preemption_mode: Literal["recompute", "swap"] = "recompute"
+    announce: Literal["chunk", "end"] = "chunk"  # end: a prefill's blocks are published only when all are computed
 
 
 @dataclass(slots=True, frozen=True)
@@ -340,6 +341,8 @@ class Scheduler:
             return None
         size = self.blocks.block_size
         is_done = request.num_computed_tokens >= request.num_prompt_tokens
+        if self.config.announce == "end" and not is_done:
+            return None
         stop = self.blocks.blocks_for(request.num_prompt_tokens) if is_done else request.num_computed_tokens // size
         start = max(request.num_published_blocks, request.first_block)
         if start >= stop:

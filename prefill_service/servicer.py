@@ -108,6 +108,7 @@ def _blocks_ready(event: m.BlocksPublished) -> prefill_pb2.PrefillEvent:
             blocks=[convert.block_ref_message(ref) for ref in event.blocks],
             failed_indexes=event.failed_indexes,
             failure=event.failure,
+            publish_ms=event.elapsed_s * 1000,
         )
     )
 

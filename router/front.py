@@ -82,6 +82,7 @@ class Report:
     queue_ms: float
     prefill_ms: float
     handoff_ms: float
+    transfer_ms: float
     first_decode_ms: float
     ttft_ms: float
     total_ms: float
@@ -330,6 +331,7 @@ def _report(request: GenerationRequest, dispatch: DispatchReport, num_tokens: in
         queue_ms=summary.queue_ms,
         prefill_ms=summary.prefill_ms,
         handoff_ms=summary.handoff_ms,
+        transfer_ms=summary.transfer_ms,
         first_decode_ms=summary.first_decode_ms,
         ttft_ms=1000 * (first - request.arrived_at),
         total_ms=1000 * (last - request.arrived_at),

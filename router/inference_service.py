@@ -150,6 +150,7 @@ def _report(report: Report) -> types_pb2.RequestReport:
             queue_ms=report.queue_ms,
             prefill_ms=report.prefill_ms,
             handoff_ms=report.handoff_ms,
+            transfer_ms=report.transfer_ms,
             first_decode_ms=report.first_decode_ms,
             ttft_ms=report.ttft_ms,
             total_ms=report.total_ms,

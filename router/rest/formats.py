@@ -123,6 +123,7 @@ def _report(report: Report) -> JsonObject:
             "queue_ms": round(report.queue_ms, 3),
             "prefill_ms": round(report.prefill_ms, 3),
             "handoff_ms": round(report.handoff_ms, 3),
+            "transfer_ms": round(report.transfer_ms, 3),
             "first_decode_ms": round(report.first_decode_ms, 3),
             "ttft_ms": round(report.ttft_ms, 3),
             "total_ms": round(report.total_ms, 3),

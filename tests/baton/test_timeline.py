@@ -13,6 +13,7 @@ REPORT = RequestReport(
         queue_ms=0.4,
         prefill_ms=41.2,
         handoff_ms=3.1,
+        transfer_ms=2.2,
         first_decode_ms=22.0,
         ttft_ms=42.1,
         total_ms=246.7,
@@ -34,7 +35,7 @@ GOLDEN = """\
   total           246.7 ms  first token after 42.1 ms, 41.2 tokens/s
   40 prompt tokens (16 cached) → 9 tokens, ended by stop
   prefill on 127.0.0.1:50061 → decode on 127.0.0.1:50062
-  3 KV blocks moved, 1.1 MB
+  3 KV blocks moved, 1.1 MB; 2.2 ms of the handoff
 """
 
 GOLDEN_ASCII = """\

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from common.types import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
-from tests.engine.fakes import BLOCK_SIZE, add, assert_idle, make_core, reference
+from tests.engine.fakes import BLOCK_SIZE, add, assert_idle, make_core, reference, run
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
@@ -27,6 +28,7 @@ class Pair:
     first_blocks: dict[str, int] = field(default_factory=dict)
     prompts: dict[str, list[int]] = field(default_factory=dict)
     received: set[str] = field(default_factory=set)
+    num_fetches: Counter[str] = field(default_factory=Counter)  # reports of arrived blocks
     lose_publications: bool = False
     is_prefill_dead: bool = False
 
@@ -75,6 +77,8 @@ class Pair:
                         mode=m.RequestMode.PREFILL,
                         first_block=first_block,
                     )
+                case m.BlocksFetched(request_id):
+                    self.num_fetches[request_id] += 1
                 case m.PrefillReceived(request_id):
                     self.received.add(request_id)
                     self.prefill.handle(m.Release(request_id))
@@ -125,6 +129,23 @@ def test_decode_computes_nothing_of_the_prompt() -> None:
     pair.add("a", list(range(21)))
     pair.run()
     assert pair.decode._runner.num_tokens_per_step == [1] * 7  # type: ignore[attr-defined] # FakeRunner's record
+
+
+def test_announcing_at_the_end_gives_the_same_answer_in_one_fetch() -> None:
+    pair = make_pair(chunk_size=4, announce="end")
+    prompt = list(range(21))
+    pair.add("a", prompt)
+    pair.run()
+    assert pair.answers["a"] == reference(prompt, 8)
+    assert pair.num_fetches["a"] == 1
+    pair.assert_idle()
+
+
+def test_transfers_say_how_long_they_took() -> None:
+    core, _ = make_core()  # its clock ticks with each look
+    add(core, "p", list(range(9)), mode=m.RequestMode.PREFILL)
+    published = [event for event in run(core) if isinstance(event, m.BlocksPublished)]
+    assert [event.elapsed_s for event in published] == [1.0]
 
 
 def test_the_answer_of_one_token_ends_at_once() -> None:

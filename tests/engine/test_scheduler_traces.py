@@ -55,6 +55,7 @@ class Script:
             max_model_len=1000,
             eos_token_ids=frozenset(),
             preemption_mode=options.get("preemption", "recompute"),  # type: ignore[arg-type] # a word of the trace
+            announce=options.get("announce", "chunk"),  # type: ignore[arg-type] # likewise
         )
         self.scheduler = Scheduler(config, blocks)
 

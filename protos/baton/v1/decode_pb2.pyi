@@ -124,6 +124,7 @@ class DecodeSummary(_message.Message):
     PREFILL_MS_FIELD_NUMBER: _builtins.int
     HANDOFF_MS_FIELD_NUMBER: _builtins.int
     FIRST_DECODE_MS_FIELD_NUMBER: _builtins.int
+    TRANSFER_MS_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """prompt tokens found in a prefix cache, on either worker"""
     prefill_worker: _builtins.str
@@ -136,6 +137,7 @@ class DecodeSummary(_message.Message):
     prefill_ms: _builtins.float
     handoff_ms: _builtins.float
     first_decode_ms: _builtins.float
+    transfer_ms: _builtins.float
     def __init__(
         self,
         *,
@@ -150,10 +152,11 @@ class DecodeSummary(_message.Message):
         prefill_ms: _builtins.float = ...,
         handoff_ms: _builtins.float = ...,
         first_decode_ms: _builtins.float = ...,
+        transfer_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fallback_reason", b"fallback_reason", "first_decode_ms", b"first_decode_ms", "handoff_ms", b"handoff_ms", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_cached_tokens", b"num_cached_tokens", "num_preemptions", b"num_preemptions", "num_prefill_retries", b"num_prefill_retries", "prefill_ms", b"prefill_ms", "prefill_worker", b"prefill_worker", "queue_ms", b"queue_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fallback_reason", b"fallback_reason", "first_decode_ms", b"first_decode_ms", "handoff_ms", b"handoff_ms", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_cached_tokens", b"num_cached_tokens", "num_preemptions", b"num_preemptions", "num_prefill_retries", b"num_prefill_retries", "prefill_ms", b"prefill_ms", "prefill_worker", b"prefill_worker", "queue_ms", b"queue_ms", "transfer_ms", b"transfer_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -190,8 +190,11 @@ class BlocksReady(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     FAILED_INDEXES_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    PUBLISH_MS_FIELD_NUMBER: _builtins.int
     failure: _builtins.str
     """why"""
+    publish_ms: _builtins.float
+    """from computed to readable: what a store takes to write them"""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.BlockRef]: ...
     @_builtins.property
@@ -204,10 +207,11 @@ class BlocksReady(_message.Message):
         blocks: _abc.Iterable[_types_pb2.BlockRef] | None = ...,
         failed_indexes: _abc.Iterable[_builtins.int] | None = ...,
         failure: _builtins.str = ...,
+        publish_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed_indexes", b"failed_indexes", "failure", b"failure"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "failed_indexes", b"failed_indexes", "failure", b"failure", "publish_ms", b"publish_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

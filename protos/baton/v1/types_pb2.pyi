@@ -285,6 +285,7 @@ class Timings(_message.Message):
     TTFT_MS_FIELD_NUMBER: _builtins.int
     TOTAL_MS_FIELD_NUMBER: _builtins.int
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    TRANSFER_MS_FIELD_NUMBER: _builtins.int
     queue_ms: _builtins.float
     """waiting for a scheduler: decode's admission and prefill's queue"""
     prefill_ms: _builtins.float
@@ -299,6 +300,8 @@ class Timings(_message.Message):
     """request at the router to last token there"""
     tokens_per_second: _builtins.float
     """completion tokens after the first, over the time after the first"""
+    transfer_ms: _builtins.float
+    """of handoff_ms, what the connector took to move the last blocks"""
     def __init__(
         self,
         *,
@@ -309,10 +312,11 @@ class Timings(_message.Message):
         ttft_ms: _builtins.float = ...,
         total_ms: _builtins.float = ...,
         tokens_per_second: _builtins.float = ...,
+        transfer_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_decode_ms", b"first_decode_ms", "handoff_ms", b"handoff_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "tokens_per_second", b"tokens_per_second", "total_ms", b"total_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_decode_ms", b"first_decode_ms", "handoff_ms", b"handoff_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "tokens_per_second", b"tokens_per_second", "total_ms", b"total_ms", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
