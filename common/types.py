@@ -131,3 +131,4 @@ class WorkerLoad:
     num_free_blocks: int = 0  # hold nothing
     num_cached_blocks: int = 0  # hold a reusable prefix, owned by nobody
     num_leases: int = 0  # finished prefills whose blocks are held for a decode worker
+    num_unstored_blocks: int = 0  # computed blocks that are still to be written to the store

@@ -9,19 +9,26 @@ A block is in exactly one of three states:
     allocate/append: empty or cached (evicting) -> owned      match: cached -> owned
     free:            owned -> cached (has a hash) or empty    reset: cached -> empty
 
-Eviction takes the least recently freed cached block. `free` returns a request's blocks last one first, so that of
-equally old blocks the one furthest from the root goes first.
+Eviction takes the cached block that requests gave up the longest ago. `free` returns a request's blocks last one
+first, so that of equally old blocks the one furthest from the root goes first; a transfer that held a block meanwhile
+changes nothing about that.
+
+Where there is a store below (`UnstoredBlocks`), computed blocks wait for their turn to be written to it, by name and
+without being held. What is evicted before its turn has come is dropped.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+import heapq
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from common.block_hash import block_hash
 from engine.batch import BlockCopy
 from engine.request import Request
+from engine.unstored_blocks import UnstoredBlocks
+from kv_store.base import LocalBlock
 
 
 @dataclass(slots=True)
@@ -29,6 +36,7 @@ class KVBlock:
     block_id: int
     ref_cnt: int = 0
     block_hash: bytes | None = None  # set while the block can be found by it
+    freed_at: int = 0  # when a request last gave it up, on the block manager's own count
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,17 +58,21 @@ class BlockManager:
         *,
         enable_prefix_caching: bool = True,
         num_host_blocks: int = 0,
+        has_store: bool = False,
     ) -> None:
         self.block_size = block_size
         self._root_hash = root_hash
         self.enable_prefix_caching = enable_prefix_caching
         self._blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
         self._empty = deque(range(num_blocks))
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached blocks, the next to be evicted first
+        self._evictable: dict[int, int] = {}  # cached blocks: freed_at
+        self._eviction_order: list[tuple[int, int]] = []  # heap of (freed_at, block), those not evictable any more too
+        self._num_frees = 0
         self._by_hash: dict[bytes, int] = {}
         self._host_empty = deque(range(num_host_blocks))
         self._num_host_blocks = num_host_blocks
         self._held: Counter[int] = Counter()  # references of transfers
+        self.unstored = UnstoredBlocks() if has_store and enable_prefix_caching else None
 
     # ------------------------------------------------------------------------------------------- counts
 
@@ -138,6 +150,39 @@ class BlockManager:
         self._by_hash.clear()
         self._empty.extend(self._evictable)
         self._evictable.clear()
+        self._eviction_order.clear()
+        if self.unstored is not None:
+            self.unstored.clear()
+
+    # -------------------------------------------------------------------------------------- to the store
+
+    def offer(self, request: Request) -> None:
+        """Queues the request's computed full blocks to be written to the store, where it is not known to hold them."""
+        if self.unstored is None:
+            return
+        self.name_full_blocks(request)
+        for index, name in enumerate(request.block_hashes[: request.num_computed_tokens // self.block_size]):
+            if name in self._by_hash:
+                self.unstored.offer(name, index)
+
+    def end_write(self, name: bytes, *, is_stored: bool) -> None:
+        """The write of a block that `next_unstored` gave has ended."""
+        if self.unstored is not None:
+            self.unstored.end(name, is_stored=is_stored)
+        if is_stored:
+            self.mark_stored([name])
+
+    def mark_stored(self, names: Iterable[bytes]) -> None:
+        """The store holds these now, or another worker is about to bring them there."""
+        if self.unstored is not None:
+            self.unstored.mark_stored(name for name in names if name in self._by_hash)
+
+    def next_unstored(self, group_tokens: int) -> list[LocalBlock]:
+        """The next run of neighbouring blocks to be written, up to an index of a multiple of `group_tokens`."""
+        if self.unstored is None:
+            return []
+        run = self.unstored.next_run(max(group_tokens // self.block_size, 1))
+        return [LocalBlock(index, self._by_hash[name], name) for name, index in run]
 
     # ------------------------------------------------------------------------------------ allocate and free
 
@@ -164,10 +209,7 @@ class BlockManager:
 
     def free(self, request: Request) -> None:
         """Gives up all of the request's blocks."""
-        for block_id in reversed(request.block_ids):
-            self._drop(block_id)
-        request.block_ids = []
-        request.num_named_blocks = 0
+        self._give_up(request)
         self._host_empty.extend(request.host_block_ids)
         request.host_block_ids = []
 
@@ -202,10 +244,7 @@ class BlockManager:
         if len(request.block_ids) > len(self._host_empty):
             return None
         swaps = [BlockSwap(block_id, self._host_empty.popleft()) for block_id in request.block_ids]
-        for block_id in reversed(request.block_ids):
-            self._drop(block_id)
-        request.block_ids = []
-        request.num_named_blocks = 0
+        self._give_up(request)
         request.host_block_ids = [swap.host_block for swap in swaps]
         return swaps
 
@@ -240,10 +279,32 @@ class BlockManager:
         if self._empty:
             block_id = self._empty.popleft()
         else:
-            block_id, _ = self._evictable.popitem(last=False)
+            block_id = self._next_evicted()
             self._forget(self._blocks[block_id])
         self._blocks[block_id].ref_cnt = 1
         return block_id
+
+    def _give_up(self, request: Request) -> None:
+        for block_id in reversed(request.block_ids):
+            self._num_frees += 1
+            self._blocks[block_id].freed_at = self._num_frees
+            self._drop(block_id)
+        request.block_ids = []
+        request.num_named_blocks = 0
+
+    def _next_evicted(self) -> int:
+        while True:
+            freed_at, block_id = heapq.heappop(self._eviction_order)
+            if self._evictable.get(block_id) == freed_at:
+                del self._evictable[block_id]
+                return block_id
+
+    def _make_evictable(self, block: KVBlock) -> None:
+        if len(self._eviction_order) > 2 * len(self._blocks):  # most of it is out of date
+            self._eviction_order = [(freed_at, block_id) for block_id, freed_at in self._evictable.items()]
+            heapq.heapify(self._eviction_order)
+        self._evictable[block.block_id] = block.freed_at
+        heapq.heappush(self._eviction_order, (block.freed_at, block.block_id))
 
     def _share(self, block_id: int) -> None:
         block = self._blocks[block_id]
@@ -262,11 +323,13 @@ class BlockManager:
             if block.block_hash is None:
                 self._empty.append(block_id)
             else:
-                self._evictable[block_id] = None
+                self._make_evictable(block)
 
     def _forget(self, block: KVBlock) -> None:
         if block.block_hash is not None:
             del self._by_hash[block.block_hash]
+            if self.unstored is not None:
+                self.unstored.forget(block.block_hash)
             block.block_hash = None
 
     # -------------------------------------------------------------------------------------------- integrity
@@ -295,6 +358,11 @@ class BlockManager:
             for name_, block_id in self._by_hash.items()
             if self._blocks[block_id].block_hash != name_
         )
+        if self.unstored is not None:
+            names = self.unstored.names()
+            problems.extend(
+                f"{name.hex()} waits for the store, but is not here" for name in names - self._by_hash.keys()
+            )
         host_free = Counter(self._host_empty)
         problems.extend(
             f"host block {host_block} has {host_free[host_block] + host_used[host_block]} owners"

@@ -23,10 +23,12 @@ from engine.batch import BlockCopy, SampleInput, SequenceInput
 from engine.block_manager import BlockManager, BlockSwap
 from engine.request import Request
 from engine.scheduler import NewToken, Publish, Scheduler, SchedulerConfig, SchedulerOutput
-from engine.transfers import Transfers
+from engine.transfers import Transfers, WrittenBlock
 from kv_store.base import BlockRef, KVConnector, TransferKind
 
 log = logging.getLogger(__name__)
+
+WRITE_TOKENS = 256  # of one write to the store: stores keep so many together, and a handoff waits for one at most
 
 
 class Runner(Protocol):
@@ -68,9 +70,13 @@ class EngineCore:
         connector: KVConnector,
         clock: Callable[[], float],
         wake: Callable[[], None],
+        store: KVConnector | None = None,
     ) -> None:
+        """`connector` hands over what a prefill computes. `store` keeps what any worker computed; where it is None and
+        `connector` is a store, that is it."""
         self._runner = runner
         self._connector = connector
+        self._store = connector if store is None and connector.is_store else store
         self._clock = clock
         self._host_cache = _host_cache(settings, runner.spec)
         self.blocks = BlockManager(
@@ -79,6 +85,7 @@ class EngineCore:
             root_hash(runner.spec.fingerprint()),
             enable_prefix_caching=settings.enable_prefix_caching,
             num_host_blocks=len(self._host_cache),
+            has_store=self._store is not None,
         )
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -89,12 +96,16 @@ class EngineCore:
                 eos_token_ids=frozenset(runner.eos_token_ids),
                 preemption_mode=settings.preemption_mode,
                 announce=settings.announce,
+                handoff_is_store=self._store is connector,
             ),
             self.blocks,
         )
-        self._transfers = Transfers(connector, self.blocks, clock)
+        self._transfers = Transfers(connector, self._store, self.blocks, clock)
         self._events: list[m.Event] = []
-        connector.register_kv_cache(runner.kv_cache, runner.spec, wake)
+        self._write_failure = ""  # the last one logged
+        self._connectors = [connector] if self._store in (None, connector) else [connector, self._store]
+        for one in self._connectors:
+            one.register_kv_cache(runner.kv_cache, runner.spec, wake)
 
     # ------------------------------------------------------------------------------------------ interface
 
@@ -189,10 +200,12 @@ class EngineCore:
             num_free_blocks=blocks.num_empty_blocks,
             num_cached_blocks=blocks.num_cached_blocks,
             num_leases=scheduler.num_leases,
+            num_unstored_blocks=len(blocks.unstored or ()),
         )
 
     def close(self) -> None:
-        self._connector.close()
+        for connector in self._connectors:
+            connector.close()
 
     # ------------------------------------------------------------------------------------------- commands
 
@@ -222,11 +235,11 @@ class EngineCore:
 
     def _find_in_store(self, request: Request) -> int:
         """Leading blocks of the prompt that the store holds, where the cache here does not hold as many."""
-        if not (self._connector.is_store and self.blocks.enable_prefix_caching):
+        if self._store is None or not self.blocks.enable_prefix_caching:
             return 0
         num_cached = len(self.blocks.find_prefix(request))
         hashes = request.block_hashes[: (request.num_tokens - 1) // self.blocks.block_size]
-        return self._connector.lookup(hashes) if num_cached < len(hashes) else 0
+        return self._store.lookup(hashes) if num_cached < len(hashes) else 0
 
     def _fail(self, request_id: str, grpc_code: str, message: str) -> None:
         self._events.append(m.RequestFailed(request_id, grpc_code, message))
@@ -239,7 +252,11 @@ class EngineCore:
     def take_in_transfers(self) -> None:
         """Passes on the results of KV transfers. Safe at any time between two calls, also in mid-step."""
         news: defaultdict[str, _TransferNews] = defaultdict(_TransferNews)
-        for request_id, result, elapsed_s in self._transfers.poll():
+        for ended in self._transfers.poll():
+            if isinstance(ended, WrittenBlock):
+                self._take_in_written(ended)
+                continue
+            request_id, result, elapsed_s = ended
             item = news[request_id]
             item.num_bytes += result.num_bytes
             item.elapsed_s = max(item.elapsed_s, elapsed_s)
@@ -249,10 +266,20 @@ class EngineCore:
                 (item.arrived if result.error is None else item.fetch_lost).append(result.index)
             elif result.ref is not None:
                 item.refs.append(result.ref)
+                if self._store is self._connector:
+                    self.blocks.mark_stored([result.ref.block_hash])
             else:
                 item.published_lost.append(result.index)
         for request_id, item in news.items():
             self._report_transfers(request_id, item)
+        if self._transfers.may_write and (blocks := self.blocks.next_unstored(WRITE_TOKENS)):
+            self._transfers.write(blocks)
+
+    def _take_in_written(self, written: WrittenBlock) -> None:
+        self.blocks.end_write(written.block_hash, is_stored=written.error is None)
+        if written.error is not None and written.error != self._write_failure:
+            log.warning("the store does not take computed KV", extra={"reason": written.error})
+        self._write_failure = written.error or ""
 
     def _report_transfers(self, request_id: str, news: _TransferNews) -> None:
         if news.refs or news.published_lost:
@@ -296,7 +323,7 @@ class EngineCore:
         for publish in output.publishes:
             self._publish(publish)
         for fetch in output.store_fetches:
-            self._transfers.fetch(fetch.request.request_id, fetch.blocks)
+            self._transfers.fetch_stored(fetch.request.request_id, fetch.blocks)
         for request in output.remote_needed:
             if request.remote is not None:
                 self._events.append(m.RemotePrefillNeeded(request.request_id, request.remote.ask_from))

@@ -32,6 +32,7 @@ class SchedulerConfig:
     eos_token_ids: frozenset[int]
     preemption_mode: Literal["recompute", "swap"] = "recompute"
     announce: Literal["chunk", "end"] = "chunk"  # end: a prefill's blocks are published only when all are computed
+    handoff_is_store: bool = False  # what a prefill publishes for its decode worker lies in the store
 
 
 @dataclass(slots=True, frozen=True)
@@ -303,6 +304,9 @@ class Scheduler:
         request.remote = None
         del self._remote[request_id]
         self.blocks.name_computed(request)
+        # Who computed the others writes them to the store.
+        arrived = [index for index in remote.arrived if index < len(request.block_hashes)]
+        self.blocks.mark_stored(request.block_hashes[index] for index in arrived)
         request.status = RequestStatus.RUNNING
         self._running.append(request)
         return request, remote
@@ -325,6 +329,8 @@ class Scheduler:
                 result.publishes.append(publish)
             if token is None:
                 continue
+            if num_new > 1:  # a prompt is done; others may need it long before the answer is
+                self._offer(request)
             if request.mode is RequestMode.PREFILL:
                 self._running.remove(request)
                 request.status = RequestStatus.FINISHED_LEASED
@@ -368,6 +374,11 @@ class Scheduler:
         elif reason is FinishReason.LENGTH:
             self._finish(request, RequestStatus.FINISHED_LENGTH)
 
+    def _offer(self, request: Request) -> None:
+        """What a request computed goes to the store, unless its handoff has brought it there."""
+        if request.mode is not RequestMode.PREFILL or not self.config.handoff_is_store:
+            self.blocks.offer(request)
+
     def _finish(self, request: Request, status: RequestStatus) -> None:
         if request in self._running:
             self._running.remove(request)
@@ -375,6 +386,7 @@ class Scheduler:
             del self._remote[request.request_id]
         elif request in self._waiting:
             self._waiting.remove(request)
+        self._offer(request)
         request.status = status
         self.blocks.free(request)
         del self.requests[request.request_id]

@@ -1,7 +1,9 @@
-"""KV transfers of the engine's requests: which job belongs to whom, and which blocks it keeps from being reused.
+"""KV transfers of the engine: which job belongs to whom, and which blocks it keeps from being reused.
 
-A block that a connector reads or writes is held in the block manager until its result has come. So an aborted
-request's destination blocks stay quarantined for as long as bytes may land in them.
+Two connectors: one hands a prompt's KV from a prefill worker to a decode worker, the other is the store. They may be
+the same one, and job ids are unique across both. A block that a connector reads or writes is held in the block manager
+until its result has come. So an aborted request's destination blocks stay quarantined for as long as bytes may land in
+them.
 """
 
 from __future__ import annotations
@@ -9,59 +11,102 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from common.errors import InternalError
 from engine.block_manager import BlockManager
 from kv_store.base import FetchBlock, KVConnector, LocalBlock, TransferResult
 
 
 @dataclass(slots=True)
 class _Job:
-    request_id: str
+    request_id: str  # empty for a write to the store, which is nobody's
     num_due: int  # blocks whose results are due
     start: float  # seconds, on the caller's clock
 
 
+@dataclass(slots=True, frozen=True)
+class WrittenBlock:
+    """The end of a write to the store. `error` is None where the store holds the block now."""
+
+    block_hash: bytes
+    error: str | None
+    num_bytes: int  # 0 where the store had it already
+
+
 class Transfers:
-    def __init__(self, connector: KVConnector, blocks: BlockManager, clock: Callable[[], float]) -> None:
-        self._connector = connector
+    def __init__(
+        self, handoff: KVConnector, store: KVConnector | None, blocks: BlockManager, clock: Callable[[], float]
+    ) -> None:
+        self._handoff = handoff
+        self._store = store
         self._blocks = blocks
         self._clock = clock
         self._next_job = 0
         self._jobs: dict[int, _Job] = {}
         self._published: dict[str, list[int]] = {}  # request id: its publish jobs
+        self._writing: dict[int, bytes] = {}  # block being written to the store: its name
+        self._num_requested = 0
 
     @property
     def num_in_flight(self) -> int:
-        """Blocks whose results are due."""
-        return sum(job.num_due for job in self._jobs.values())
+        """Blocks whose results are due, those being written to the store included."""
+        return self._num_requested + len(self._writing)
+
+    @property
+    def may_write(self) -> bool:
+        """Whether neither a request's transfer is under way nor another write, behind which a handoff would queue."""
+        return not self.num_in_flight
 
     def publish(self, request_id: str, blocks: Sequence[LocalBlock]) -> None:
         job_id = self._start(request_id, [block.block_id for block in blocks])
         self._published.setdefault(request_id, []).append(job_id)
-        self._connector.publish(job_id, blocks)
+        self._handoff.publish(job_id, blocks)
 
     def fetch(self, request_id: str, blocks: Sequence[FetchBlock]) -> None:
         if blocks:
-            self._connector.fetch(self._start(request_id, [block.block_id for block in blocks]), blocks)
+            self._handoff.fetch(self._start(request_id, [block.block_id for block in blocks]), blocks)
 
-    def poll(self) -> Iterator[tuple[str, TransferResult, float]]:
-        """Request id, result and seconds since its start of each block whose transfer ended; the block is not held
-        any more."""
+    def fetch_stored(self, request_id: str, blocks: Sequence[FetchBlock]) -> None:
+        if blocks:
+            self._in_store().fetch(self._start(request_id, [block.block_id for block in blocks]), blocks)
+
+    def write(self, blocks: Sequence[LocalBlock]) -> None:
+        """Brings `blocks`, none of which is being written already, to the store."""
+        self._writing.update((block.block_id, block.block_hash) for block in blocks)
+        self._in_store().publish(self._start("", [block.block_id for block in blocks]), blocks)
+
+    def poll(self) -> Iterator[tuple[str, TransferResult, float] | WrittenBlock]:
+        """What ended, block by block, none of which is held any more: a request's id, its result and the seconds since
+        its start, or what was written to the store."""
         now = self._clock()
-        for result in self._connector.poll():
+        results = self._handoff.poll()
+        if self._store is not None and self._store is not self._handoff:
+            results += self._store.poll()
+        for result in results:
             job = self._jobs[result.job_id]
             job.num_due -= 1
             if job.num_due == 0:
                 del self._jobs[result.job_id]
             self._blocks.unhold(result.block_id)
-            yield job.request_id, result, now - job.start
+            if job.request_id:
+                self._num_requested -= 1
+                yield job.request_id, result, now - job.start
+            else:
+                yield WrittenBlock(self._writing.pop(result.block_id), result.error, result.num_bytes)
 
     def release(self, request_id: str) -> None:
         """The lease on everything that the request published has ended."""
         for job_id in self._published.pop(request_id, ()):
-            self._connector.release(job_id)
+            self._handoff.release(job_id)
 
     def _start(self, request_id: str, block_ids: list[int]) -> int:
         self._next_job += 1
         self._jobs[self._next_job] = _Job(request_id, len(block_ids), self._clock())
+        if request_id:
+            self._num_requested += len(block_ids)
         self._blocks.hold(block_ids)
         return self._next_job
+
+    def _in_store(self) -> KVConnector:
+        if self._store is None:
+            raise InternalError("there is no store to fetch from or write to")
+        return self._store

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,6 +116,10 @@ async def _drain(worker: Worker, health_servicer: health.aio.HealthServicer) -> 
     await health_servicer.enter_graceful_shutdown()
     await worker.engine.notify_load()
     log.info("draining", extra={"timeout_s": worker.drain_timeout})
+    deadline = time.monotonic() + worker.drain_timeout
     num_left = await worker.wait_idle(worker.drain_timeout)
     if num_left:
         log.warning("drain timeout: streams are cut", extra={"num_streams": num_left})
+    num_unstored = await worker.wait_stored(deadline)
+    if num_unstored:
+        log.warning("drain timeout: computed KV is not stored", extra={"num_blocks": num_unstored})

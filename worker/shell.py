@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from common.types import WorkerRole, WorkerState
 from engine.messages import EngineReady, RequestFailed
 from worker.channels import ChannelPool
 from worker.engine_client import EngineClient
+
+STORED_POLL_S = 0.02
 
 
 class Worker:
@@ -74,6 +77,14 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         return self._num_active
+
+    async def wait_stored(self, deadline: float) -> int:
+        """Waits until `deadline`, in `time.monotonic`, for computed KV to reach the store; how many blocks are left."""
+        while True:
+            num_left = (await self.engine.status()).load.num_unstored_blocks
+            if not num_left or time.monotonic() >= deadline:
+                return num_left
+            await asyncio.sleep(STORED_POLL_S)
 
     def check_fingerprint(self, fingerprint: str) -> None:
         if fingerprint and fingerprint != self.fingerprint:

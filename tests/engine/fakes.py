@@ -86,7 +86,12 @@ class FakeRunner:
 
 
 def make_core(
-    *, num_blocks: int = 64, connector: KVConnector | None = None, epoch: str = "e1", **settings: object
+    *,
+    num_blocks: int = 64,
+    connector: KVConnector | None = None,
+    store: KVConnector | None = None,
+    epoch: str = "e1",
+    **settings: object,
 ) -> tuple[EngineCore, FakeRunner]:
     """An engine on the fake model; `settings` as in `EngineSettings`."""
     runner = FakeRunner(num_blocks)
@@ -98,6 +103,7 @@ def make_core(
         connector,
         clock=lambda: float(next(clock)),
         wake=lambda: None,
+        store=store,
     )
     return core, runner
 

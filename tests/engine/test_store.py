@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ import pytest
 from common.types import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
-from kv_store.base import ConnectorConfig
+from kv_store.base import ConnectorConfig, LocalBlock
+from kv_store.memory import MemoryConnector
 from kv_store.shared_storage import SharedStorageConnector
 from tests.engine.fakes import FakeRunner, add, assert_idle, make_core, reference, tokens_of
 
@@ -112,3 +114,154 @@ def test_without_prefix_caching_the_store_is_not_asked(tmp_path: Path) -> None:
         add(core, "a", PROMPT)
         assert tokens_of(run(core))["a"] == reference(PROMPT, 8)
         assert runner.num_tokens_per_step[0] == 30
+
+
+def serve(folder: Path, prompt: list[int], num_tokens: int, **settings: object) -> list[int]:
+    """Another worker's life, at whose end all is stored; prompt and answer."""
+    with engine(folder, **settings) as (core, _):
+        add(core, "a", prompt, max_tokens=num_tokens)
+        answer = tokens_of(run(core))["a"]
+        assert answer == reference(prompt, num_tokens)
+        assert core.load.num_unstored_blocks == 0
+        assert_idle(core)
+    return [*prompt, *answer]
+
+
+def num_computed_first(folder: Path, prompt: list[int], **fields: object) -> int:
+    """Tokens that a fresh engine computes before it answers."""
+    with engine(folder) as (core, runner):
+        add(core, "b", prompt, max_tokens=2, **fields)
+        assert tokens_of(run(core))["b"] == reference(prompt, 2)
+        assert_idle(core)
+        return runner.num_tokens_per_step[0]
+
+
+def test_a_second_turn_finds_prompt_and_answer_of_the_first(tmp_path: Path) -> None:
+    turn = serve(tmp_path, PROMPT, 11)  # KV of 40 of its 41 tokens was computed
+    assert num_computed_first(tmp_path, [*turn, 7, 7, 7]) == 4
+
+
+def test_an_aborted_answer_is_stored_as_far_as_it_came(tmp_path: Path) -> None:
+    with engine(tmp_path) as (core, _):
+        add(core, "a", PROMPT, max_tokens=100)
+        while core.scheduler.requests["a"].num_computed_tokens < 36:
+            core.step()
+        core.handle(m.Release("a"))
+        run(core)
+        assert_idle(core)
+    assert num_computed_first(tmp_path, [*PROMPT, *reference(PROMPT, 8)]) == 2
+
+
+def test_a_prompt_is_stored_while_its_answer_goes_on(tmp_path: Path) -> None:
+    with engine(tmp_path) as (core, _):
+        add(core, "a", PROMPT, max_tokens=100)
+        core.step()
+        while core.load.num_unstored_blocks:
+            core.take_in_transfers()
+        assert num_computed_first(tmp_path, PROMPT) == 2
+
+
+def test_nothing_is_written_while_a_handoff_is_under_way(tmp_path: Path) -> None:
+    with engine(tmp_path) as (core, _):
+        written = record_writes(core)
+        with unhurried(core) as let_go:
+            add(core, "handoff", list(range(60, 80)), mode=m.RequestMode.PREFILL)
+            add(core, "a", PROMPT, max_tokens=3)
+            for _ in range(10):
+                core.step()
+            assert "a" not in core.scheduler.requests
+            assert written == []
+            assert core.load.num_unstored_blocks == 8  # of 33 tokens the last has no KV
+            let_go()
+        run(core)
+        assert written == list(range(8))
+
+
+def test_what_is_stored_is_not_written_again(tmp_path: Path) -> None:
+    turn = serve(tmp_path, PROMPT, 11)
+    with engine(tmp_path) as (core, _):
+        written = record_writes(core)
+        add(core, "b", [*turn, *range(50, 60)], max_tokens=2)
+        run(core)
+        assert written == [10, 11, 12]
+
+
+def test_blocks_evicted_before_their_turn_are_counted(tmp_path: Path) -> None:
+    with engine(tmp_path, num_blocks=16) as (core, _):
+        with unhurried(core) as let_go:
+            add(core, "handoff", [1, 2, 3], mode=m.RequestMode.PREFILL)
+            for number in range(5):
+                add(core, str(number), [number] * 30, max_tokens=8)
+                for _ in range(20):
+                    core.step()
+                    assert core.scheduler.check_integrity() == []
+            assert core.blocks.unstored is not None
+            num_waiting = core.load.num_unstored_blocks
+            assert num_waiting <= 16
+            assert core.blocks.unstored.num_dropped == 5 * 9 - num_waiting
+            let_go()
+        run(core)
+        assert core.load.num_unstored_blocks == 0
+
+
+def test_a_store_that_takes_nothing_disturbs_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with engine(tmp_path) as (core, _):
+        poll = core._connector.poll
+        core._connector.poll = lambda: [  # type: ignore[method-assign]
+            replace(result, ref=None, error="no space left on device") for result in poll()
+        ]
+        add(core, "a", PROMPT, max_tokens=11)
+        assert tokens_of(run(core))["a"] == reference(PROMPT, 11)
+        assert core.blocks.unstored is not None
+        assert core.blocks.unstored.num_dropped >= 10  # the prompt's are offered a second time
+        assert_idle(core)
+    assert "the store does not take computed KV" in caplog.text
+
+
+def test_a_store_beside_another_connector(tmp_path: Path) -> None:
+    """A prefill hands over through its connector and leaves its blocks in the store all the same."""
+    for mode in (m.RequestMode.PREFILL, m.RequestMode.LOCAL):
+        handoff = MemoryConnector(ConnectorConfig(epoch="e", worker_id="w"))
+        store = SharedStorageConnector(ConnectorConfig(kv_dir=str(tmp_path), epoch="e", worker_id="w"))
+        core, runner = make_core(connector=handoff, store=store)
+        try:
+            add(core, "a", PROMPT, params=SamplingParams(temperature=0, max_tokens=2), mode=mode)
+            events = run(core)
+            published = [ref for event in events if isinstance(event, m.BlocksPublished) for ref in event.blocks]
+            if mode is m.RequestMode.PREFILL:
+                assert [ref.index for ref in published] == list(range(8))
+                assert {ref.peer for ref in published} == {"w"}
+                assert runner.num_tokens_per_step[0] == 30
+            else:
+                assert runner.num_tokens_per_step[0] == 2
+            core.handle(m.Release("a"))
+            run(core)
+            assert_idle(core)
+        finally:
+            core.close()
+
+
+@contextmanager
+def unhurried(core: EngineCore) -> Iterator[Callable[[], None]]:
+    """The connector keeps all results to itself until it is let go."""
+    connector = core._connector
+    poll = connector.poll
+    connector.poll = list  # type: ignore[method-assign]
+
+    def let_go() -> None:
+        connector.poll = poll  # type: ignore[method-assign]
+
+    yield let_go
+
+
+def record_writes(core: EngineCore) -> list[int]:
+    """Indexes of the blocks that go to the store from here on."""
+    written: list[int] = []
+    write = core._transfers.write
+
+    def recorded(blocks: Sequence[LocalBlock]) -> None:
+        written.extend(block.index for block in blocks)
+        write(blocks)
+
+    core._transfers.write = recorded  # type: ignore[method-assign]
+    return written

@@ -1,0 +1,65 @@
+"""What any worker computed is a hit on any other, and after all of them have been started again."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from baton.report import Result
+from tests.integration.prompts import BY_NAME
+from tests.integration.reference import Expected
+from tests.integration.stack import START_TIMEOUT_S, Fleet, Member, running, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+FIRST = BY_NAME["ledger-250"]
+BLOCK_SIZE = 16
+
+
+def ask(fleet: Fleet, token_ids: list[int], max_tokens: int, salt: str = "") -> Result:
+    with fleet.client() as client:
+        return client.generate(token_ids, temperature=0.0, max_tokens=max_tokens, cache_salt=salt).result()
+
+
+def end(member: Member) -> None:
+    """SIGTERM: what it computed is stored when it has ended."""
+    member.process.popen.send_signal(signal.SIGTERM)
+    assert member.process.popen.wait(120) == 0, member.process.tail()
+
+
+def test_a_second_turn_is_a_hit_wherever_it_lands(
+    model_dir: Path, tmp_path: Path, expected: dict[str, Expected]
+) -> None:
+    first = expected[FIRST.name]
+    fleet = Fleet(tmp_path, prefill=1, decode=2)
+    with running(fleet):
+        answer = ask(fleet, first.prompt_token_ids, FIRST.max_tokens)
+        assert first.explain(answer.token_ids) == ""
+        # The KV of an answer's last token is never computed.
+        turn = [*first.prompt_token_ids, *answer.token_ids]
+        num_stored = (len(turn) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        second_turn = [*turn, *first.prompt_token_ids[:40]]
+
+        one = fleet.member(answer.report.decode_worker)
+        end(one)
+        elsewhere = ask(fleet, second_turn, 8)
+        assert elsewhere.report.decode_worker != one.address
+        assert elsewhere.usage.cached_tokens == num_stored
+
+        for member in list(fleet.members):
+            if member is not one:
+                end(member)
+            fleet.restart(member)
+        wait_for("every worker is ready", fleet.all_ready, START_TIMEOUT_S)
+        # The second turn itself has been stored too, so another one that goes on from the first is asked.
+        third = ask(fleet, [*turn, *range(100, 140)], 8)
+        assert third.usage.cached_tokens == num_stored
+        again = ask(fleet, second_turn, 8)
+        assert again.token_ids == elsewhere.token_ids
+        assert again.usage.cached_tokens == (len(second_turn) - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+        other = ask(fleet, second_turn, 8, salt="somebody else")
+        assert other.token_ids == elsewhere.token_ids
+        assert other.usage.cached_tokens == 0
