@@ -1,6 +1,7 @@
 """KV blocks through a directory that all workers share: a local disk, tmpfs, or any POSIX file system.
 
-The engine's thread only queues; a few threads do the I/O, in slices of several blocks, and report slice by slice.
+The engine's thread only queues; a few threads do the I/O, in slices of several blocks, and report slice by slice. A
+slice that is published is one run file.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import ClassVar
 
 import torch
 
-from common.errors import TransferError
+from common.errors import StartupError, TransferError
 from common.types import KVCacheSpec
 from kv_store.base import (
     BlockRef,
@@ -25,14 +26,17 @@ from kv_store.base import (
     TransferKind,
     TransferResult,
 )
-from kv_store.block_files import BlockFiles, prepare_directory
+from kv_store.block_files import BlockData, BlockFiles, prepare_directory
 from kv_store.cache_view import CacheView, Staging
 from kv_store.fair_queue import FairQueue
+from kv_store.file_clock import FileClock
 from kv_store.results import ResultQueue
+from kv_store.run_file import MAX_BLOCKS
+from kv_store.store_layout import writer_id
 
 log = logging.getLogger(__name__)
 
-SLICE_BYTES = 4 << 20  # work of one turn: long enough to amortise the queue, short enough to report early
+SLICE_BYTES = 8 << 20  # of one turn, and so of a run: large enough for the disk, small enough to report early
 _JOIN_TIMEOUT_S = 5.0  # of close(): a thread that hangs in a dead network file system is left behind
 
 
@@ -57,14 +61,18 @@ class SharedStorageConnector(KVConnector):
     def __init__(self, config: ConnectorConfig) -> None:
         self._config = config
         self._kv_dir = prepare_directory(config.kv_dir)
+        try:
+            self._clock = FileClock(self._kv_dir, writer_id())
+        except OSError as error:
+            raise StartupError(f"kv_dir: cannot use {config.kv_dir!r}: {error.strerror or error}") from error
         self._queue: FairQueue[_Job, LocalBlock] = FairQueue()
         self._threads: list[threading.Thread] = []
 
     def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
         self._view = CacheView(cache, spec)
-        self._files = BlockFiles(self._kv_dir, spec)
+        self._files = BlockFiles(self._kv_dir, spec, self._clock)
         self._results = ResultQueue(wake)
-        self._slice_blocks = max(1, SLICE_BYTES // spec.block_bytes)
+        self._slice_blocks = min(max(1, SLICE_BYTES // spec.block_bytes), MAX_BLOCKS)
         for number in range(self._config.num_io_threads):
             thread = threading.Thread(target=self._run, name=f"kv-io-{number}", args=(number == 0,), daemon=True)
             thread.start()
@@ -127,31 +135,33 @@ class SharedStorageConnector(KVConnector):
             self._results.add(results)
 
     def _write(self, job: _Job, blocks: list[LocalBlock], staging: Staging) -> list[TransferResult]:
+        data = staging.load([block.block_id for block in blocks], job.after)
+        outcomes = self._files.write(
+            [BlockData(block.block_hash, block.index, memory) for block, memory in zip(blocks, data, strict=True)]
+        )
         results: list[TransferResult] = []
-        for block, data in zip(blocks, staging.load([block.block_id for block in blocks], job.after), strict=True):
-            try:
-                num_bytes = self._files.write(block.block_hash, data)
-            except TransferError as error:
-                results.append(_result(job, block, error=error.message))
+        for block, outcome in zip(blocks, outcomes, strict=True):
+            if isinstance(outcome, TransferError):
+                results.append(_result(job, block, error=outcome.message))
             else:
                 ref = BlockRef(index=block.index, block_hash=block.block_hash)
-                results.append(_result(job, block, ref=ref, num_bytes=num_bytes))
+                results.append(_result(job, block, ref=ref, num_bytes=outcome))
         return results
 
     def _read(self, job: _Job, blocks: list[LocalBlock], staging: Staging) -> list[TransferResult]:
+        if job.deadline is not None and time.monotonic() > job.deadline:
+            error = f"not read within {self._config.transfer_timeout_s} s"
+            return [_result(job, block, error=error) for block in blocks]
         block_ids = [block.block_id for block in blocks]
-        results: list[TransferResult] = []
-        for block, buffer in zip(blocks, staging.buffers(block_ids), strict=True):
-            try:
-                if job.deadline is not None and time.monotonic() > job.deadline:
-                    raise TransferError(f"not read within {self._config.transfer_timeout_s} s")
-                self._files.read(block.block_hash, buffer)
-            except TransferError as error:
-                results.append(_result(job, block, error=error.message))
-            else:
-                results.append(_result(job, block, num_bytes=self._view.block_bytes))
-        staging.store(block_ids, [result.error is None for result in results], job.after)
-        return results
+        buffers = staging.buffers(block_ids)
+        outcomes = self._files.read([(block.block_hash, buffer) for block, buffer in zip(blocks, buffers, strict=True)])
+        staging.store(block_ids, [error is None for error in outcomes], job.after)
+        return [
+            _result(job, block, num_bytes=self._view.block_bytes)
+            if error is None
+            else _result(job, block, error=error.message)
+            for block, error in zip(blocks, outcomes, strict=True)
+        ]
 
     def _clean_up(self) -> None:
         try:

@@ -1,0 +1,53 @@
+"""What the tests of stores share: files of one directory, and blocks whose bytes follow from their number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.errors import TransferError
+from common.types import KVCacheSpec
+from kv_store.block_files import BlockData, BlockFiles
+from kv_store.file_clock import FileClock
+from tests.kv_store.conformance import SPEC, name_of
+
+
+def files_of(kv_dir: Path, spec: KVCacheSpec = SPEC) -> BlockFiles:
+    return BlockFiles(kv_dir, spec, FileClock(kv_dir.parent, "test"))
+
+
+def path_of(kv_dir: Path, block_hash: bytes) -> Path:
+    """The block's name in the store."""
+    return Path(files_of(kv_dir).layout.block(block_hash))
+
+
+def runs_of(kv_dir: Path) -> list[Path]:
+    return sorted(Path(files_of(kv_dir).layout.runs).iterdir())
+
+
+def data_of(number: int, spec: KVCacheSpec = SPEC) -> memoryview:
+    return memoryview(number.to_bytes(4, "big") * (spec.block_bytes // 4))
+
+
+def write(files: BlockFiles, numbers: Sequence[int]) -> list[int | str]:
+    """One run. Bytes written, or why they could not be, for each block."""
+    outcomes = files.write([BlockData(name_of(number), number, data_of(number)) for number in numbers])
+    return [outcome.message if isinstance(outcome, TransferError) else outcome for outcome in outcomes]
+
+
+def read(files: BlockFiles, numbers: Sequence[int]) -> list[str | None]:
+    """Why each block could not be read. What was read is compared with what it has to be."""
+    buffers = [memoryview(bytearray(SPEC.block_bytes)) for _ in numbers]
+    errors = files.read([(name_of(number), buffer) for number, buffer in zip(numbers, buffers, strict=True)])
+    for number, buffer, error in zip(numbers, buffers, errors, strict=True):
+        assert error is not None or buffer == data_of(number), f"wrong bytes of {number}"
+    return [error.message if error else None for error in errors]
+
+
+def flip(path: Path, offset: int) -> None:
+    """Flips one bit of a file in place, as a bad disk does."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
