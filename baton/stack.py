@@ -34,7 +34,7 @@ from baton.settings import PREFIX, did_you_mean, to_flags
 from common.config import RouterSettings, Settings, UpSettings, WorkerSettings
 from common.errors import BatonError, ConfigError, StartupError
 from common.types import WorkerState
-from kv_store.registry import connector_names
+from kv_store.registry import check_store, connector_names
 
 log = logging.getLogger(__name__)
 
@@ -209,10 +209,15 @@ def check(settings: UpSettings) -> None:
     if settings.connector not in connector_names():
         hint = did_you_mean(settings.connector, connector_names())
         raise ConfigError("--connector", f"{settings.connector!r} is not one of {', '.join(connector_names())}{hint}")
-    if settings.connector == "lmcache" and settings.lmcache_address is None:
+    check_store(settings.connector, settings.store, "--store")
+    if _starts_lmcache(settings):
         lmcache_server.executable()
     if settings.decode + settings.both == 0:
         raise ConfigError("--decode", "a stack needs at least one decode worker or one with --both roles")
+
+
+def _starts_lmcache(settings: UpSettings) -> bool:
+    return "lmcache" in (settings.connector, settings.store) and settings.lmcache_address is None
 
 
 def plan(settings: UpSettings, kv_dir: Path) -> Stack:
@@ -227,7 +232,7 @@ def plan(settings: UpSettings, kv_dir: Path) -> Stack:
     if settings.device == "cuda":  # all workers are on the same device, so each gets its share of it
         shared["memory_utilization"] = settings.memory_utilization / len(roles)
     commands: dict[str, list[str]] = {}
-    if settings.connector == "lmcache" and settings.lmcache_address is None:
+    if _starts_lmcache(settings):
         shared["lmcache_address"] = lmcache_address
         files = kv_dir if settings.kv_dir is not None else None
         commands[_LMCACHE] = lmcache_server.wrapper(lmcache_address, settings.lmcache_size_gb, files)

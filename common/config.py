@@ -86,6 +86,10 @@ class ConnectorSettings(Settings):
         "shared_storage",
         description="how KV blocks move: shared_storage (files), nixl (memory to memory) or lmcache (a server)",
     )
+    store: str = Field(
+        "",
+        description="keeps computed KV for all workers, beside a connector that is no store: shared_storage or lmcache",
+    )
     kv_dir: str | None = Field(
         None, description="shared_storage: directory that all workers share; lmcache: where `baton up` keeps files"
     )

@@ -98,23 +98,22 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     from engine.core import EngineCore
     from engine.model_runner import ModelRunner
     from kv_store.base import ConnectorConfig
-    from kv_store.registry import create_connector
+    from kv_store.registry import create_connector, create_store
 
     wakeup = Wakeup()
-    connector = create_connector(
-        settings.connector,
-        ConnectorConfig(
-            kv_dir=settings.kv_dir or "",
-            lmcache_address=settings.lmcache_address or "",
-            epoch=bootstrap.epoch,
-            worker_id=bootstrap.worker_id,
-            transfer_timeout_s=settings.transfer_timeout_s,
-            verify_checksums=settings.verify_checksums,
-        ),
+    config = ConnectorConfig(
+        kv_dir=settings.kv_dir or "",
+        lmcache_address=settings.lmcache_address or "",
+        epoch=bootstrap.epoch,
+        worker_id=bootstrap.worker_id,
+        transfer_timeout_s=settings.transfer_timeout_s,
+        verify_checksums=settings.verify_checksums,
     )
+    connector = create_connector(settings.connector, config)
+    store = create_store(settings.connector, settings.store, config)
     runner = ModelRunner(Path(bootstrap.model_dir), settings)
     runner.warm_up()
-    core = EngineCore(settings, runner, connector, time.monotonic, wakeup.set)
+    core = EngineCore(settings, runner, connector, time.monotonic, wakeup.set, store)
     socket.send(m.encode([core.ready()]))
     loop = _Loop(core, socket, wakeup)
     while True:

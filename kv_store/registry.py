@@ -13,10 +13,25 @@ _CONNECTORS = {
     "nixl": "kv_store.nixl:NixlConnector",
     "shared_storage": "kv_store.shared_storage:SharedStorageConnector",
 }
+_STORES = ("lmcache", "shared_storage")  # `is_store`, known without loading them
 
 
 def connector_names() -> list[str]:
     return sorted(_CONNECTORS)
+
+
+def check_store(connector: str, store: str, key: str = "store") -> None:
+    """Raises `ConfigError` for `key` where `store` cannot stand beside `connector`; empty is none beside it."""
+    if store and store not in _STORES:
+        raise ConfigError(key, f"{store!r} is not one of {', '.join(_STORES)}")
+    if store and connector in _STORES and store != connector:
+        raise ConfigError(key, f"connector {connector} is a store itself; take nixl to have {store} beside it")
+
+
+def create_store(connector: str, store: str, config: ConnectorConfig) -> KVConnector | None:
+    """The store beside `connector`; None where there is none, or `connector` is it. Raises as `create_connector`."""
+    check_store(connector, store)
+    return create_connector(store, config) if store and store != connector else None
 
 
 def create_connector(name: str, config: ConnectorConfig) -> KVConnector:

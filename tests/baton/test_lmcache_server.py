@@ -44,6 +44,11 @@ def test_a_server_that_runs_already_is_used() -> None:
     assert address_of(commands["decode-1"]) == "127.0.0.1:5555"
 
 
+def test_a_server_may_be_the_store_beside_another_connector() -> None:
+    commands = stack.plan(UpSettings(connector="nixl", store="lmcache"), Path("/kv")).commands
+    assert address_of(commands["decode-1"]) in commands["lmcache"]
+
+
 def test_other_connectors_need_no_server() -> None:
     assert "lmcache" not in stack.plan(UpSettings(), Path("/kv")).commands
 

@@ -81,7 +81,13 @@ def test_what_makes_no_stack() -> None:
         stack.check(UpSettings(prefill=1, decode=0))
     with pytest.raises(ConfigError, match=r"^--connector: 'postal' is not one of "):
         stack.check(UpSettings(connector="postal"))
+    with pytest.raises(ConfigError, match=r"^--store: 'nixl' is not one of lmcache, shared_storage$"):
+        stack.check(UpSettings(connector="nixl", store="nixl"))
+    with pytest.raises(ConfigError, match=r"^--store: connector shared_storage is a store itself"):
+        stack.check(UpSettings(store="lmcache", lmcache_address="127.0.0.1:1"))
     stack.check(UpSettings(prefill=0, decode=0, both=1))
+    stack.check(UpSettings(connector="nixl", store="shared_storage"))
+    stack.check(UpSettings(store="shared_storage"))
 
 
 def test_given_kv_directory_is_made_and_kept(tmp_path: Path) -> None:

@@ -146,6 +146,15 @@ def test_model_and_kv_go_where_they_are_mounted() -> None:
     assert claim["spec"] == {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "5Gi"}}}
 
 
+def test_a_store_beside_nixl_has_its_volume() -> None:
+    objects = render({"kv.store": "shared_storage"})
+    settings = settings_of(objects, "demo-baton-prefill")
+    assert (settings["connector"], settings["store"], settings["kv_dir"]) == ("nixl", "shared_storage", "/kv/blocks")
+    mounts = {mount["name"] for mount in pod_spec(objects, "demo-baton-prefill")["containers"][0]["volumeMounts"]}
+    assert "kv" in mounts
+    find(objects, "PersistentVolumeClaim", "demo-baton-kv")
+
+
 def test_devices_are_requested_and_limited_alike() -> None:
     objects = render({"decode.gpus": 2, "decode.rdma": {"devices": 1, "resource": "rdma/ib", "ipcLock": True}})
     (container,) = pod_spec(objects, "demo-baton-decode")["containers"]

@@ -38,8 +38,8 @@ def test_settings_are_offered_unless_the_chart_decides_them() -> None:
     definitions = values_schema.values_schema()["definitions"]
     worker = set(definitions["workerSettings"]["properties"]) | set(definitions["connectorSettings"]["properties"])
     assert set(WorkerSettings.model_fields) - worker == {
-        "listen", "advertise", "drain_timeout", "metrics_port", "connector", "kv_dir", "model", "served_model_name",
-        "log_level", "log_format",
+        "listen", "advertise", "drain_timeout", "metrics_port", "connector", "store", "kv_dir", "model",
+        "served_model_name", "log_level", "log_format",
     }  # fmt: skip
     router = set(definitions["routerSettings"]["properties"])
     assert set(RouterSettings.model_fields) - router == {

@@ -21,7 +21,7 @@ PATH = Path(__file__).parents[2] / "helm" / "values.schema.json"
 # What the chart itself decides, from other values.
 _OWNED = {
     "log_level", "log_format", "listen", "advertise", "drain_timeout", "metrics_port", "http_listen", "grpc_listen",
-    "prefill", "decode", "routers", "connector", "kv_dir", "model", "served_model_name",
+    "prefill", "decode", "routers", "connector", "store", "kv_dir", "model", "served_model_name",
     "external_metrics_listen", "external_metrics_service", "keda_listen", "namespace", "leader_elect", "lease_name",
     "apply", "prefill_workload", "decode_workload", "deletion_costs", "tls_cert", "tls_key",
     "prefill_min", "prefill_max", "decode_min", "decode_max", "target_queued_tokens", "target_prefill_rate",
@@ -180,6 +180,7 @@ def values_schema() -> Schema:
         ),
         kv=obj(
             connector=one_of("nixl", "shared_storage", "lmcache"),
+            store=one_of("", "shared_storage", "lmcache"),
             settings=ref("connectorSettings"),
             sharedStorage=obj(
                 type=one_of("pvc", "existingClaim", "hostPath"),

@@ -16,7 +16,8 @@
 {{- $_ := set $settings "drain_timeout" .values.drainTimeoutSeconds -}}
 {{- $_ := set $settings "metrics_port" $root.Values.metrics.workerPort -}}
 {{- $_ := set $settings "connector" $root.Values.kv.connector -}}
-{{- if eq $root.Values.kv.connector "shared_storage" }}{{- $_ := set $settings "kv_dir" "/kv/blocks" }}{{ end -}}
+{{- with $root.Values.kv.store }}{{- $_ := set $settings "store" . }}{{ end -}}
+{{- if has "shared_storage" (list $root.Values.kv.connector $root.Values.kv.store) }}{{- $_ := set $settings "kv_dir" "/kv/blocks" }}{{ end -}}
 {{- if eq $model.volume.type "none" -}}
 {{- $_ := set $settings "model" $model.name -}}
 {{- else -}}
@@ -141,7 +142,7 @@ containers:
       {{- include "baton.mounts" . | nindent 6 }}
       - name: shm
         mountPath: /dev/shm
-      {{- if eq $root.Values.kv.connector "shared_storage" }}
+      {{- if has "shared_storage" (list $root.Values.kv.connector $root.Values.kv.store) }}
       - name: kv
         mountPath: /kv
       {{- end }}
@@ -159,7 +160,7 @@ volumes:
     emptyDir:
       medium: Memory
       sizeLimit: {{ $values.shmSize }}
-  {{- if eq $root.Values.kv.connector "shared_storage" }}
+  {{- if has "shared_storage" (list $root.Values.kv.connector $root.Values.kv.store) }}
   - name: kv
     {{- include "baton.kvVolume" $root | nindent 4 }}
   {{- end }}
