@@ -123,24 +123,27 @@ class Cluster:
         )
 
     async def write_lease(self, name: str, lease: Lease) -> bool:
-        """Creates it, or replaces the version that `lease` names. False where somebody else was faster."""
-        body: Json = {
-            "apiVersion": "coordination.k8s.io/v1",
-            "kind": "Lease",
-            "metadata": {"name": name, "namespace": self.namespace},
-            "spec": {
-                "holderIdentity": lease.holder,
-                "renewTime": lease.renewed,
-                "leaseDurationSeconds": lease.duration_s,
-                "leaseTransitions": lease.transitions,
-            },
+        """Creates it, or changes the version that `lease` names. False where somebody else was faster."""
+        spec: Json = {
+            "holderIdentity": lease.holder,
+            "renewTime": lease.renewed,
+            "leaseDurationSeconds": lease.duration_s,
+            "leaseTransitions": lease.transitions,
         }
         try:
             if lease.version is None:
+                metadata: Json = {"name": name, "namespace": self.namespace}
+                body: Json = {
+                    "apiVersion": "coordination.k8s.io/v1",
+                    "kind": "Lease",
+                    "metadata": metadata,
+                    "spec": spec,
+                }
                 await self._api.request("POST", self._leases, body=body)
             else:
-                body["metadata"]["resourceVersion"] = lease.version
-                await self._api.request("PUT", f"{self._leases}/{name}", body=body)
+                # Not replaced: whoever made it, as the chart does, has labels on it.
+                metadata = {"resourceVersion": lease.version}
+                await self._api.patch(f"{self._leases}/{name}", {"metadata": metadata, "spec": spec})
         except KubernetesError as error:
             if error.status == CONFLICT:
                 return False

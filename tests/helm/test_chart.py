@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not installed")
 KUBERNETES = ("1.31.0", "1.34.0", "1.37.0")
 FILES = (None, "values-laptop.yaml", "values-gpu-fleet.yaml")
 GOLDEN = Path(__file__).parent / "golden"
+ROLES = ("prefill", "decode")
 CUSTOM = {
     "ServiceMonitor", "PodMonitor", "ScaledObject", "LeaderWorkerSet",
     "Certificate", "Issuer", "HTTPRoute", "GRPCRoute",
@@ -105,6 +106,26 @@ def test_what_a_value_needs_is_asked_for_by_name(values: dict[str, object], name
 def test_scaling_to_zero_is_taken_where_it_is_possible(mode: str) -> None:
     objects = render({"autoscaling.mode": mode, "prefill.autoscaling.minReplicas": 0})
     assert settings_of(objects, "demo-baton-autoscaler")["prefill_min"] == 0
+
+
+@pytest.mark.parametrize(
+    "values, wait",
+    [
+        ({}, None),
+        ({"decode.autoscaling.minReplicas": 0}, 600),
+        ({"decode.autoscaling.minReplicas": 0, "decode.startupTimeoutSeconds": 90}, 600),  # prefill's start
+        (
+            {"prefill.autoscaling.minReplicas": 0, **{f"{role}.startupTimeoutSeconds": 90 for role in ROLES}},
+            90,
+        ),
+        ({"decode.autoscaling.minReplicas": 0, "router.settings": {"worker_wait": 5}}, 5),
+        ({"decode.autoscaling.minReplicas": 0, "autoscaling.mode": "none"}, None),
+    ],
+)
+def test_routers_wait_for_workers_where_there_may_be_none(values: dict[str, object], wait: int | None) -> None:
+    """By default as long as a worker may take to start, or a request to be answered."""
+    objects = render({"autoscaling.mode": "keda", **values})
+    assert settings_of(objects, "demo-baton-router").get("worker_wait") == wait
 
 
 # ------------------------------------------------------------------------------------------- the processes
@@ -319,8 +340,7 @@ def test_permissions_are_these_and_no_more(mode: str) -> None:
     if mode != "none":
         expected["Role/demo-baton-autoscaler"] = [
             "list watch endpointslices",
-            "create leases",
-            "get update leases demo-baton-autoscaler",
+            "get patch leases demo-baton-autoscaler",
             "patch pods",
         ]
     if mode == "planner":
@@ -330,6 +350,14 @@ def test_permissions_are_these_and_no_more(mode: str) -> None:
     if mode == "external-metrics":
         expected["ClusterRole/demo-baton-autoscaler-prod"] = ["get patch apiservices v1beta1.external.metrics.k8s.io"]
     assert rules == expected
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_lease_belongs_to_the_release(mode: str) -> None:
+    """Else it would stay when the release goes, and autoscalers would need the right to create leases."""
+    objects = render({"autoscaling.mode": mode})
+    leases = [one["metadata"]["name"] for one in objects if one["kind"] == "Lease"]
+    assert leases == ([] if mode == "none" else [settings_of(objects, "demo-baton-autoscaler")["lease_name"]])
 
 
 def test_workers_are_reached_by_router_autoscaler_and_each_other_only() -> None:

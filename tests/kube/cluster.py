@@ -14,13 +14,16 @@ enforced network policies, load balancers, a storage provisioner.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import signal
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
+from typing import IO
 
 from tests.kube import certificates, images
 from tests.kube.control_plane import BINARIES, NODE_ADDRESS, ControlPlane, assets, tool
@@ -49,12 +52,17 @@ def why_not() -> str:
 
 
 class Cluster(ControlPlane):
-    """Ready when entered: its node runs pods, and names of Services resolve in them."""
+    """Ready when entered: its node runs pods, and names of Services resolve in them.
 
-    def __init__(self, folder: Path) -> None:
+    `store` keeps the node's images for the next cluster: to unpack gigabytes and to remove them takes minutes. One
+    cluster at a time can use it.
+    """
+
+    def __init__(self, folder: Path, store: Path | None = None) -> None:
         if reason := why_not():
             raise RuntimeError(reason)
         folder.mkdir(parents=True, exist_ok=True)
+        self._store, self._lock = _locked(store) if store else (None, None)
         namespaces = Namespaces(folder)
         super().__init__(folder, namespaces)
         self._forwarder = Forwarder(namespaces.target)
@@ -92,6 +100,8 @@ class Cluster(ControlPlane):
         self.namespaces.close()
         # What the node's processes had mounted went with their mount namespace.
         shutil.rmtree(self.folder / "containerd", ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
 
     def make_certificates(self) -> None:
         super().make_certificates()
@@ -108,14 +118,30 @@ class Cluster(ControlPlane):
     # ------------------------------------------------------------------------------------------------- node
 
     def load_image(self, archive: Path) -> None:
-        """Imports a docker or OCI archive into the node."""
-        assert self.namespaces is not None
-        self.namespaces.shell(f"{self._binaries}/ctr -a {self._socket} -n k8s.io images import {archive}")
+        """Imports a docker archive into the node, unless its store has the image already."""
+        with tarfile.open(archive) as tar:
+            manifest = tar.extractfile("manifest.json")
+            assert manifest is not None
+            content = manifest.read()
+        tags = ",".join(json.loads(content)[0]["RepoTags"])
+        loaded = self._root / "loaded" / tags.replace("/", "_")
+        if not loaded.exists() or loaded.read_bytes() != content:
+            self.ctr(f"images import {archive}")
+            loaded.parent.mkdir(exist_ok=True)
+            loaded.write_bytes(content)
 
     def kill_container(self, container_id: str) -> None:
         """SIGKILL to its first process, as the kernel does when memory runs out."""
+        self.ctr(f"task kill -s SIGKILL {container_id}")
+
+    def ctr(self, command: str) -> str:
+        """containerd's own command line, in the namespace that the kubelet uses."""
         assert self.namespaces is not None
-        self.namespaces.shell(f"{self._binaries}/ctr -a {self._socket} -n k8s.io task kill -s SIGKILL {container_id}")
+        return self.namespaces.shell(f"{self._binaries}/ctr -a {self._socket} -n k8s.io {command}")
+
+    @property
+    def _root(self) -> Path:
+        return self._store or self.folder / "containerd" / "root"
 
     @property
     def _socket(self) -> Path:
@@ -165,7 +191,7 @@ class Cluster(ControlPlane):
         config.write_text(
             f"""
 version = 3
-root = "{folder}/containerd/root"
+root = "{self._root}"
 state = "{folder}/containerd/state"
 [grpc]
   address = "{self._socket}"
@@ -182,8 +208,26 @@ state = "{folder}/containerd/state"
   SystemdCgroup = false
 """
         )
+        self._spawn_containerd(config)
+        if self._forget_containers():
+            # It has read of them, and would tell the kubelet.
+            self.processes["containerd"].kill()
+            self._socket.unlink()
+            self._spawn_containerd(config)
+
+    def _spawn_containerd(self, config: Path) -> None:
         process = self.spawn("containerd", "containerd", "--config", str(config))
-        wait_until("containerd", self._socket.exists, 30, [process])
+        wait_until("containerd", self._socket.exists, 60, [process])
+
+    def _forget_containers(self) -> bool:
+        """Removes what an earlier cluster has left in the store. Its processes ended with it."""
+        found = False
+        for kind in ("containers", "sandboxes"):
+            _, *rows = self.ctr(f"{kind} list").splitlines()
+            if old := [row.split()[0] for row in rows if row.strip()]:
+                self.ctr(f"{kind} rm {' '.join(old)}")
+                found = True
+        return found
 
     def start_kubelet(self) -> None:
         """Also restarts one that was killed."""
@@ -229,6 +273,18 @@ state = "{folder}/containerd/state"
             "--proxy-mode", "iptables", "--cluster-cidr", POD_RANGE, "--conntrack-max-per-core", "0",
             "--healthz-bind-address", "127.0.0.1:20256", "--metrics-bind-address", "127.0.0.1:20249",
         )  # fmt: skip
+
+
+def _locked(store: Path) -> tuple[Path | None, IO[bytes] | None]:
+    """The folder and what holds its lock, or nothing where another cluster uses it."""
+    store.mkdir(parents=True, exist_ok=True)
+    lock = (store.parent / f"{store.name}.lock").open("wb")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None, None
+    return store, lock
 
 
 def _coredns() -> str:
@@ -303,7 +359,7 @@ def main() -> int:
         print("building images", file=sys.stderr, flush=True)
         archives = [images.archive(name) for name in ("router", "cpu")]
         print("starting the cluster", file=sys.stderr, flush=True)
-        with Cluster(Path(folder)) as cluster:
+        with Cluster(Path(folder), images.FOLDER / "node") as cluster:
             for archive in archives:
                 cluster.load_image(archive)
             print("installing Baton", file=sys.stderr, flush=True)

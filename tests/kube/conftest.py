@@ -51,13 +51,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster | User
     if reason := local.why_not() or images.why_not():
         pytest.skip(reason)
     archives = [images.archive(name) for name in ("router", "cpu")]
-    with Cluster(tmp_path_factory.mktemp("cluster")) as ours:
+    with Cluster(tmp_path_factory.mktemp("cluster"), images.FOLDER / "node") as ours:
         for archive in archives:
             ours.load_image(archive)
         yield ours
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def local_cluster(cluster: Cluster | UserCluster) -> Cluster:
     """For tests that do what nobody may do to a user's cluster: kill containers, the kubelet, the API server."""
     if not isinstance(cluster, Cluster):

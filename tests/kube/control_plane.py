@@ -10,6 +10,7 @@ KUBEBUILDER_ASSETS, as other test tools find them.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -21,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from tests.kube import certificates
+from tests.kube import audit, certificates
 from tests.kube.processes import Namespaces, Process, wait_until
 
 ASSETS_VARIABLE = "KUBEBUILDER_ASSETS"
@@ -88,13 +89,14 @@ class Kubectl:
 
 class ControlPlane(Kubectl):
     """Ready when entered. `kubeconfig` is an administrator's; certificates lie in `certs`, among them front-ca.crt,
-    which the aggregator's client certificate (front-proxy-client) is signed by."""
+    which the aggregator's client certificate (front-proxy-client) is signed by. `audit_log`: see audit.py."""
 
     def __init__(self, folder: Path, namespaces: Namespaces | None = None) -> None:
         reason = why_not()
         if reason:
             raise RuntimeError(reason)
         self.folder, self.certs, self.logs = folder, folder / "certs", folder / "logs"
+        self.audit_log = self.logs / "audit.log"
         self.namespaces = namespaces
         super().__init__(folder / "admin.kubeconfig")
         self.processes: dict[str, Process] = {}
@@ -185,6 +187,8 @@ class ControlPlane(Kubectl):
     def start_api_server(self) -> None:
         """Also restarts one that was killed."""
         certs, in_namespaces = self.certs, self.namespaces is not None
+        policy = self.folder / "audit-policy.json"
+        policy.write_text(json.dumps(audit.policy()))
         flags = {
             "etcd-servers": f"http://127.0.0.1:{self.ports['etcd']}",
             "bind-address": "0.0.0.0" if in_namespaces else "127.0.0.1",
@@ -210,6 +214,8 @@ class ControlPlane(Kubectl):
             "requestheader-username-headers": "X-Remote-User",
             "proxy-client-cert-file": certs / "front-proxy.crt",
             "proxy-client-key-file": certs / "front-proxy.key",
+            "audit-policy-file": policy,
+            "audit-log-path": self.audit_log,
         }
         process = self.spawn("kube-apiserver", "kube-apiserver", *_flags(flags))
         wait_until("the API server", self._answers, 90, [process, self.processes["etcd"]])

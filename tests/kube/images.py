@@ -11,6 +11,8 @@ import struct
 import subprocess
 import sys
 import tarfile
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -18,11 +20,11 @@ FOLDER = ROOT / "build" / "images"
 TAG = "dev"
 PAUSE = "registry.local/pause:1"
 COREDNS = "registry.local/coredns:1"
-_SOURCES = (
+_PACKAGES = (
     "baton", "bench", "common", "decode_service", "engine", "kv_store", "prefill_service", "protos", "router", "worker",
-    "images", "pyproject.toml", "constraints.txt",
 )  # fmt: skip
-_SUFFIXES = {".py", ".pyi", ".proto", ".toml", ".txt", ".router", ".cpu", ".cpp", ""}
+_SUFFIXES = {".py", ".pyi", ".proto", ".cpp", ".typed"}  # what of them is installed; see pyproject.toml
+_CONVERTERS = ("engine/embedded_model.py", "engine/gguf_llama.py")  # what made the model inside
 _BASE = "docker.io/library/python:{}-slim-bookworm"
 
 
@@ -32,41 +34,79 @@ def why_not() -> str:
 
 
 def archive(name: str) -> Path:
-    """An image archive of `router` or `cpu`, tagged `baton-NAME:dev`; built where the sources have changed.
+    """An image archive of `router` or `cpu`, tagged `baton-NAME:dev`; made where the sources have changed.
 
+    Where only Baton's own code has changed, that is replaced in the image that images/build made before.
     KUBE_IMAGES names a folder with baton-NAME.tar where they are there already.
     """
     if folder := os.environ.get("KUBE_IMAGES"):
         return Path(folder) / f"baton-{name}.tar"
-    path = FOLDER / f"baton-{name}-{_sources_hash()}.tar"
+    built = _hash_of(_what_an_image_is_built_of(name))
+    path = FOLDER / f"baton-{name}-{built}-{_hash_of(_code())}.tar"
     if path.exists():
         return path
     environ = {
         **os.environ,
         "STORAGE_DRIVER": os.environ.get("STORAGE_DRIVER", "overlay"),
         "BUILDAH_ISOLATION": "chroot",  # needs no more than root in a container has
-        "BUILDER": "buildah",
-        "TAG": TAG,
-        "PYTHON": sys.executable,
-        "BUILD_OPTIONS": "--pull-never" if _make_base() else "",
     }
-    _run([str(ROOT / "images" / "build"), name], environ)
+    image, kept = f"baton-{name}:{TAG}", f"baton-{name}-built:{built}"
+    if _run_quietly(["buildah", "inspect", "--type", "image", kept], environ):
+        _replace_code(kept, image, environ)
+    else:
+        pull = "--pull-never" if _make_base() else ""
+        build = {"BUILDER": "buildah", "TAG": TAG, "PYTHON": sys.executable, "BUILD_OPTIONS": pull}
+        _run([str(ROOT / "images" / "build"), name], {**environ, **build})
+        _run(["buildah", "tag", image, kept], environ)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.unlink(missing_ok=True)
-    _run(["buildah", "push", "-q", f"baton-{name}:{TAG}", f"docker-archive:{partial}:baton-{name}:{TAG}"], environ)
+    _run(["buildah", "push", "-q", image, f"docker-archive:{partial}:{image}"], environ)
     for old in FOLDER.glob(f"baton-{name}-*.tar"):
         old.unlink()
     return partial.rename(path)
 
 
-def _sources_hash() -> str:
+def _replace_code(kept: str, image: str, environ: dict[str, str]) -> None:
+    """`image` is `kept` with the present code: a layer of a few MB, made in seconds."""
+    container = _run(["buildah", "from", "--pull-never", kept], environ).strip()
+    try:
+        [packages] = Path(_run(["buildah", "mount", container], environ).strip()).glob(
+            "opt/baton/lib/python3*/site-packages"
+        )
+        for package in _PACKAGES:
+            shutil.rmtree(packages / package, ignore_errors=True)
+        for file in _code():
+            target = packages / file.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+            target.chmod(0o644)
+        inside = [f"/opt/baton/lib/{packages.parent.name}/site-packages/{package}" for package in _PACKAGES]
+        compile_all = ["/opt/baton/bin/python", "-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash"]
+        _run(["buildah", "run", "--user", "0", container, "--", *compile_all, *inside], environ)
+        _run(["buildah", "commit", "-q", container, image], environ)
+    finally:
+        _run(["buildah", "rm", container], environ)
+
+
+def _code() -> list[Path]:
+    return sorted(file for package in _PACKAGES for file in (ROOT / package).rglob("*") if file.suffix in _SUFFIXES)
+
+
+def _what_an_image_is_built_of(name: str) -> list[Path | str]:
+    """All but the code: dependencies, entry points, the way it is built, and the model inside."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked_for = [json.dumps(project[key], sort_keys=True) for key in ("dependencies", "scripts")]
+    extras = json.dumps({key: value for key, value in project["optional-dependencies"].items() if key != "dev"})
+    files = ["constraints.txt", "images/build", f"images/Dockerfile.{name}", *_CONVERTERS]
+    return [*asked_for, extras, *(ROOT / file for file in files)]
+
+
+def _hash_of(parts: Sequence[Path | str]) -> str:
     digest = hashlib.sha256()
-    for source in _SOURCES:
-        top = ROOT / source
-        files = sorted(top.rglob("*")) if top.is_dir() else [top]
-        for file in files:
-            if file.is_file() and file.suffix in _SUFFIXES:
-                digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
+    for part in parts:
+        content = part.encode() if isinstance(part, str) else f"{part.relative_to(ROOT)}\0".encode() + part.read_bytes()
+        digest.update(content)
     return digest.hexdigest()[:12]
 
 
@@ -95,10 +135,12 @@ def _make_base() -> bool:
     return True
 
 
-def _run(command: list[str], environ: dict[str, str]) -> None:
+def _run(command: list[str], environ: dict[str, str]) -> str:
+    """Standard output. Raises RuntimeError where it fails."""
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+    return done.stdout
 
 
 def _run_quietly(command: list[str], environ: dict[str, str]) -> bool:

@@ -8,6 +8,8 @@ import time
 import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -107,3 +109,31 @@ class Load:
                 except BatonError as error:
                     self.failures.append(f"gRPC: {error.grpc_code}: {error.message}")
                     time.sleep(0.2)
+
+
+@contextmanager
+def busy(port: int, *, num_clients: int, num_prompt_tokens: int, num_output_tokens: int) -> Iterator[None]:
+    """Requests of one shape, without end, over gRPC. Any that fails makes the test fail."""
+    stop, failures = threading.Event(), []
+
+    def ask(number: int) -> None:
+        with Client(f"127.0.0.1:{port}", timeout=600) as client:
+            while not stop.is_set():
+                number += 100
+                prompt = [100 + (number * 7 + i * number) % 290 for i in range(num_prompt_tokens)]
+                try:
+                    client.generate(prompt, max_tokens=num_output_tokens, ignore_eos=True, temperature=0.0).result()
+                except BatonError as error:
+                    failures.append(f"{error.grpc_code}: {error.message}")
+                    return
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(num_clients)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []

@@ -70,8 +70,12 @@ class Namespaces:
         """`argv` as run inside."""
         return ["nsenter", "-t", str(self.target), "-n", "-m", "-p", "--", *argv]
 
-    def shell(self, script: str) -> None:
-        subprocess.run(self.command("bash", "-euc", script), check=True, capture_output=True, text=True)
+    def shell(self, script: str) -> str:
+        """Standard output. Raises RuntimeError where it fails."""
+        done = subprocess.run(self.command("bash", "-euc", script), check=False, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"{script.strip()}: {done.stderr.strip()}")
+        return done.stdout
 
     def close(self) -> None:
         self._holder.kill()

@@ -55,6 +55,11 @@ class Release:
         ]
         return [pod for pod in listed if "deletionTimestamp" not in pod["metadata"]]
 
+    def replicas(self, component: str) -> int:
+        """What the component's Deployment is told to have."""
+        name = f"deployment/{self.name}-{component}"
+        return int(self.cluster.kubectl("-n", self.namespace, "get", name, "-o", "jsonpath={.spec.replicas}"))
+
     def leftovers(self) -> list[str]:
         """Every object of this release that is still there, in whatever namespace."""
         kinds = self.cluster.kubectl("api-resources", "--verbs=list,delete", "-o", "name").split()

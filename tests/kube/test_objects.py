@@ -79,9 +79,8 @@ ALLOWED = {
     "autoscaler": {
         "list endpointslices.discovery.k8s.io",
         "watch endpointslices.discovery.k8s.io",
-        "create leases.coordination.k8s.io",
         "get leases.coordination.k8s.io/rbac-baton-autoscaler",
-        "update leases.coordination.k8s.io/rbac-baton-autoscaler",
+        "patch leases.coordination.k8s.io/rbac-baton-autoscaler",
         "patch pods",
         "get deployments.apps/rbac-baton-prefill --subresource=scale",
         "patch deployments.apps/rbac-baton-decode --subresource=scale",
@@ -95,7 +94,9 @@ QUESTIONS = set.union(
         "get secrets", "list secrets", "list pods", "delete pods", "create pods", "get configmaps",
         "update deployments.apps",
         "patch deployments.apps/rbac-baton-decode", "patch deployments.apps/other --subresource=scale",
-        "update leases.coordination.k8s.io/other", "delete leases.coordination.k8s.io/rbac-baton-autoscaler",
+        "create leases.coordination.k8s.io", "patch leases.coordination.k8s.io/other",
+        "update leases.coordination.k8s.io/rbac-baton-autoscaler",
+        "delete leases.coordination.k8s.io/rbac-baton-autoscaler",
         "patch endpointslices.discovery.k8s.io", "list nodes", "impersonate users", "create serviceaccounts/token",
     },
 )  # fmt: skip

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
-from baton.client import Client
 from tests.kube.cluster import Cluster
+from tests.kube.load import busy
 from tests.kube.processes import wait_until
 from tests.kube.release import Release
 from tests.kube.user_cluster import UserCluster
@@ -43,13 +41,6 @@ def grpc_port(cluster: Cluster | UserCluster, release: Release) -> int:
     return cluster.forward(f"baton-router.{NAMESPACE}", 50051)
 
 
-def replicas(release: Release, role: str) -> int:
-    shown = release.cluster.kubectl(
-        "-n", NAMESPACE, "get", "deployment", f"baton-{role}", "-o", "jsonpath={.spec.replicas}"
-    )
-    return int(shown or 1)
-
-
 def test_api_server_serves_the_metrics(release: Release) -> None:
     release.cluster.kubectl(
         "wait", "--for=condition=Available", "apiservice/v1beta1.external.metrics.k8s.io", "--timeout=60s"
@@ -63,42 +54,14 @@ def test_api_server_serves_the_metrics(release: Release) -> None:
 
 
 def test_long_prompts_scale_prefill_and_not_decode(release: Release, grpc_port: int) -> None:
-    with _busy(grpc_port, num_clients=4, num_prompt_tokens=1500, num_output_tokens=1):
-        wait_until("a second prefill worker", lambda: replicas(release, "prefill") == 2, 180)
-        assert replicas(release, "decode") == 1
-    wait_until("one prefill worker again", lambda: replicas(release, "prefill") == 1, 240)
+    with busy(grpc_port, num_clients=4, num_prompt_tokens=1500, num_output_tokens=1):
+        wait_until("a second prefill worker", lambda: release.replicas("prefill") == 2, 180)
+        assert release.replicas("decode") == 1
+    wait_until("one prefill worker again", lambda: release.replicas("prefill") == 1, 240)
 
 
 def test_many_long_answers_scale_decode_and_not_prefill(release: Release, grpc_port: int) -> None:
-    with _busy(grpc_port, num_clients=10, num_prompt_tokens=17, num_output_tokens=200):
-        wait_until("a second decode worker", lambda: replicas(release, "decode") == 2, 180)
-        assert replicas(release, "prefill") == 1
-    wait_until("one decode worker again", lambda: replicas(release, "decode") == 1, 240)
-
-
-@contextmanager
-def _busy(port: int, *, num_clients: int, num_prompt_tokens: int, num_output_tokens: int) -> Iterator[None]:
-    """Requests of one shape, without end. Any that fails makes the test fail."""
-    stop, failures = threading.Event(), []
-
-    def ask(number: int) -> None:
-        with Client(f"127.0.0.1:{port}", timeout=600) as client:
-            while not stop.is_set():
-                number += 100
-                prompt = [100 + (number * 7 + i * number) % 40_000 for i in range(num_prompt_tokens)]
-                try:
-                    client.generate(prompt, max_tokens=num_output_tokens, ignore_eos=True, temperature=0.0).result()
-                except Exception as error:
-                    failures.append(repr(error))
-                    return
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(num_clients)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert failures == []
+    with busy(grpc_port, num_clients=10, num_prompt_tokens=17, num_output_tokens=200):
+        wait_until("a second decode worker", lambda: release.replicas("decode") == 2, 180)
+        assert release.replicas("prefill") == 1
+    wait_until("one decode worker again", lambda: release.replicas("decode") == 1, 240)

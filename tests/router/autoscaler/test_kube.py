@@ -45,7 +45,7 @@ metadata: {{name: autoscaler, namespace: {NAMESPACE}}}
 rules:
   - {{apiGroups: [discovery.k8s.io], resources: [endpointslices], verbs: [list, watch]}}
   - {{apiGroups: [coordination.k8s.io], resources: [leases], verbs: [create]}}
-  - {{apiGroups: [coordination.k8s.io], resources: [leases], resourceNames: [baton-autoscaler], verbs: [get, update]}}
+  - {{apiGroups: [coordination.k8s.io], resources: [leases], resourceNames: [baton-autoscaler], verbs: [get, patch]}}
   - {{apiGroups: [""], resources: [pods], verbs: [patch]}}
   - {{apiGroups: [apps], resources: [deployments/scale], resourceNames: [prefill, decode], verbs: [get, patch]}}
 ---
