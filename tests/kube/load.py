@@ -20,11 +20,11 @@ QUESTIONS = ("What is the capital of France?", "Name three colours.", "Count fro
 MAX_TOKENS = 16
 
 
-def ask_rest(port: int, question: str) -> str:
+def ask_rest(port: int, question: str, max_tokens: int = MAX_TOKENS) -> str:
     body = {
         "messages": [{"role": "user", "content": question}],
         "temperature": 0,
-        "max_tokens": MAX_TOKENS,
+        "max_tokens": max_tokens,
         "cache_salt": uuid.uuid4().hex,  # nothing is cached: every prompt needs a prefill worker
     }
     request = urllib.request.Request(
@@ -48,12 +48,13 @@ class Load:
     grpc_port: int
     num_clients: int = 1  # of each kind
     interfaces: tuple[str, ...] = ("rest", "grpc")
+    max_tokens: int = MAX_TOKENS
     num_answers: int = 0
     failures: list[str] = field(default_factory=list)
     expected: dict[str, str] = field(default_factory=dict)
 
     def __enter__(self) -> Load:
-        self.expected = {question: ask_rest(self.http_port, question) for question in QUESTIONS}
+        self.expected = {question: ask_rest(self.http_port, question, self.max_tokens) for question in QUESTIONS}
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._threads = [
@@ -92,7 +93,7 @@ class Load:
             number += 1
             question = QUESTIONS[number % len(QUESTIONS)]
             try:
-                self._count(question, ask_rest(self.http_port, question), "REST")
+                self._count(question, ask_rest(self.http_port, question, self.max_tokens), "REST")
             except OSError as error:
                 detail = error.read().decode() if isinstance(error, urllib.error.HTTPError) else ""
                 self.failures.append(f"REST: {error} {detail}")
@@ -104,7 +105,9 @@ class Load:
                 number += 1
                 question = QUESTIONS[number % len(QUESTIONS)]
                 try:
-                    answer = client.chat(question, temperature=0.0, max_tokens=MAX_TOKENS, cache_salt=uuid.uuid4().hex)
+                    answer = client.chat(
+                        question, temperature=0.0, max_tokens=self.max_tokens, cache_salt=uuid.uuid4().hex
+                    )
                     self._count(question, "".join(chunk.text for chunk in answer), "gRPC")
                 except BatonError as error:
                     self.failures.append(f"gRPC: {error.grpc_code}: {error.message}")

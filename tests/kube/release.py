@@ -69,3 +69,14 @@ class Release:
             "--ignore-not-found",
         )  # fmt: skip
         return found.split()
+
+
+def is_ready(pod: dict[str, Any]) -> bool:
+    conditions = pod["status"].get("conditions", [])
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+
+def container_of(pod: dict[str, Any]) -> str:
+    """Of its only container, by the name that containerd knows it by."""
+    container: str = pod["status"]["containerStatuses"][0]["containerID"]
+    return container.removeprefix("containerd://")

@@ -12,7 +12,7 @@ import pytest
 from tests.kube.cluster import Cluster
 from tests.kube.load import Load, ask_rest
 from tests.kube.processes import wait_until
-from tests.kube.release import Release
+from tests.kube.release import Release, container_of, is_ready
 from tests.kube.user_cluster import UserCluster
 
 pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
@@ -150,8 +150,7 @@ def test_killed_worker_fails_no_request(
     with Load(*ports) as load:
         load.more_answers(4)
         (pod, *_) = release.pods(component)
-        container = pod["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
-        local_cluster.kill_container(container)
+        local_cluster.kill_container(container_of(pod))
         load.more_answers(4)
         _wait_until_complete(release)
         load.more_answers(4)
@@ -177,11 +176,6 @@ def test_api_server_restart_fails_no_request(release: Release, local_cluster: Cl
 def _wait_until_complete(release: Release) -> None:
     def complete() -> bool:
         pods = [pod for role in ("prefill", "decode", "router") for pod in release.pods(role)]
-        ready = [
-            pod
-            for pod in pods
-            if any(one["type"] == "Ready" and one["status"] == "True" for one in pod["status"].get("conditions", []))
-        ]
-        return len(ready) == len(pods) == 5
+        return len(pods) == 5 and all(map(is_ready, pods))
 
     wait_until("all pods", complete, 240)

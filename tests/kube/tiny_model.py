@@ -12,11 +12,10 @@ from typing import Any
 from tests.chaos.tiny_model import write_tiny_model
 from tests.kube.cluster import Cluster
 
-CLAIM = "models"
+CLAIM, NAME = "models", "tiny"
 # Equal answers whatever the batch: float32 throughout.
 VALUES: dict[str, Any] = {
-    "model__name": "",
-    "model__servedName": "tiny",
+    "model__name": NAME,
     "model__volume": {"type": "pvc", "claimName": CLAIM},
     **{
         f"{role}__{key}": value
@@ -32,11 +31,12 @@ VALUES: dict[str, Any] = {
 
 def offer_tiny_model(cluster: Cluster, namespace: str) -> dict[str, Any]:
     """Makes the claim, and returns the values of a release that uses it."""
-    folder = cluster.folder / "tiny-model"
+    folder = cluster.folder / CLAIM
     if not folder.exists():
-        folder.mkdir()
-        write_tiny_model(folder)
-        for path in (folder, *folder.iterdir()):
+        model = folder / NAME
+        model.mkdir(parents=True)
+        write_tiny_model(model)
+        for path in (folder, model, *model.iterdir()):
             path.chmod(0o755)  # pods are somebody else
     name = f"{CLAIM}-{namespace}"
     size = {"storage": "1Gi"}
