@@ -1,7 +1,7 @@
-"""Runs the tests that need a cluster: `python -m tests.kube [--full]`.
+"""Runs the tests that need a cluster: `python -m tests.kube [--full] [pytest's arguments]`.
 
 Where KUBECONFIG names a cluster it asks before it touches that; otherwise it starts a local one. Without --full it
-leaves out what takes long, and says so.
+leaves out what takes long, and says what.
 """
 
 from __future__ import annotations
@@ -12,23 +12,31 @@ from pathlib import Path
 
 import pytest
 
-from tests.kube.user_cluster import MAY_USE_VARIABLE, current_context
+from tests.kube.user_cluster import MAY_USE_VARIABLE, ask_to_use
+
+TESTS = Path(__file__).parents[1]
+PLACES = (TESTS / "kube", TESTS / "router" / "autoscaler" / "test_kube.py")
+LEFT_OUT = """left to make test-kube-full:
+  upgrade, rollback, deleted workers and routers, a restarted API server, under load       test_release.py
+  memory that runs out, a silent kubelet, a lost node, killed routers, under load          test_faults.py
+  HPAs on Baton's own metrics; the autoscaler's leader                       test_scaling.py, test_leader.py
+  KEDA's operator, to and from zero                                                        test_keda.py
+  groups of LeaderWorkerSet                                                                test_lws.py
+  every permission in use                                                                  test_permissions.py
+  a user's cluster                                                                         test_user_cluster.py
+"""
 
 
 def main() -> int:
-    full = "--full" in sys.argv[1:]
+    arguments = [argument for argument in sys.argv[1:] if argument != "--full"]
+    full = len(arguments) < len(sys.argv) - 1
     kubeconfig = os.environ.get("KUBECONFIG")
     if kubeconfig and MAY_USE_VARIABLE not in os.environ:
-        context = current_context(Path(kubeconfig))
-        question = f"Install Baton in namespaces of its own on {context}, test it, and remove it again? [y/N] "
-        if sys.stdin.isatty() and input(question).strip().lower() in ("y", "yes"):
-            os.environ[MAY_USE_VARIABLE] = context
-        else:
-            print(f"left alone: {context}; a local cluster is used instead", file=sys.stderr)
-    chosen = "kube" if full else "kube and not slow"
+        os.environ[MAY_USE_VARIABLE] = ask_to_use(Path(kubeconfig), input if sys.stdin.isatty() else None)
+    status = pytest.main(["-m", "kube" if full else "kube and not slow", *map(str, PLACES), *arguments])
     if not full:
-        print("left out: what is marked slow; make test-kube-full runs it too", file=sys.stderr)
-    return pytest.main(["-m", chosen, str(Path(__file__).parents[1]), *(a for a in sys.argv[1:] if a != "--full")])
+        print(LEFT_OUT, end="", file=sys.stderr)
+    return int(status)
 
 
 if __name__ == "__main__":

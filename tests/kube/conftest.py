@@ -13,7 +13,7 @@ from tests.kube import control_plane as alone
 from tests.kube import images
 from tests.kube.cluster import Cluster
 from tests.kube.control_plane import ControlPlane
-from tests.kube.user_cluster import MAY_USE_VARIABLE, UserCluster, current_context
+from tests.kube.user_cluster import UserCluster, allowed_cluster
 
 CRDS_VARIABLE = "KUBE_CRDS"
 
@@ -39,12 +39,7 @@ def crds() -> Path:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster | UserCluster]:
     """A cluster that runs pods, with Baton's images on its node: the user's where they allowed it, else a local one."""
-    allowed, kubeconfig = os.environ.get(MAY_USE_VARIABLE), os.environ.get("KUBECONFIG")
-    if allowed and kubeconfig:
-        context = current_context(Path(kubeconfig))
-        if context != allowed:
-            pytest.fail(f"{MAY_USE_VARIABLE} is {allowed!r}, but KUBECONFIG selects {context!r}")
-        theirs = UserCluster(Path(kubeconfig))
+    if (theirs := allowed_cluster(os.environ)) is not None:
         yield theirs
         theirs.close()
         return

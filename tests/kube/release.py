@@ -47,13 +47,13 @@ class Release:
     def uninstall(self) -> None:
         self.helm("uninstall", self.name, "--wait", "--timeout", "5m")
 
-    def pods(self, component: str) -> list[dict[str, Any]]:
-        """Pods of a component that are not being deleted."""
+    def pods(self, component: str, *, going: bool = False) -> list[dict[str, Any]]:
+        """Pods of a component; with `going` also those that are being deleted."""
         selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
         listed = json.loads(self.cluster.kubectl("-n", self.namespace, "get", "pods", "-l", selector, "-o", "json"))[
             "items"
         ]
-        return [pod for pod in listed if "deletionTimestamp" not in pod["metadata"]]
+        return [pod for pod in listed if going or "deletionTimestamp" not in pod["metadata"]]
 
     def replicas(self, component: str) -> int:
         """What the component's Deployment is told to have."""

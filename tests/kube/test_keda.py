@@ -34,8 +34,8 @@ def release(local_cluster: Cluster, crds: Path) -> Iterator[Release]:
             **offer_tiny_model(local_cluster, NAMESPACE),
             autoscaling={"mode": "keda", "keda": {"pollingIntervalSeconds": 1, "cooldownSeconds": 5}},
             autoscaler__settings={"idle_timeout": 15, "scale_down_delay": 5},
-            prefill__autoscaling={**bounds, "queuedTokensPerPod": 300},
-            decode__autoscaling={**bounds, "requestsPerPod": 6},
+            prefill__autoscaling={**bounds, "queuedTokensPerPod": 1000},
+            decode__autoscaling={**bounds, "requestsPerPod": 12},
         )
         yield release
         release.uninstall()
@@ -48,8 +48,13 @@ def grpc_port(local_cluster: Cluster, release: Release) -> int:
 
 
 def _wait_for_zero(release: Release) -> None:
+    """Those that drain have gone, too: they would still answer."""
     for role in ROLES:
-        wait_until(f"no {role} worker", lambda role=role: release.replicas(role) == 0 and not release.pods(role), 300)
+        wait_until(
+            f"no {role} worker",
+            lambda role=role: release.replicas(role) == 0 and not release.pods(role, going=True),
+            300,
+        )
 
 
 def test_operator_takes_the_objects(release: Release) -> None:
@@ -74,14 +79,16 @@ def test_first_request_waits_for_the_first_pods(release: Release, grpc_port: int
 
 
 def test_long_prompts_scale_prefill_and_not_decode(release: Release, grpc_port: int) -> None:
-    with busy(grpc_port, num_clients=10, num_prompt_tokens=1900, num_output_tokens=1):
+    _wait_for_zero(release)
+    with busy(grpc_port, num_clients=8, num_prompt_tokens=1900, num_output_tokens=1):
         wait_until("a second prefill worker", lambda: release.replicas("prefill") == 2, 300)
         assert release.replicas("decode") == 1
     _wait_for_zero(release)
 
 
 def test_many_long_answers_scale_decode_and_not_prefill(release: Release, grpc_port: int) -> None:
-    with busy(grpc_port, num_clients=10, num_prompt_tokens=17, num_output_tokens=1500):
+    _wait_for_zero(release)
+    with busy(grpc_port, num_clients=16, num_prompt_tokens=17, num_output_tokens=1500):
         wait_until("a second decode worker", lambda: release.replicas("decode") == 2, 300)
         assert release.replicas("prefill") == 1
     _wait_for_zero(release)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.chaos.tiny_model import write_tiny_model
 from tests.kube.cluster import Cluster
 
 CLAIM, NAME = "models", "tiny"
@@ -33,6 +32,8 @@ def offer_tiny_model(cluster: Cluster, namespace: str) -> dict[str, Any]:
     """Makes the claim, and returns the values of a release that uses it."""
     folder = cluster.folder / CLAIM
     if not folder.exists():
+        from tests.chaos.tiny_model import write_tiny_model  # torch takes its time, and not every test needs it
+
         model = folder / NAME
         model.mkdir(parents=True)
         write_tiny_model(model)

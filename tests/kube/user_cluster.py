@@ -6,6 +6,8 @@ import json
 import os
 import re
 import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.kube.control_plane import Kubectl, tool
@@ -50,3 +52,25 @@ def current_context(kubeconfig: Path) -> str:
     """Name of the context that KUBECONFIG selects, and the server behind it, for the question to the user."""
     view = json.loads(Kubectl(kubeconfig).kubectl("config", "view", "--minify", "-o", "json"))
     return f"{view['current-context']} at {view['clusters'][0]['cluster']['server']}"
+
+
+def ask_to_use(kubeconfig: Path, answer: Callable[[str], str] | None) -> str:
+    """The context that the user allows, for MAY_USE_VARIABLE; empty where they do not. `answer` puts a question to
+    them; None where nobody is there."""
+    context = current_context(kubeconfig)
+    question = f"Install Baton in namespaces of its own on {context}, test it, and remove it again? [y/N] "
+    if answer is not None and answer(question).strip().lower() in ("y", "yes"):
+        return context
+    print(f"left alone: {context}; a local cluster is used instead", file=sys.stderr)
+    return ""
+
+
+def allowed_cluster(environ: Mapping[str, str]) -> UserCluster | None:
+    """The cluster that its user allowed, if any. Raises RuntimeError where KUBECONFIG selects another one by now."""
+    allowed, kubeconfig = environ.get(MAY_USE_VARIABLE), environ.get("KUBECONFIG")
+    if not allowed or not kubeconfig:
+        return None
+    context = current_context(Path(kubeconfig))
+    if context != allowed:
+        raise RuntimeError(f"{MAY_USE_VARIABLE} is {allowed!r}, but KUBECONFIG selects {context!r}")
+    return UserCluster(Path(kubeconfig))

@@ -1,0 +1,113 @@
+"""Workers of several pods: groups made, scaled and made anew by LeaderWorkerSet's own controller.
+
+What a group computes together is the worker's business. Here each member runs what the chart starts in it, which is a
+worker by itself; only leaders get requests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kube import controllers
+from tests.kube.cluster import Cluster
+from tests.kube.load import Load
+from tests.kube.processes import wait_until
+from tests.kube.release import Release, container_of, is_ready
+from tests.kube.tiny_model import offer_tiny_model
+
+pytestmark = [pytest.mark.kube, pytest.mark.slow, pytest.mark.timeout(900)]
+
+NAMESPACE = "baton-groups"
+INDEX, GROUP = "leaderworkerset.sigs.k8s.io/worker-index", "leaderworkerset.sigs.k8s.io/group-index"
+
+
+@pytest.fixture(scope="module")
+def release(local_cluster: Cluster, crds: Path) -> Iterator[Release]:
+    if reason := controllers.why_not(controllers.LWS):
+        pytest.skip(reason)
+    with controllers.leader_worker_sets(local_cluster, crds):
+        release = Release(local_cluster, "baton", NAMESPACE)
+        release.install(
+            "values-laptop.yaml",
+            **offer_tiny_model(local_cluster, NAMESPACE),
+            decode__replicas=2,
+            decode__multiNode={"enabled": True, "size": 2},
+        )
+        _wait_for_groups(release, 2)
+        yield release
+        release.uninstall()
+        wait_until("nothing left", lambda: not release.leftovers(), 120)
+
+
+def _groups(release: Release) -> dict[str, dict[str, str]]:
+    """UIDs of ready pods, by group and place in it."""
+    groups: dict[str, dict[str, str]] = {}
+    for pod in release.pods("decode"):
+        labels = pod["metadata"]["labels"]
+        if is_ready(pod):
+            groups.setdefault(labels[GROUP], {})[labels[INDEX]] = pod["metadata"]["uid"]
+    return groups
+
+
+def _wait_for_groups(release: Release, number: int) -> dict[str, dict[str, str]]:
+    def complete() -> bool:
+        groups = _groups(release)
+        return len(groups) == number and all(set(places) == {"0", "1"} for places in groups.values())
+
+    wait_until(f"{number} groups of two", complete, 300)
+    return _groups(release)
+
+
+def _addresses(release: Release) -> set[str]:
+    """Pods that routers see as decode workers."""
+    selector = "app.kubernetes.io/component=decode"
+    listed = release.cluster.kubectl("-n", NAMESPACE, "get", "endpointslices", "-l", selector, "-o", "json")
+    return {
+        endpoint["targetRef"]["name"]
+        for one in json.loads(listed)["items"]
+        for endpoint in one.get("endpoints") or ()
+        if endpoint["conditions"]["ready"]
+    }
+
+
+def test_only_leaders_get_requests(release: Release) -> None:
+    _wait_for_groups(release, 2)
+    wait_until("the leaders", lambda: _addresses(release) == {"baton-decode-0", "baton-decode-1"}, 60)
+    assert "Phase:          Succeeded" in release.helm("test", release.name, "--timeout", "3m")
+
+
+def test_members_know_their_group(release: Release) -> None:
+    script = "import os, socket; e = os.environ; print(e['LWS_GROUP_SIZE'], e['LWS_WORKER_INDEX']); "
+    script += "print(socket.gethostbyname(e['LWS_LEADER_ADDRESS']))"
+    seen = release.cluster.kubectl("-n", NAMESPACE, "exec", "baton-decode-1-1", "--", "python3", "-c", script).split()
+    [leader] = [pod for pod in release.pods("decode") if pod["metadata"]["name"] == "baton-decode-1"]
+    assert seen == ["2", "1", leader["status"]["podIP"]]
+
+
+def test_groups_are_scaled_whole(release: Release) -> None:
+    scale = ("-n", NAMESPACE, "scale", "leaderworkerset", "baton-decode")
+    release.cluster.kubectl(*scale, "--replicas=3")
+    _wait_for_groups(release, 3)
+    wait_until("a third leader", lambda: "baton-decode-2" in _addresses(release), 60)
+    release.cluster.kubectl(*scale, "--replicas=2")
+    wait_until("four pods", lambda: len(release.pods("decode")) == 4, 200)
+    assert set(_wait_for_groups(release, 2)) == {"0", "1"}
+
+
+def test_group_of_a_killed_member_is_made_anew_and_no_request_fails(release: Release, local_cluster: Cluster) -> None:
+    before = _wait_for_groups(release, 2)
+    service = f"baton-router.{NAMESPACE}"
+    with Load(local_cluster.forward(service, 8000), local_cluster.forward(service, 50051), max_tokens=100) as load:
+        load.more_answers(4)
+        [member] = [pod for pod in release.pods("decode") if pod["metadata"]["name"] == "baton-decode-1-1"]
+        local_cluster.kill_container(container_of(member))
+        wait_until("a new leader", lambda: _groups(release).get("1", before["1"])["0"] != before["1"]["0"], 300)
+        after = _wait_for_groups(release, 2)
+        load.more_answers(4)
+    assert load.failures == []
+    assert after["0"] == before["0"], "the other group is left alone"
+    assert not set(after["1"].values()) & set(before["1"].values())
