@@ -305,6 +305,7 @@ def _report(report: types_pb2.RequestReport) -> RequestReport:
         num_retries=report.num_retries,
         num_migrations=report.num_migrations,
         num_preemptions=report.num_preemptions,
+        num_handovers=report.num_handovers,
     )
 
 

@@ -39,6 +39,7 @@ class RequestReport:
     num_retries: int = 0
     num_migrations: int = 0
     num_preemptions: int = 0
+    num_handovers: int = 0  # those of num_migrations that were planned, since the worker drained
 
 
 @dataclass(slots=True, frozen=True)

@@ -75,6 +75,9 @@ class EngineSettings(ModelSettings):
         "recompute", description="what happens to a request that has to give its KV blocks back"
     )
     swap_space_gb: float = Field(1.0, gt=0, description="host memory for --preemption-mode swap, GiB")
+    engine_timeout: float = Field(
+        30.0, gt=0, description="seconds of silence after which an engine process that hangs is killed"
+    )
     num_threads: Positive | None = Field(None, description="compute threads; the pinned cores' number where unset")
     cpu_cores: Annotated[tuple[int, ...], BeforeValidator(_comma_separated)] = Field(
         (), description="cores that the engine process is pinned to, as 0,1; none pinned where empty"
@@ -103,7 +106,11 @@ class WorkerSettings(EngineSettings, ConnectorSettings, LogSettings):
 
     listen: str = Field("127.0.0.1:50061", description="gRPC address; port 0 takes a free one")
     advertise: str | None = Field(None, description="address by which others reach this worker; --listen where unset")
-    drain_timeout: float = Field(30.0, ge=0, description="seconds that SIGTERM waits for streams and leases to end")
+    drain_timeout: float = Field(
+        30.0,
+        ge=0,
+        description="seconds that SIGTERM lets streams and leases end; streams are handed over after 3/4 of them",
+    )
     metrics_port: Port | None = Field(None, description="port of Prometheus' /metrics over HTTP; off where unset")
 
 

@@ -37,7 +37,9 @@ router_retries = Counter(
     "baton_router_retries", "Requests sent to another decode worker before their first token.", ["reason"]
 )
 router_migrations = Counter(
-    "baton_router_migrations", "Requests moved to another decode worker after their first token.", ["reason"]
+    "baton_router_migrations",
+    "Requests moved to another decode worker: lost after the first token (by gRPC status), or draining (drain).",
+    ["reason"],
 )
 router_retries_refused = Counter(
     "baton_router_retries_refused", "Requests that failed because the retry budget was spent."
@@ -82,6 +84,8 @@ worker_queued_prompt_tokens = Gauge("baton_worker_queued_prompt_tokens", "Prompt
 worker_kv_blocks = Gauge("baton_worker_kv_blocks", "KV blocks that are empty, cached or owned.", ["state"])
 worker_leases = Gauge("baton_worker_leases", "Finished prefills whose blocks are held for a decode worker.")
 worker_streams = Counter("baton_worker_streams", "Streams that ended, by service and gRPC status.", ["service", "code"])
+worker_streams_cut = Counter("baton_worker_streams_cut", "Streams that the drain timeout cut, by service.", ["service"])
+worker_engine_hangs = Counter("baton_worker_engine_hangs", "Engine processes killed because they gave no sign of life.")
 worker_prefill_failures = Counter(
     "baton_worker_prefill_failures", "Prefill streams that failed under a decode worker, by gRPC status.", ["code"]
 )

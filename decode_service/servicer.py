@@ -21,8 +21,8 @@ from engine import messages as m
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc
 from protos.convert import finish_reason_to_proto, token_to_proto
 from worker import convert
-from worker.engine_client import EngineStream
-from worker.shell import Worker, error_from, errors_as_status
+from worker.engine_client import EngineStream, HandoverDue
+from worker.shell import Work, Worker, error_from, errors_as_status
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +36,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     # The stub knows servicers that are generators. This one writes, so that a cancelled call unwinds at once.
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         async with errors_as_status(context, "decode"):
-            with self._worker.admit():
+            work = Work("decode", request.request_id)
+            with self._worker.admit(work):
                 self._worker.check_fingerprint(request.fingerprint)
                 self._worker.check_tokens("prompt_token_ids", [*request.prompt_token_ids, *request.output_token_ids])
                 if request.sampling_params.max_tokens <= len(request.output_token_ids):
                     raise InvalidArgumentError("sampling_params.max_tokens", "leaves no token to generate")
                 with self._worker.engine.open(request.request_id) as stream:
+                    work.stream = stream
                     await DecodeRun(self._worker, request, stream, context).run()
 
 
@@ -124,6 +126,8 @@ class DecodeRun:
                     return False
                 self._count(event)
                 return True
+            case HandoverDue():
+                await self._context.write(decode_pb2.DecodeEvent(offers_handover=True))
             case m.RequestFailed():
                 raise error_from(event)
             case _:

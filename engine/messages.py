@@ -155,6 +155,10 @@ class LoadChanged(msgspec.Struct, tag=True, frozen=True):
     load: WorkerLoad
 
 
+class Alive(msgspec.Struct, tag=True, frozen=True):
+    """The engine's loop goes on, and had nothing else to say."""
+
+
 class Status(msgspec.Struct, tag=True, frozen=True):
     call_id: int
     load: WorkerLoad
@@ -171,6 +175,7 @@ Event = (
     | TokensGenerated
     | RequestFailed
     | LoadChanged
+    | Alive
     | Status
 )
 

@@ -26,6 +26,7 @@ from engine import messages as m
 
 LOAD_INTERVAL_S = 0.05  # load is reported on change, at most this often
 IDLE_POLL_S = 1.0
+ALIVE_INTERVAL_S = 1.0  # the front hears something at least this often, in mid-step too, else the engine hangs
 
 if TYPE_CHECKING:
     from engine.core import EngineCore  # the gRPC front imports Bootstrap from here without loading torch
@@ -130,6 +131,7 @@ class _Loop:
         self._wakeup = wakeup
         self._reporter = _LoadReporter()
         self._is_busy = False
+        self._last_sent = time.monotonic()
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(wakeup.read_fd, zmq.POLLIN)
@@ -156,8 +158,12 @@ class _Loop:
                 self._core.handle(command)
 
     def _send(self, more: Sequence[m.Event] = ()) -> None:
-        if events := [*self._core.take_events(), *more]:
-            self._socket.send(m.encode(events))
+        events = [*self._core.take_events(), *more]
+        now = time.monotonic()
+        if not events and now - self._last_sent < ALIVE_INTERVAL_S:
+            return
+        self._socket.send(m.encode(events or [m.Alive()]))
+        self._last_sent = now
 
 
 class _LoadReporter:

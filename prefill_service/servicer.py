@@ -19,7 +19,7 @@ from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc
 from protos.convert import token_to_proto
 from worker import convert
 from worker.engine_client import EngineStream
-from worker.shell import Worker, error_from, errors_as_status
+from worker.shell import Work, Worker, error_from, errors_as_status
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +33,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     # The stub knows servicers that are generators. This one writes, so that a cancelled call unwinds at once.
     async def Prefill(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]  # noqa: ARG002, N802
         async with errors_as_status(context, "prefill"):
-            with self._worker.admit():
+            work = Work("prefill")
+            with self._worker.admit(work):
                 start = await self._first_message(context)
+                work.request_id = start.request_id
                 self._check(start)
                 with self._worker.engine.open(start.request_id) as stream:
+                    work.stream = stream
                     await self._run(start, stream, context)
 
     async def _first_message(self, context: Context) -> prefill_pb2.PrefillStart:

@@ -3,7 +3,8 @@
     pick ──> Decode ──tokens──> caller
       ^         │
       │         ├─ lost before the first token: the same request to another decode worker (a retry)
-      └─────────┴─ lost after it: prompt and tokens so far to another one (a migration); the caller notices nothing
+      ├─────────┼─ lost after it: prompt and tokens so far to another one (a migration); the caller notices nothing
+      └─────────┴─ drains and offers the request: the same, planned, and only where another one is there (a handover)
 
 Every token that the caller has received is in `output_token_ids` of the next attempt, and a worker only sends tokens
 after those: none comes twice, none is missing. Seed and position decide each draw, so the text is the same too.
@@ -44,7 +45,7 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True, frozen=True, kw_only=True)
 class DispatchLimits:
     num_retries: int = 3  # other decode workers tried before the first token
-    num_migrations: int = 8  # decode workers replaced after it
+    num_migrations: int = 8  # decode workers lost and replaced after it; handovers don't count
     recovery_wait_s: float = 10.0  # a request that lost its worker waits this long for one to be ready
 
 
@@ -77,10 +78,23 @@ class DispatchReport:
     decode_worker: str = ""
     num_retries: int = 0
     num_migrations: int = 0
+    num_handovers: int = 0  # of num_migrations
     first_token_at: float | None = None
     last_token_at: float | None = None
     num_output_tokens: int = 0
     summary: decode_pb2.DecodeSummary = field(default_factory=decode_pb2.DecodeSummary)
+
+
+@dataclass(slots=True)
+class _Avoided:
+    """Decode workers that this request was on, as `Endpoint.incarnation`."""
+
+    tried: set[tuple[str, str]] = field(default_factory=set)
+    refused: set[tuple[str, str]] = field(default_factory=set)  # of `tried`, those that are there and said no
+
+    def refuse(self, endpoint: Endpoint) -> None:
+        self.tried.add(endpoint.incarnation)
+        self.refused.add(endpoint.incarnation)
 
 
 class _WorkerLostError(Exception):
@@ -90,6 +104,14 @@ class _WorkerLostError(Exception):
         super().__init__(f"{code}: {reason}")
         self.code = code
         self.gone = gone  # no answer at all, rather than an answer that refuses
+
+
+class _HandoverError(Exception):
+    """The decode worker drains, and another one is there to go on."""
+
+    def __init__(self, decision: RoutingDecision) -> None:
+        super().__init__(decision.decode.address)
+        self.decision = decision
 
 
 class Dispatcher:
@@ -118,44 +140,41 @@ class Dispatcher:
         """
         self._budget.request()
         sent: list[int] = []  # tokens that the caller has
-        refused: set[tuple[str, str]] = set()  # by workers that are there
-        tried: set[tuple[str, str]] = set()
-        lost: _WorkerLostError | None = None
+        avoided = _Avoided()
+        decision = await self._pick(request, avoided, None)
         while True:
-            decision = await self._pick(request, frozenset(tried), frozenset(refused), lost)
             report.decode_worker = decision.decode.address
             try:
-                async with aclosing(self._attempt(request, decision, sent, report)) as attempt:
+                async with aclosing(self._attempt(request, decision, sent, report, avoided)) as attempt:
                     async for new in attempt:
                         sent.extend(token.token_id for token in new.tokens)
                         yield new
                         if new.finish_reason is not None:
                             return
+            except _HandoverError as handover:
+                decision = handover.decision
+                self._count_handover(request, report, decision)
             except _WorkerLostError as error:
-                lost = error
-                tried.add(decision.decode.incarnation)
                 if not error.gone:
-                    refused.add(decision.decode.incarnation)
+                    avoided.refuse(decision.decode)
                 else:
+                    avoided.tried.add(decision.decode.incarnation)
                     self._registry.suspect(*decision.decode.incarnation, str(error))
                 if ended := _ended_by(request, sent):
                     yield ended
                     return
                 self._allow_another(request, report, error, has_tokens=bool(sent))
+                decision = await self._pick(request, avoided, error)
 
     async def _pick(
-        self,
-        request: DispatchRequest,
-        tried: frozenset[tuple[str, str]],
-        refused: frozenset[tuple[str, str]],
-        lost: _WorkerLostError | None,
+        self, request: DispatchRequest, avoided: _Avoided, lost: _WorkerLostError | None
     ) -> RoutingDecision:
         """A first attempt finds a worker now or never. One that lost its worker prefers another, takes the same one
         where it is back and no other is there, and waits a little for either."""
         give_up_at = self._clock() + (self._limits.recovery_wait_s if lost else 0)
         while True:
             try:
-                decision = self._pick_once(request, tried, refused)
+                decision = self._pick_once(request, avoided)
             except UnavailableError as error:
                 if lost is not None and lost.code == "RESOURCE_EXHAUSTED":
                     raise OverloadedError(f"every decode worker is full ({lost})") from error
@@ -164,23 +183,26 @@ class Dispatcher:
                     raise UnavailableError(f"{error.message}; {lost}" if lost else error.message) from error
                 await self._registry.changed(left)
                 continue
-            metrics.router_decisions.labels("remote" if decision.prefill else "in_place").inc()
-            log.debug("routed", extra={"request_id": request.request_id, "reasons": decision.reasons})
+            self._count_decision(request, decision)
             return decision
 
-    def _pick_once(
-        self, request: DispatchRequest, tried: frozenset[tuple[str, str]], refused: frozenset[tuple[str, str]]
-    ) -> RoutingDecision:
+    def _count_decision(self, request: DispatchRequest, decision: RoutingDecision) -> None:
+        metrics.router_decisions.labels("remote" if decision.prefill else "in_place").inc()
+        log.debug("routed", extra={"request_id": request.request_id, "reasons": decision.reasons})
+
+    def _pick_once(self, request: DispatchRequest, avoided: _Avoided) -> RoutingDecision:
         endpoints = self._registry.endpoints()
         routing = RoutingRequest(
-            num_prompt_tokens=len(request.prompt_token_ids), fingerprint=request.model.fingerprint, tried=tried
+            num_prompt_tokens=len(request.prompt_token_ids),
+            fingerprint=request.model.fingerprint,
+            tried=frozenset(avoided.tried),
         )
         try:
             return self._policy.pick(routing, endpoints)
         except UnavailableError:
-            if tried == refused:
+            if avoided.tried == avoided.refused:
                 raise
-            return self._policy.pick(replace(routing, tried=refused), endpoints)
+            return self._policy.pick(replace(routing, tried=frozenset(avoided.refused)), endpoints)
 
     def _allow_another(
         self, request: DispatchRequest, report: DispatchReport, lost: _WorkerLostError, *, has_tokens: bool
@@ -190,7 +212,7 @@ class Dispatcher:
         extra = {"request_id": request.request_id, "decode_worker": report.decode_worker, "reason": str(lost)}
         if has_tokens:
             # A stream that a client already reads is not given up for the budget's sake.
-            if report.num_migrations >= self._limits.num_migrations:
+            if report.num_migrations - report.num_handovers >= self._limits.num_migrations:
                 raise UnavailableError(f"gave up after {report.num_migrations} migrations; last: {lost}") from lost
             report.num_migrations += 1
             metrics.router_migrations.labels(lost.code).inc()
@@ -205,10 +227,40 @@ class Dispatcher:
         metrics.router_retries.labels(lost.code).inc()
         log.warning("decode worker lost, retrying", extra=extra)
 
+    def _elsewhere(self, request: DispatchRequest, draining: Endpoint, avoided: _Avoided) -> RoutingDecision | None:
+        """Who could go on instead of a worker that drains; None where nobody can now. The worker asks again."""
+        avoided.refuse(draining)
+        try:
+            return self._pick_once(request, avoided)
+        except UnavailableError:
+            return None
+
+    def _count_handover(self, request: DispatchRequest, report: DispatchReport, decision: RoutingDecision) -> None:
+        """Not from the retry budget: a drain is no fault, and happens once in a worker's life."""
+        report.num_migrations += 1
+        report.num_handovers += 1
+        metrics.router_migrations.labels("drain").inc()
+        self._count_decision(request, decision)
+        log.info(
+            "decode worker drains, handing over",
+            extra={
+                "request_id": request.request_id,
+                "decode_worker": report.decode_worker,
+                "to": decision.decode.address,
+                "num_tokens": report.num_output_tokens,
+            },
+        )
+
     async def _attempt(
-        self, request: DispatchRequest, decision: RoutingDecision, sent: list[int], report: DispatchReport
+        self,
+        request: DispatchRequest,
+        decision: RoutingDecision,
+        sent: list[int],
+        report: DispatchReport,
+        avoided: _Avoided,
     ) -> AsyncGenerator[NewTokens, None]:
-        """One Decode call. Raises `_WorkerLostError` where another worker may do better."""
+        """One Decode call. Raises `_WorkerLostError` where another worker may do better, `_HandoverError` where one
+        should."""
         timeout_s = request.deadline - self._clock()
         if timeout_s <= 0:
             raise DeadlineError("the request's deadline has passed")
@@ -229,6 +281,8 @@ class Dispatcher:
                         yield new
                     if new.finish_reason:
                         return
+                    if event.offers_handover and (elsewhere := self._elsewhere(request, decode, avoided)):
+                        raise _HandoverError(elsewhere)
             except grpc.aio.AioRpcError as error:
                 raise self._failure(request, decode, error) from error
             finally:

@@ -95,6 +95,7 @@ class Report:
     num_retries: int
     num_migrations: int
     num_preemptions: int
+    num_handovers: int
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -344,6 +345,7 @@ def _report(request: GenerationRequest, dispatch: DispatchReport, num_tokens: in
         num_retries=dispatch.num_retries + summary.num_prefill_retries,
         num_migrations=dispatch.num_migrations,
         num_preemptions=summary.num_preemptions,
+        num_handovers=dispatch.num_handovers,
     )
 
 

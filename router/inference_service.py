@@ -164,4 +164,5 @@ def _report(report: Report) -> types_pb2.RequestReport:
         num_retries=report.num_retries,
         num_migrations=report.num_migrations,
         num_preemptions=report.num_preemptions,
+        num_handovers=report.num_handovers,
     )

@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -32,9 +33,17 @@ from engine.process import Bootstrap
 log = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 10.0
+SILENCE_TICK_S = 0.5
+
+
+@dataclass(slots=True, frozen=True)
+class HandoverDue:
+    """From the worker itself, not from its engine: it drains, and this request should go on elsewhere."""
+
 
 RequestEvent = (
-    m.RemotePrefillNeeded
+    HandoverDue
+    | m.RemotePrefillNeeded
     | m.BlocksPublished
     | m.BlocksFetched
     | m.PrefillReceived
@@ -80,6 +89,7 @@ class EngineClient:
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._ready: asyncio.Future[m.EngineReady] = asyncio.get_running_loop().create_future()
+        self._silence_s = 0.0  # how long the engine has said nothing
         self.load = WorkerLoad()
         self.died = asyncio.Event()
 
@@ -107,7 +117,8 @@ class EngineClient:
         )  # fmt: skip
         assert self._process.stdin is not None  # noqa: S101 (a pipe was asked for)
         self._process.stdin.write(msgspec.json.encode(bootstrap) + b"\n")
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        watches = (self._receive(), self._watch(), self._watch_silence())
+        self._tasks = [asyncio.create_task(watch) for watch in watches]
 
     async def wait_ready(self) -> m.EngineReady:
         """Waits until the model is loaded. Raises `StartupError` with the engine's own reason."""
@@ -181,7 +192,9 @@ class EngineClient:
     async def _receive(self) -> None:
         assert self._socket is not None  # noqa: S101
         while True:
-            for event in m.decode_events(await self._socket.recv()):
+            message = await self._socket.recv()
+            self._silence_s = 0.0
+            for event in m.decode_events(message):
                 await self._dispatch(event)
 
     async def _dispatch(self, event: m.Event) -> None:
@@ -189,6 +202,8 @@ class EngineClient:
             case m.EngineReady():
                 shutil.rmtree(self._folder, ignore_errors=True)  # connected: the socket's name is not needed any more
                 self._ready.set_result(event)
+            case m.Alive():
+                pass
             case m.EngineFailed(message):
                 self._failure = message
             case m.LoadChanged(load):
@@ -215,6 +230,25 @@ class EngineClient:
         self.died.set()
         for stream in self._streams.values():
             stream.put(m.RequestFailed(stream.engine_id, "UNAVAILABLE", f"the engine process ended: {self._failure}"))
+
+    async def _watch_silence(self) -> None:
+        """Kills an engine that has been silent for `engine_timeout`; `_watch` then sees it end like any other.
+
+        What is watched is the engine's loop, which passes here between the layers of a step, and not a thread beside
+        it: that would go on while the loop is stuck. So the timeout has to exceed what one layer of the largest step
+        takes, and not a whole step. Counts ticks rather than time, since a front that was itself stopped, together
+        with its engine or alone, must not take its own absence for the engine's.
+        """
+        await asyncio.wait([self._ready])
+        timeout_s = self._settings.engine_timeout
+        while self._silence_s < timeout_s:
+            await asyncio.sleep(SILENCE_TICK_S)
+            self._silence_s += SILENCE_TICK_S
+        if self._process is not None and self._process.returncode is None:
+            metrics.worker_engine_hangs.inc()
+            self._failure = f"killed, as it gave no sign of life for {timeout_s:g} s (--engine-timeout)"
+            log.error("the engine hangs, killing it", extra={"timeout_s": timeout_s, "num_streams": len(self._streams)})
+            self._process.kill()
 
     def _environment(self) -> dict[str, str]:
         """OpenMP reads its thread count once, when torch is loaded."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from common.errors import StartupError
 from common.grpc_options import SERVER_OPTIONS
 from common.reflection import ReflectionPool
 from common.types import WorkerRole, WorkerState
+from worker.drain import drain
 from worker.shell import Worker
 from worker.worker_service import add_service as add_worker_service
 
@@ -29,7 +29,7 @@ AddService = Callable[[Worker, grpc.aio.Server], str]
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-CLOSE_GRACE_S = 1.0  # for streams that outlived the drain
+CLOSE_GRACE_S = 1.0  # for streams that outlived the drain to say so
 
 
 async def serve(
@@ -42,6 +42,7 @@ async def serve(
 ) -> int:
     """Serves until SIGTERM, SIGINT, a Drain call or the engine's death; the process's exit code.
 
+    0 where every stream ended by itself or was handed over, 1 where the drain timeout cut one or the engine died.
     `on_ready` gets the address by which others reach this worker. Raises `StartupError` in one line.
     """
     worker = Worker(settings, role, model_dir, model_name)
@@ -62,10 +63,13 @@ async def serve(
         _drain_on_signals(worker)
         log.info("serving", extra={"address": worker.address, "epoch": worker.epoch, "fingerprint": worker.fingerprint})
         on_ready(worker.address)
-        died = await _wait_for_end(worker)
-        if not died:
-            await _drain(worker, health_servicer)
-        return 1 if died else 0
+        num_cut = 0
+        if not await _wait_for_end(worker):
+            worker.state = WorkerState.DRAINING
+            await health_servicer.enter_graceful_shutdown()
+            await worker.engine.notify_load()
+            num_cut = await drain(worker)
+        return 1 if num_cut or worker.engine.died.is_set() else 0
     finally:
         await server.stop(CLOSE_GRACE_S)
         await worker.channels.close()
@@ -109,17 +113,3 @@ async def _wait_for_end(worker: Worker) -> bool:
     for task in ends:
         task.cancel()
     return worker.engine.died.is_set()
-
-
-async def _drain(worker: Worker, health_servicer: health.aio.HealthServicer) -> None:
-    worker.state = WorkerState.DRAINING
-    await health_servicer.enter_graceful_shutdown()
-    await worker.engine.notify_load()
-    log.info("draining", extra={"timeout_s": worker.drain_timeout})
-    deadline = time.monotonic() + worker.drain_timeout
-    num_left = await worker.wait_idle(worker.drain_timeout)
-    if num_left:
-        log.warning("drain timeout: streams are cut", extra={"num_streams": num_left})
-    num_unstored = await worker.wait_stored(deadline)
-    if num_unstored:
-        log.warning("drain timeout: computed KV is not stored", extra={"num_blocks": num_unstored})

@@ -7,6 +7,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,17 @@ from common.errors import BatonError, IncompatibleError, InternalError, InvalidA
 from common.types import WorkerRole, WorkerState
 from engine.messages import EngineReady, RequestFailed
 from worker.channels import ChannelPool
-from worker.engine_client import EngineClient
+from worker.engine_client import EngineClient, EngineStream
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One stream that the worker serves."""
+
+    service: str
+    request_id: str = ""
+    stream: EngineStream | None = None  # once the engine knows of it
+
 
 STORED_POLL_S = 0.02
 
@@ -39,7 +50,7 @@ class Worker:
         self.channels = ChannelPool()
         self.drain_requested = asyncio.Event()
         self.drain_timeout = settings.drain_timeout
-        self._num_active = 0
+        self.active: set[Work] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._ready: EngineReady | None = None
@@ -59,24 +70,24 @@ class Worker:
         return self.ready.spec.fingerprint()
 
     @contextlib.contextmanager
-    def admit(self) -> Iterator[None]:
-        """Counts one piece of work in flight. Raises `UnavailableError` while draining."""
+    def admit(self, work: Work) -> Iterator[None]:
+        """Keeps `work` among what is active. Raises `UnavailableError` while draining."""
         if self.state is not WorkerState.READY:
             raise UnavailableError(f"worker {self.worker_id} is draining")
-        self._num_active += 1
+        self.active.add(work)
         self._idle.clear()
         try:
             yield
         finally:
-            self._num_active -= 1
-            if self._num_active == 0:
+            self.active.discard(work)
+            if not self.active:
                 self._idle.set()
 
-    async def wait_idle(self, timeout_s: float) -> int:
-        """Waits for all work in flight to end; how many pieces are left."""
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Waits for all work in flight to end; whether it has."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
-        return self._num_active
+            await asyncio.wait_for(self._idle.wait(), max(timeout_s, 0.0))
+        return not self.active
 
     async def wait_stored(self, deadline: float) -> int:
         """Waits until `deadline`, in `time.monotonic`, for computed KV to reach the store; how many blocks are left."""

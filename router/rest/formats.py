@@ -137,6 +137,7 @@ def _report(report: Report) -> JsonObject:
         "num_retries": report.num_retries,
         "num_migrations": report.num_migrations,
         "num_preemptions": report.num_preemptions,
+        "num_handovers": report.num_handovers,
     }
 
 

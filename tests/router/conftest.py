@@ -41,6 +41,7 @@ class RunningRouter:
         return router_pb2_grpc.RouterServiceStub(self.channel)
 
 
+LIMITS = DispatchLimits(recovery_wait_s=1.5)
 StartWorker = Callable[..., Awaitable[FakeWorker]]
 StartRouter = Callable[..., Awaitable[RunningRouter]]
 
@@ -82,7 +83,12 @@ def sample(name: str, **labels: str) -> float:
 async def start_router(start_worker: StartWorker) -> AsyncIterator[StartRouter]:
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(*decode: FakeWorker, prefill: tuple[FakeWorker, ...] = (), **settings: object) -> RunningRouter:
+        async def start(
+            *decode: FakeWorker,
+            prefill: tuple[FakeWorker, ...] = (),
+            limits: DispatchLimits = LIMITS,
+            **settings: object,
+        ) -> RunningRouter:
             addresses = {
                 "decode": tuple(worker.address for worker in decode),
                 "prefill": tuple(worker.address for worker in prefill),
@@ -94,7 +100,7 @@ async def start_router(start_worker: StartWorker) -> AsyncIterator[StartRouter]:
                     RouterSettings.model_validate({**SETTINGS, **addresses, **settings}),
                     lambda url, address: is_ready.set_result((url, address)),
                     stop,
-                    DispatchLimits(recovery_wait_s=1.5),
+                    limits,
                 )
             )
             futures: set[asyncio.Future[object]] = {task, is_ready}  # type: ignore[arg-type]

@@ -37,6 +37,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
         self.die_after: int | None = None  # tokens sent in one call, then the call fails as if the connection broke
         self.end_after: int | None = None  # tokens sent in one call, then the stream ends without a reason
         self.hang_after: int | None = None  # tokens sent in one call, then nothing until it is cancelled
+        self.offer_after: int | None = (
+            None  # tokens sent in one call, then it offers a handover and again, as it goes on
+        )
         self.silent = False  # answers calls, but reports no load
         self.delay_s = 0.0  # before each token
         # What was seen.
@@ -137,9 +140,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
                 if num_sent == self.end_after:
                     return
-                if num_sent == self.hang_after:
-                    await asyncio.Event().wait()
+                is_offered = self.offer_after is not None and num_sent >= self.offer_after
+                while num_sent == self.hang_after:
+                    await asyncio.sleep(0.02)
+                    if is_offered:
+                        yield decode_pb2.DecodeEvent(offers_handover=True)
                 await asyncio.sleep(self.delay_s)
+                if is_offered:
+                    yield decode_pb2.DecodeEvent(offers_handover=True)
                 yield self._event(position, params, is_last=position == stop - 1)
         except asyncio.CancelledError:
             self.cancelled.set()

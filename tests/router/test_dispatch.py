@@ -9,6 +9,7 @@ import pytest
 
 from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2, types_pb2, worker_pb2
+from router.dispatch import DispatchLimits
 from router.retry_budget import RetryBudget
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches, sample
 from tests.router.fake_worker import ANSWER, FakeWorker
@@ -157,6 +158,68 @@ async def test_a_draining_worker_gets_nothing_new(
     await reaches("baton_router_endpoints", 1, role="decode", state="draining")
     for _ in range(3):
         assert (await ask(router))[2].report.decode_worker == second.address
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7])
+async def test_a_draining_worker_hands_over(
+    pair: tuple[FakeWorker, FakeWorker], start_router: StartRouter, num_tokens: int
+) -> None:
+    first, second = pair
+    router = await start_router(*pair)
+    before = sample("baton_router_migrations_total", reason="drain")
+    first.offer_after = first.hang_after = num_tokens
+    text, token_ids, last = await ask(router)
+    assert text == ANSWER
+    assert token_ids == [*first.answer, eos_id()]
+    assert list(second.requests[0].output_token_ids) == first.answer[:num_tokens]
+    assert (last.report.num_migrations, last.report.num_handovers, last.report.num_retries) == (1, 1, 0)
+    assert last.report.decode_worker == second.address
+    assert sample("baton_router_migrations_total", reason="drain") == before + 1
+    await asyncio.wait_for(first.cancelled.wait(), 30)
+
+
+async def test_nothing_is_handed_over_to_nobody(worker: FakeWorker, router: RunningRouter) -> None:
+    worker.offer_after = 2
+    text, token_ids, last = await ask(router)
+    assert text == ANSWER
+    assert token_ids == [*worker.answer, eos_id()]
+    assert (last.report.num_migrations, len(worker.requests)) == (0, 1)
+
+
+async def test_an_offer_is_taken_once_another_worker_is_there(
+    pair: tuple[FakeWorker, FakeWorker], start_router: StartRouter
+) -> None:
+    first, second = pair
+    router = await start_router(*pair)
+    second.change(state=worker_pb2.WORKER_STATE_DRAINING)
+    await reaches("baton_router_endpoints", 1, role="decode", state="draining")
+    first.offer_after = first.hang_after = 3
+    asking = asyncio.create_task(ask(router))
+    await first.asked.wait()
+    await asyncio.sleep(0.2)
+    assert not first.cancelled.is_set()
+    second.change(state=worker_pb2.WORKER_STATE_READY)
+    text, token_ids, last = await asking
+    assert text == ANSWER
+    assert token_ids == [*first.answer, eos_id()]
+    assert (last.report.num_migrations, last.report.num_handovers) == (1, 1)
+    assert list(second.requests[0].output_token_ids) == first.answer[:3]
+
+
+async def test_handovers_are_not_limited_and_cost_no_retries(
+    start_worker: StartWorker, start_router: StartRouter
+) -> None:
+    """A rolling update may meet a long answer at each worker. A worker that fails meanwhile is still replaced."""
+    workers = [await start_worker() for _ in range(4)]
+    workers[0].num_requests_waiting, workers[1].num_requests_waiting = 1, 2
+    workers[2].num_requests_waiting, workers[3].num_requests_waiting = 3, 4
+    workers[0].offer_after = workers[1].offer_after = 1
+    workers[2].die_after = 1
+    limits = DispatchLimits(num_retries=0, num_migrations=1, recovery_wait_s=0)
+    text, token_ids, last = await ask(await start_router(*workers, limits=limits))
+    assert text == ANSWER
+    assert token_ids == [*workers[0].answer, eos_id()]
+    assert (last.report.num_migrations, last.report.num_handovers) == (3, 2)
 
 
 async def test_a_burst_spreads_before_the_next_report(start_worker: StartWorker, start_router: StartRouter) -> None:

@@ -79,10 +79,15 @@ class DecodeEvent(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
+    OFFERS_HANDOVER_FIELD_NUMBER: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
     """last event"""
     stop_token_id: _builtins.int
     """last event, where a token ended it"""
+    offers_handover: _builtins.bool
+    """The worker drains and will not see this request's end: whoever can go on elsewhere should, by cancelling this call.
+    Repeated every second. The stream goes on meanwhile, until the drain timeout.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.SampledToken]:
         """new tokens, in order"""
@@ -98,10 +103,11 @@ class DecodeEvent(_message.Message):
         finish_reason: _types_pb2.FinishReason.ValueType = ...,
         stop_token_id: _builtins.int | None = ...,
         summary: Global___DecodeSummary | None = ...,
+        offers_handover: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id", "summary", b"summary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "stop_token_id", b"stop_token_id", "summary", b"summary", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "offers_handover", b"offers_handover", "stop_token_id", b"stop_token_id", "summary", b"summary", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015

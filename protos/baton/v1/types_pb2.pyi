@@ -337,6 +337,7 @@ class RequestReport(_message.Message):
     NUM_RETRIES_FIELD_NUMBER: _builtins.int
     NUM_MIGRATIONS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    NUM_HANDOVERS_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     """address; empty where the decode worker prefilled in place"""
     decode_worker: _builtins.str
@@ -348,8 +349,10 @@ class RequestReport(_message.Message):
     num_retries: _builtins.int
     """other prefill or decode workers tried before the first token"""
     num_migrations: _builtins.int
-    """decode workers replaced after the first token"""
+    """decode workers replaced: lost after the first token, or draining"""
     num_preemptions: _builtins.int
+    num_handovers: _builtins.int
+    """those of num_migrations that were planned: the worker drained"""
     @_builtins.property
     def timings(self) -> Global___Timings: ...
     def __init__(
@@ -364,10 +367,11 @@ class RequestReport(_message.Message):
         num_retries: _builtins.int = ...,
         num_migrations: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
+        num_handovers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "fallback_reason", b"fallback_reason", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "num_retries", b"num_retries", "prefill_worker", b"prefill_worker", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "fallback_reason", b"fallback_reason", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_handovers", b"num_handovers", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "num_retries", b"num_retries", "prefill_worker", b"prefill_worker", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

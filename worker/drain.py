@@ -1,0 +1,75 @@
+"""How a worker ends without losing anything.
+
+    SIGTERM          three quarters of --drain-timeout                 --drain-timeout
+       │ takes no new work │ offers its decode streams, each second,     │ cuts what is left
+       │ streams finish    │ to their routers, which take them elsewhere │
+
+A router takes an offer only where another decode worker is ready, so a stream that nobody else could go on with has the
+whole timeout. Prefill streams are not offered: they end soon, and a decode worker whose prefill is cut goes on by
+itself or with another prefill worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from common import metrics
+from common.errors import UnavailableError
+from engine import messages as m
+from worker.engine_client import HandoverDue
+from worker.shell import Worker
+
+log = logging.getLogger(__name__)
+
+HANDOVER_AT = 0.75  # of the timeout. The rest is for routers that have no other worker yet
+OFFER_INTERVAL_S = 1.0
+MIN_STORE_WAIT_S = 1.0  # for one answer of the engine
+
+
+async def drain(worker: Worker) -> int:
+    """Waits for streams and leases to end, for `worker.drain_timeout` seconds; how many had to be cut. What time is
+    left after them goes to the store, which takes what was computed.
+
+    The worker takes no new work before this is called.
+    """
+    deadline = time.monotonic() + worker.drain_timeout
+    log.info("draining", extra={"timeout_s": worker.drain_timeout, "num_streams": len(worker.active)})
+    is_idle = await worker.wait_idle(worker.drain_timeout * HANDOVER_AT)
+    while not is_idle and (left_s := deadline - time.monotonic()) > 0:
+        _offer_handover(worker)
+        is_idle = await worker.wait_idle(min(OFFER_INTERVAL_S, left_s))
+    num_cut = _cut(worker)
+    await _wait_stored(worker, deadline)
+    return num_cut
+
+
+async def _wait_stored(worker: Worker, deadline: float) -> None:
+    """Loses nothing but work where it fails, so a failure is not the exit code's business."""
+    try:
+        async with asyncio.timeout(max(deadline - time.monotonic(), MIN_STORE_WAIT_S)):
+            num_unstored = await worker.wait_stored(deadline)
+    except (TimeoutError, UnavailableError) as error:
+        log.warning("the engine does not say whether computed KV is stored", extra={"reason": str(error)})
+        return
+    if num_unstored:
+        log.warning("drain timeout: computed KV is not stored", extra={"num_blocks": num_unstored})
+
+
+def _offer_handover(worker: Worker) -> None:
+    for work in worker.active:
+        if work.service == "decode" and work.stream is not None:
+            work.stream.put(HandoverDue())
+            log.debug("offering a handover", extra={"request_id": work.request_id})
+
+
+def _cut(worker: Worker) -> int:
+    """Ends what is left with UNAVAILABLE, so that whoever waits for it tries elsewhere."""
+    for work in worker.active:
+        metrics.worker_streams_cut.labels(work.service).inc()
+        log.warning("drain timeout: stream cut", extra={"request_id": work.request_id, "service": work.service})
+        if work.stream is not None:
+            reason = f"worker {worker.worker_id} was told to end, and {worker.drain_timeout:g} s to drain are over"
+            work.stream.put(m.RequestFailed(work.stream.engine_id, "UNAVAILABLE", reason))
+    return len(worker.active)
