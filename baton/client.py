@@ -24,15 +24,19 @@ from grpc_status import rpc_status
 from baton.report import Chunk, FleetWorker, ModelCard, RequestReport, Result, Timings, Usage
 from common.errors import (
     BatonError,
+    ConfigError,
     DeadlineError,
     IncompatibleError,
     InternalError,
     InvalidArgumentError,
     ModelNotFoundError,
     OverloadedError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from common.grpc_options import MAX_MESSAGE_BYTES
+from common.grpc_transport import channel_credentials, name_options
+from common.tls import TlsFiles
 from common.types import WorkerRole
 from protos.baton.v1 import (
     inference_pb2,
@@ -125,12 +129,38 @@ class Answer:
 
 
 class Client:
-    """`router` is host:port. `timeout` is each request's deadline in seconds; the router's own limit where None."""
+    """`router` is host:port. `timeout` is each request's deadline in seconds; the router's own limit where None.
 
-    def __init__(self, router: str = "127.0.0.1:50051", *, timeout: float | None = None) -> None:
+    TLS is spoken with `tls`, or where any of the files is given: `tls_ca` is whom to trust (the public CAs where None),
+    `tls_cert` and `tls_key` what to show to a router that asks for it, `tls_server_name` the name in the router's
+    certificate where that is not the host of `router`. Raises `ConfigError` and `StartupError` for files of no use.
+    """
+
+    def __init__(
+        self,
+        router: str = "127.0.0.1:50051",
+        *,
+        timeout: float | None = None,
+        api_key: str | None = None,
+        tls: bool = False,
+        tls_ca: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
+        tls_server_name: str | None = None,
+    ) -> None:
         self._router = router
         self._timeout = timeout
-        self._channel = grpc.insecure_channel(router, options=_CHANNEL_OPTIONS)
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
+            raise ConfigError("api_key", "is of printable ASCII without spaces")
+        self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+        options = [*_CHANNEL_OPTIONS, *name_options(tls_server_name)]
+        if tls or tls_ca is not None or tls_cert is not None or tls_key is not None:
+            credentials = channel_credentials(TlsFiles(tls_cert, tls_key, tls_ca))
+            self._channel = grpc.secure_channel(router, credentials, options=options)
+        elif tls_server_name is not None:
+            raise ConfigError("tls_server_name", "is for TLS: --tls or --tls-ca is missing")
+        else:
+            self._channel = grpc.insecure_channel(router, options=options)
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._fleet = router_pb2_grpc.RouterServiceStub(self._channel)
 
@@ -166,7 +196,7 @@ class Client:
             cache_salt=cache_salt,
             priority=priority,
         )
-        return Answer(self._inference.Generate(request, timeout=self._timeout), self._router)
+        return Answer(self._inference.Generate(request, timeout=self._timeout, metadata=self._metadata), self._router)
 
     def chat(
         self,
@@ -188,7 +218,7 @@ class Client:
             cache_salt=cache_salt,
             priority=priority,
         )
-        return Answer(self._inference.Chat(request, timeout=self._timeout), self._router)
+        return Answer(self._inference.Chat(request, timeout=self._timeout, metadata=self._metadata), self._router)
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         request = inference_pb2.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
@@ -209,7 +239,7 @@ class Client:
 
     def _ask(self, method: grpc.UnaryUnaryMultiCallable[Request, Response], request: Request) -> Response:
         try:
-            return method(request, timeout=self._timeout)
+            return method(request, timeout=self._timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise to_baton_error(error, self._router) from error
 
@@ -236,11 +266,15 @@ def to_baton_error(error: grpc.RpcError, router: str) -> BatonError:
                 return InvalidArgumentError(field, reason)
             named, separator, why = message.partition(": ")
             return InvalidArgumentError(named, why) if separator else InvalidArgumentError("request", message)
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return UnauthenticatedError(message)
         case grpc.StatusCode.NOT_FOUND:
             return _NotFoundError(message)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return OverloadedError(message, retry_after_s)
         case grpc.StatusCode.UNAVAILABLE:
+            if tls_problem := _tls_problem(message, router):
+                return UnavailableError(tls_problem, retry_after_s)
             if any(sign in message for sign in ("failed to connect", "DNS resolution failed", "Connection refused")):
                 return UnavailableError(f"no router answers at {router} (`baton up` starts a stack)", retry_after_s)
             return UnavailableError(message, retry_after_s)
@@ -254,6 +288,17 @@ def to_baton_error(error: grpc.RpcError, router: str) -> BatonError:
             return UnavailableError(f"what answers at {router} is not a Baton router: {message}")
         case _:
             return InternalError(message)
+
+
+def _tls_problem(message: str, router: str) -> str:
+    """What gRPC's words for a connection that did not come about mean; empty where TLS is not the reason."""
+    if not message.startswith("failed to connect"):
+        return ""
+    if "handshake failed" in message or "verification check failed" in message:
+        return f"TLS with {router} failed: {message.partition('last error: ')[2]}"
+    if "Socket closed" in message:
+        return f"{router} hangs up: it wants TLS (--tls-ca), or a client's certificate (--tls-cert) that it trusts"
+    return ""
 
 
 class CancelledError(BatonError):

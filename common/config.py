@@ -44,6 +44,31 @@ class LogSettings(Settings):
     log_format: LogFormat = Field("text", description="text, or json (one object per line)")
 
 
+class TlsSettings(Settings):
+    """Certificates of one process, for its ports and for its channels to others; plain text where none is given.
+
+    The files are read again when they change.
+    """
+
+    tls_cert: str | None = Field(
+        None, description="certificate chain (PEM) that this process shows, as server and as client"
+    )
+    tls_key: str | None = Field(None, description="its private key (PEM)")
+    tls_ca: str | None = Field(
+        None,
+        description="CA (PEM) that peers' certificates have to come from; a worker then takes no client without one",
+    )
+    tls_server_name: str | None = Field(
+        None, description="name that peers' certificates have to hold; the host of their address where unset"
+    )
+
+
+class HealthSettings(Settings):
+    health_listen: str | None = Field(
+        None, description="further gRPC address with health checks alone, in plain text, for probes; off where unset"
+    )
+
+
 class ModelSettings(Settings):
     model: str = Field(
         DEFAULT_MODEL, description=f"{DEFAULT_MODEL} (embedded), or a Hugging Face model directory on disk"
@@ -101,7 +126,7 @@ class ConnectorSettings(Settings):
     verify_checksums: bool = Field(False, description="verify KV that moves from peer to peer (stores always do)")
 
 
-class WorkerSettings(EngineSettings, ConnectorSettings, LogSettings):
+class WorkerSettings(EngineSettings, ConnectorSettings, TlsSettings, HealthSettings, LogSettings):
     """`baton prefill`, `baton decode` and `baton worker`."""
 
     listen: str = Field("127.0.0.1:50061", description="gRPC address; port 0 takes a free one")
@@ -114,13 +139,20 @@ class WorkerSettings(EngineSettings, ConnectorSettings, LogSettings):
     metrics_port: Port | None = Field(None, description="port of Prometheus' /metrics over HTTP; off where unset")
 
 
-class RouterSettings(LogSettings):
-    """`baton router`."""
+class RouterSettings(TlsSettings, HealthSettings, LogSettings):
+    """`baton router`. With --tls-cert and --tls-key both of its ports speak TLS."""
 
     prefill: Addresses = Field((), description="prefill workers: host:port, dns:///name:port or k8s:///ns/service:port")
     decode: Addresses = Field((), description="decode workers, spelled likewise (a worker of both roles in both)")
     http_listen: str = Field("127.0.0.1:8000", description="REST address; port 0 takes a free one")
     grpc_listen: str = Field("127.0.0.1:50051", description="gRPC address; port 0 takes a free one")
+    tls_client_ca: str | None = Field(
+        None, description="CA (PEM) that clients' certificates have to come from; clients need none where unset"
+    )
+    api_keys_file: str | None = Field(
+        None,
+        description="file of API keys, of which a client needs one; read again when it changes; all may where unset",
+    )
     drain_timeout: float = Field(30.0, ge=0, description="seconds that SIGTERM waits for answers to end")
     request_timeout: float = Field(600.0, gt=0, description="deadline in seconds of a request that brings none")
     worker_wait: float = Field(
@@ -128,7 +160,7 @@ class RouterSettings(LogSettings):
     )
 
 
-class AutoscalerSettings(LogSettings):
+class AutoscalerSettings(TlsSettings, LogSettings):
     """`baton autoscaler`."""
 
     prefill: Addresses = Field((), description="prefill workers: host:port, dns:///name:port or k8s:///ns/service:port")
@@ -145,8 +177,10 @@ class AutoscalerSettings(LogSettings):
     external_metrics_service: str | None = Field(
         None, description="NAMESPACE/NAME of the Service before --external-metrics-listen, for its certificate"
     )
-    tls_cert: str | None = Field(None, description="serving certificate (PEM); where unset one is made and published")
-    tls_key: str | None = Field(None, description="its key (PEM); both are read again when they change")
+    external_metrics_cert: str | None = Field(
+        None, description="certificate (PEM) of --external-metrics-listen; where unset one is made and published"
+    )
+    external_metrics_key: str | None = Field(None, description="its key (PEM); both are read again when they change")
     front_proxy_ca: str | None = Field(
         None, description="CA of the API server's client certificate (PEM); asked from the cluster where unset"
     )
@@ -197,10 +231,12 @@ class UpSettings(EngineSettings, ConnectorSettings, LogSettings):
     hints: bool = Field(False, description="when ready, print commands to try, to standard error")
 
 
-class ClientSettings(Settings):
+class ClientSettings(TlsSettings):
     """What every command that talks to a running stack needs."""
 
     router: str = Field("127.0.0.1:50051", description="the router's gRPC address")
+    tls: bool = Field(False, description="speak TLS and trust the public CAs; --tls-ca trusts its own instead")
+    api_key: str | None = Field(None, description="API key; better given as variable: command lines are seen by others")
     timeout: float | None = Field(
         None, gt=0, description="seconds until the request is given up; the router's limit where unset"
     )

@@ -4,6 +4,7 @@ BatonError
 ├── InvalidArgumentError      the request is wrong: names the field        INVALID_ARGUMENT     400
 │   └── UnknownModelError     it names a model that is not served
 ├── ModelNotFoundError        no such model is served                      NOT_FOUND            404
+├── UnauthenticatedError      no API key, or none that is known            UNAUTHENTICATED      401
 ├── OverloadedError           try again after `retry_after_s`              RESOURCE_EXHAUSTED   429
 ├── UnavailableError          no worker can take it, or one went away      UNAVAILABLE          503
 ├── IncompatibleError         model, dtype or KV layout differ             FAILED_PRECONDITION  409
@@ -56,6 +57,11 @@ class ModelNotFoundError(BatonError):
     def __init__(self, model: str, served: str) -> None:
         super().__init__(f"model: {model!r} is not served here; this is {served!r}")
         self.field = "model"
+
+
+class UnauthenticatedError(BatonError):
+    grpc_code = "UNAUTHENTICATED"
+    http_status = 401
 
 
 class OverloadedError(BatonError):

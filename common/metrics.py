@@ -13,9 +13,16 @@ LATENCY_BUCKETS = (
 )  # fmt: skip
 TOKEN_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
+file_reloads = Counter(
+    "baton_file_reloads", "Times that changed certificates or API keys were read, by outcome.", ["what", "outcome"]
+)
+
 # ------------------------------------------------------------------------------------------------ router
 
 router_requests = Counter("baton_router_requests", "Requests that ended, by how they ended.", ["interface", "outcome"])
+router_unauthenticated = Counter(
+    "baton_router_unauthenticated", "Calls that were refused for want of a known API key.", ["interface"]
+)
 router_requests_running = Gauge("baton_router_requests_running", "Requests that a client is waiting for.")
 router_prompt_tokens = Histogram("baton_router_prompt_tokens", "Prompt tokens of a request.", buckets=TOKEN_BUCKETS)
 router_output_tokens = Histogram("baton_router_output_tokens", "Tokens of an answer.", buckets=TOKEN_BUCKETS)

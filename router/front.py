@@ -29,6 +29,7 @@ from common.validation import (
     check_text,
     validate_sampling,
 )
+from router.api_keys import current_client
 from router.chat_template import Message
 from router.demand import Demand
 from router.detokenizer import Detokenizer
@@ -59,6 +60,7 @@ class GenerationRequest:
     priority: int = 0
     arrived_at: float
     deadline: float
+    client: str = ""  # name of the API key
 
     def numbered(self, index: int) -> GenerationRequest:
         """The index-th of several answers to one request: another id and seed, the same everything else."""
@@ -236,15 +238,17 @@ class Front:
             default_max_tokens=default_max_tokens,
             name=name,
         )
+        client = current_client.get()
         return GenerationRequest(
             request_id=request_id or new_request_id(),
             model=model,
             prompt_token_ids=prompt.token_ids,
             sampling_params=params,
-            cache_salt=cache_salt,
+            cache_salt=client.cache_salt(cache_salt) if client else cache_salt,
             priority=priority,
             arrived_at=arrived_at,
             deadline=arrived_at + (self._request_timeout_s if timeout_s is None else timeout_s),
+            client=client.name if client else "",
         )
 
     # ----------------------------------------------------------------------------------------- generating
@@ -368,6 +372,8 @@ def _observe(request: GenerationRequest, report: Report) -> None:
         "ttft_ms": round(report.ttft_ms, 1),
         "total_ms": round(report.total_ms, 1),
     }
+    if request.client:
+        extra["client"] = request.client
     if report.fallback_reason:
         extra["fallback_reason"] = report.fallback_reason
     log.info("answered", extra=extra)

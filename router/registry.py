@@ -20,7 +20,7 @@ import grpc
 
 from common import metrics
 from common.errors import UnavailableError
-from common.grpc_options import CHANNEL_OPTIONS
+from common.grpc_transport import Channels
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from common.validation import ModelLimits
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
@@ -54,12 +54,13 @@ class _Worker:
     address: str
     role: WorkerRole
     channel: grpc.aio.Channel
+    channel_version: int  # of the certificates that it shows
     info: worker_pb2.WorkerInfo | None = None
     load: WorkerLoad = field(default_factory=WorkerLoad)
     state: WorkerState = WorkerState.UNREACHABLE
     problem: str = ""
     sent: dict[object, float] = field(default_factory=dict)  # running requests that no report counts: when sent
-    num_running: int = 0
+    running: set[object] = field(default_factory=set)  # requests, reported or not
 
     def endpoint(self, excluded: str) -> Endpoint:
         info = self.info
@@ -82,7 +83,8 @@ class Registry:
     Addresses are those given, until `set_addresses` says otherwise.
     """
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
+    def __init__(self, prefill: Sequence[str], decode: Sequence[str], channels: Channels | None = None) -> None:
+        self._channels = channels or Channels()
         self._workers: dict[str, _Worker] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._started = False
@@ -110,7 +112,7 @@ class Registry:
                 role = WorkerRole.BOTH
             known = before.get(address)
             if known is None or known.role is not role:
-                known = _Worker(address, role, grpc.aio.insecure_channel(address, CHANNEL_OPTIONS))
+                known = _Worker(address, role, self._channels.open(address), self._channels.version)
             self._workers[address] = known
         for worker in before.values():
             if self._workers.get(worker.address) is not worker:
@@ -126,15 +128,30 @@ class Registry:
         if task := self._tasks.pop(worker.address, None):
             task.cancel()
 
-        async def close_when_idle() -> None:
-            while worker.num_running:  # noqa: ASYNC110 (nothing waits for this)
-                await asyncio.sleep(1.0)
-            await worker.channel.close()
+        self._close_when_idle(worker)
+
+    def _close_when_idle(self, worker: _Worker) -> None:
+        """Closes the channel that `worker` has now, once the requests that run now have ended."""
+        channel, running = worker.channel, set(worker.running)
+
+        async def close() -> None:
+            try:
+                while running & worker.running:  # noqa: ASYNC110 (nothing waits for this)
+                    await asyncio.sleep(1.0)
+            finally:
+                await channel.close()
 
         if self._started:
-            closing = asyncio.create_task(close_when_idle(), name=f"close {worker.address}")
+            closing = asyncio.create_task(close(), name=f"close {worker.address}")
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
+
+    def _renew_channel(self, worker: _Worker) -> None:
+        """Before it connects anew: a channel goes on showing the certificate that it was opened with."""
+        if self._channels.version != worker.channel_version:
+            self._close_when_idle(worker)
+            worker.channel_version = self._channels.version
+            worker.channel = self._channels.open(worker.address)
 
     async def close(self) -> None:
         tasks = [*self._tasks.values(), *self._closing]
@@ -192,15 +209,15 @@ class Registry:
         workers = [self._workers[address] for address in addresses if address in self._workers]
         for worker in workers:
             worker.sent[key] = time.monotonic()
-            worker.num_running += 1
-            metrics.router_endpoint_requests.labels(worker.address).set(worker.num_running)
+            worker.running.add(key)
+            metrics.router_endpoint_requests.labels(worker.address).set(len(worker.running))
         try:
             yield
         finally:
             for worker in workers:
                 worker.sent.pop(key, None)
-                worker.num_running -= 1
-                metrics.router_endpoint_requests.labels(worker.address).set(worker.num_running)
+                worker.running.discard(key)
+                metrics.router_endpoint_requests.labels(worker.address).set(len(worker.running))
 
     def suspect(self, address: str, epoch: str, reason: str) -> None:
         """A call to the worker failed as if it were gone: nothing is sent there until it reports again."""
@@ -213,8 +230,9 @@ class Registry:
     # ------------------------------------------------------------------------------------------ watching
 
     async def _watch(self, worker: _Worker) -> None:
-        stub = worker_pb2_grpc.WorkerServiceStub(worker.channel)
         while True:
+            self._renew_channel(worker)
+            stub = worker_pb2_grpc.WorkerServiceStub(worker.channel)
             try:
                 worker.info = await stub.GetInfo(
                     worker_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S, wait_for_ready=True

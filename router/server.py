@@ -18,19 +18,24 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 from common.config import RouterSettings
 from common.errors import StartupError
 from common.grpc_options import SERVER_OPTIONS
+from common.grpc_transport import Channels, add_port, health_server
 from common.logs import setup_logging
 from common.reflection import ReflectionPool
+from common.tls import TlsFiles, serving_files
 from protos.baton.v1 import demand_pb2, inference_pb2, router_pb2
+from router.api_keys import ApiKeys
 from router.demand import DemandService
 from router.discovery.follow import fixed, follow
 from router.dispatch import Dispatcher, DispatchLimits
 from router.fleet_service import FleetService
 from router.front import Front
+from router.grpc_auth import KeyInterceptor
 from router.grpc_handlers import add_service
 from router.inference_service import InferenceService
 from router.policy import LeastLoad
 from router.registry import Registry
 from router.rest.app import make_app
+from router.rest.auth import KeyMiddleware
 from router.stop_signals import stop_signals
 
 log = logging.getLogger(__name__)
@@ -55,36 +60,46 @@ async def serve(
 ) -> None:
     """Runs until SIGTERM, SIGINT or `stop`, then drains: no new requests, running ones get `drain_timeout` seconds.
 
-    Raises `StartupError` with one line where it cannot listen.
+    Raises `StartupError` with one line where it cannot listen, or cannot use certificates or keys.
     """
     stop = stop or asyncio.Event()
-    registry = Registry(fixed(settings.prefill), fixed(settings.decode))
+    tls = serving_files(settings, settings.tls_client_ca, ca_field="tls_client_ca")
+    keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file is not None else None
+    registry = Registry(fixed(settings.prefill), fixed(settings.decode), Channels(settings))
     dispatcher = Dispatcher(registry, LeastLoad(), limits=limits)
     front = Front(registry, dispatcher, request_timeout_s=settings.request_timeout, worker_wait_s=settings.worker_wait)
     health = HealthServicer()
     async with contextlib.AsyncExitStack() as stack:
         http_socket = stack.enter_context(contextlib.closing(listen(settings.http_listen)))
-        grpc_server = grpc.aio.server(options=SERVER_OPTIONS)
-        grpc_port = _bind(grpc_server, settings.grpc_listen)
+        interceptors = [] if keys is None else [KeyInterceptor(keys)]
+        grpc_server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
+        grpc_port = _bind(grpc_server, settings.grpc_listen, tls)
         _add_services(grpc_server, front, registry, health)
+        probed = _bind_health(settings.health_listen, health)
         stack.push_async_callback(registry.close)
         registry.start()
 
+        app = make_app(front)
         web = _WebServer(
             uvicorn.Config(
-                make_app(front),
+                app if keys is None else KeyMiddleware(app, keys),
                 log_config=None,
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
                 server_header=False,
+                ssl_context_factory=None if tls is None else lambda _config, _default: tls.server_context(),
             )
         )
         with stop_signals(stop):
             await _set_health(health, front)
             await grpc_server.start()
+            if probed is not None:
+                await probed.start()
+                stack.push_async_callback(probed.stop, None)
             web_task = asyncio.create_task(web.serve([http_socket]), name="rest")
-            http_url = f"http://{_host(settings.http_listen)}:{http_socket.getsockname()[1]}"
+            scheme = "http" if tls is None else "https"
+            http_url = f"{scheme}://{_host(settings.http_listen)}:{http_socket.getsockname()[1]}"
             grpc_address = f"{_host(settings.grpc_listen)}:{grpc_port}"
             log.info("router listens", extra={"http": http_url, "grpc": grpc_address})
             watch = asyncio.create_task(
@@ -162,14 +177,25 @@ def listen(address: str) -> socket.socket:
     return listener
 
 
-def _bind(server: grpc.aio.Server, address: str) -> int:
+def _bind(server: grpc.aio.Server, address: str, tls: TlsFiles | None) -> int:
     try:
-        port = server.add_insecure_port(address)
+        port = add_port(server, address, tls)
     except RuntimeError as error:
         raise StartupError(f"cannot listen on {address} for gRPC: {error}") from error
     if port == 0:
         raise StartupError(f"cannot listen on {address} for gRPC")
     return port
+
+
+def _bind_health(address: str | None, health: HealthServicer) -> grpc.aio.Server | None:
+    if address is None:
+        return None
+    try:
+        server = health_server(address)
+    except RuntimeError as error:
+        raise StartupError(f"health_listen: cannot bind {address}: is the port taken?") from error
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    return server
 
 
 def _add_services(server: grpc.aio.Server, front: Front, registry: Registry, health: HealthServicer) -> None:

@@ -16,7 +16,9 @@ from grpc_reflection.v1alpha import reflection
 from common.config import WorkerSettings
 from common.errors import StartupError
 from common.grpc_options import SERVER_OPTIONS
+from common.grpc_transport import add_port, health_server
 from common.reflection import ReflectionPool
+from common.tls import serving_files
 from common.types import WorkerRole, WorkerState
 from worker.drain import drain
 from worker.shell import Worker
@@ -48,16 +50,20 @@ async def serve(
     worker = Worker(settings, role, model_dir, model_name)
     await worker.engine.spawn()
     server = grpc.aio.server(options=SERVER_OPTIONS)
+    probed: grpc.aio.Server | None = None
     try:
         worker.address = _bind(server, settings)
         _serve_metrics(settings)
         health_servicer = health.aio.HealthServicer()
+        probed = _bind_health(settings, health_servicer)
         names = [add(worker, server) for add in [*services, add_worker_service]]
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         reflected = [*names, health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(reflected, server, pool=ReflectionPool())
         await worker.wait_ready()
         await server.start()
+        if probed is not None:
+            await probed.start()
         for name in ("", *names):
             await health_servicer.set(name, SERVING)
         _drain_on_signals(worker)
@@ -72,6 +78,8 @@ async def serve(
         return 1 if num_cut or worker.engine.died.is_set() else 0
     finally:
         await server.stop(CLOSE_GRACE_S)
+        if probed is not None:
+            await probed.stop(None)
         await worker.channels.close()
         await worker.engine.stop()
 
@@ -79,13 +87,25 @@ async def serve(
 def _bind(server: grpc.aio.Server, settings: WorkerSettings) -> str:
     """Binds before the model is loaded, so that a taken port is known at once; the advertised address."""
     host, _, _ = settings.listen.rpartition(":")
+    tls = serving_files(settings, settings.tls_ca)
     try:
-        port = server.add_insecure_port(settings.listen)
+        port = add_port(server, settings.listen, tls)
     except RuntimeError as error:
         raise StartupError(f"listen: cannot bind {settings.listen}: is the port taken?") from error
     if port == 0:
         raise StartupError(f"listen: cannot bind {settings.listen}")
     return settings.advertise or f"{host}:{port}"
+
+
+def _bind_health(settings: WorkerSettings, servicer: health.aio.HealthServicer) -> grpc.aio.Server | None:
+    if settings.health_listen is None:
+        return None
+    try:
+        server = health_server(settings.health_listen)
+    except RuntimeError as error:
+        raise StartupError(f"health_listen: cannot bind {settings.health_listen}: is the port taken?") from error
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    return server
 
 
 def _serve_metrics(settings: WorkerSettings) -> None:

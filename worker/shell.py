@@ -16,6 +16,7 @@ import grpc
 from common import metrics
 from common.config import WorkerSettings
 from common.errors import BatonError, IncompatibleError, InternalError, InvalidArgumentError, UnavailableError
+from common.grpc_transport import Channels
 from common.types import WorkerRole, WorkerState
 from engine.messages import EngineReady, RequestFailed
 from worker.channels import ChannelPool
@@ -47,7 +48,7 @@ class Worker:
         self.address = ""  # as others reach it; set once the port is bound
         self.state = WorkerState.READY
         self.engine = EngineClient(settings, role.value, model_dir, self.worker_id, self.epoch)
-        self.channels = ChannelPool()
+        self.channels = ChannelPool(Channels(settings))
         self.drain_requested = asyncio.Event()
         self.drain_timeout = settings.drain_timeout
         self.active: set[Work] = set()

@@ -27,7 +27,16 @@ DEMO_QUESTION = "What is the capital of France?"
 def connect(settings: ClientSettings) -> Client:
     from baton.client import Client
 
-    return Client(settings.router, timeout=settings.timeout)
+    return Client(
+        settings.router,
+        timeout=settings.timeout,
+        api_key=settings.api_key,
+        tls=settings.tls,
+        tls_ca=settings.tls_ca,
+        tls_cert=settings.tls_cert,
+        tls_key=settings.tls_key,
+        tls_server_name=settings.tls_server_name,
+    )
 
 
 def sampling(settings: SamplingSettings) -> SamplingOptions:

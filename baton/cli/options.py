@@ -19,11 +19,13 @@ from common.config import (
     DemoSettings,
     EngineSettings,
     GenerateSettings,
+    HealthSettings,
     LogSettings,
     ModelSettings,
     RouterSettings,
     SamplingSettings,
     Settings,
+    TlsSettings,
     UpSettings,
     WorkerSettings,
 )
@@ -42,6 +44,8 @@ GROUPS: dict[type[Settings], str] = {
     ModelSettings: "Model",
     EngineSettings: "Engine",
     ConnectorSettings: "KV blocks",
+    TlsSettings: "TLS",
+    HealthSettings: "Probes",
     LogSettings: "Logging",
 }
 """Sections of `--help`, in order. A field stands under the class that first declares it."""

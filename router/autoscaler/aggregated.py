@@ -72,7 +72,7 @@ class AggregatedApi:
     def _show_certificate(self) -> None:
         """A certificate of our own making, or the files' where they have changed. Raises `StartupError`."""
         settings = self._settings
-        if settings.tls_cert is None or settings.tls_key is None:
+        if settings.external_metrics_cert is None or settings.external_metrics_key is None:
             if self._own_certificate is not None and time.monotonic() - self._made_at < RENEW_S:
                 return
             certificate, key = tls.make_certificate(self._service, self._service_namespace)
@@ -80,13 +80,13 @@ class AggregatedApi:
             tls.load_certificate(self._context, certificate, key)
             return
         try:
-            files = Path(settings.tls_cert).read_bytes(), Path(settings.tls_key).read_bytes()
+            files = Path(settings.external_metrics_cert).read_bytes(), Path(settings.external_metrics_key).read_bytes()
         except OSError as error:
             raise StartupError(f"the serving certificate cannot be read: {error}") from error
         if files != self._files:
             tls.load_certificate(self._context, *files)
             self._files = files
-            log.info("serving certificate loaded", extra={"file": settings.tls_cert})
+            log.info("serving certificate loaded", extra={"file": settings.external_metrics_cert})
 
     async def _keep_trusted(self) -> None:
         """Keeps our certificate in the APIService, and both certificates current."""

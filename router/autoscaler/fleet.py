@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from common.grpc_options import CHANNEL_OPTIONS
+from common.grpc_transport import Channels
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from protos.baton.v1 import demand_pb2, demand_pb2_grpc, worker_pb2, worker_pb2_grpc
 from protos.convert import state_of
@@ -63,10 +63,12 @@ class Fleet:
         routers: Discovery,
         *,
         arrival_window_s: float,
+        channels: Channels | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._window_s = arrival_window_s
+        self._channels = channels or Channels()
         self._workers: dict[WorkerRole, dict[str, _Worker]] = {WorkerRole.PREFILL: {}, WorkerRole.DECODE: {}}
         self._routers: dict[str, _Router] = {}
         self._sources = (prefill, decode, routers)
@@ -147,7 +149,7 @@ class Fleet:
                 worker.load, worker.state, worker.reported_at = load_of(load), state_of(load.state), self._clock()
 
         try:
-            await _keep_reading(found.address, read)
+            await _keep_reading(self._channels, found.address, read)
         finally:
             del self._workers[role][found.address]
 
@@ -167,7 +169,7 @@ class Fleet:
                 router.num_held_requests = demand.num_requests_waiting
 
         try:
-            await _keep_reading(found.address, read)
+            await _keep_reading(self._channels, found.address, read)
         finally:
             del self._routers[found.address]
 
@@ -197,10 +199,11 @@ class _Followers:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
-async def _keep_reading(address: str, read: Callable[[grpc.aio.Channel], Awaitable[None]]) -> None:
+async def _keep_reading(channels: Channels, address: str, read: Callable[[grpc.aio.Channel], Awaitable[None]]) -> None:
     """Runs `read` again and again, until cancelled."""
     problem = ""
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    version, channel = channels.version, channels.open(address)
+    try:
         while True:
             try:
                 await read(channel)
@@ -213,6 +216,11 @@ async def _keep_reading(address: str, read: Callable[[grpc.aio.Channel], Awaitab
                 problem = reason
                 log.warning("load is not reported", extra={"address": address, "reason": reason})
             await asyncio.sleep(RETRY_S)
+            if channels.version != version:  # certificates changed: the next connection shows the new ones
+                await channel.close()
+                version, channel = channels.version, channels.open(address)
+    finally:
+        await channel.close()
 
 
 def _is_fresh(reported_at: float | None, now: float) -> bool:

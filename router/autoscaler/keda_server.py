@@ -10,6 +10,8 @@ from grpc_health.v1._async import HealthServicer
 
 from common.errors import StartupError
 from common.grpc_options import SERVER_OPTIONS
+from common.grpc_transport import add_port
+from common.tls import TlsFiles
 from router.autoscaler.board import Board
 from router.autoscaler.keda import SERVICE, ExternalScaler
 from router.autoscaler.rules import Targets
@@ -19,14 +21,14 @@ from router.grpc_handlers import add_service
 class KedaServer:
     """Takes its port when made, answers while `run` runs."""
 
-    def __init__(self, address: str, board: Board, targets: Targets) -> None:
+    def __init__(self, address: str, board: Board, targets: Targets, tls: TlsFiles | None = None) -> None:
         """Raises `StartupError` where it cannot listen."""
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         add_service(self._server, SERVICE, ExternalScaler(board, targets))
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         try:
-            port = self._server.add_insecure_port(address)
+            port = add_port(self._server, address, tls)
         except RuntimeError as error:
             raise StartupError(f"cannot listen on {address} for KEDA: {error}") from error
         self.address = f"{address.rpartition(':')[0]}:{port}"

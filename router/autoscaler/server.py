@@ -17,7 +17,9 @@ from collections.abc import Callable, Coroutine
 
 from common.config import AutoscalerSettings
 from common.errors import ConfigError
+from common.grpc_transport import Channels
 from common.logs import setup_logging
+from common.tls import serving_files
 from common.types import WorkerRole
 from router.autoscaler import http
 from router.autoscaler.actuator import Actuator
@@ -49,12 +51,13 @@ def check(settings: AutoscalerSettings) -> None:
         if fewest > most:
             raise ConfigError(f"{role.value}_min", f"{fewest} is more than {role.value}_max, {most}")
     workloads_of(settings)
-    if (settings.tls_cert is None) != (settings.tls_key is None):
-        raise ConfigError("tls_key", "goes with --tls-cert: give both or none")
-    if settings.external_metrics_listen and settings.tls_cert is None:
+    if (settings.external_metrics_cert is None) != (settings.external_metrics_key is None):
+        raise ConfigError("external_metrics_key", "goes with --external-metrics-cert: give both or none")
+    if settings.external_metrics_listen and settings.external_metrics_cert is None:
         _, slash, name = (settings.external_metrics_service or "").partition("/")
         if not slash or not name:
-            raise ConfigError("external_metrics_service", "NAMESPACE/NAME is needed where no --tls-cert is given")
+            reason = "NAMESPACE/NAME is needed where no --external-metrics-cert is given"
+            raise ConfigError("external_metrics_service", reason)
 
 
 def make_planner(settings: AutoscalerSettings) -> tuple[Planner, Targets]:
@@ -86,6 +89,7 @@ async def serve(settings: AutoscalerSettings, ready: Ready | None = None, stop: 
         discover(settings.decode, key="decode"),
         discover(settings.routers, key="routers"),
         arrival_window_s=settings.arrival_window,
+        channels=Channels(settings),
     )
     addresses: dict[str, str] = {}
     async with contextlib.AsyncExitStack() as stack:
@@ -100,7 +104,7 @@ async def serve(settings: AutoscalerSettings, ready: Ready | None = None, stop: 
             addresses["external_metrics"] = api.address
             jobs.append(api.run())
         if settings.keda_listen:
-            keda = KedaServer(settings.keda_listen, board, targets)
+            keda = KedaServer(settings.keda_listen, board, targets, serving_files(settings, settings.tls_ca))
             stack.push_async_callback(keda.close)
             addresses["keda"] = keda.address
             jobs.append(keda.run())
@@ -123,7 +127,7 @@ async def serve(settings: AutoscalerSettings, ready: Ready | None = None, stop: 
 
 async def _cluster(settings: AutoscalerSettings, stack: contextlib.AsyncExitStack) -> Cluster | None:
     """None where nothing that was asked for needs one."""
-    aggregated = settings.external_metrics_listen and not (settings.tls_cert and settings.front_proxy_ca)
+    aggregated = settings.external_metrics_listen and not (settings.external_metrics_cert and settings.front_proxy_ca)
     if not (aggregated or settings.leader_elect or settings.apply or settings.deletion_costs):
         return None
     api = await ApiServer.connect()

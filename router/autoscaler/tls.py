@@ -149,5 +149,5 @@ def _cryptography(module: str) -> Any:
     except ImportError as error:
         raise StartupError(
             "making a certificate needs the extra `kubernetes`: pip install 'baton-serve[kubernetes]', or give "
-            "--tls-cert and --tls-key"
+            "--external-metrics-cert and --external-metrics-key"
         ) from error

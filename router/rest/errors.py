@@ -10,12 +10,20 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from common.errors import BatonError, InternalError, InvalidArgumentError, ModelNotFoundError, UnknownModelError
+from common.errors import (
+    BatonError,
+    InternalError,
+    InvalidArgumentError,
+    ModelNotFoundError,
+    UnauthenticatedError,
+    UnknownModelError,
+)
 
 log = logging.getLogger(__name__)
 
 _TYPES = {
     400: "invalid_request_error",
+    401: "invalid_request_error",
     404: "not_found_error",
     409: "conflict_error",
     413: "invalid_request_error",
@@ -37,6 +45,8 @@ def error_body(error: BatonError) -> dict[str, object]:
         code = "model_not_found" if isinstance(error, UnknownModelError) else "invalid_value"
     elif isinstance(error, ModelNotFoundError):
         param, code = error.field, "model_not_found"
+    elif isinstance(error, UnauthenticatedError):
+        code = "invalid_api_key"
     message = error.reason if isinstance(error, InvalidArgumentError) and not error.field else error.message
     return _body(message, error.http_status, param, code)
 
@@ -60,6 +70,8 @@ def error_response(error: BatonError, request_id: str = "") -> Response:
     retry_after_s = getattr(error, "retry_after_s", None)
     if retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+    if isinstance(error, UnauthenticatedError):
+        headers["WWW-Authenticate"] = "Bearer"
     return json_response(error_body(error), status=error.http_status, headers=headers, request_id=request_id)
 
 

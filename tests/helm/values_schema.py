@@ -23,7 +23,8 @@ _OWNED = {
     "log_level", "log_format", "listen", "advertise", "drain_timeout", "metrics_port", "http_listen", "grpc_listen",
     "prefill", "decode", "routers", "connector", "store", "kv_dir", "model", "served_model_name",
     "external_metrics_listen", "external_metrics_service", "keda_listen", "namespace", "leader_elect", "lease_name",
-    "apply", "prefill_workload", "decode_workload", "deletion_costs", "tls_cert", "tls_key",
+    "apply", "prefill_workload", "decode_workload", "deletion_costs", "external_metrics_cert", "external_metrics_key",
+    "tls_cert", "tls_key", "tls_ca", "tls_server_name", "tls_client_ca", "health_listen", "api_keys_file",
     "prefill_min", "prefill_max", "decode_min", "decode_max", "target_queued_tokens", "target_prefill_rate",
     "target_kv_usage", "target_requests",
 }  # fmt: skip

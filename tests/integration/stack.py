@@ -12,10 +12,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, TypedDict
 
 from baton.client import Client
 from baton.report import FleetWorker
@@ -80,17 +81,28 @@ def alive(pids: set[int]) -> set[int]:
     return found
 
 
+class ClientOptions(TypedDict, total=False):
+    """What a client needs to be let in."""
+
+    tls_ca: str
+    tls_cert: str
+    tls_key: str
+    tls_server_name: str
+    api_key: str
+
+
 class Service:
     """What answers at a gRPC and an HTTP address."""
 
     grpc: str
     http: str
+    client_options: ClassVar[ClientOptions] = {}
 
     def client(self) -> Client:
-        return Client(self.grpc, timeout=CALL_TIMEOUT_S)
+        return Client(self.grpc, timeout=CALL_TIMEOUT_S, **self.client_options)
 
     def workers(self) -> list[FleetWorker]:
-        with Client(self.grpc, timeout=30) as client:
+        with Client(self.grpc, timeout=30, **self.client_options) as client:
             return client.fleet()
 
     def settle(self) -> None:
@@ -159,7 +171,7 @@ class Member:
 class Fleet(Service):
     """Workers and a router that nobody watches over."""
 
-    def __init__(self, folder: Path, *flags: str, prefill: int, decode: int) -> None:
+    def __init__(self, folder: Path, *flags: str, prefill: int, decode: int, router_flags: Sequence[str] = ()) -> None:
         self.kv_dir = folder / "kv"
         self.kv_dir.mkdir()
         self._folder, self._flags = folder, flags
@@ -168,7 +180,9 @@ class Fleet(Service):
         self.members = [self._start(role, address) for role, address in zip(roles, addresses, strict=True)]
         by_role = {role: ",".join(m.address for m in self.members if m.role == role) for role in ("prefill", "decode")}
         listen = ("--http-listen=127.0.0.1:0", "--grpc-listen=127.0.0.1:0")
-        command = baton("router", f"--prefill={by_role['prefill']}", f"--decode={by_role['decode']}", *listen)
+        command = baton(
+            "router", f"--prefill={by_role['prefill']}", f"--decode={by_role['decode']}", *listen, *router_flags
+        )
         self.router = Process("router", command, folder / "router.log")
         try:
             fields = ready_fields(self.router)
@@ -180,8 +194,13 @@ class Fleet(Service):
             raise
 
     def _start(self, role: str, address: str) -> Member:
-        command = baton(role, *FLAGS, f"--kv-dir={self.kv_dir}", f"--listen={address}", *self._flags)
+        flags = [*FLAGS, f"--kv-dir={self.kv_dir}", f"--listen={address}", *self._flags, *self.flags_of(address)]
+        command = baton(role, *flags)
         return Member(role, address, Process(f"{role} {address}", command, self._folder / f"{role}-{address}.log"))
+
+    def flags_of(self, address: str) -> Sequence[str]:
+        """Further flags of one worker."""
+        return ()
 
     def all_ready(self) -> bool:
         ended = [member.process for member in self.members if not member.process.running]

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from common.grpc_transport import add_port
+from common.tls import TlsFiles
 from common.types import WorkerRole
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from protos.convert import role_to_proto
@@ -51,11 +53,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
         self._server: grpc.aio.Server | None = None
         self._changed = asyncio.Event()
 
-    async def start(self, address: str = "127.0.0.1:0") -> str:
+    async def start(self, address: str = "127.0.0.1:0", tls: TlsFiles | None = None) -> str:
         self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(address)
+        port = add_port(self._server, address, tls)
         await self._server.start()
         self.address = f"127.0.0.1:{port}"
         return self.address

@@ -27,8 +27,8 @@
 {{- $_ := set $settings "external_metrics_listen" "0.0.0.0:6443" -}}
 {{- $_ := set $settings "external_metrics_service" (printf "%s/%s" .Release.Namespace $name) -}}
 {{- if ne .Values.autoscaler.tls.mode "self" -}}
-{{- $_ := set $settings "tls_cert" "/etc/baton-tls/tls.crt" -}}
-{{- $_ := set $settings "tls_key" "/etc/baton-tls/tls.key" -}}
+{{- $_ := set $settings "external_metrics_cert" "/etc/baton-metrics-tls/tls.crt" -}}
+{{- $_ := set $settings "external_metrics_key" "/etc/baton-metrics-tls/tls.key" -}}
 {{- end -}}
 {{- else if eq $mode "keda" -}}
 {{- $_ := set $settings "keda_listen" "0.0.0.0:50070" -}}

@@ -189,8 +189,8 @@ async def test_only_the_front_proxy_gets_in(tmp_path: Path, board: Board) -> Non
     settings = AutoscalerSettings(
         external_metrics_listen="127.0.0.1:0",
         namespace="prod",
-        tls_cert=str(tmp_path / "tls.crt"),
-        tls_key=str(tmp_path / "tls.key"),
+        external_metrics_cert=str(tmp_path / "tls.crt"),
+        external_metrics_key=str(tmp_path / "tls.key"),
         front_proxy_ca=str(tmp_path / "front.crt"),
         front_proxy_names=("aggregator",),
     )
@@ -224,7 +224,7 @@ def test_settings_that_do_not_go_together() -> None:
             check(AutoscalerSettings.model_validate(settings))
 
     refused("prefill_min", prefill_min=5, prefill_max=4)
-    refused("tls_key", tls_cert="a")
+    refused("external_metrics_key", external_metrics_cert="a")
     refused("external_metrics_service", external_metrics_listen="127.0.0.1:0")
     refused("external_metrics_service", external_metrics_listen="127.0.0.1:0", external_metrics_service="name")
     refused("decode_workload", apply=True, prefill_workload="deployment/a")
@@ -235,8 +235,8 @@ async def test_certificates_that_cannot_be_read_say_so(tmp_path: Path, board: Bo
     settings = AutoscalerSettings(
         external_metrics_listen="127.0.0.1:0",
         namespace="prod",
-        tls_cert=str(tmp_path / "missing"),
-        tls_key=str(tmp_path / "missing"),
+        external_metrics_cert=str(tmp_path / "missing"),
+        external_metrics_key=str(tmp_path / "missing"),
         front_proxy_ca=str(tmp_path / "missing"),
     )
     api = AggregatedApi(settings, board, None)

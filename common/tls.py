@@ -1,0 +1,105 @@
+"""TLS: what a process shows and whom it trusts, from PEM files that are read again when they change.
+
+One set of settings serves both directions. A port with `cert` and `key` speaks TLS, and with `ca` as well it asks for a
+certificate of that CA (mTLS). A channel speaks TLS where anything is given: it trusts `ca`, or the public CAs without,
+and shows `cert` where it has one. This module knows no grpc; see `grpc_transport`.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+
+from common.config import TlsSettings
+from common.errors import ConfigError, StartupError
+from common.watched_files import WatchedFiles, read_file
+
+
+@dataclass(slots=True, frozen=True)
+class Pem:
+    cert: bytes | None = None  # the chain, own certificate first
+    key: bytes | None = None
+    ca: bytes | None = None
+
+
+class TlsFiles:
+    """Raises `ConfigError` for settings that do not go together, and `StartupError` for files that cannot be used."""
+
+    def __init__(self, cert: str | None, key: str | None, ca: str | None, *, ca_field: str = "tls_ca") -> None:
+        if (cert is None) != (key is None):
+            raise ConfigError("tls_key" if key is None else "tls_cert", "--tls-cert and --tls-key go together")
+        self._cert, self._key, self._ca, self._ca_field = cert, key, ca, ca_field
+        paths = [path for path in (cert, key, ca) if path is not None]
+        self._watched = WatchedFiles("tls", paths, self._load)
+
+    def current(self) -> Pem:
+        return self._watched.current()[0]
+
+    @property
+    def version(self) -> int:
+        """Another one after each change of the files."""
+        return self._watched.versioned()[1]
+
+    def server_context(self) -> ssl.SSLContext:
+        """For servers that take Python's own TLS. It shows, and trusts, what the files hold at each handshake."""
+        context = self._current_context()
+
+        def choose(connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _given: ssl.SSLContext) -> None:
+            connection.context = self._current_context()
+
+        # Called at the start of each handshake, with or without a server name.
+        context.sni_callback = choose
+        return context
+
+    def _current_context(self) -> ssl.SSLContext:
+        return self._watched.current()[1]
+
+    def _load(self) -> tuple[Pem, ssl.SSLContext]:
+        pem = Pem(*(None if path is None else read_file(field, path) for field, path in self._fields()))
+        return pem, self._check(pem)
+
+    def _fields(self) -> tuple[tuple[str, str | None], ...]:
+        return ("tls_cert", self._cert), ("tls_key", self._key), (self._ca_field, self._ca)
+
+    def _check(self, pem: Pem) -> ssl.SSLContext:
+        """Refuses what no handshake could use, naming the setting."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if self._cert is not None and self._key is not None:
+            if b"-----BEGIN CERTIFICATE-----" not in (pem.cert or b""):
+                raise StartupError(f"tls_cert: {self._cert} holds no PEM certificate")
+            if b"PRIVATE KEY-----" not in (pem.key or b""):
+                raise StartupError(f"tls_key: {self._key} holds no PEM private key")
+            try:
+                context.load_cert_chain(self._cert, self._key, password="")  # one with a password is refused, not asked
+            except ssl.SSLError as error:
+                if error.reason == "KEY_VALUES_MISMATCH":
+                    raise StartupError(f"tls_key: {self._key} is not the key of {self._cert}") from error
+                raise StartupError(f"tls_cert: {self._cert} and its key cannot be used: {error}") from error
+            except (OSError, ValueError) as error:
+                raise StartupError(f"tls_cert: {self._cert} and its key cannot be used: {error}") from error
+        if self._ca is not None:
+            try:
+                context.load_verify_locations(self._ca)
+            except (ssl.SSLError, OSError, ValueError) as error:
+                raise StartupError(f"{self._ca_field}: {self._ca} holds no PEM certificate") from error
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+
+def peer_files(settings: TlsSettings) -> TlsFiles | None:
+    """For channels to other processes of the fleet; None where they are plain text."""
+    if settings.tls_cert is None and settings.tls_key is None and settings.tls_ca is None:
+        if settings.tls_server_name is not None:
+            raise ConfigError("tls_server_name", "is for TLS: --tls-ca or --tls-cert is missing")
+        return None
+    return TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
+
+
+def serving_files(settings: TlsSettings, client_ca: str | None, *, ca_field: str = "tls_ca") -> TlsFiles | None:
+    """For ports, whose clients need a certificate of `client_ca` where there is one; None where they are plain text."""
+    if settings.tls_cert is None and settings.tls_key is None:
+        if client_ca is not None:
+            raise ConfigError(ca_field, "a port that asks for certificates needs --tls-cert and --tls-key")
+        return None
+    return TlsFiles(settings.tls_cert, settings.tls_key, client_ca, ca_field=ca_field)

@@ -1,0 +1,77 @@
+"""What is made of files (certificates, keys), made anew when they change: no process restarts for a rotation.
+
+Kubernetes changes a mounted Secret by moving a link, other tools write in place; either way the files' status is
+another one, and asking for it costs microseconds. So nothing watches: whoever uses the value looks first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from common import metrics
+from common.errors import StartupError
+
+log = logging.getLogger(__name__)
+
+ValueT = TypeVar("ValueT")
+_Signature = tuple[tuple[int, int, int, int], ...]
+
+
+class WatchedFiles(Generic[ValueT]):
+    """`load` reads `paths` and raises `StartupError` for what it cannot use: from here at first, and later, where the
+    value of before is kept, into log and metrics. `what` names them there. Threads may share it."""
+
+    def __init__(self, what: str, paths: Sequence[str], load: Callable[[], ValueT]) -> None:
+        self._what = what
+        self._paths = tuple(paths)
+        self._load = load
+        self._lock = threading.Lock()
+        self._signature = self._look()
+        self._value = load()
+        self._version = 0
+
+    def current(self) -> ValueT:
+        """Never raises: files that are gone or wrong leave the last good value."""
+        return self.versioned()[0]
+
+    def versioned(self) -> tuple[ValueT, int]:
+        """The value, and a number that is another one for each new value."""
+        with self._lock:
+            signature = self._look()
+            if signature != self._signature:
+                self._reload()
+                # Taken before the files were read: a change meanwhile is seen the next time.
+                self._signature = signature
+            return self._value, self._version
+
+    def _reload(self) -> None:
+        try:
+            self._value = self._load()
+        except StartupError as error:
+            metrics.file_reloads.labels(self._what, "failed").inc()
+            log.warning("changed files cannot be used: the old ones stay", extra={"reason": error.message})
+            return
+        self._version += 1
+        metrics.file_reloads.labels(self._what, "ok").inc()
+        log.info("files were read again", extra={"what": self._what, "files": ", ".join(self._paths)})
+
+    def _look(self) -> _Signature | None:
+        """None where one of the files is not there."""
+        try:
+            found = [os.stat(path) for path in self._paths]
+        except OSError:
+            return None
+        return tuple((one.st_dev, one.st_ino, one.st_mtime_ns, one.st_size) for one in found)
+
+
+def read_file(field: str, path: str) -> bytes:
+    """Raises `StartupError` that names the setting."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise StartupError(f"{field}: cannot read {path}: {error.strerror}") from error

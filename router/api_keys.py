@@ -1,0 +1,108 @@
+"""API keys: who may ask, and whose cached blocks may be shared with whom.
+
+One key in a line, and what is known of it; `#` begins a comment:
+
+    sk-1f3a…                     name=alice tenant=research
+    sha256:9b74c9897bac770f…     name=ci          # its SHA-256 in hex: the file then holds no secret
+
+`name` (logs have it, never the key) is made of the hash where it is not given. Keys of one tenant share the KV blocks
+of equal prefixes among themselves and with nobody else; keys without one share among those without. Only hashes are
+kept in memory. Keys should be random (`openssl rand -hex 24`): the hash of a guessable one can be guessed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import re
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from common import metrics
+from common.errors import StartupError, UnauthenticatedError
+from common.watched_files import WatchedFiles, read_file
+
+log = logging.getLogger(__name__)
+
+_HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})$")
+_NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}$")
+_FIELDS = ("name", "tenant")
+
+
+@dataclass(slots=True, frozen=True)
+class ApiClient:
+    """Whose key came with a call."""
+
+    name: str
+    tenant: str = ""
+
+    def cache_salt(self, given: str) -> str:
+        """What separates this client's cached blocks from others': its tenant, then its own salt. As JSON, so that no
+        salt spells another tenant."""
+        return json.dumps([self.tenant, given]) if self.tenant or given else ""
+
+
+class ApiKeys:
+    """The keys in a file, read again when it changes. Raises `StartupError` where it is wrong, or holds no key."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._watched = WatchedFiles("api_keys", [path], self._load)
+        if not self._watched.current():
+            raise StartupError(f"api_keys_file: {path} holds no key: nobody could ask anything")
+
+    def client(self, authorization: str | None, interface: str) -> ApiClient:
+        """Whose key `Authorization: Bearer KEY` is. Raises `UnauthenticatedError`; `interface` is for the count."""
+        scheme, _, key = (authorization or "").partition(" ")
+        found: ApiClient | None = None
+        if scheme.lower() == "bearer":
+            digest = _digest(key.strip())
+            # Through all of them, whichever it is: time says nothing of what the keys are.
+            for known, client in self._watched.current().items():
+                if hmac.compare_digest(known, digest):
+                    found = client
+        if found is None:
+            metrics.router_unauthenticated.labels(interface).inc()
+            log.info("refused: no known API key", extra={"interface": interface, "has_key": bool(authorization)})
+            if authorization is None:
+                raise UnauthenticatedError("an API key is needed: Authorization: Bearer KEY")
+            raise UnauthenticatedError("the API key is not known here")
+        return found
+
+    def _load(self) -> Mapping[bytes, ApiClient]:
+        try:
+            text = read_file("api_keys_file", self._path).decode()
+        except UnicodeDecodeError as error:
+            raise StartupError(f"api_keys_file: {self._path} is not UTF-8") from error
+        clients: dict[bytes, ApiClient] = {}
+        for number, line in enumerate(text.splitlines(), start=1):
+            words = line.partition("#")[0].split()
+            if not words:
+                continue
+            key, fields = words[0], dict(word.partition("=")[::2] for word in words[1:])
+            where = f"api_keys_file: {self._path}, line {number}"  # and nothing of what it holds
+            if len(fields) < len(words) - 1 or any(name not in _FIELDS for name in fields):
+                raise StartupError(f"{where}: after the key stand name=NAME and tenant=TENANT, each once, or nothing")
+            if any(not _NAME.match(value) for value in fields.values()):
+                raise StartupError(f"{where}: names are up to 64 letters, digits and . _ @ -")
+            if not (key.isascii() and key.isprintable()):
+                raise StartupError(f"{where}: keys travel in headers, so they are of ASCII alone")
+            hashed = _HASHED.match(key)
+            if key.startswith("sha256:") and hashed is None:
+                raise StartupError(f"{where}: sha256: goes before 64 hexadecimal digits")
+            digest = bytes.fromhex(hashed[1]) if hashed else _digest(key)
+            if digest in clients:
+                raise StartupError(f"{where}: this key was there before")
+            clients[digest] = ApiClient(fields.get("name") or f"key-{digest.hex()[:8]}", fields.get("tenant", ""))
+        return clients
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+current_client: ContextVar[ApiClient | None] = ContextVar("current_client", default=None)
+"""Whose call this is: set before any handler of either interface runs; None where no keys are asked for."""
