@@ -12,6 +12,11 @@ Ownership, which is what keeps wrong bytes away:
   that no byte will land there any more. Until then the caller must not hand the block on, whatever happened to the
   request. There is no cancel: a fetch that is not wanted any more is waited for.
 - Every block given to `publish` or `fetch` gets exactly one result. Deadlines are the connector's own.
+
+Tensor parallelism: a worker of degree n has n connectors, one per rank, each over its rank's cache (see
+`kv_store.shards`). All ranks have the same number of blocks, and a block has the same id on all of them; each is given
+the same jobs. To the outside they are one: `kv_store.peers.join_peers` makes one description of theirs, and `join_refs`
+one reference, so that a block is announced once. Who reads needs not have the same degree.
 """
 
 from __future__ import annotations
@@ -32,8 +37,8 @@ if TYPE_CHECKING:
 class BlockRef:
     """What a producer announces: one block, readable until the producer's lease on it ends.
 
-    `peer`, `epoch` and `block_id` say where a P2P block lies. Stores go by `block_hash` and leave them empty, but for a
-    hint of their own in `peer`.
+    `peer`, `epoch` and `block_id` say where a P2P block lies: on every rank of that worker. Stores go by `block_hash`
+    and leave them empty, but for a hint of their own in `peer`.
     """
 
     index: int  # position in the request's block table
@@ -41,7 +46,8 @@ class BlockRef:
     peer: str = ""
     epoch: str = ""
     block_id: int = 0
-    checksum: int | None = None  # XXH3-64 of the block's bytes, where the producer computes it
+    checksums: tuple[int, ...] = ()  # see `kv_store.checksums`; empty where the producer computes none
+    staged_slots: tuple[int, ...] = ()  # by rank: where the bytes are to be read instead (see `kv_store.nixl_slots`)
 
 
 @dataclass(slots=True, frozen=True)
@@ -93,7 +99,9 @@ class ConnectorConfig:
     worker_id: str = ""
     num_io_threads: int = 2
     transfer_timeout_s: float = 10.0  # one block's fetch fails after this
-    verify_checksums: bool = False  # P2P: producer computes checksums, consumer verifies; stores always do
+    verify_checksums: bool = False  # P2P: the producer computes checksums; stores always do. Consumers verify all
+    nixl_staging: str = "auto"  # nixl: "auto", "always" or "never" through host memory, see `kv_store.nixl`
+    nixl_staging_bytes: int = 256 << 20  # of host memory for what is published, where it is staged
 
 
 class KVConnector(ABC):
@@ -114,7 +122,8 @@ class KVConnector(ABC):
 
     @abstractmethod
     def describe(self) -> bytes:
-        """Opaque bytes that let a peer's `add_peer` reach this connector; empty where none are needed."""
+        """Opaque bytes that let a peer's `add_peer` reach this connector; empty where none are needed. Those of all
+        ranks of a worker go through `kv_store.peers.join_peers` first."""
 
     @abstractmethod
     def add_peer(self, peer: bytes) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
-import xxhash
 
 from common.errors import TransferError
 from common.types import KVCacheSpec
@@ -25,12 +24,14 @@ from kv_store.base import (
     TransferResult,
 )
 from kv_store.cache_view import CacheView
+from kv_store.checksums import Bytes, checksum_error, head_checksums
 from kv_store.peers import PeerInfo, check_compatible, decode_peer, encode_peer
 from kv_store.results import ResultQueue
+from kv_store.shards import Part
 
 # One lock for all connectors of the process: a copy never meets a release, and this connector is not about speed.
 _lock = threading.Lock()
-_connectors: dict[str, MemoryConnector] = {}
+_connectors: dict[tuple[str, int], MemoryConnector] = {}  # by name and tensor-parallel rank
 
 
 class MemoryConnector(KVConnector):
@@ -44,14 +45,14 @@ class MemoryConnector(KVConnector):
         self._peer_name = config.worker_id or f"memory-{uuid.uuid4().hex}"
         self._epoch = config.epoch or uuid.uuid4().hex
         self._published: dict[int, dict[int, bytes]] = {}  # job_id -> block_id -> block_hash
-        self._peers: dict[str, str] = {}  # name -> epoch
+        self._peers: dict[str, tuple[str, list[Part]]] = {}  # name -> epoch, and what we need of its ranks
 
     def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
         self._spec = spec
         self._view = CacheView(cache, spec)
         self._results = ResultQueue(wake)
         with _lock:
-            _connectors[self._peer_name] = self
+            _connectors[self._peer_name, spec.tp_rank] = self
 
     def describe(self) -> bytes:
         return encode_peer(
@@ -61,17 +62,19 @@ class MemoryConnector(KVConnector):
                 epoch=self._epoch,
                 spec=self._spec,
                 num_blocks=self._view.num_blocks,
+                transports={self._spec.tp_rank: b""},
             )
         )
 
     def add_peer(self, peer: bytes) -> None:
         info = decode_peer(peer)
-        check_compatible(self.name, self._spec, info)
+        needed = check_compatible(self.name, self._spec, info)
         with _lock:
-            found = _connectors.get(info.name)
-            if found is None or found._epoch != info.epoch:
-                raise TransferError(f"peer {info.name!r} with epoch {info.epoch!r} is not in this process")
-            self._peers[info.name] = info.epoch
+            for part in needed:
+                found = _connectors.get((info.name, part.rank))
+                if found is None or found._epoch != info.epoch:
+                    raise TransferError(f"peer {info.name!r} with epoch {info.epoch!r} is not in this process")
+            self._peers[info.name] = info.epoch, needed
 
     def lookup(self, block_hashes: Sequence[bytes]) -> int:  # noqa: ARG002
         return 0
@@ -94,8 +97,8 @@ class MemoryConnector(KVConnector):
     def close(self) -> None:
         with _lock:
             self._published.clear()
-            if _connectors.get(self._peer_name) is self:
-                del _connectors[self._peer_name]
+            for key in [key for key, connector in _connectors.items() if connector is self]:
+                del _connectors[key]
 
     def _published_result(self, job_id: int, block: LocalBlock) -> TransferResult:
         ref = BlockRef(
@@ -104,7 +107,7 @@ class MemoryConnector(KVConnector):
             peer=self._peer_name,
             epoch=self._epoch,
             block_id=block.block_id,
-            checksum=self._checksum(block.block_id) if self._config.verify_checksums else None,
+            checksums=head_checksums(self._bytes(block.block_id), self._spec) if self._config.verify_checksums else (),
         )
         return TransferResult(
             job_id=job_id, kind=TransferKind.PUBLISH, index=block.index, block_id=block.block_id, ref=ref
@@ -128,19 +131,22 @@ class MemoryConnector(KVConnector):
     def _copy(self, block: FetchBlock) -> None:
         ref = block.ref
         with _lock:
-            if self._peers.get(ref.peer) is None:
+            epoch, needed = self._peers.get(ref.peer, ("", []))
+            if not needed:
                 raise TransferError(f"peer {ref.peer!r} is not known here")
-            producer = _connectors.get(ref.peer)
-            if producer is None:
-                raise TransferError(f"peer {ref.peer!r} is gone")
-            if not ref.epoch == self._peers[ref.peer] == producer._epoch:
-                raise TransferError(f"peer {ref.peer!r} has restarted since it announced the block")
-            if not any(job.get(ref.block_id) == ref.block_hash for job in producer._published.values()):
-                raise TransferError(f"peer {ref.peer!r} holds no lease on block {ref.block_id}")
-            self._view.rows[block.block_id].copy_(producer._view.rows[ref.block_id])
-        is_verified = self._config.verify_checksums and ref.checksum is not None
-        if is_verified and ref.checksum != self._checksum(block.block_id):
-            raise TransferError(f"block {ref.block_id} of peer {ref.peer!r} fails its checksum")
+            for part in needed:
+                producer = _connectors.get((ref.peer, part.rank))
+                if producer is None:
+                    raise TransferError(f"peer {ref.peer!r} is gone")
+                if not ref.epoch == epoch == producer._epoch:
+                    raise TransferError(f"peer {ref.peer!r} has restarted since it announced the block")
+                if not any(job.get(ref.block_id) == ref.block_hash for job in producer._published.values()):
+                    raise TransferError(f"peer {ref.peer!r} holds no lease on block {ref.block_id}")
+                target = self._view.heads[block.block_id, :, part.local_head : part.local_head + part.num_heads]
+                source = producer._view.heads[ref.block_id, :, part.remote_head : part.remote_head + part.num_heads]
+                target.copy_(source)
+        if error := checksum_error(ref, self._bytes(block.block_id), self._spec):
+            raise TransferError(error)
 
-    def _checksum(self, block_id: int) -> int:
-        return xxhash.xxh3_64_intdigest(self._view.rows[block_id].cpu().numpy().data)
+    def _bytes(self, block_id: int) -> Bytes:
+        return self._view.rows[block_id].cpu().numpy()

@@ -12,6 +12,7 @@ import logging
 import os
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 
 from common.errors import StartupError, TransferError
-from kv_store.cache_view import CacheView
+from kv_store.shards import Run
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +41,16 @@ class ServedMemory(msgspec.Struct, frozen=True):
     address: int  # of block 0
     num_blocks: int
     block_bytes: int
+    is_staging: bool = False  # a pool of slots, not the cache
 
-    def descriptors(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        """`[num_blocks, 3]`: address, length and device of each block."""
-        rows = np.empty((self.num_blocks, 3), dtype=np.uint64)
-        rows[:, 0] = self.address + np.arange(self.num_blocks, dtype=np.uint64) * np.uint64(self.block_bytes)
-        rows[:, 1] = self.block_bytes
-        rows[:, 2] = self.device_id
-        return rows
+    def descriptors(self, runs: Sequence[tuple[int, int]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """`[num_blocks * len(runs), 3]`: address, length and device of each run (offset, length) of each block."""
+        rows = np.empty((self.num_blocks, len(runs), 3), dtype=np.uint64)
+        starts = self.address + np.arange(self.num_blocks, dtype=np.uint64) * np.uint64(self.block_bytes)
+        rows[:, :, 0] = starts[:, None] + np.array([offset for offset, _ in runs], dtype=np.uint64)
+        rows[:, :, 1] = [num_bytes for _, num_bytes in runs]
+        rows[:, :, 2] = self.device_id
+        return rows.reshape(-1, 3)
 
 
 def load_library() -> ModuleType:
@@ -102,25 +105,30 @@ class _Agent:
         if _BACKEND not in self._agent.backends:
             raise StartupError(f"connector: this NIXL has no {_BACKEND} backend, only {self._agent.get_plugin_list()}")
 
-    def register(self, view: CacheView) -> ServedMemory:
-        """Registers the whole cache, once."""
-        kind = "DRAM" if view.is_on_host else "VRAM"
-        device_id = 0 if view.is_on_host else view.rows.get_device()
-        address = view.rows.data_ptr()
-        self._agent.register_memory([(address, view.num_blocks * view.block_bytes, device_id, "")], kind)
+    def register(self, rows: torch.Tensor, *, is_staging: bool = False) -> ServedMemory:
+        """Registers blocks, contiguous `[num_blocks, block_bytes]` of uint8, once."""
+        kind = "DRAM" if rows.device.type == "cpu" else "VRAM"
+        device_id = 0 if rows.device.type == "cpu" else rows.get_device()
+        address, (num_blocks, block_bytes) = rows.data_ptr(), rows.shape
+        self._agent.register_memory([(address, num_blocks * block_bytes, device_id, "")], kind)
         return ServedMemory(
             agent=self.name,
             metadata=self._agent.get_agent_metadata(),
             kind=kind,
             device_id=device_id,
             address=address,
-            num_blocks=view.num_blocks,
-            block_bytes=view.block_bytes,
+            num_blocks=num_blocks,
+            block_bytes=block_bytes,
+            is_staging=is_staging,
         )
 
 
 class ServingAgent(_Agent):
-    """Lets peers read this worker's cache. Passive: its transports work in threads of their own."""
+    """Lets peers read this worker's blocks. Passive: its transports work in threads of their own."""
+
+    def notifications(self) -> list[bytes]:
+        """What peers sent with reads that are done, since the last call."""
+        return [message for messages in self._agent.get_new_notifs().values() for message in messages]
 
     def close(self) -> None:
         self._agent = None
@@ -134,32 +142,47 @@ class Read:
         self.is_done = False
 
 
+@dataclass(slots=True, frozen=True)
+class _Route:
+    """Prepared descriptors of the runs of each block, ours and a peer's: `num_runs` for each, block by block."""
+
+    local: Any
+    remote: Any
+    num_runs: int
+
+
 class ReadingAgent(_Agent):
-    """Reads blocks of peers into this worker's cache. For one thread.
+    """Reads blocks of peers into this worker's memory. For one thread.
 
     A method that raises `TransferError` may have left bytes on their way: only `close` says that none will land.
     """
 
-    def __init__(self, library: ModuleType, name: str, view: CacheView) -> None:
-        """Raises `TransferError`."""
+    def __init__(self, library: ModuleType, name: str, rows: torch.Tensor) -> None:
+        """Reads into `rows`, contiguous `[num_blocks, block_bytes]` of uint8. Raises `TransferError`."""
         failure = None
         try:
             super().__init__(library, name)
-            memory = self.register(view)
-            self._local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", memory.descriptors(), memory.kind)
+            self._memory = self.register(rows)
         except Exception as error:
             failure = _reason(error)
         _raise(failure)
-        self._device = view.device
-        self._remotes: dict[str, Any] = {}  # agent name -> prepared descriptors of its blocks
+        self._device = rows.device
+        self._locals: dict[tuple[tuple[int, int], ...], Any] = {}  # runs -> prepared descriptors of our blocks
+        self._routes: dict[str, _Route] = {}  # by agent name
         self._reads: set[Read] = set()
 
-    def connect(self, memory: ServedMemory) -> None:
-        """Makes the blocks of a peer readable.. Raises `TransferError`."""
+    def connect(self, memory: ServedMemory, runs: Sequence[Run]) -> None:
+        """Makes `runs` of the blocks of a peer readable. Raises `TransferError`."""
         failure = None
         try:
             peer = self._agent.add_remote_agent(memory.metadata)
-            self._remotes[memory.agent] = self._agent.prep_xfer_dlist(peer, memory.descriptors(), memory.kind)
+            theirs = memory.descriptors([(run.remote_offset, run.num_bytes) for run in runs])
+            ours = tuple((run.local_offset, run.num_bytes) for run in runs)
+            if ours not in self._locals:
+                descriptors = self._memory.descriptors(ours)
+                self._locals[ours] = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", descriptors, self._memory.kind)
+            remote = self._agent.prep_xfer_dlist(peer, theirs, memory.kind)
+            self._routes[memory.agent] = _Route(self._locals[ours], remote, len(runs))
         except Exception as error:
             failure = _reason(error)
         _raise(failure)
@@ -168,7 +191,7 @@ class ReadingAgent(_Agent):
         """Forgets a peer that nothing is read from any more. Raises `TransferError`."""
         failure = None
         try:
-            self._remotes.pop(agent).release()
+            self._routes.pop(agent).remote.release()
             self._agent.remove_remote_agent(agent)
         except Exception as error:
             failure = _reason(error)
@@ -177,22 +200,17 @@ class ReadingAgent(_Agent):
     @property
     def connected(self) -> set[str]:
         """Agent names of the peers that are readable."""
-        return set(self._remotes)
+        return set(self._routes)
 
-    def start(self, agent: str, remote_ids: Sequence[int], local_ids: Sequence[int]) -> Read:
-        """Reads blocks `remote_ids` of the peer into our `local_ids`. Where the transport copies in the caller's
-        thread, the read is done on return. Raises `TransferError`."""
+    def start(self, agent: str, remote_ids: Sequence[int], local_ids: Sequence[int], report: bytes = b"") -> Read:
+        """Reads the peer's blocks `remote_ids` into our `local_ids`. Where the transport copies in the caller's
+        thread, the read is done on return. The peer gets `report` when the read is done, unless it is empty. Raises
+        `TransferError`."""
         failure = None
         try:
-            read = Read(
-                self._agent.make_prepped_xfer(
-                    "READ",
-                    self._local,
-                    np.asarray(local_ids, dtype=np.int32),
-                    self._remotes[agent],
-                    np.asarray(remote_ids, dtype=np.int32),
-                )
-            )
+            route = self._routes[agent]
+            local, remote = _indexes(local_ids, route.num_runs), _indexes(remote_ids, route.num_runs)
+            read = Read(self._agent.make_prepped_xfer("READ", route.local, local, route.remote, remote, report))
             self._reads.add(read)
             self._take_state(read, self._agent.transfer(read.handle))
         except Exception as error:
@@ -218,8 +236,8 @@ class ReadingAgent(_Agent):
         for read in self._reads:
             read.handle = None
         self._reads.clear()
-        self._remotes.clear()
-        self._local = None
+        self._routes.clear()
+        self._locals.clear()
         self._agent = None
         if self._device.type != "cpu":
             torch.cuda.synchronize(self._device)  # copies between devices that were queued already
@@ -231,6 +249,12 @@ class ReadingAgent(_Agent):
             read.handle = None
         elif state != "PROC":
             raise TransferError(f"state {state}")
+
+
+def _indexes(block_ids: Sequence[int], num_runs: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Of all runs of the blocks in a prepared list, block by block."""
+    first = np.asarray(block_ids, dtype=np.int32) * np.int32(num_runs)
+    return (first[:, None] + np.arange(num_runs, dtype=np.int32)).reshape(-1).astype(np.int32)
 
 
 def _reason(error: Exception) -> str:

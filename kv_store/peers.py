@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
 from common.errors import IncompatibleError, TransferError
 from common.types import KVCacheSpec
+from kv_store.base import BlockRef
+from kv_store.shards import Part, parts
 
 
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What P2P connectors tell each other, as msgpack. `name` and `epoch` are those of the peer's `BlockRef`s."""
+    """What P2P connectors tell each other, as msgpack: one rank about itself, or all ranks of a worker joined.
+
+    `name` and `epoch` are those of the worker's `BlockRef`s.
+    """
 
     connector: str
     name: str
     epoch: str
-    spec: KVCacheSpec
+    spec: KVCacheSpec  # of any rank
     num_blocks: int
-    transport: bytes = b""  # what the connector itself adds
+    transports: dict[int, bytes]  # by rank: what the connector itself adds
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -37,14 +43,67 @@ def decode_peer(data: bytes) -> PeerInfo:
         raise TransferError(f"peer: not a description of a connector: {error}") from error
 
 
-def check_compatible(connector: str, spec: KVCacheSpec, peer: PeerInfo) -> None:
-    """Raises `IncompatibleError` that names every field in which our blocks and the peer's differ."""
+def join_peers(descriptions: Sequence[bytes]) -> bytes:
+    """One description of a worker, out of those of its ranks, in any order.
+
+    Raises `IncompatibleError` where they are not the ranks of one worker, `TransferError` for bytes that are no peer.
+    """
+    ranks = [decode_peer(description) for description in descriptions]
+    if not ranks:
+        raise IncompatibleError("peer: a worker of no ranks")
+    first = _without_rank(ranks[0])
+    for rank in ranks:
+        if _without_rank(rank) != first:
+            raise IncompatibleError(f"peer {rank.name!r}: rank {rank.spec.tp_rank} is of another worker")
+    transports = {number: data for rank in ranks for number, data in rank.transports.items()}
+    return encode_peer(msgspec.structs.replace(first, transports=transports))
+
+
+def join_refs(ranks: Sequence[BlockRef]) -> BlockRef:
+    """One reference to a block, out of those that the ranks of a worker gave, by rank."""
+    first = ranks[0]
+    if any(
+        (ref.index, ref.block_hash, ref.block_id) != (first.index, first.block_hash, first.block_id) for ref in ranks
+    ):
+        raise ValueError("the ranks of a worker refer to different blocks")
+    return replace(
+        first,
+        checksums=tuple(checksum for ref in ranks for checksum in ref.checksums),
+        staged_slots=tuple(slot for ref in ranks for slot in ref.staged_slots),
+    )
+
+
+def check_compatible(connector: str, spec: KVCacheSpec, peer: PeerInfo) -> list[Part]:
+    """What we need of each rank of the peer.
+
+    Raises `IncompatibleError` that names every field in which our blocks and the peer's differ, or the ranks that the
+    description leaves out. The tensor-parallel degrees may differ.
+    """
     if peer.connector != connector:
         raise IncompatibleError(f"connector: peer {peer.name!r} has {peer.connector!r}, this worker {connector!r}")
-    differing = [
-        f"{field.name} {getattr(peer.spec, field.name)!r} (here {getattr(spec, field.name)!r})"
-        for field in fields(KVCacheSpec)
-        if getattr(peer.spec, field.name) != getattr(spec, field.name)
-    ]
+    ours, theirs = _whole(spec), _whole(peer.spec)
+    differing = [f"{name} {theirs[name]!r} (here {value!r})" for name, value in ours.items() if theirs[name] != value]
     if differing:
         raise IncompatibleError(f"peer {peer.name!r} has other KV blocks: {', '.join(differing)}")
+    needed = parts(spec, peer.spec)
+    if missing := [str(part.rank) for part in needed if part.rank not in peer.transports]:
+        raise IncompatibleError(
+            f"peer {peer.name!r} does not say how to reach its rank {', '.join(missing)} of {peer.spec.tp_size}"
+        )
+    return needed
+
+
+def _whole(spec: KVCacheSpec) -> dict[str, str | int]:
+    """What has to be equal, whatever the tensor-parallel degree."""
+    return {
+        "model_id": spec.model_id,
+        "num_layers": spec.num_layers,
+        "num_kv_heads": spec.num_kv_heads * spec.tp_size,
+        "head_dim": spec.head_dim,
+        "block_size": spec.block_size,
+        "dtype": spec.dtype,
+    }
+
+
+def _without_rank(info: PeerInfo) -> PeerInfo:
+    return msgspec.structs.replace(info, spec=replace(info.spec, tp_rank=0), transports={})

@@ -23,7 +23,8 @@ def block_ref(message: types_pb2.BlockRef) -> BlockRef:
         peer=message.peer,
         epoch=message.epoch,
         block_id=message.block_id,
-        checksum=message.checksum if message.HasField("checksum") else None,
+        checksums=tuple(message.checksums),
+        staged_slots=tuple(message.staged_slots),
     )
 
 
@@ -34,7 +35,8 @@ def block_ref_message(ref: BlockRef) -> types_pb2.BlockRef:
         peer=ref.peer,
         epoch=ref.epoch,
         block_id=ref.block_id,
-        checksum=ref.checksum,
+        checksums=ref.checksums,
+        staged_slots=ref.staged_slots,
     )
 
 

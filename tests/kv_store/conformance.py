@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,10 +18,13 @@ import torch
 from common.errors import IncompatibleError, TransferError
 from common.types import KVCacheSpec
 from kv_store.base import BlockRef, FetchBlock, KVConnector, LocalBlock, TransferKind, TransferResult
+from kv_store.peers import join_peers, join_refs
+from kv_store.shards import shard_of
 
 SPEC = KVCacheSpec(
     model_id="conformance", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="bfloat16"
 )  # 768 bytes per block
+WIDE_SPEC = replace(SPEC, num_kv_heads=4)  # that of a whole block, for workers of several ranks
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PATIENCE_S = 60.0  # until a test gives up; nothing is expected to take that long
 
@@ -36,15 +40,19 @@ class Worker:
     """What the engine is to a connector: owns a cache, gives jobs, takes results."""
 
     def __init__(
-        self, connector: KVConnector, num_blocks: int, spec: KVCacheSpec = SPEC, seed: int = 0, device: str = "cpu"
+        self,
+        connector: KVConnector,
+        num_blocks: int,
+        spec: KVCacheSpec = SPEC,
+        seed: int = 0,
+        device: str = "cpu",
+        cache: torch.Tensor | None = None,
     ) -> None:
         self.connector = connector
         self.spec = spec
-        generator = torch.Generator().manual_seed(seed)
-        values = torch.randint(0, 256, (num_blocks, spec.block_bytes), dtype=torch.uint8, generator=generator)
-        self.cache = values.view(DTYPES[spec.dtype]).view(num_blocks, *spec.block_shape).to(device)
+        self.cache = random_cache(num_blocks, spec, seed).to(device) if cache is None else cache
         self.woken = threading.Event()
-        self._next_job = seed * 1_000_000
+        self.last_job = seed * 1_000_000
         self._due: dict[int, set[tuple[TransferKind, int, int]]] = {}
         connector.register_kv_cache(self.cache, spec, self.woken.set)
 
@@ -93,12 +101,56 @@ class Worker:
         return [result.ref for result in results if result.ref is not None]
 
     def _new_job(self, due: set[tuple[TransferKind, int, int]]) -> int:
-        self._next_job += 1
-        self._due[self._next_job] = due
-        return self._next_job
+        self.last_job += 1
+        self._due[self.last_job] = due
+        return self.last_job
+
+
+def random_cache(num_blocks: int, spec: KVCacheSpec, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 256, (num_blocks, spec.block_bytes), dtype=torch.uint8, generator=generator)
+    return values.view(DTYPES[spec.dtype]).view(num_blocks, *spec.block_shape)
+
+
+class RankedWorker:
+    """A worker of tensor-parallel degree `tp_size`: its ranks hold the heads of one random whole cache."""
+
+    def __init__(self, create: Create, worker_id: str, num_blocks: int, tp_size: int, seed: int) -> None:
+        whole = random_cache(num_blocks, WIDE_SPEC, seed)
+        self.ranks: list[Worker] = []
+        for rank in range(tp_size):
+            spec = shard_of(WIDE_SPEC, tp_size, rank)
+            heads = whole[:, :, :, rank * spec.num_kv_heads : (rank + 1) * spec.num_kv_heads].contiguous()
+            self.ranks.append(Worker(create(worker_id, "e1"), num_blocks, spec, seed, cache=heads))
+
+    def whole(self) -> torch.Tensor:
+        """A copy, `[num_blocks, *WIDE_SPEC.block_shape]` as bytes of the last axis."""
+        return torch.cat([rank.cache for rank in self.ranks], dim=3).view(torch.uint8)
+
+    def describe(self) -> bytes:
+        """The ranks in an order of their own."""
+        if self.ranks[0].connector.is_store:
+            return b""
+        return join_peers([rank.connector.describe() for rank in reversed(self.ranks)])
+
+    def add_peer(self, peer: bytes) -> None:
+        for rank in self.ranks:
+            rank.connector.add_peer(peer)
+
+    def published(self, hashes: dict[int, bytes]) -> list[BlockRef]:
+        by_rank = [rank.published(hashes) for rank in self.ranks]
+        return [join_refs(refs) for refs in zip(*by_rank, strict=True)]
+
+    def fetch(self, blocks: Sequence[FetchBlock]) -> list[TransferResult]:
+        for rank in self.ranks:
+            rank.fetch(blocks)
+        return [result for rank in self.ranks for result in rank.results()]
 
 
 class ConnectorConformance:
+    shares_unlike_degrees: ClassVar[bool] = True
+    """False for a connector to which blocks of another tensor-parallel degree do not exist."""
+
     @pytest.fixture
     def workers(self, create: Create) -> Iterator[Callable[..., Worker]]:
         """Makes workers, and closes them after the test."""
@@ -235,6 +287,48 @@ class ConnectorConformance:
         consumer.fetch([FetchBlock(ref, 2)])
         assert [bool(result.error) for result in consumer.results()] == [True]
 
+    @pytest.fixture
+    def ranked(self, create: Create) -> Iterator[Callable[[str, int, int], RankedWorker]]:
+        made: list[RankedWorker] = []
+
+        def make(worker_id: str, num_blocks: int, tp_size: int) -> RankedWorker:
+            made.append(RankedWorker(create, worker_id, num_blocks, tp_size, seed=len(made) + 1))
+            return made[-1]
+
+        yield make
+        for worker in made:
+            for rank in worker.ranks:
+                rank.connector.close()
+
+    @pytest.mark.parametrize("consumer_tp", [1, 2, 4])
+    @pytest.mark.parametrize("producer_tp", [1, 2, 4])
+    def test_tensor_parallel_degrees(
+        self, ranked: Callable[[str, int, int], RankedWorker], producer_tp: int, consumer_tp: int
+    ) -> None:
+        """Every rank gets its heads out of whatever ranks hold them, and nothing else changes. The caches differ in
+        size, too."""
+        producer, consumer = ranked("producer", 12, producer_tp), ranked("consumer", 7, consumer_tp)
+        consumer.add_peer(producer.describe())
+        refs = producer.published({3: name_of(1), 11: name_of(2), 4: name_of(3), 5: name_of(4)})
+        expected, source, targets = consumer.whole(), producer.whole(), (6, 0, 2, 3)
+        results = consumer.fetch([FetchBlock(ref, target) for ref, target in zip(refs, targets, strict=True)])
+        is_readable = self.shares_unlike_degrees or producer_tp == consumer_tp
+        assert {result.error is None for result in results} == {is_readable}
+        if is_readable:
+            assert {result.num_bytes for result in results} == {consumer.ranks[0].spec.block_bytes}
+            expected[list(targets)] = source[[3, 11, 4, 5]]
+        assert torch.equal(consumer.whole(), expected)
+        if producer.ranks[0].connector.is_store:
+            found = {rank.connector.lookup([name_of(number) for number in range(1, 5)]) for rank in consumer.ranks}
+            assert found == {4 if is_readable else 0}
+
+    def test_a_worker_of_which_a_rank_is_missing(self, ranked: Callable[[str, int, int], RankedWorker]) -> None:
+        producer, consumer = ranked("producer", 4, 2), ranked("consumer", 4, 1)
+        if producer.ranks[0].connector.is_store:
+            pytest.skip("a store needs no peers")
+        with pytest.raises(IncompatibleError, match="rank 1 of 2"):
+            consumer.add_peer(producer.ranks[0].connector.describe())
+
     def test_lookup_counts_the_leading_run(self, pair: tuple[Worker, Worker]) -> None:
         producer, consumer = pair
         names = [name_of(number) for number in range(6)]
@@ -295,6 +389,7 @@ class ConnectorConformance:
         for _ in range(20):
             consumer.fetch([FetchBlock(ref, ref.index) for ref in refs])
         consumer.connector.close()
+        producer.connector.release(producer.last_job)
         for block_id in range(24):
             consumer.fill(block_id, 0xEE)
         (again,) = producer.published({3: name_of(100)})

@@ -67,6 +67,8 @@ def fetch(worker: Worker, refs: list[BlockRef]) -> list[TransferResult]:
 
 
 class TestLMCache(ConnectorConformance):
+    shares_unlike_degrees = False
+
     @pytest.fixture
     def create(self, server: LMCacheProcess) -> Create:
         def create(worker_id: str, epoch: str) -> KVConnector:

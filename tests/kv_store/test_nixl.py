@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from common.errors import StartupError, TransferError
-from kv_store.base import ConnectorConfig, FetchBlock, KVConnector, TransferResult
+from kv_store.base import ConnectorConfig, FetchBlock, KVConnector, LocalBlock, TransferResult
 from kv_store.peers import decode_peer, encode_peer
 from kv_store.registry import create_connector
-from tests.kv_store.conformance import PATIENCE_S, ConnectorConformance, Create, Worker, name_of
+from tests.kv_store.conformance import PATIENCE_S, SPEC, ConnectorConformance, Create, Worker, name_of
 from tests.kv_store.peer_process import BIG_SPEC, PeerProcess, Published, make_worker, needs_nixl
 
 NUM_BLOCKS = 48  # of 1 MiB
@@ -24,11 +24,15 @@ DEADLINE_S = 6.0  # long enough for a few blocks on a busy machine, short enough
 
 @needs_nixl
 class TestNixl(ConnectorConformance):
-    @pytest.fixture(params=[False, True], ids=["plain", "checksums"])
+    @pytest.fixture(params=["plain", "checksums", "staged"])
     def create(self, request: pytest.FixtureRequest) -> Create:
         def create(worker_id: str, epoch: str) -> KVConnector:
             config = ConnectorConfig(
-                worker_id=worker_id, epoch=epoch, verify_checksums=bool(request.param), transfer_timeout_s=5.0
+                worker_id=worker_id,
+                epoch=epoch,
+                verify_checksums=request.param == "checksums",
+                transfer_timeout_s=20.0,
+                nixl_staging="always" if request.param == "staged" else "auto",
             )
             return create_connector("nixl", config)
 
@@ -37,10 +41,12 @@ class TestNixl(ConnectorConformance):
     def test_changed_bytes_fail_the_checksum(self, pair: tuple[Worker, Worker]) -> None:
         producer, consumer = pair
         refs = producer.published({3: name_of(1), 4: name_of(2)})
+        if refs[0].staged_slots:
+            refs[0] = replace(refs[0], checksums=(1, 2))
         producer.fill(3, 0x11)
         consumer.fetch([FetchBlock(ref, ref.index) for ref in refs])
         errors = {result.index: result.error for result in consumer.results()}
-        assert (errors[0] is not None and "checksum" in errors[0]) == (refs[0].checksum is not None)
+        assert (errors[0] is not None and "checksum" in errors[0]) == bool(refs[0].checksums)
         assert errors[1] is None
 
     def test_a_block_beyond_the_peers_cache(self, pair: tuple[Worker, Worker]) -> None:
@@ -56,11 +62,11 @@ class TestNixl(ConnectorConformance):
         (ref,) = producer.published({3: name_of(1)})
         info = decode_peer(producer.connector.describe())
         with pytest.raises(TransferError, match="memory"):
-            consumer.connector.add_peer(encode_peer(msgspec.structs.replace(info, transport=b"\xc1")))
-        memory = msgspec.msgpack.decode(info.transport)
+            consumer.connector.add_peer(encode_peer(msgspec.structs.replace(info, transports={0: b"\xc1"})))
+        memory = msgspec.msgpack.decode(info.transports[0])
         memory.update(agent="other", metadata=b"garbage")
         consumer.connector.add_peer(
-            encode_peer(msgspec.structs.replace(info, name="other", transport=msgspec.msgpack.encode(memory)))
+            encode_peer(msgspec.structs.replace(info, name="other", transports={0: msgspec.msgpack.encode(memory)}))
         )
         consumer.fetch([FetchBlock(replace(ref, peer="other"), 1), FetchBlock(ref, 2)])
         errors = {result.block_id: result.error for result in consumer.results()}
@@ -71,6 +77,105 @@ class TestNixl(ConnectorConformance):
         create("worker", "e1").close()
         assert logging.getLogger("nixl").handlers == []
         assert logging.raiseExceptions
+
+
+@needs_nixl
+class TestSmallPool:
+    """Staging with room for four blocks of 64."""
+
+    NUM_SLOTS = 4
+
+    @pytest.fixture
+    def make(self) -> Iterator[Callable[..., Worker]]:
+        made: list[Worker] = []
+
+        def make(name: str, num_blocks: int = 64, timeout_s: float = PATIENCE_S, staging: str = "always") -> Worker:
+            config = ConnectorConfig(
+                worker_id=name,
+                epoch="e1",
+                transfer_timeout_s=timeout_s,
+                nixl_staging=staging,
+                nixl_staging_bytes=self.NUM_SLOTS * SPEC.block_bytes,
+            )
+            made.append(Worker(create_connector("nixl", config), num_blocks, SPEC, seed=len(made) + 1))
+            return made[-1]
+
+        yield make
+        for worker in made:
+            worker.connector.close()
+
+    def relay(self, producer: Worker, consumer: Worker, num_blocks: int) -> None:
+        """Fetches each block as soon as it is announced, until all are there."""
+        num_arrived, give_up = 0, time.monotonic() + PATIENCE_S
+        while num_arrived < num_blocks:
+            assert time.monotonic() < give_up
+            for result in producer.poll():
+                assert result.error is None
+                assert result.ref is not None
+                consumer.fetch([FetchBlock(result.ref, result.block_id)])
+            for result in consumer.poll():
+                assert result.error is None
+                num_arrived += 1
+            time.sleep(0.0005)
+
+    @pytest.mark.parametrize("consumer_staging", ["always", "never"])
+    def test_more_blocks_than_slots(self, make: Callable[..., Worker], consumer_staging: str) -> None:
+        """Slots are given back as blocks are read, so jobs far larger than the pool get through, several at once."""
+        producer, consumer = make("producer"), make("consumer", staging=consumer_staging)
+        consumer.connector.add_peer(producer.connector.describe())
+        for start in range(0, 64, 16):
+            producer.publish([LocalBlock(i, start + i, name_of(start + i)) for i in range(16)])
+        self.relay(producer, consumer, 64)
+        assert all(consumer.bytes_of(block_id) == producer.bytes_of(block_id) for block_id in range(64))
+
+    def test_a_job_that_nobody_reads_holds_up_others_until_its_lease_ends(self, make: Callable[..., Worker]) -> None:
+        producer, consumer = make("producer"), make("consumer")
+        consumer.connector.add_peer(producer.connector.describe())
+        unread = producer.publish([LocalBlock(i, i, name_of(i)) for i in range(8)])
+        producer.publish([LocalBlock(i, 8 + i, name_of(8 + i)) for i in range(3)])
+        give_up, early = time.monotonic() + PATIENCE_S, 0
+        while early < self.NUM_SLOTS:
+            assert producer.woken.wait(max(0.0, give_up - time.monotonic()))
+            early += len(producer.poll())
+        producer.connector.release(unread)
+        results: list[TransferResult] = producer.results()
+        ended = [result.error for result in results if result.job_id == unread]
+        assert len(ended) + early == 8
+        assert set(ended) <= {"the lease ended before the block was staged"}
+        refs = [result.ref for result in results if result.job_id != unread and result.ref is not None]
+        consumer.fetch([FetchBlock(ref, ref.index) for ref in refs])
+        assert [result.error for result in consumer.results()] == [None] * 3
+
+    def test_no_room_in_time(self, make: Callable[..., Worker]) -> None:
+        """What gets no slot fails at the deadline; nothing waits for ever."""
+        producer = make("producer", timeout_s=0.5)
+        job_id = producer.publish([LocalBlock(i, i, name_of(i)) for i in range(6)])
+        errors = [result.error for result in producer.results()]
+        assert errors == [None] * 4 + ["no room to stage the block for 0.5 s"] * 2
+        producer.connector.release(job_id)
+        assert len(producer.published({9: name_of(9)})) == 1
+
+    def test_a_reference_read_too_late_is_found_out(self, make: Callable[..., Worker]) -> None:
+        producer, consumer = make("producer"), make("consumer")
+        consumer.connector.add_peer(producer.connector.describe())
+        old = producer.published({1: name_of(1)})
+        producer.connector.release(producer.last_job)
+        for number in range(2, 2 + self.NUM_SLOTS):
+            producer.published({number: name_of(number)})
+        before = consumer.bytes_of(5)
+        consumer.fetch([FetchBlock(old[0], 5)])
+        (result,) = consumer.results()
+        assert result.error == "block 1 of peer 'producer' fails its checksum"
+        assert consumer.bytes_of(5) == before  # wrong bytes did not even reach the cache
+
+    def test_a_staged_block_without_its_slot(self, make: Callable[..., Worker]) -> None:
+        producer, consumer = make("producer"), make("consumer")
+        consumer.connector.add_peer(producer.connector.describe())
+        (ref,) = producer.published({1: name_of(1)})
+        consumer.fetch([FetchBlock(replace(ref, staged_slots=()), 5)])
+        (result,) = consumer.results()
+        assert result.error is not None
+        assert "where on each rank" in result.error
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +266,7 @@ def test_between_two_processes(
     consumer.connector.add_peer(published.peer)
     results = fetch_all(consumer, published)
     assert {result.error for result in results} == {None}
-    assert {ref.checksum is not None for ref in published.refs} == {True}
+    assert all(ref.checksums for ref in published.refs)
     assert sum(result.num_bytes for result in results) == NUM_BLOCKS * BIG_SPEC.block_bytes
 
 

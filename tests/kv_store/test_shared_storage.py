@@ -31,6 +31,8 @@ def counted(calls: list[str], name: str, call: Callable[..., Any]) -> Callable[.
 
 
 class TestSharedStorage(ConnectorConformance):
+    shares_unlike_degrees = False
+
     @pytest.fixture
     def kv_dir(self, tmp_path: Path) -> Path:
         return tmp_path / "kv"

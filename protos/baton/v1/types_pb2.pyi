@@ -388,7 +388,8 @@ class BlockRef(_message.Message):
     PEER_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     BLOCK_ID_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    STAGED_SLOTS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """position in the request's block table"""
     block_hash: _builtins.bytes
@@ -399,8 +400,14 @@ class BlockRef(_message.Message):
     """producer's incarnation; empty for stores"""
     block_id: _builtins.int
     """in the producer's KV cache; 0 for stores"""
-    checksum: _builtins.int
-    """XXH3-64 of the block's bytes, where the producer computes it"""
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """XXH3-64 of each KV head's bytes, where the producer computes them"""
+
+    @_builtins.property
+    def staged_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """by tensor-parallel rank: where the producer staged the bytes, if it did"""
+
     def __init__(
         self,
         *,
@@ -409,14 +416,13 @@ class BlockRef(_message.Message):
         peer: _builtins.str = ...,
         epoch: _builtins.str = ...,
         block_id: _builtins.int = ...,
-        checksum: _builtins.int | None = ...,
+        checksums: _abc.Iterable[_builtins.int] | None = ...,
+        staged_slots: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_checksum", b"_checksum", "checksum", b"checksum"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checksum", b"_checksum", "block_hash", b"block_hash", "block_id", b"block_id", "checksum", b"checksum", "epoch", b"epoch", "index", b"index", "peer", b"peer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hash", b"block_hash", "block_id", b"block_id", "checksums", b"checksums", "epoch", b"epoch", "index", b"index", "peer", b"peer", "staged_slots", b"staged_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__checksum: _TypeAlias = _typing.Literal["checksum"]  # noqa: Y015
-    _WhichOneofArgType__checksum: _TypeAlias = _typing.Literal["_checksum", b"_checksum"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__checksum) -> _WhichOneofReturnType__checksum | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BlockRef: _TypeAlias = BlockRef  # noqa: Y015
