@@ -121,6 +121,9 @@ class ConnectorSettings(Settings):
     kv_dir: str | None = Field(
         None, description="shared_storage: directory that all workers share; lmcache: where `baton up` keeps files"
     )
+    kv_dir_size_gb: float | None = Field(
+        None, gt=0, description="shared_storage: GiB that --kv-dir may hold; oldest use goes first; unset: no limit"
+    )
     lmcache_address: str | None = Field(None, description="lmcache: gRPC address of the server, on the same machine")
     transfer_timeout_s: float = Field(10.0, gt=0, description="a KV block's transfer fails after this many seconds")
     verify_checksums: bool = Field(False, description="verify KV that moves from peer to peer (stores always do)")

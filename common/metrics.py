@@ -109,3 +109,18 @@ worker_handoff = Histogram(
     "From the first token at a decode worker to the last KV block there.",
     buckets=LATENCY_BUCKETS,
 )
+
+# ---------------------------------------------------------------------------------------------- KV store
+
+kv_store_bytes = Gauge("baton_kv_store_bytes", "Bytes in --kv-dir as of this worker's last pass (with a size limit).")
+kv_store_runs = Gauge("baton_kv_store_runs", "Files of KV blocks in --kv-dir, as of this worker's last pass.")
+kv_store_evicted_runs = Counter("baton_kv_store_evicted_runs", "Files of KV blocks that this worker evicted.")
+kv_store_evicted_bytes = Counter("baton_kv_store_evicted_bytes", "Bytes of KV blocks that this worker evicted.")
+kv_store_failed_blocks = Counter(
+    "baton_kv_store_failed_blocks", "KV blocks that could not be written to or read from the store.", ["action"]
+)
+
+ENGINE_METRICS: tuple[Counter | Gauge, ...] = (
+    kv_store_bytes, kv_store_runs, kv_store_evicted_runs, kv_store_evicted_bytes, kv_store_failed_blocks,
+)  # fmt: skip
+"""Those that an engine process counts, and its front shows."""

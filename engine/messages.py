@@ -11,6 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
+from common.metric_relay import Change
 from common.types import FinishReason, KVCacheSpec, SampledToken, SamplingParams, WorkerLoad
 from kv_store.base import BlockRef
 
@@ -159,6 +160,12 @@ class Alive(msgspec.Struct, tag=True, frozen=True):
     """The engine's loop goes on, and had nothing else to say."""
 
 
+class MetricsChanged(msgspec.Struct, tag=True, frozen=True):
+    """Of those that the engine counts (`common.metrics.ENGINE_METRICS`)."""
+
+    changes: list[Change]
+
+
 class Status(msgspec.Struct, tag=True, frozen=True):
     call_id: int
     load: WorkerLoad
@@ -176,6 +183,7 @@ Event = (
     | RequestFailed
     | LoadChanged
     | Alive
+    | MetricsChanged
     | Status
 )
 

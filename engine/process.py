@@ -18,15 +18,18 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from common import metrics
 from common.config import WorkerSettings
 from common.errors import BatonError
 from common.logs import setup_logging
+from common.metric_relay import MetricRelay
 from common.types import WorkerLoad
 from engine import messages as m
 
 LOAD_INTERVAL_S = 0.05  # load is reported on change, at most this often
 IDLE_POLL_S = 1.0
 ALIVE_INTERVAL_S = 1.0  # the front hears something at least this often, in mid-step too, else the engine hangs
+METRICS_INTERVAL_S = 1.0
 
 if TYPE_CHECKING:
     from engine.core import EngineCore  # the gRPC front imports Bootstrap from here without loading torch
@@ -104,6 +107,7 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     wakeup = Wakeup()
     config = ConnectorConfig(
         kv_dir=settings.kv_dir or "",
+        kv_dir_size_bytes=int(settings.kv_dir_size_gb * 2**30) if settings.kv_dir_size_gb is not None else None,
         lmcache_address=settings.lmcache_address or "",
         epoch=bootstrap.epoch,
         worker_id=bootstrap.worker_id,
@@ -130,6 +134,7 @@ class _Loop:
         self._socket = socket
         self._wakeup = wakeup
         self._reporter = _LoadReporter()
+        self._metrics = _MetricsReporter()
         self._is_busy = False
         self._last_sent = time.monotonic()
         self._poller = zmq.Poller()
@@ -145,7 +150,7 @@ class _Loop:
         self._send()
         self._is_busy = self._core.execute(output, self._pass_messages)
         load = self._reporter.due(self._core.load, time.monotonic())
-        self._send([m.LoadChanged(load)] if load is not None else [])
+        self._send([*([m.LoadChanged(load)] if load is not None else []), *self._metrics.due(time.monotonic())])
 
     def _pass_messages(self) -> None:
         self._receive()
@@ -186,6 +191,21 @@ class _LoadReporter:
             return None
         self._last, self._last_time, self._is_pending = load, now, False
         return load
+
+
+class _MetricsReporter:
+    """Reports what the engine counted, every METRICS_INTERVAL_S."""
+
+    def __init__(self) -> None:
+        self._relay = MetricRelay(metrics.ENGINE_METRICS)
+        self._next = 0.0
+
+    def due(self, now: float) -> list[m.MetricsChanged]:
+        if now < self._next:
+            return []
+        self._next = now + METRICS_INTERVAL_S
+        changes = self._relay.changes()
+        return [m.MetricsChanged(changes)] if changes else []
 
 
 def _exit_with_parent() -> None:

@@ -94,6 +94,7 @@ class ConnectorConfig:
     """What any connector may need; each reads its own part."""
 
     kv_dir: str = ""  # shared_storage: the directory
+    kv_dir_size_bytes: int | None = None  # shared_storage: limit of what it holds; none where None
     lmcache_address: str = ""  # lmcache: host:port of the server
     epoch: str = ""  # this worker's incarnation, new at each start of the process
     worker_id: str = ""

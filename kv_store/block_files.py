@@ -136,7 +136,7 @@ class BlockFiles:
                 try:
                     self._place(run, [table, *(block.data for block in blocks)])
                 except OSError as error:
-                    return [_failure(run, error)] * len(blocks)
+                    return [self._failure(error)] * len(blocks)
                 outcomes, failure = self._name_blocks(run, blocks)
                 if not any(outcomes):
                     unlink(run)  # no name leads to it: others wrote all of it meanwhile, or it failed
@@ -149,7 +149,7 @@ class BlockFiles:
                     extra={"directory": self.layout.root, "reason": failure.strerror},
                 )
             elif failure is not None:
-                outcomes += [_failure(run, failure)] * (len(blocks) - len(outcomes))
+                outcomes += [self._failure(failure)] * (len(blocks) - len(outcomes))
         for block, checksum in list(zip(blocks, checksums, strict=True))[len(outcomes) :]:
             outcomes.append(self._write_alone(block, checksum))
         return outcomes
@@ -159,7 +159,7 @@ class BlockFiles:
         try:
             self._place(path, [self._table([block], [checksum]), block.data])
         except OSError as error:
-            return _failure(path, error)
+            return self._failure(error)
         return self._block_bytes
 
     def _table(self, blocks: Sequence[BlockData], checksums: Sequence[int]) -> bytes:
@@ -211,6 +211,11 @@ class BlockFiles:
             else:
                 return True
         raise FileNotFoundError(errno.ENOENT, "its directory keeps vanishing")
+
+    def _failure(self, error: OSError) -> TransferError:
+        """The same words for the same reason, whatever the file, so that they can be told once."""
+        kind = FullDiskError if error.errno in _FULL else TransferError
+        return kind(f"cannot write to {self.layout.root}: {error.strerror or error}")
 
     def _unique(self) -> str:
         return f"{self._writer}-{next(self._counter)}"
@@ -326,11 +331,6 @@ def _make_folder(path: str) -> None:
         os.makedirs(path, exist_ok=True)
     except FileNotFoundError:
         return
-
-
-def _failure(path: str, error: OSError) -> TransferError:
-    kind = FullDiskError if error.errno in _FULL else TransferError
-    return kind(f"cannot write {path}: {error.strerror or error}")
 
 
 def _unreadable(path: str, error: OSError) -> TransferError:

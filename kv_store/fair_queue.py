@@ -45,7 +45,7 @@ class FairQueue(Generic[Job, Item]):
         self, limit: int, timeout_s: float | None = None, accepts: Callable[[Job], bool] = lambda _: True
     ) -> tuple[Job, list[Item]] | None:
         """Up to `limit` items of the next job in turn that `accepts`; waits for one. None once closed, or after
-        `timeout_s`. `accepts` is asked again when something is put, not when its own answer would change."""
+        `timeout_s`. `accepts` is asked again when something is put, or after `recheck`."""
         with self._changed:
             found = self._changed.wait_for(lambda: self._is_closed or self._next(accepts) is not None, timeout_s)
             position = self._next(accepts)
@@ -57,6 +57,11 @@ class FairQueue(Generic[Job, Item]):
             if queued:
                 self._jobs.append((job, queued))
             return job, items
+
+    def recheck(self) -> None:
+        """`accepts` may have changed its answers."""
+        with self._changed:
+            self._changed.notify_all()
 
     def _next(self, accepts: Callable[[Job], bool]) -> int | None:
         return next((position for position, (job, _) in enumerate(self._jobs) if accepts(job)), None)

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import torch
 
+from common import metrics
 from common.errors import StartupError, TransferError
 from common.types import KVCacheSpec
 from kv_store.base import (
@@ -26,17 +27,20 @@ from kv_store.base import (
     TransferKind,
     TransferResult,
 )
-from kv_store.block_files import BlockData, BlockFiles, prepare_directory
+from kv_store.block_files import BlockData, BlockFiles, FullDiskError, prepare_directory
 from kv_store.cache_view import CacheView, Staging
 from kv_store.fair_queue import FairQueue
 from kv_store.file_clock import FileClock
 from kv_store.results import ResultQueue
-from kv_store.run_file import MAX_BLOCKS
+from kv_store.run_file import HEADER_BYTES, MAX_BLOCKS
 from kv_store.store_layout import writer_id
+from kv_store.store_space import StoreSpace
 
 log = logging.getLogger(__name__)
 
 SLICE_BYTES = 8 << 20  # of one turn, and so of a run: large enough for the disk, small enough to report early
+FAILURE_LOG_S = 60.0  # failed writes are logged at most this often, with how many they were
+_ROOM_CHECK_S = 0.5  # while writes wait for room below the size limit
 _JOIN_TIMEOUT_S = 5.0  # of close(): a thread that hangs in a dead network file system is left behind
 
 
@@ -52,7 +56,8 @@ class SharedStorageConnector(KVConnector):
     """A store: blocks are named by hash, outlive their producer, and need no peers.
 
     A read that has begun can't be stopped, so a block's result waits for it, however long the file system takes.
-    `transfer_timeout_s` fails the blocks that were not begun in time.
+    `transfer_timeout_s` fails the blocks that were not begun in time. With a size limit, writes wait for room; reads
+    pass them by.
     """
 
     name: ClassVar[str] = "shared_storage"
@@ -61,18 +66,26 @@ class SharedStorageConnector(KVConnector):
     def __init__(self, config: ConnectorConfig) -> None:
         self._config = config
         self._kv_dir = prepare_directory(config.kv_dir)
+        self._owner = writer_id()
         try:
-            self._clock = FileClock(self._kv_dir, writer_id())
+            self._clock = FileClock(self._kv_dir, self._owner)
         except OSError as error:
             raise StartupError(f"kv_dir: cannot use {config.kv_dir!r}: {error.strerror or error}") from error
         self._queue: FairQueue[_Job, LocalBlock] = FairQueue()
         self._threads: list[threading.Thread] = []
+        self._space: StoreSpace | None = None
+        self._failures = Failures()
 
     def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
         self._view = CacheView(cache, spec)
         self._files = BlockFiles(self._kv_dir, spec, self._clock)
         self._results = ResultQueue(wake)
         self._slice_blocks = min(max(1, SLICE_BYTES // spec.block_bytes), MAX_BLOCKS)
+        if self._config.kv_dir_size_bytes is not None:
+            self._space = StoreSpace(
+                self._kv_dir, self._clock, self._owner, self._config.kv_dir_size_bytes, self._queue.recheck
+            )
+            self._space.start()
         for number in range(self._config.num_io_threads):
             thread = threading.Thread(target=self._run, name=f"kv-io-{number}", args=(number == 0,), daemon=True)
             thread.start()
@@ -108,6 +121,8 @@ class SharedStorageConnector(KVConnector):
 
     def close(self) -> None:
         self._queue.close()
+        if self._space is not None and not self._space.close(_JOIN_TIMEOUT_S):
+            log.warning("the cleaner still waits for the file system")
         for thread in self._threads:
             thread.join(_JOIN_TIMEOUT_S)
             if thread.is_alive():
@@ -120,7 +135,7 @@ class SharedStorageConnector(KVConnector):
         if is_cleaner:
             self._clean_up()
         staging: Staging | None = None
-        while (taken := self._queue.take(self._slice_blocks)) is not None:
+        while (taken := self._take()) is not None:
             job, blocks = taken
             try:
                 staging = staging or Staging(self._view, self._slice_blocks)
@@ -134,9 +149,20 @@ class SharedStorageConnector(KVConnector):
                 results = [_result(job, block, error=f"{type(error).__name__}: {error}") for block in blocks]
             self._results.add(results)
 
+    def _take(self) -> tuple[_Job, list[LocalBlock]] | None:
+        """The next slice; None once closed."""
+        timeout_s = _ROOM_CHECK_S if self._space is not None else None
+        while not self._queue.is_closed:
+            if taken := self._queue.take(self._slice_blocks, timeout_s, self._may_begin):
+                return taken
+        return None
+
+    def _may_begin(self, job: _Job) -> bool:
+        return job.kind is TransferKind.FETCH or self._space is None or self._space.has_room()
+
     def _write(self, job: _Job, blocks: list[LocalBlock], staging: Staging) -> list[TransferResult]:
         data = staging.load([block.block_id for block in blocks], job.after)
-        outcomes = self._files.write(
+        outcomes = self._write_within_limit(
             [BlockData(block.block_hash, block.index, memory) for block, memory in zip(blocks, data, strict=True)]
         )
         results: list[TransferResult] = []
@@ -148,6 +174,29 @@ class SharedStorageConnector(KVConnector):
                 results.append(_result(job, block, ref=ref, num_bytes=outcome))
         return results
 
+    def _write_within_limit(self, blocks: list[BlockData]) -> list[int | TransferError]:
+        if self._space is None:
+            outcomes = self._files.write(blocks)
+        else:
+            num_bytes = HEADER_BYTES + len(blocks) * self._view.block_bytes
+            self._space.begin(num_bytes)
+            outcomes = []
+            try:
+                outcomes = self._files.write(blocks)
+            finally:
+                num_new = sum(outcome for outcome in outcomes if isinstance(outcome, int))
+                self._space.end(
+                    num_bytes,
+                    num_new + HEADER_BYTES if num_new else 0,
+                    disk_is_full=any(isinstance(outcome, FullDiskError) for outcome in outcomes),
+                    has_links=self._files.has_links,
+                )
+        failed = [outcome for outcome in outcomes if isinstance(outcome, TransferError)]
+        if failed:
+            metrics.kv_store_failed_blocks.labels("write").inc(len(failed))
+            self._failures.add(len(failed), failed[0].message)
+        return outcomes
+
     def _read(self, job: _Job, blocks: list[LocalBlock], staging: Staging) -> list[TransferResult]:
         if job.deadline is not None and time.monotonic() > job.deadline:
             error = f"not read within {self._config.transfer_timeout_s} s"
@@ -155,6 +204,7 @@ class SharedStorageConnector(KVConnector):
         block_ids = [block.block_id for block in blocks]
         buffers = staging.buffers(block_ids)
         outcomes = self._files.read([(block.block_hash, buffer) for block, buffer in zip(blocks, buffers, strict=True)])
+        metrics.kv_store_failed_blocks.labels("read").inc(sum(error is not None for error in outcomes))
         staging.store(block_ids, [error is None for error in outcomes], job.after)
         return [
             _result(job, block, num_bytes=self._view.block_bytes)
@@ -171,6 +221,25 @@ class SharedStorageConnector(KVConnector):
         else:
             if num_deleted:
                 log.info("deleted what killed writers left", extra={"num_files": num_deleted})
+
+
+class Failures:
+    """Blocks that could not be written, logged together: a full disk fails all of them, for as long as it lasts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_blocks = 0  # not logged yet
+        self._next_log = 0.0  # time.monotonic()
+
+    def add(self, num_blocks: int, reason: str) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._num_blocks += num_blocks
+            if now < self._next_log:
+                return
+            self._next_log = now + FAILURE_LOG_S
+            num_blocks, self._num_blocks = self._num_blocks, 0
+        log.warning("KV blocks could not be stored", extra={"num_blocks": num_blocks, "reason": reason})
 
 
 def _result(

@@ -26,6 +26,7 @@ import zmq.asyncio
 from common import metrics
 from common.config import WorkerSettings
 from common.errors import StartupError, UnavailableError
+from common.metric_relay import MetricRelay
 from common.types import WorkerLoad
 from engine import messages as m
 from engine.process import Bootstrap
@@ -83,6 +84,7 @@ class EngineClient:
         self._numbers = itertools.count(1)
         self._statuses: dict[int, asyncio.Future[m.Status]] = {}
         self._load_changed = asyncio.Condition()
+        self._relay = MetricRelay(metrics.ENGINE_METRICS)
         self._failure = ""  # the engine's own last word
         self._folder = ""
         self._process: asyncio.subprocess.Process | None = None
@@ -210,6 +212,8 @@ class EngineClient:
                 self.load = load
                 _show_load(load)
                 await self.notify_load()
+            case m.MetricsChanged(changes):
+                self._relay.apply(changes)
             case m.Status(call_id):
                 if future := self._statuses.get(call_id):
                     future.set_result(event)
