@@ -27,12 +27,13 @@ from kv_store.base import (
     TransferKind,
     TransferResult,
 )
-from kv_store.block_files import BlockData, BlockFiles, FullDiskError, prepare_directory
+from kv_store.block_files import BlockData, FullDiskError, prepare_directory
 from kv_store.cache_view import CacheView, Staging
 from kv_store.fair_queue import FairQueue
 from kv_store.file_clock import FileClock
 from kv_store.results import ResultQueue
 from kv_store.run_file import HEADER_BYTES, MAX_BLOCKS
+from kv_store.sharded_files import ShardedFiles
 from kv_store.store_layout import writer_id
 from kv_store.store_space import StoreSpace
 
@@ -78,7 +79,7 @@ class SharedStorageConnector(KVConnector):
 
     def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
         self._view = CacheView(cache, spec)
-        self._files = BlockFiles(self._kv_dir, spec, self._clock)
+        self._files = ShardedFiles(self._kv_dir, spec, self._clock)
         self._results = ResultQueue(wake)
         self._slice_blocks = min(max(1, SLICE_BYTES // spec.block_bytes), MAX_BLOCKS)
         if self._config.kv_dir_size_bytes is not None:
@@ -176,20 +177,20 @@ class SharedStorageConnector(KVConnector):
 
     def _write_within_limit(self, blocks: list[BlockData]) -> list[int | TransferError]:
         if self._space is None:
-            outcomes = self._files.write(blocks)
+            outcomes = self._files.own.write(blocks)
         else:
             num_bytes = HEADER_BYTES + len(blocks) * self._view.block_bytes
             self._space.begin(num_bytes)
             outcomes = []
             try:
-                outcomes = self._files.write(blocks)
+                outcomes = self._files.own.write(blocks)
             finally:
                 num_new = sum(outcome for outcome in outcomes if isinstance(outcome, int))
                 self._space.end(
                     num_bytes,
                     num_new + HEADER_BYTES if num_new else 0,
                     disk_is_full=any(isinstance(outcome, FullDiskError) for outcome in outcomes),
-                    has_links=self._files.has_links,
+                    has_links=self._files.own.has_links,
                 )
         failed = [outcome for outcome in outcomes if isinstance(outcome, TransferError)]
         if failed:
@@ -215,7 +216,7 @@ class SharedStorageConnector(KVConnector):
 
     def _clean_up(self) -> None:
         try:
-            num_deleted = self._files.delete_stale_temps()
+            num_deleted = self._files.own.delete_stale_temps()
         except OSError as error:
             log.warning("cannot clean up temporary files", extra={"kv_dir": str(self._kv_dir), "reason": str(error)})
         else:

@@ -7,6 +7,7 @@
     <kv_dir>/<layout>/ab/abcdef….kv               version 1: nobody reads these any more
 
 `<layout>` is the fingerprint, plus the tensor-parallel shard where there is one: other models and layouts never meet.
+Shards of one whole find each other's blocks through `sharded_files`.
 """
 
 from __future__ import annotations

@@ -10,13 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from common.errors import StartupError
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, KVConnector, LocalBlock
 from kv_store.block_files import STALE_TEMP_S
 from kv_store.run_file import HEADER_BYTES
 from kv_store.shared_storage import SharedStorageConnector
-from tests.kv_store.conformance import SPEC, ConnectorConformance, Create, Worker, name_of
+from tests.kv_store.conformance import (
+    SPEC,
+    WIDE_SPEC,
+    ConnectorConformance,
+    Create,
+    RankedWorker,
+    Worker,
+    name_of,
+)
 from tests.kv_store.stored import files_of, flip, path_of, runs_of
 
 
@@ -31,8 +40,6 @@ def counted(calls: list[str], name: str, call: Callable[..., Any]) -> Callable[.
 
 
 class TestSharedStorage(ConnectorConformance):
-    shares_unlike_degrees = False
-
     @pytest.fixture
     def kv_dir(self, tmp_path: Path) -> Path:
         return tmp_path / "kv"
@@ -70,11 +77,37 @@ class TestSharedStorage(ConnectorConformance):
         assert [result.error for result in later.results()] == [None]
         assert later.bytes_of(5) == producer.bytes_of(3)
 
-    def test_shards_of_one_model_never_meet(self, workers: Callable[..., Worker]) -> None:
+    def test_ranks_of_one_worker_never_meet(self, workers: Callable[..., Worker]) -> None:
         first, second = (workers(f"w{rank}", spec=replace(SPEC, tp_size=2, tp_rank=rank)) for rank in (0, 1))
         first.published({3: name_of(1)})
         assert first.connector.lookup([name_of(1)]) == 1
         assert second.connector.lookup([name_of(1)]) == 0
+
+    def test_another_degrees_shard_that_is_corrupt(
+        self, ranked: Callable[[str, int, int], RankedWorker], kv_dir: Path
+    ) -> None:
+        """Its checksum is that of the whole shard, so no rank takes heads out of it; the rank that needs others may."""
+        producer, consumer = ranked("producer", 4, 2), ranked("consumer", 4, 4)
+        refs = producer.published({1: name_of(1), 2: name_of(2)})
+        (run,) = (kv_dir / f"v2-{WIDE_SPEC.fingerprint()}-tp1of2" / "runs").iterdir()
+        flip(run, HEADER_BYTES)
+        results = consumer.fetch([FetchBlock(ref, ref.index) for ref in refs])
+        by_rank = [[result.error for result in results[rank * 2 : rank * 2 + 2]] for rank in range(4)]
+        assert by_rank[:2] == [[None, None]] * 2
+        assert [second for _, second in by_rank[2:]] == [None, None]
+        assert all(first for first, _ in by_rank[2:])
+        assert any("corrupt" in str(first) for first, _ in by_rank[2:])  # the other one may find it deleted
+
+    def test_own_blocks_come_before_another_degrees(
+        self, ranked: Callable[[str, int, int], RankedWorker], kv_dir: Path
+    ) -> None:
+        other, own = ranked("other", 4, 2), ranked("own", 4, 1)
+        other.published({1: name_of(1)})
+        refs = own.published({1: name_of(1)})
+        shutil.rmtree(kv_dir / f"v2-{WIDE_SPEC.fingerprint()}-tp0of2")
+        reader = ranked("reader", 4, 1)
+        assert [result.error for result in reader.fetch([FetchBlock(refs[0], 3)])] == [None]
+        assert torch.equal(reader.whole()[3], own.whole()[1])
 
     def test_a_slice_is_one_run_and_few_reads(
         self, workers: Callable[..., Worker], kv_dir: Path, monkeypatch: pytest.MonkeyPatch
