@@ -35,7 +35,10 @@ class _Source:
 
 
 class ShardedFiles:
-    """Looks up and reads as `BlockFiles` does; what is written goes to `own`. Every method does I/O; any thread may call any of them."""
+    """Looks up and reads as `BlockFiles` does; what is written goes to `own`.
+
+    Every method does I/O; any thread may call any of them.
+    """
 
     def __init__(self, kv_dir: Path, spec: KVCacheSpec, clock: FileClock) -> None:
         self.own = BlockFiles(kv_dir, spec, clock)
