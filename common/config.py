@@ -127,6 +127,10 @@ class ConnectorSettings(Settings):
     lmcache_address: str | None = Field(None, description="lmcache: gRPC address of the server, on the same machine")
     transfer_timeout_s: float = Field(10.0, gt=0, description="a KV block's transfer fails after this many seconds")
     verify_checksums: bool = Field(False, description="verify KV that moves from peer to peer (stores always do)")
+    nixl_staging: Literal["auto", "always", "never"] = Field(
+        "auto", description="nixl: move KV through host memory; auto: where NIXL cannot register the device's memory"
+    )
+    nixl_staging_gb: float = Field(1.0, gt=0, description="nixl: GiB of host memory for KV that is staged to be read")
 
 
 class WorkerSettings(EngineSettings, ConnectorSettings, TlsSettings, HealthSettings, LogSettings):

@@ -113,6 +113,8 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
         worker_id=bootstrap.worker_id,
         transfer_timeout_s=settings.transfer_timeout_s,
         verify_checksums=settings.verify_checksums,
+        nixl_staging=settings.nixl_staging,
+        nixl_staging_bytes=int(settings.nixl_staging_gb * 2**30),
     )
     connector = create_connector(settings.connector, config)
     store = create_store(settings.connector, settings.store, config)
