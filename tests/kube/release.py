@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.kube.control_plane import Kubectl
+from tests.kube.processes import wait_until
 
 CHART = Path(__file__).parents[2] / "helm"
 LEVEL = "pod-security.kubernetes.io"
 
 
 class Release:
-    """`namespace` is made with the pod security level `restricted` enforced."""
+    """`namespace` is made with the pod security level `restricted` enforced, and goes with `remove`."""
 
     def __init__(self, cluster: Kubectl, name: str, namespace: str) -> None:
         self.cluster, self.name, self.namespace = cluster, name, namespace
@@ -26,6 +27,7 @@ class Release:
             },
         }
         cluster.apply(json.dumps(manifest))
+        self._before: set[str] | None = None
 
     def helm(self, *args: str, timeout_s: float = 400) -> str:
         """Raises RuntimeError with what helm says, and with the pods' state."""
@@ -37,6 +39,8 @@ class Release:
 
     def install(self, file: str | None = None, *, wait: bool = True, **values: Any) -> None:
         """Installs or upgrades. `values` by dotted path, dots spelled as double underscores."""
+        if self._before is None:
+            self._before = inventory(self.cluster)
         args = ["-f", str(CHART / file)] if file else []
         for path, value in values.items():
             args += ["--set-json", f"{path.replace('__', '.')}={json.dumps(value)}"]
@@ -46,6 +50,20 @@ class Release:
 
     def uninstall(self) -> None:
         self.helm("uninstall", self.name, "--wait", "--timeout", "5m")
+
+    def left(self) -> list[str]:
+        """Objects that were not there before the release was installed."""
+        return sorted(inventory(self.cluster) - (self._before or set()))
+
+    def remove(self) -> None:
+        """Uninstalls, and deletes the namespace. Raises RuntimeError where helm left anything anywhere."""
+        self.uninstall()
+        try:
+            # helm does not wait for what others made of its objects: pods, replica sets, endpoints.
+            wait_until("nothing left", lambda: not self.left(), 200)
+        except RuntimeError as error:
+            raise RuntimeError(f"left behind: {self.left()}") from error
+        self.cluster.kubectl("delete", "namespace", self.namespace, "--timeout=100s")
 
     def pods(self, component: str, *, going: bool = False) -> list[dict[str, Any]]:
         """Pods of a component; with `going` also those that are being deleted."""
@@ -60,15 +78,18 @@ class Release:
         name = f"deployment/{self.name}-{component}"
         return int(self.cluster.kubectl("-n", self.namespace, "get", name, "-o", "jsonpath={.spec.replicas}"))
 
-    def leftovers(self) -> list[str]:
-        """Every object of this release that is still there, in whatever namespace."""
-        kinds = self.cluster.kubectl("api-resources", "--verbs=list,delete", "-o", "name").split()
-        kinds = [kind for kind in kinds if not kind.startswith(("events", "endpoints"))]
-        found = self.cluster.kubectl(
-            "get", ",".join(kinds), "-A", "-l", f"app.kubernetes.io/instance={self.name}", "-o", "name",
-            "--ignore-not-found",
-        )  # fmt: skip
-        return found.split()
+
+def inventory(cluster: Kubectl) -> set[str]:
+    """Every object of the cluster, as `Kind namespace/name`, but for what the cluster makes by itself at any time."""
+    kinds = cluster.kubectl("api-resources", "--verbs=list,delete", "-o", "name").split()
+    columns = "custom-columns=K:.kind,S:.metadata.namespace,N:.metadata.name"
+    listed = cluster.kubectl("get", ",".join(kinds), "-A", "--no-headers", "--ignore-not-found", "-o", columns)
+    found = set()
+    for line in listed.splitlines():
+        kind, namespace, name = line.split()
+        if kind not in ("Event", "Endpoints") and name not in ("default", "kube-root-ca.crt"):
+            found.add(f"{kind} {namespace}/{name}")
+    return found
 
 
 def is_ready(pod: dict[str, Any]) -> bool:

@@ -31,8 +31,7 @@ def release(local_cluster: Cluster) -> Iterator[Release]:
     replicas = {f"{role}__replicas": number for role, number in REPLICAS.items()}
     release.install("values-laptop.yaml", **offer_tiny_model(local_cluster, NAMESPACE), **replicas)
     yield release
-    release.uninstall()
-    wait_until("nothing left", lambda: not release.leftovers(), 120)
+    release.remove()
 
 
 @pytest.fixture(scope="module")

@@ -38,8 +38,7 @@ def release(local_cluster: Cluster, crds: Path) -> Iterator[Release]:
             decode__autoscaling={**bounds, "requestsPerPod": 12},
         )
         yield release
-        release.uninstall()
-        wait_until("nothing left", lambda: not release.leftovers(), 120)
+        release.remove()
 
 
 @pytest.fixture(scope="module")

@@ -39,8 +39,7 @@ def release(local_cluster: Cluster, crds: Path) -> Iterator[Release]:
         )
         _wait_for_groups(release, 2)
         yield release
-        release.uninstall()
-        wait_until("nothing left", lambda: not release.leftovers(), 120)
+        release.remove()
 
 
 def _groups(release: Release) -> dict[str, dict[str, str]]:

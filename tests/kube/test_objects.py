@@ -45,12 +45,11 @@ def test_uninstall_leaves_nothing(with_crds: ControlPlane, mode: str) -> None:
     """Upgrades from one mode to the next and back, too."""
     release = Release(with_crds, f"in-{mode}", f"in-{mode}")
     release.install(wait=False, autoscaling__mode=mode, kv__connector="shared_storage")
-    assert release.leftovers()
+    assert release.left()
     other = MODES[MODES.index(mode) - 1]
     release.install(wait=False, autoscaling__mode=other, kv__connector="shared_storage")
     release.helm("rollback", release.name, "1")
-    release.helm("uninstall", release.name, "--wait")
-    assert release.leftovers() == []
+    release.remove()
 
 
 def test_restricted_namespace_takes_the_pods(control_plane: ControlPlane) -> None:
@@ -62,7 +61,7 @@ def test_restricted_namespace_takes_the_pods(control_plane: ControlPlane) -> Non
             f"a pod of {component}", "-n", "level", "wait", "--for=create", "--timeout=20s", "pod",
             "-l", f"app.kubernetes.io/component={component}",
         )  # fmt: skip
-    release.helm("uninstall", release.name, "--wait")
+    release.remove()
 
 
 def test_restricted_namespace_refuses_what_is_not_restricted(control_plane: ControlPlane) -> None:
@@ -71,7 +70,7 @@ def test_restricted_namespace_refuses_what_is_not_restricted(control_plane: Cont
     release.install(wait=False, autoscaling__mode="none", decode__rdma={"ipcLock": True, "devices": 0})
     refused = "--for=jsonpath={.status.conditions[?(@.type=='ReplicaFailure')].status}=True"
     control_plane.kubectl("-n", "loose", "wait", refused, "--timeout=20s", "deployment/loose-baton-decode")
-    release.helm("uninstall", release.name, "--wait")
+    release.remove()
 
 
 ALLOWED = {
@@ -115,3 +114,4 @@ def test_service_accounts_may_do_what_is_listed_and_nothing_else(control_plane: 
     assert {question for question, answer in answers.items() if answer.strip() == "yes"} == ALLOWED[component]
     elsewhere = control_plane.run("kubectl", "-n", "default", "auth", "can-i", "list", "endpointslices", user, group)
     assert elsewhere.stdout.strip() == "no"
+    release.remove()

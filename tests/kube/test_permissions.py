@@ -33,8 +33,7 @@ def release(request: pytest.FixtureRequest, local_cluster: Cluster) -> Iterator[
         decode__autoscaling=bounds,
     )
     yield release
-    release.uninstall()
-    wait_until("nothing left", lambda: not release.leftovers(), 120)
+    release.remove()
 
 
 @pytest.mark.parametrize("component", ["router", "autoscaler", "prefill", "decode"])

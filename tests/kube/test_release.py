@@ -32,8 +32,7 @@ def release(cluster: Cluster | UserCluster) -> Iterator[Release]:
     release = Release(cluster, "baton", "baton-tests")
     release.install("values-laptop.yaml", **VALUES)
     yield release
-    release.uninstall()
-    wait_until("nothing left", lambda: not release.leftovers(), 120)  # helm does not wait for the last pods
+    release.remove()
 
 
 @pytest.fixture(scope="module")

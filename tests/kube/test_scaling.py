@@ -32,8 +32,7 @@ def release(cluster: Cluster | UserCluster) -> Iterator[Release]:
         },
     )  # fmt: skip
     yield release
-    release.uninstall()
-    wait_until("nothing left", lambda: not release.leftovers(), 120)
+    release.remove()
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def test_unused_without_a_yes(kubeconfig: Path) -> None:
 
 def test_a_yes_is_for_one_cluster(kubeconfig: Path) -> None:
     """KUBECONFIG may have moved on since."""
-    with pytest.raises(RuntimeError, match="KUBECONFIG selects .precious"):
+    with pytest.raises(RuntimeError, match="KUBECONFIG selects 'precious"):
         allowed_cluster({"KUBECONFIG": str(kubeconfig), MAY_USE_VARIABLE: "other at https://127.0.0.1:2"})
 
 
