@@ -97,7 +97,7 @@ $(LMCACHE)/.installed-%: requirements-lmcache.txt
 	@rm -f $(LMCACHE)/.installed-*
 	@touch $@
 
-.PHONY: image kube-up test-kube test-kube-full
+.PHONY: image kube-up test-kube test-kube-full bench-kube
 image: $(STAMP) ## Build the images baton-router and baton-cpu with buildah, podman or docker (images/build says more)
 	@PYTHON=$(BIN)/python images/build
 
@@ -109,6 +109,9 @@ test-kube: $(STAMP) ## Run the tests that need Kubernetes: KUBECONFIG's cluster 
 
 test-kube-full: $(STAMP) ## Those that take long, too
 	@$(BIN)/python -m tests.kube --full
+
+bench-kube: $(STAMP) ## Measure the control loop on that cluster: a load step, the metric's age, requests to the API server
+	@$(BIN)/python -m tests.kube.measure
 
 .PHONY: chaos
 chaos: $(STAMP) ## Two prefill and two decode workers under load, with a fault every second (CHAOS_SECONDS, CHAOS_SEED, CHAOS_CONNECTOR)

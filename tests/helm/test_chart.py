@@ -276,8 +276,11 @@ def test_multi_node_workers_are_groups_of_which_only_leaders_take_requests() -> 
     assert "readinessProbe" in leader
     assert "readinessProbe" not in member
     assert member["args"][-1] == "--x"
-    selector = find(objects, "Service", "demo-baton-decode")["spec"]["selector"]
+    # Not of the group's own name: that Service is made by the LeaderWorkerSet, for members to find their leader.
+    selector = find(objects, "Service", "demo-baton-decode-leaders")["spec"]["selector"]
     assert selector["leaderworkerset.sigs.k8s.io/worker-index"] == "0"
+    found_at = "k8s:///prod/demo-baton-decode-leaders:grpc"
+    assert [settings_of(objects, f"demo-baton-{who}")["decode"] for who in ("router", "autoscaler")] == [found_at] * 2
     target = find(objects, "HorizontalPodAutoscaler", "demo-baton-decode")["spec"]["scaleTargetRef"]
     assert (target["kind"], target["apiVersion"]) == ("LeaderWorkerSet", "leaderworkerset.x-k8s.io/v1")
 

@@ -146,7 +146,9 @@ def _hooks(certs: Path, kind: str, path: str) -> dict[str, Any]:
 
 def _establish(cluster: Cluster, folder: Path) -> None:
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(folder))
-    cluster.kubectl("wait", "--for=condition=Established", "-f", str(folder), "--timeout=60s")
+    # Again and again: kubectl does not wait for definitions that have no conditions at all yet.
+    wait = ("wait", "--for=condition=Established", "-f", str(folder), "--timeout=10s")
+    cluster.kubectl_until("custom resource definitions", *wait)
 
 
 def _certificates(cluster: Cluster, more_names: str) -> Path:

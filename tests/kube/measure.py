@@ -158,7 +158,7 @@ def scale_up(cluster: Cluster, release: Release, port: int) -> Json:
 
 
 def _wants_two(deployment: Json) -> bool:
-    return deployment["metadata"]["name"] == "baton-decode" and deployment["spec"].get("replicas") == 2
+    return (deployment["metadata"]["name"], deployment["spec"].get("replicas")) == ("baton-decode", 2)
 
 
 def _num_workers(release: Release) -> int:

@@ -28,7 +28,7 @@ REPLICAS = {"router": 2, "prefill": 1, "decode": 2}
 @pytest.fixture(scope="module")
 def release(local_cluster: Cluster) -> Iterator[Release]:
     release = Release(local_cluster, "baton", NAMESPACE)
-    replicas = {f"{role}__replicas": number for role, number in REPLICAS.items()}
+    replicas: dict[str, Any] = {f"{role}__replicas": number for role, number in REPLICAS.items()}
     release.install("values-laptop.yaml", **offer_tiny_model(local_cluster, NAMESPACE), **replicas)
     yield release
     release.remove()

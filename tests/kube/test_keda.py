@@ -48,12 +48,11 @@ def grpc_port(local_cluster: Cluster, release: Release) -> int:
 
 def _wait_for_zero(release: Release) -> None:
     """Those that drain have gone, too: they would still answer."""
-    for role in ROLES:
-        wait_until(
-            f"no {role} worker",
-            lambda role=role: release.replicas(role) == 0 and not release.pods(role, going=True),
-            300,
-        )
+
+    def none() -> bool:
+        return not any(release.replicas(role) or release.pods(role, going=True) for role in ROLES)
+
+    wait_until("no worker", none, 300)
 
 
 def test_operator_takes_the_objects(release: Release) -> None:

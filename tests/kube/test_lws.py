@@ -87,6 +87,13 @@ def test_members_know_their_group(release: Release) -> None:
     assert seen == ["2", "1", leader["status"]["podIP"]]
 
 
+def test_members_find_a_leader_that_is_not_ready_yet(release: Release) -> None:
+    """By the Service that the controller makes; the chart's is for routers, and knows ready leaders only."""
+    service = json.loads(release.cluster.kubectl("-n", NAMESPACE, "get", "service", "baton-decode", "-o", "json"))
+    assert service["metadata"]["ownerReferences"][0]["kind"] == "LeaderWorkerSet"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+
+
 def test_groups_are_scaled_whole(release: Release) -> None:
     scale = ("-n", NAMESPACE, "scale", "leaderworkerset", "baton-decode")
     release.cluster.kubectl(*scale, "--replicas=3")

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.kube
 @pytest.fixture(scope="module")
 def with_crds(control_plane: ControlPlane, crds: Path) -> ControlPlane:
     control_plane.kubectl("apply", "--server-side", "-R", "-f", str(crds))
-    control_plane.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
+    established = ("wait", "--for=condition=Established", "crd", "--all", "--timeout=10s")
+    control_plane.kubectl_until("custom resource definitions", *established)
     control_plane.run("kubectl", "create", "namespace", "prod")
     return control_plane
 

@@ -10,7 +10,8 @@ import pytest
 from tests.kube.cluster import Cluster
 from tests.kube.load import busy
 from tests.kube.processes import wait_until
-from tests.kube.release import Release
+from tests.kube.release import Release, is_ready
+from tests.kube.tiny_model import offer_tiny_model
 from tests.kube.user_cluster import UserCluster
 
 pytestmark = [pytest.mark.kube, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -22,15 +23,15 @@ API = "/apis/external.metrics.k8s.io/v1beta1"
 @pytest.fixture(scope="module")
 def release(cluster: Cluster | UserCluster) -> Iterator[Release]:
     release = Release(cluster, "baton", NAMESPACE)
+    bounds = {"minReplicas": 1, "maxReplicas": 2, "scaleDownSeconds": 10}
     release.install(
         "values-laptop.yaml",
+        **(offer_tiny_model(cluster, NAMESPACE) if isinstance(cluster, Cluster) else {}),
         autoscaling__mode="external-metrics",
         autoscaler__replicas=2,
-        prefill__autoscaling={"minReplicas": 1, "maxReplicas": 2, "queuedTokensPerPod": 300, "scaleDownSeconds": 10},
-        decode__autoscaling={
-            "minReplicas": 1, "maxReplicas": 2, "kvUsage": 0.9, "requestsPerPod": 6, "scaleDownSeconds": 10,
-        },
-    )  # fmt: skip
+        prefill__autoscaling={**bounds, "queuedTokensPerPod": 1000},
+        decode__autoscaling={**bounds, "kvUsage": 0.9, "requestsPerPod": 12},
+    )
     yield release
     release.remove()
 
@@ -53,14 +54,34 @@ def test_api_server_serves_the_metrics(release: Release) -> None:
 
 
 def test_long_prompts_scale_prefill_and_not_decode(release: Release, grpc_port: int) -> None:
-    with busy(grpc_port, num_clients=4, num_prompt_tokens=1500, num_output_tokens=1):
-        wait_until("a second prefill worker", lambda: release.replicas("prefill") == 2, 180)
+    """And when they end, the worker that goes drains: nothing that was asked fails."""
+    _wait_for_one_each(release)
+    with busy(grpc_port, num_clients=8, num_prompt_tokens=1900, num_output_tokens=1):
+        wait_until("a second prefill worker", lambda: _ready(release, "prefill") == 2, 300)
         assert release.replicas("decode") == 1
-    wait_until("one prefill worker again", lambda: release.replicas("prefill") == 1, 240)
+    with busy(grpc_port, num_clients=1, num_prompt_tokens=40, num_output_tokens=100):
+        _wait_for_one_each(release)
 
 
 def test_many_long_answers_scale_decode_and_not_prefill(release: Release, grpc_port: int) -> None:
-    with busy(grpc_port, num_clients=10, num_prompt_tokens=17, num_output_tokens=200):
-        wait_until("a second decode worker", lambda: release.replicas("decode") == 2, 180)
+    _wait_for_one_each(release)
+    with busy(grpc_port, num_clients=16, num_prompt_tokens=17, num_output_tokens=1500):
+        wait_until("a second decode worker", lambda: _ready(release, "decode") == 2, 300)
         assert release.replicas("prefill") == 1
-    wait_until("one decode worker again", lambda: release.replicas("decode") == 1, 240)
+    with busy(grpc_port, num_clients=2, num_prompt_tokens=17, num_output_tokens=500):
+        _wait_for_one_each(release)
+
+
+def _ready(release: Release, role: str) -> int:
+    return sum(map(is_ready, release.pods(role)))
+
+
+def _wait_for_one_each(release: Release) -> None:
+    """Whatever drains has gone."""
+    wait_until(
+        "one worker of each role",
+        lambda: all(
+            _ready(release, role) == len(release.pods(role, going=True)) == 1 for role in ("prefill", "decode")
+        ),
+        300,
+    )

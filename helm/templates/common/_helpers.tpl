@@ -38,7 +38,13 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 
 {{/* Where a component's workers are: the ready addresses behind its Service. */}}
 {{- define "baton.discovery" -}}
-k8s:///{{ .root.Release.Namespace }}/{{ include "baton.name" . }}:grpc
+k8s:///{{ .root.Release.Namespace }}/{{ include "baton.serviceName" . }}:grpc
+{{- end -}}
+
+{{/* Of a component's Service. A LeaderWorkerSet makes one of its own name, by which members find their leader before it
+     is ready. */}}
+{{- define "baton.serviceName" -}}
+{{ include "baton.name" . }}{{ if dig "multiNode" "enabled" false (get .root.Values .component) }}-leaders{{ end }}
 {{- end -}}
 
 {{/* One mapping of settings: what the user gave, then what the chart decides. Goes into a ConfigMap. */}}

@@ -32,7 +32,7 @@
 apiVersion: v1
 kind: Service
 metadata:
-  name: {{ include "baton.name" . }}
+  name: {{ include "baton.serviceName" . }}
   namespace: {{ .root.Release.Namespace }}
   labels: {{- include "baton.labels" . | nindent 4 }}
 spec:
