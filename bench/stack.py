@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import grpc
@@ -22,25 +19,10 @@ import torch
 
 from bench.engine import BatonEngine, random_prompts
 from bench.measure import interleave, print_table, write_json
+from bench.processes import running_stack
 from common.config import DEFAULT_MODEL, default_cache_dir
 from engine.embedded_model import ensure_model
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-
-
-@contextmanager
-def running_stack(arguments: list[str]) -> Iterator[str]:
-    """A local stack; gives its gRPC address."""
-    command = [sys.executable, "-m", "baton", "up", "--http-port", "0", "--grpc-port", "0", "--log-level", "warning"]
-    process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line.startswith("ready"):
-            raise RuntimeError("the stack did not start; see above")
-        yield line.split("grpc=")[1].strip()
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 class Stack:

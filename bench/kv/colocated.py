@@ -1,0 +1,93 @@
+"""Part 5: chat requests beside long prompts: one worker that does both, against prefill and decode apart.
+
+Both have the same cores, the same model and the same arrivals: Poisson, from a seed. The two stacks take turns, phase
+by phase. What is measured is the chat requests' time to first token and between tokens; the long prompts are the noise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from bench.kv.client import Prompts, StackClient, Timed
+from bench.kv.results import Results
+from bench.kv.settings import BenchSettings, Progress
+from bench.kv.stacks import stack
+
+PART = "colocated"
+STACKS = {
+    "colocated": ("--prefill=0", "--decode=0", "--both=1"),
+    "disaggregated": ("--prefill=1", "--decode=1"),
+}
+CHAT_TOKENS, CHAT_NEW = 64, 32
+LONG_TOKENS, LONG_NEW = 2048, 4
+LONG_LOAD = 0.35  # share of one prefill core's time that long prompts take
+CHATS_PER_LONG = 4.0
+MAX_IN_FLIGHT = 64
+
+
+@dataclass(slots=True, frozen=True)
+class Arrival:
+    at: float  # seconds since the phase's start
+    is_long: bool
+    prompt: list[int]
+
+
+def run(settings: BenchSettings, results: Results, progress: Progress) -> None:
+    phase_s, num_phases = (12.0, 1) if settings.quick else (40.0, 3)
+    connector = settings.connectors[0]
+    common = f"--connector={connector}"
+    with (
+        stack(settings, common, *STACKS["colocated"]) as colocated,
+        stack(settings, common, *STACKS["disaggregated"]) as disaggregated,
+    ):
+        clients = {"colocated": colocated, "disaggregated": disaggregated}
+        long_s = _long_prompt_s(disaggregated, settings)
+        figures: dict[str, dict[str, list[float]]] = {name: {} for name in clients}
+        for phase in range(num_phases):
+            arrivals = list(poisson(settings.seed + phase, phase_s, LONG_LOAD / long_s))
+            for name, client in clients.items():
+                progress(f"{PART}: {name}, phase {phase + 1}/{num_phases}, {len(arrivals)} requests in {phase_s:g} s")
+                for quantity, values in play(client, arrivals).items():
+                    figures[name].setdefault(quantity, []).extend(values)
+        for name, found in figures.items():
+            results.add(PART, found, system=name, connector=connector)
+
+
+def _long_prompt_s(client: StackClient, settings: BenchSettings) -> float:
+    prompts = Prompts(settings.seed + 2)
+    return statistics.median(client.generate(prompts.new(LONG_TOKENS), LONG_NEW).ttft_ms / 1000 for _ in range(3))
+
+
+def poisson(seed: int, duration_s: float, long_rate: float) -> Iterator[Arrival]:
+    """Arrivals in order of time: long prompts at `long_rate` a second, chat requests at `CHATS_PER_LONG` times that."""
+    rng, prompts = random.Random(seed), Prompts(seed)
+    at = 0.0
+    while (at := at + rng.expovariate(long_rate * (1 + CHATS_PER_LONG))) < duration_s:
+        is_long = rng.random() < 1 / (1 + CHATS_PER_LONG)
+        yield Arrival(at, is_long, prompts.new(LONG_TOKENS if is_long else CHAT_TOKENS))
+
+
+def play(client: StackClient, arrivals: list[Arrival]) -> dict[str, list[float]]:
+    """Sends each request when it is due, whatever became of those before; figures of the chat requests."""
+    pause = threading.Event()
+    start = time.perf_counter()
+    futures: list[tuple[Arrival, Future[Timed]]] = []
+    with ThreadPoolExecutor(MAX_IN_FLIGHT) as pool:
+        for arrival in arrivals:
+            pause.wait(max(start + arrival.at - time.perf_counter(), 0.0))
+            num_new = LONG_NEW if arrival.is_long else CHAT_NEW
+            futures.append((arrival, pool.submit(client.generate, arrival.prompt, num_new)))
+    chats = [future.result() for arrival, future in futures if not arrival.is_long]
+    longs = [future.result() for arrival, future in futures if arrival.is_long]
+    return {
+        "TTFT ms": [one.ttft_ms for one in chats],
+        "ITL ms": list(itertools.chain.from_iterable(one.itl_ms for one in chats)),
+        "long prompts' TTFT ms": [one.ttft_ms for one in longs],
+    }

@@ -1,0 +1,147 @@
+"""`baton bench kv`. Found by the `baton` command through an entry point; also `python -m bench.kv`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+
+import click
+
+from bench.kv.settings import BenchSettings, Progress, show_progress
+from common.config import DEFAULT_MODEL, default_cache_dir
+from common.errors import BatonError, ConfigError
+
+PARTS = {  # in the order of running; modules are imported when their part runs
+    "handoff": "bench.kv.handoff",
+    "control": "bench.kv.control",
+    "exposed": "bench.kv.exposed",
+    "store": "bench.kv.store_hit",
+    "colocated": "bench.kv.colocated",
+}
+CONNECTORS = ("nixl", "shared_storage", "lmcache")
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def _names(known: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, str | None], tuple[str, ...]]:
+    def check(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:  # noqa: ARG001
+        names = known if value is None else tuple(name.strip() for name in value.split(",") if name.strip())
+        for name in names:
+            if name not in known:
+                raise click.BadParameter(f"{name!r} is not one of {', '.join(known)}")
+        return names
+
+    return check
+
+
+def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:  # noqa: ARG001
+    if value is not None and Path(value).suffix.lower() not in PICTURES:
+        raise click.BadParameter(f"{value!r} does not end in {', '.join(PICTURES)}")
+    return None if value is None else Path(value)
+
+
+@click.group("bench", short_help="Measures Baton on this machine.")
+def BENCH() -> None:  # noqa: N802 - what the entry point names
+    """Measures Baton on this machine. Figures mean something only where nothing else runs."""
+
+
+@BENCH.command("kv", short_help="What moving KV costs.", context_settings={"max_content_width": 100})
+@click.option("--only", metavar="PART,PART", callback=_names(tuple(PARTS)), help=f"parts to run: {', '.join(PARTS)}")
+@click.option("--quick", is_flag=True, help="few lengths and repeats: a minute or two a part")
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object, with every sample")
+@click.option("--plot", metavar="FILE", callback=_picture, help="draw it, as .png, .svg or .pdf (needs matplotlib)")
+@click.option("--connectors", metavar="NAME,NAME", callback=_names(CONNECTORS), help="of " + ", ".join(CONNECTORS))
+@click.option("--model", metavar="TEXT", default=DEFAULT_MODEL, show_default=True, help="as for baton up")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@click.option("--repeats", metavar="INT", type=click.IntRange(min=1), help="of each measurement  [5; quick: 3]")
+@click.option("--seed", metavar="INT", type=int, default=1, show_default=True, help="of prompts and arrivals")
+def kv(
+    only: tuple[str, ...],
+    quick: bool,
+    as_json: bool,
+    plot: Path | None,
+    connectors: tuple[str, ...],
+    model: str,
+    dtype: str,
+    repeats: int | None,
+    seed: int,
+) -> int:
+    """Measures what moving KV costs: handoff against memcpy and raw NIXL, exposed handoff, control plane, store hits,
+    and workers of one role each against one of both.
+
+    \b
+    Examples:
+      baton bench kv --quick
+      baton bench kv --only handoff --connectors nixl --json > handoff.json
+      baton bench kv --plot kv.svg
+    """
+    settings = BenchSettings(
+        model=model,
+        dtype=dtype,
+        cache_dir=default_cache_dir(),
+        connectors=connectors,
+        repeats=repeats or (3 if quick else 5),
+        seed=seed,
+        quick=quick,
+    )
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        run(settings, only, show_progress, as_json=as_json, plot=plot)
+    except BatonError as error:
+        print(f"baton bench kv: error: {' '.join(error.message.split())}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 0
+
+
+def _interrupt(signum: int, frame: object) -> None:  # noqa: ARG001
+    raise KeyboardInterrupt  # what Ctrl-C does: every process that was started is ended on the way out
+
+
+def run(
+    settings: BenchSettings, parts: tuple[str, ...], progress: Progress, *, as_json: bool, plot: Path | None
+) -> None:
+    """Runs `parts`, prints them, and draws them. A run that is cut short prints nothing.
+
+    Raises `ConfigError` where the picture cannot be drawn here, before anything is measured.
+    """
+    from bench.kv.machine import describe_machine, versions
+    from bench.kv.report import print_results
+    from bench.kv.results import Results
+
+    if plot is not None:
+        _check_matplotlib()
+    results, machine = Results(), describe_machine()
+    for name, module in PARTS.items():
+        if name in parts:
+            import_module(module).run(settings, results, progress)
+    if as_json:
+        whole = {
+            "machine": machine,
+            "versions": versions(),
+            "settings": {**asdict(settings), "only": list(parts)},
+            "records": [record.as_json() for record in results.records],
+            "bars": [bar.as_json() for bar in results.bars],
+            "skipped": results.skipped,
+        }
+        print(json.dumps(whole, ensure_ascii=False))
+    else:
+        print(f"{machine['cpu']}, {machine['usable_cores']} cores, {settings.model}, {settings.dtype}")
+        print_results(results)
+    if plot is not None:
+        from bench.kv.picture import draw
+
+        draw(results, plot, f"{machine['cpu']}, {machine['usable_cores']} cores")
+        progress(f"picture: {plot}")
+
+
+def _check_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401 - only asked whether it is there
+    except ImportError as error:
+        raise ConfigError("--plot", "matplotlib is not installed; pip install matplotlib") from error

@@ -1,0 +1,119 @@
+"""Part 2: what of the handoff a client sees, with and without overlap; and the orchestration in it.
+
+Exposed handoff: time from first to second token, less one decode step. Orchestration: the decode worker's handoff time
+(first token to last block) less what the connector took to move the last blocks (`Timings.transfer_ms`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+
+from bench.kv.client import Prompts, StackClient
+from bench.kv.results import Bar, Results, Samples
+from bench.kv.settings import BenchSettings, Progress
+from bench.kv.stacks import stack
+from common.errors import StartupError
+
+PART = "exposed"
+ORCHESTRATION = "orchestration"
+NUM_NEW = 12  # tokens: enough for the median of a decode step
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
+QUICK_LENGTHS = (128, 512, 2048)
+LONG = 2048  # from here on the handoff is compared with TTFT
+OVERLAP = {"overlap": "chunk", "no overlap": "end"}  # what figures are called, and --announce
+
+TTFT_SHARE_BAR = 5.0  # percent
+TAIL_BAR = 3.0  # ms beyond the transfer of the last chunk
+P50_BAR, P99_BAR = 3.0, 10.0  # ms of orchestration
+
+
+def run(settings: BenchSettings, results: Results, progress: Progress) -> None:
+    for connector in settings.connectors:
+        with contextlib.ExitStack() as stacks:
+            try:
+                clients = {
+                    name: stacks.enter_context(stack(settings, f"--connector={connector}", f"--announce={announce}"))
+                    for name, announce in OVERLAP.items()
+                }
+            except StartupError as error:
+                results.skipped[f"{PART}: {connector}"] = error.message
+                continue
+            measure(clients, results, settings, progress, connector)
+    add_bars(results)
+
+
+def measure(
+    clients: dict[str, StackClient], results: Results, settings: BenchSettings, progress: Progress, connector: str
+) -> None:
+    """Stacks with and without overlap take turns, prompt by prompt."""
+    limit = min(client.max_model_len() for client in clients.values()) - NUM_NEW
+    prompts = Prompts(settings.seed)
+    for length in sorted({min(length, limit) for length in (QUICK_LENGTHS if settings.quick else LENGTHS)}):
+        progress(f"{PART}: {connector}, prompts of {length} tokens")
+        figures: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for _ in range(settings.repeats * (2 if length < LONG else 1)):
+            for name, client in clients.items():
+                timed = client.generate(prompts.new(length), NUM_NEW)
+                timings = timed.report.timings
+                for quantity, value in {
+                    "TTFT ms": timed.ttft_ms,
+                    "decode step ms": timed.step_ms,
+                    "exposed ms": timed.exposed_ms,
+                    "% of TTFT": timed.exposed_ms / timed.ttft_ms * 100,
+                    "beyond transfer ms": timed.exposed_ms - timings.transfer_ms,
+                    "handoff ms": timings.handoff_ms,
+                    "transfer ms": timings.transfer_ms,
+                    "orchestration ms": timings.handoff_ms - timings.transfer_ms,
+                    "first decode ms": timings.first_decode_ms,
+                    "MB moved": timed.report.num_bytes_moved / 1e6,
+                }.items():
+                    figures[name][quantity].append(value)
+        for name, found in figures.items():
+            results.add(PART, found, connector=connector, mode=name, length=length)
+
+
+def add_bars(results: Results) -> None:
+    """The worst length counts, with overlap, which is how Baton runs."""
+    for connector in results.labels(PART, "connector"):
+        labels = {"connector": connector, "mode": "overlap"}
+        bars = [("exposed handoff, share of TTFT from 2,048 tokens on", "% of TTFT", TTFT_SHARE_BAR, "%", LONG)]
+        bars += [("exposed handoff beyond the last chunk's transfer", "beyond transfer ms", TAIL_BAR, "ms", 0)]
+        for name, quantity, limit, unit, shortest in bars:
+            # The longest prompt may be a little shorter than a round number: the model's context ends there.
+            found = [one for one in results.find(PART, quantity, **labels) if int(one.labels["length"]) >= shortest]
+            if not found:
+                continue
+            worst = max(found, key=lambda record: record.samples.median)
+            bound = results.get(PART, "transfer ms", **labels, length=worst.labels["length"])
+            results.bars.append(
+                Bar(
+                    part=PART,
+                    name=f"{connector}: {name}",
+                    value=worst.samples.median,
+                    limit=limit,
+                    unit=unit,
+                    where=f"at worst: {worst.labels['length']} tokens",
+                    bound=f"a transfer of {bound.median:.2f} ms" if bound else "",
+                )
+            )
+        add_orchestration_bars(results, str(connector))
+
+
+def add_orchestration_bars(results: Results, connector: str) -> None:
+    """Over all requests that had overlap, whatever their length."""
+    found = [one.samples for one in results.find(PART, "orchestration ms", connector=connector, mode="overlap")]
+    if not found:
+        return
+    every = Samples(tuple(value for one in found for value in one.values))
+    results.add(ORCHESTRATION, {"orchestration ms": every.values}, connector=connector)
+    for name, value, limit in (("p50", every.median, P50_BAR), ("p99", every.percentile(0.99), P99_BAR)):
+        results.bars.append(
+            Bar(
+                part=ORCHESTRATION,
+                name=f"{connector}: handoff less transfer, {name} of {len(every.values)}",
+                value=value,
+                limit=limit,
+                unit="ms",
+            )
+        )

@@ -1,0 +1,23 @@
+"""Local stacks, started as a user would, and a client of each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from bench.kv.client import Prompts, StackClient
+from bench.kv.settings import BenchSettings
+from bench.processes import running_stack
+
+WARM_UP_TOKENS = (64, 600)
+
+
+@contextlib.contextmanager
+def stack(settings: BenchSettings, *arguments: str, model: str | None = None) -> Iterator[StackClient]:
+    """`baton up` with `arguments`, warmed up. Raises `StartupError`."""
+    base = [f"--model={model or settings.model}", f"--dtype={settings.dtype}", f"--cache-dir={settings.cache_dir}"]
+    with running_stack([*base, *arguments]) as address, contextlib.closing(StackClient(address)) as client:
+        prompts = Prompts(-settings.seed)
+        for num_tokens in WARM_UP_TOKENS:
+            client.generate(prompts.new(num_tokens), 4)
+        yield client

@@ -1,0 +1,50 @@
+"""Processes that a benchmark starts, as a user would, and ends again, whatever happens to it."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+from baton.processes import Child
+from common.errors import StartupError
+
+_END_GRACE_S = 60.0
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], what: str) -> Iterator[dict[str, str]]:
+    """A process that prints `ready key=value ...`; gives those. Raises `StartupError` where it ends without."""
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
+    child = Child(what, process)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            first, *words = line.decode(errors="replace").split()
+            if first == "ready":
+                yield dict(word.split("=", 1) for word in words)
+                return
+        raise StartupError(f"{what} did not start; its reason is above")
+    finally:
+        _end(child)
+
+
+def _end(child: Child) -> None:
+    """SIGTERM, which drains; SIGKILL to it and all that it started, where that takes too long or we are hurried."""
+    child.terminate()
+    try:
+        child.process.wait(_END_GRACE_S)
+    finally:
+        child.kill()
+        child.process.wait()
+        if child.process.stdout is not None:
+            child.process.stdout.close()
+
+
+@contextlib.contextmanager
+def running_stack(arguments: Sequence[str]) -> Iterator[str]:
+    """`baton up` on free ports, with `arguments`; gives its gRPC address."""
+    command = [sys.executable, "-m", "baton", "up", "--http-port", "0", "--grpc-port", "0", "--log-level", "warning"]
+    with running([*command, *arguments], "baton up") as fields:
+        yield fields["grpc"]
