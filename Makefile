@@ -118,7 +118,8 @@ chaos: $(STAMP) ## Two prefill and two decode workers under load, with a fault e
 	@$(BIN)/python -m tests.chaos
 
 .PHONY: bench
-bench: $(STAMP) ## Measure: engine against transformers, stack against engine (idle machine; ten minutes)
+bench: $(STAMP) ## Measure: engine against transformers, stack against engine, what moving KV costs (idle machine; half an hour)
 	@$(BIN)/python -m bench.engine
 	@$(BIN)/python -m bench.stack
 	@$(BIN)/python -m bench.stack --connector nixl
+	@$(BIN)/python -m bench.kv --quick

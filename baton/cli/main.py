@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 
 import click
 
 from baton.cli.ask import ASK_COMMANDS
 from baton.cli.options import print_error
 from baton.cli.serve import SERVE_COMMANDS
+
+ENTRY_POINTS = "baton.commands"
 
 
 def _show_help() -> None:
@@ -22,7 +25,24 @@ def _show_help() -> None:
         click.echo(ctx.get_help())
 
 
-GROUP = click.Group(
+class _Group(click.Group):
+    """The commands below, and those that installed packages add as entry points of group `baton.commands`: what lies
+    above this package, as benchmarks do, is only imported when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*super().list_commands(ctx), *sorted(entry_points(group=ENTRY_POINTS).names)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            return command
+        for point in entry_points(group=ENTRY_POINTS, name=cmd_name):
+            added: click.Command = point.load()
+            return added
+        return None
+
+
+GROUP = _Group(
     "baton",
     callback=_show_help,
     invoke_without_command=True,

@@ -25,9 +25,11 @@ from bench.kv.settings import BenchSettings, Progress
 from bench.kv.stacks import stack
 from bench.kv.tiny_model import make_tiny_model
 from common.errors import StartupError, TransferError
+from common.types import SamplingParams
 from engine import messages as m
 from engine.block_manager import BlockManager
 from engine.embedded_model import ensure_model
+from engine.request import Request
 from kv_store.base import BlockRef
 from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from worker import convert
@@ -135,11 +137,21 @@ def stages(results: Results, repeats: int) -> None:
     announced = m.encode([m.BlocksAnnounced("request", refs)])
     fetched = m.encode([m.BlocksFetched("request", indexes, [], "", 0, 0.0)])
     blocks = BlockManager(_STAGE_BLOCKS, BLOCK_SIZE, bytes(16))
+    num_tokens = _STAGE_BLOCKS * BLOCK_SIZE
+    request = Request(
+        request_id="request",
+        token_ids=list(range(num_tokens)),
+        num_prompt_tokens=num_tokens,
+        sampling_params=SamplingParams(),
+        arrival_time=0.0,
+    )
 
-    def hold() -> None:
-        blocks.hold(indexes)
-        for block_id in indexes:
+    def own() -> None:
+        blocks.allocate(request, num_tokens, [])
+        blocks.hold(request.block_ids)
+        for block_id in request.block_ids:
             blocks.unhold(block_id)
+        blocks.free(request)
 
     steps: dict[str, Callable[[], object]] = {
         "prefill engine → front": lambda: m.encode([m.BlocksPublished("request", refs, [], "", 0.0)]),
@@ -152,7 +164,7 @@ def stages(results: Results, repeats: int) -> None:
         ],
         "decode front → engine": lambda: m.encode([m.BlocksAnnounced("request", refs)]),
         "decode engine takes in": lambda: m.decode_commands(announced),
-        "blocks held and let go": hold,
+        "allocated, held, let go, freed": own,
         "arrival told to the front": lambda: m.decode_events(fetched),
         "acknowledgement": lambda: prefill_pb2.PrefillRequest(
             received=prefill_pb2.BlocksReceived(indexes=indexes)
