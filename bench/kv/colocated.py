@@ -26,10 +26,12 @@ STACKS = {
     "disaggregated": ("--prefill=1", "--decode=1"),
 }
 CHAT_TOKENS, CHAT_NEW = 64, 32
-LONG_TOKENS, LONG_NEW = 2048, 4
+LONG_TOKENS, QUICK_LONG_TOKENS, LONG_NEW = 2048, 768, 4
 LONG_LOAD = 0.35  # share of one prefill core's time that long prompts take
 CHATS_PER_LONG = 4.0
 MAX_IN_FLIGHT = 64
+MAX_RATE = 20.0  # requests a second: more would measure this client
+NUM_BLOCKS = 2048  # of each worker
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,14 +46,15 @@ def run(settings: BenchSettings, results: Results, progress: Progress) -> None:
     connector = settings.connectors[0]
     common = f"--connector={connector}"
     with (
-        stack(settings, common, *STACKS["colocated"]) as colocated,
-        stack(settings, common, *STACKS["disaggregated"]) as disaggregated,
+        stack(settings, common, *STACKS["colocated"], num_blocks=NUM_BLOCKS) as colocated,
+        stack(settings, common, *STACKS["disaggregated"], num_blocks=NUM_BLOCKS) as disaggregated,
     ):
         clients = {"colocated": colocated, "disaggregated": disaggregated}
-        long_s = _long_prompt_s(disaggregated, settings)
+        long_tokens = QUICK_LONG_TOKENS if settings.quick else LONG_TOKENS
+        long_s = _long_prompt_s(disaggregated, settings.seed, long_tokens)
         figures: dict[str, dict[str, list[float]]] = {name: {} for name in clients}
         for phase in range(num_phases):
-            arrivals = list(poisson(settings.seed + phase, phase_s, LONG_LOAD / long_s))
+            arrivals = list(poisson(settings.seed + phase, phase_s, LONG_LOAD / long_s, long_tokens))
             for name, client in clients.items():
                 progress(f"{PART}: {name}, phase {phase + 1}/{num_phases}, {len(arrivals)} requests in {phase_s:g} s")
                 for quantity, values in play(client, arrivals).items():
@@ -60,18 +63,20 @@ def run(settings: BenchSettings, results: Results, progress: Progress) -> None:
             results.add(PART, found, system=name, connector=connector)
 
 
-def _long_prompt_s(client: StackClient, settings: BenchSettings) -> float:
-    prompts = Prompts(settings.seed + 2)
-    return statistics.median(client.generate(prompts.new(LONG_TOKENS), LONG_NEW).ttft_ms / 1000 for _ in range(3))
+def _long_prompt_s(client: StackClient, seed: int, long_tokens: int) -> float:
+    prompts = Prompts(seed + 100)
+    return statistics.median(client.generate(prompts.new(long_tokens), LONG_NEW).ttft_ms / 1000 for _ in range(3))
 
 
-def poisson(seed: int, duration_s: float, long_rate: float) -> Iterator[Arrival]:
-    """Arrivals in order of time: long prompts at `long_rate` a second, chat requests at `CHATS_PER_LONG` times that."""
+def poisson(seed: int, duration_s: float, long_rate: float, long_tokens: int) -> Iterator[Arrival]:
+    """Arrivals in order of time: prompts of `long_tokens` at `long_rate` a second, chat requests at `CHATS_PER_LONG`
+    times that. At most MAX_RATE a second in all."""
+    rate = min(long_rate * (1 + CHATS_PER_LONG), MAX_RATE)
     rng, prompts = random.Random(seed), Prompts(seed)
     at = 0.0
-    while (at := at + rng.expovariate(long_rate * (1 + CHATS_PER_LONG))) < duration_s:
+    while (at := at + rng.expovariate(rate)) < duration_s:
         is_long = rng.random() < 1 / (1 + CHATS_PER_LONG)
-        yield Arrival(at, is_long, prompts.new(LONG_TOKENS if is_long else CHAT_TOKENS))
+        yield Arrival(at, is_long, prompts.new(long_tokens if is_long else CHAT_TOKENS))
 
 
 def play(client: StackClient, arrivals: list[Arrival]) -> dict[str, list[float]]:

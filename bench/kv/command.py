@@ -90,13 +90,12 @@ def kv(
     )
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        run(settings, only, show_progress, as_json=as_json, plot=plot)
+        return run(settings, only, show_progress, as_json=as_json, plot=plot)
     except BatonError as error:
         print(f"baton bench kv: error: {' '.join(error.message.split())}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
         signal.signal(signal.SIGTERM, before)
-    return 0
 
 
 def _interrupt(signum: int, frame: object) -> None:  # noqa: ARG001
@@ -105,8 +104,8 @@ def _interrupt(signum: int, frame: object) -> None:  # noqa: ARG001
 
 def run(
     settings: BenchSettings, parts: tuple[str, ...], progress: Progress, *, as_json: bool, plot: Path | None
-) -> None:
-    """Runs `parts`, prints them, and draws them. A run that is cut short prints nothing.
+) -> int:
+    """Runs `parts`, prints them, and draws them; 1 where a part failed, which does not keep the others from it.
 
     Raises `ConfigError` where the picture cannot be drawn here, before anything is measured.
     """
@@ -118,8 +117,13 @@ def run(
         _check_matplotlib()
     results, machine = Results(), describe_machine()
     for name, module in PARTS.items():
-        if name in parts:
+        if name not in parts:
+            continue
+        try:
             import_module(module).run(settings, results, progress)
+        except BatonError as error:
+            progress(f"{name}: failed: {error.message}")
+            results.failed[name] = error.message
     if as_json:
         whole = {
             "machine": machine,
@@ -128,6 +132,7 @@ def run(
             "records": [record.as_json() for record in results.records],
             "bars": [bar.as_json() for bar in results.bars],
             "skipped": results.skipped,
+            "failed": results.failed,
         }
         print(json.dumps(whole, ensure_ascii=False))
     else:
@@ -138,6 +143,7 @@ def run(
 
         draw(results, plot, f"{machine['cpu']}, {machine['usable_cores']} cores")
         progress(f"picture: {plot}")
+    return 1 if results.failed else 0
 
 
 def _check_matplotlib() -> None:

@@ -49,7 +49,7 @@ def run(settings: BenchSettings, results: Results, progress: Progress) -> None:
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
         tokenizer_of = ensure_model(settings.model, settings.cache_dir, progress)
         model = make_tiny_model(Path(folder), tokenizer_of)
-        arguments = (f"--connector={connector}", "--announce=end", "--num-blocks=2048", f"--block-size={BLOCK_SIZE}")
+        arguments = (f"--connector={connector}", "--announce=end", f"--block-size={BLOCK_SIZE}")
         try:
             with stack(settings, *arguments, model=str(model)) as client:
                 measure(client, results, settings, progress, connector)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from bench.kv.results import Record, Results, Samples
@@ -46,9 +45,13 @@ def print_results(results: Results, console: Console | None = None) -> None:
     console = console or Console(width=150)
     for part in TABLES:
         if any(record.part == part for record in results.records):
+            what = "p50 / p99" if part in WITH_TAIL else "median [quartiles]"
+            console.print(f"\n{TABLES[part][0]}: {what}", markup=False, highlight=False)
             console.print(table(results, part))
     for what, why in results.skipped.items():
         console.print(f"skipped: {what}: {why}", markup=False, highlight=False)
+    for part, why in results.failed.items():
+        console.print(f"FAILED: {part}: {why}", markup=False, highlight=False)
     for bar in results.bars:
         console.print(bar.sentence(), markup=False, highlight=False, soft_wrap=True)
     num_met = sum(bar.is_met for bar in results.bars)
@@ -58,12 +61,11 @@ def print_results(results: Results, console: Console | None = None) -> None:
 
 def table(results: Results, part: str) -> Table:
     """A row for each set of labels, in the order of measuring."""
-    title, names, quantities = TABLES[part]
+    _, names, quantities = TABLES[part]
     records = [record for record in results.records if record.part == part]
     shown_names = [name for name in names if any(name in record.labels for record in records)]
     shown = [quantity for quantity in quantities if any(record.quantity == quantity for record in records)]
-    what = "p50 / p99" if part in WITH_TAIL else "median [quartiles]"
-    made = Table(title=escape(f"{title}: {what}"), title_justify="left")
+    made = Table()
     for name in shown_names:
         made.add_column(name.replace("_", " "))
     for quantity in shown:

@@ -89,7 +89,8 @@ class Bar:
 class Results:
     records: list[Record] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)  # what, and why
+    skipped: dict[str, str] = field(default_factory=dict)  # what cannot be measured here, and why
+    failed: dict[str, str] = field(default_factory=dict)  # part that ended early, and why; what it had found counts
 
     def add(self, part: str, figures: Mapping[str, Sequence[float]], **labels: Label) -> None:
         """`figures`: quantity to its samples; one without any is left out."""
