@@ -21,7 +21,7 @@ GOLDEN = Path(__file__).parent / "golden"
 ROLES = ("prefill", "decode")
 CUSTOM = {
     "ServiceMonitor", "PodMonitor", "ScaledObject", "LeaderWorkerSet",
-    "Certificate", "Issuer", "HTTPRoute", "GRPCRoute",
+    "Certificate", "Issuer", "HTTPRoute", "GRPCRoute", "TriggerAuthentication",
 }  # fmt: skip
 EVERYTHING: dict[str, object] = {
     "metrics.serviceMonitor.enabled": True,
@@ -38,6 +38,29 @@ VARIANTS: dict[str, dict[str, object]] = {
     "cert-manager": {"autoscaler.tls.mode": "cert-manager"},
     "cert-manager, own issuer": {
         "autoscaler.tls": {"mode": "cert-manager", "issuerRef": {"kind": "ClusterIssuer", "name": "ca"}}
+    },
+    "TLS": {"tls.enabled": True, "apiKeys.existingSecret": "keys", "metrics.serviceMonitor.enabled": True},
+    "TLS, everything": {
+        "tls": {
+            "enabled": True,
+            "clientCertificates": True,
+            "dnsNames": ["llm.example.com"],
+            "certManager": {"issuerRef": {"kind": "ClusterIssuer", "name": "ca"}},
+        },
+        "apiKeys.keys": [{"key": "sk-1", "name": "a", "tenant": "t"}, {"key": "sk-2"}, {"key": "sha256:" + "0a" * 32}],
+        "autoscaling.mode": "keda",
+        "both.replicas": 2,
+        "grafana.dashboards.enabled": True,
+        "metrics.podMonitor.enabled": True,
+        **EVERYTHING,
+    },
+    "LMCache": {
+        "kv.store": "lmcache",
+        "lmcache": {
+            "enabled": True,
+            "image": "registry.example.com/lmcache:0.5",
+            "redis": {"url": "redis://redis.prod:6380", "existingSecret": "redis"},
+        },
     },
     "secret": {"autoscaler.tls": {"mode": "secret", "secretName": "metrics-tls"}},
 }
@@ -109,7 +132,7 @@ def test_scaling_to_zero_is_taken_where_it_is_possible(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "values, wait",
+    ("values", "wait"),
     [
         ({}, None),
         ({"decode.autoscaling.minReplicas": 0}, 600),
@@ -316,7 +339,7 @@ def test_pods_meet_the_restricted_level(variant: str) -> None:
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec), name
         assert spec["enableServiceLinks"] is False, name
         assert all(allowed_volumes & set(volume) for volume in spec["volumes"]), name
-        for container in spec["containers"]:
+        for container in spec["containers"] + spec.get("initContainers", []):
             security = container["securityContext"]
             assert security["allowPrivilegeEscalation"] is False, name
             assert security["capabilities"] == {"drop": ["ALL"]}, name

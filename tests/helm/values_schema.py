@@ -71,6 +71,8 @@ QUANTITY: Schema = {
     ]
 }
 NAME: Schema = {"type": "string", "pattern": r"^([a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?)?$"}
+DURATION: Schema = {"type": "string", "pattern": r"^([0-9]+h)?([0-9]+m)?([0-9]+s)?$"}
+WHO: Schema = {"type": "string", "pattern": r"^[A-Za-z0-9._@-]{1,64}$"}
 PATH_OR_EMPTY: Schema = {"type": "string", "pattern": r"^(/.*)?$"}
 COUNT_OR_PERCENT: Schema = {
     "anyOf": [integer(0), {"type": "string", "pattern": r"^[0-9]+%$"}],
@@ -205,6 +207,35 @@ def values_schema() -> Schema:
             strategy=ref("strategy"),
             **PLACEMENT,
         ),
+        lmcache=obj(
+            enabled=BOOLEAN,
+            image=STRING,
+            sizeGiB=integer(1),
+            redis=obj(
+                url={"type": "string", "pattern": r"^(redis://[A-Za-z0-9.-]+(:[0-9]{1,5})?)?$"}, existingSecret=NAME
+            ),
+            resources=ref("resources"),
+        ),
+        tls=obj(
+            enabled=BOOLEAN,
+            existingSecret=NAME,
+            certManager=obj(issuerRef=MAP, duration=DURATION, renewBefore=DURATION),
+            dnsNames=array({"type": "string", "pattern": r"^(\*\.)?[a-z0-9]([a-z0-9.-]*[a-z0-9])?$"}),
+            clientCertificates=BOOLEAN,
+        ),
+        apiKeys=obj(
+            existingSecret=NAME,
+            keys=array(
+                obj(
+                    key={"type": "string", "pattern": r"^(sha256:[0-9a-fA-F]{64}|[!-\"$-9;-~]+)$"},
+                    name=WHO,
+                    tenant=WHO,
+                )
+                | {"required": ["key"]}
+            ),
+        ),
+        both=worker(obj(enabled={"const": False})),
+        grafana=obj(dashboards=obj(enabled=BOOLEAN, labels=STRINGS)),
         prefill=worker(scaling(queuedTokensPerPod=number_or_null(), arrivalTokensPerSecond=number_or_null())),
         decode=worker(scaling(kvUsage=number_or_null(1), requestsPerPod=number_or_null())),
         autoscaling=obj(

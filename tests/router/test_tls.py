@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 import shutil
 import ssl
+import sys
 from pathlib import Path
 
 import grpc
@@ -22,6 +25,7 @@ from common.types import WorkerRole, WorkerState
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc
 from router.registry import Registry
 from router.server import serve
+from tests.helm.chart import CHART
 from tests.kube.certificates import make_ca, make_leaf
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_worker import ANSWER, FakeWorker
@@ -228,6 +232,31 @@ async def test_batons_own_client_says_what_is_wrong(
         Client(router.grpc_address, tls_server_name=NAME)
     with pytest.raises(StartupError, match=r"^tls_ca: cannot read"):
         Client(router.grpc_address, tls_ca="missing")
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+async def test_what_helm_test_asks(
+    secret: Mounted, worker: FakeWorker, start_router: StartRouter, tmp_path: Path, hashed: bool
+) -> None:
+    keys = tmp_path / "keys"
+    digest = hashlib.sha256(b"sk-1").hexdigest()
+    keys.write_text(f"# keys\nsha256:{digest}\n" if hashed else f"sha256:{digest}\nsk-2 name=two # a comment\n")
+    router = await start_router(
+        worker, **secret.flags, tls_server_name=NAME, tls_client_ca=secret.flags["tls_ca"], api_keys_file=str(keys)
+    )
+    environment = {
+        "GRPC": router.grpc_address,
+        "HTTP": router.url,
+        "TLS_DIR": str(Path(secret.flags["tls_ca"]).parent),
+        "KEYS_FILE": str(keys),
+    }
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(CHART / "files" / "chat.py"), env={**os.environ, **environment},
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode()
+    assert (f"REST: {ANSWER}" in output.decode()) == (not hashed)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 {{- define "baton.autoscalerSettings" -}}
-{{- $settings := mergeOverwrite (deepCopy .Values.autoscaler.settings) (include "baton.logSettings" . | fromYaml) -}}
+{{- $settings := mergeOverwrite (deepCopy .Values.autoscaler.settings) (include "baton.logSettings" . | fromYaml) (include "baton.tlsSettings" . | fromYaml) -}}
 {{- $name := include "baton.name" (dict "root" . "component" "autoscaler") -}}
 {{- range list "prefill" "decode" -}}
 {{- $_ := set $settings . (include "baton.discovery" (dict "root" $ "component" .)) -}}
@@ -23,6 +23,9 @@
 {{- if .requestsPerPod }}{{- $_ := set $settings "target_requests" .requestsPerPod }}{{ end -}}
 {{- end -}}
 {{- $mode := .Values.autoscaling.mode -}}
+{{- if and (eq $mode "planner") .Values.both.replicas -}}
+{{- fail "both.replicas: autoscaling.mode planner counts these in both roles, and would take others away for them" -}}
+{{- end -}}
 {{- if eq $mode "external-metrics" -}}
 {{- $_ := set $settings "external_metrics_listen" "0.0.0.0:6443" -}}
 {{- $_ := set $settings "external_metrics_service" (printf "%s/%s" .Release.Namespace $name) -}}

@@ -36,15 +36,23 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{ .image.repository }}:{{ coalesce .image.tag $images.tag .root.Chart.AppVersion }}
 {{- end -}}
 
-{{/* Where a component's workers are: the ready addresses behind its Service. */}}
+{{/* Where a component's workers are: the ready addresses behind its Service, and those of both roles. */}}
 {{- define "baton.discovery" -}}
 k8s:///{{ .root.Release.Namespace }}/{{ include "baton.serviceName" . }}:grpc
+{{- if and (has .component (list "prefill" "decode")) .root.Values.both.replicas -}}
+,k8s:///{{ .root.Release.Namespace }}/{{ include "baton.serviceName" (dict "root" .root "component" "both") }}:grpc
+{{- end -}}
 {{- end -}}
 
 {{/* Of a component's Service. A LeaderWorkerSet makes one of its own name, by which members find their leader before it
      is ready. */}}
 {{- define "baton.serviceName" -}}
 {{ include "baton.name" . }}{{ if dig "multiNode" "enabled" false (get .root.Values .component) }}-leaders{{ end }}
+{{- end -}}
+
+{{/* Components that are workers. */}}
+{{- define "baton.workers" -}}
+{{- concat (list "prefill" "decode") (ternary (list "both") (list) (gt (int .Values.both.replicas) 0)) | toJson -}}
 {{- end -}}
 
 {{/* One mapping of settings: what the user gave, then what the chart decides. Goes into a ConfigMap. */}}
@@ -203,6 +211,11 @@ capabilities:
   readOnly: true
 - name: tmp
   mountPath: /tmp
+{{- if .root.Values.tls.enabled }}
+- name: tls
+  mountPath: /etc/baton-tls
+  readOnly: true
+{{- end }}
 {{- end -}}
 
 {{- define "baton.volumes" -}}
@@ -211,6 +224,12 @@ capabilities:
     name: {{ include "baton.name" . }}
 - name: tmp
   emptyDir: {}
+{{- if .root.Values.tls.enabled }}
+- name: tls
+  secret:
+    secretName: {{ include "baton.tlsSecret" .root }}
+    defaultMode: 0440
+{{- end }}
 {{- end -}}
 
 {{/* Before SIGTERM: the pod leaves the Service at once and gets its last new connections; then it drains by itself. */}}

@@ -103,4 +103,8 @@ spec:
       metadata:
         scalerAddress: {{ include "baton.name" (dict "root" .root "component" "autoscaler") }}.{{ .root.Release.Namespace }}.svc:50070
         role: {{ .component }}
+      {{- if .root.Values.tls.enabled }}
+      authenticationRef:
+        name: {{ include "baton.name" (dict "root" .root "component" "autoscaler") }}
+      {{- end }}
 {{- end -}}

@@ -8,15 +8,20 @@
 {{- include "baton.workerSettings" (dict "root" . "values" .Values.decode) -}}
 {{- end -}}
 
+{{- define "baton.bothSettings" -}}
+{{- include "baton.workerSettings" (dict "root" . "values" .Values.both) -}}
+{{- end -}}
+
 {{- define "baton.workerSettings" -}}
 {{- $root := .root -}}
 {{- $model := $root.Values.model -}}
-{{- $settings := mergeOverwrite (deepCopy .values.settings) (deepCopy $root.Values.kv.settings) (include "baton.logSettings" $root | fromYaml) -}}
+{{- $settings := mergeOverwrite (deepCopy .values.settings) (deepCopy $root.Values.kv.settings) (include "baton.logSettings" $root | fromYaml) (include "baton.tlsSettings" $root | fromYaml) (include "baton.healthSettings" $root | fromYaml) -}}
 {{- $_ := set $settings "listen" "0.0.0.0:50061" -}}
 {{- $_ := set $settings "drain_timeout" .values.drainTimeoutSeconds -}}
 {{- $_ := set $settings "metrics_port" $root.Values.metrics.workerPort -}}
 {{- $_ := set $settings "connector" $root.Values.kv.connector -}}
 {{- with $root.Values.kv.store }}{{- $_ := set $settings "store" . }}{{ end -}}
+{{- if include "baton.lmcache" $root }}{{- $_ := set $settings "lmcache_address" "127.0.0.1:5555" }}{{ end -}}
 {{- if has "shared_storage" (list $root.Values.kv.connector $root.Values.kv.store) }}{{- $_ := set $settings "kv_dir" "/kv/blocks" }}{{ end -}}
 {{- if eq $model.volume.type "none" -}}
 {{- $_ := set $settings "model" $model.name -}}
@@ -47,7 +52,7 @@ spec:
     - name: grpc
       port: 50061
       targetPort: grpc
-      appProtocol: kubernetes.io/h2c
+      appProtocol: {{ ternary "https" "kubernetes.io/h2c" .root.Values.tls.enabled }}
 {{- end -}}
 
 {{- define "baton.worker" -}}
@@ -101,13 +106,19 @@ spec:
 {{- $values := .values -}}
 {{- $root := .root -}}
 {{- $volume := $root.Values.model.volume -}}
+{{- $command := ternary "worker" .component (eq .component "both") -}}
+{{- $healthPort := include "baton.healthPort" (dict "root" $root "port" 50061) -}}
+{{- $lmcache := and (include "baton.lmcache" $root) (not .member) -}}
 {{ include "baton.podSpec" . }}
+{{- if $lmcache }}
+initContainers: {{- include "baton.lmcacheContainer" $root | nindent 2 }}
+{{- end }}
 containers:
-  - name: {{ .component }}
+  - name: {{ $command }}
     image: {{ include "baton.image" (dict "root" $root "image" $root.Values.images.worker) }}
     imagePullPolicy: {{ $root.Values.images.pullPolicy }}
     args:
-      - {{ .component }}
+      - {{ $command }}
       - --config=/etc/baton/settings.yaml
       - --advertise=$(POD_IP):50061
       {{- range .args }}
@@ -117,20 +128,23 @@ containers:
     ports:
       - {name: grpc, containerPort: 50061}
       - {name: metrics, containerPort: {{ $root.Values.metrics.workerPort }}}
+      {{- if $root.Values.tls.enabled }}
+      - {name: health, containerPort: {{ $healthPort }}}
+      {{- end }}
     {{- if not .member }}
     # It answers once the model is loaded; that may take long, and only then do the other two probes start.
     startupProbe:
-      grpc: {port: 50061}
+      grpc: {port: {{ $healthPort }}}
       periodSeconds: 2
       failureThreshold: {{ div (add (int $values.startupTimeoutSeconds) 1) 2 }}
     readinessProbe:
-      grpc: {port: 50061}
+      grpc: {port: {{ $healthPort }}}
       periodSeconds: 2
       timeoutSeconds: 2
       failureThreshold: 2
     # Patient: a worker that drains says that it does not serve, and has to live until its streams have ended.
     livenessProbe:
-      grpc: {port: 50061}
+      grpc: {port: {{ $healthPort }}}
       periodSeconds: 10
       timeoutSeconds: 5
       failureThreshold: {{ add (div (int $values.drainTimeoutSeconds) 10) 4 }}
@@ -159,7 +173,9 @@ volumes:
   - name: shm
     emptyDir:
       medium: Memory
+      {{- if not $lmcache }}
       sizeLimit: {{ $values.shmSize }}
+      {{- end }}
   {{- if has "shared_storage" (list $root.Values.kv.connector $root.Values.kv.store) }}
   - name: kv
     {{- include "baton.kvVolume" $root | nindent 4 }}
