@@ -1,0 +1,293 @@
+"""Makes helm/files/dashboard.json, Grafana's view of a fleet, from the list of panels below.
+
+    python -m tests.helm.dashboard --write      after a change of it
+
+Each panel is a title, a unit and queries with their legends. Labels that are not Baton's own are those that the
+Prometheus operator puts on what the chart's monitors scrape: namespace, pod, container.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PATH = Path(__file__).parents[2] / "helm" / "files" / "dashboard.json"
+WIDTH, COLUMNS, HEIGHT = 24, 3, 8
+
+ROUTER = 'namespace="$namespace"'
+PREFILL = 'namespace="$namespace",container=~"prefill|worker"'
+DECODE = 'namespace="$namespace",container=~"decode|worker"'
+WORKERS = 'namespace="$namespace",container=~"prefill|decode|worker"'
+
+
+@dataclass(slots=True, frozen=True)
+class Panel:
+    title: str
+    unit: str  # Grafana's name
+    queries: tuple[tuple[str, str], ...]  # PromQL, legend
+    description: str = ""
+
+
+def rate(metric: str, where: str, by: str = "") -> str:
+    grouped = f" by ({by})" if by else ""
+    return f"sum{grouped} (rate({metric}{{{where}}}[$__rate_interval]))"
+
+
+def quantiles(metric: str, where: str) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (f"histogram_quantile({q}, {rate(f'{metric}_bucket', where, 'le')})", f"p{int(q * 100)}")
+        for q in (0.5, 0.9, 0.99)
+    )
+
+
+def total(metric: str, where: str, by: str = "") -> str:
+    return f"sum{f' by ({by})' if by else ''} ({metric}{{{where}}})"
+
+
+def newest(metric: str, by: str = "") -> str:
+    """Every autoscaler replica reports the whole fleet: any one's value will do."""
+    return f'max{f" by ({by})" if by else ""} ({metric}{{namespace="$namespace"}})'
+
+
+ROWS: dict[str, list[Panel]] = {
+    "Router": [
+        Panel("Requests", "reqps", ((rate("baton_router_requests_total", ROUTER, "outcome"), "{{outcome}}"),)),
+        Panel("Running", "short", ((total("baton_router_requests_running", ROUTER, "pod"), "{{pod}}"),)),
+        Panel(
+            "Tokens",
+            "short",
+            (
+                (rate("baton_router_prompt_tokens_sum", ROUTER), "prompt/s"),
+                (rate("baton_router_cached_prompt_tokens_total", ROUTER), "prompt from cache/s"),
+                (rate("baton_router_output_tokens_sum", ROUTER), "answer/s"),
+            ),
+        ),
+        Panel("Time to first token", "s", quantiles("baton_router_time_to_first_token_seconds", ROUTER)),
+        Panel("Time per output token", "s", quantiles("baton_router_time_per_output_token_seconds", ROUTER)),
+        Panel("Whole request", "s", quantiles("baton_router_request_seconds", ROUTER)),
+        Panel(
+            "Recoveries",
+            "ops",
+            (
+                (rate("baton_router_retries_total", ROUTER, "reason"), "retry: {{reason}}"),
+                (rate("baton_router_migrations_total", ROUTER, "reason"), "migration: {{reason}}"),
+                (rate("baton_router_fallbacks_total", ROUTER), "KV computed again"),
+                (rate("baton_router_retries_refused_total", ROUTER), "retry budget spent"),
+            ),
+            "Nobody notices these but in latency; the last one is an error that a client saw.",
+        ),
+        Panel(
+            "Workers that routers see",
+            "short",
+            ((f"max by (role, state) (baton_router_endpoints{{{ROUTER}}})", "{{role}} {{state}}"),),
+        ),
+        Panel(
+            "Refused, and files read again",
+            "ops",
+            (
+                (rate("baton_router_unauthenticated_total", ROUTER, "interface"), "no API key: {{interface}}"),
+                (rate("baton_file_reloads_total", ROUTER, "what, outcome"), "{{what}}: {{outcome}}"),
+            ),
+        ),
+    ],
+    "Prefill": [
+        Panel(
+            "Queued prompt tokens", "short", ((total("baton_worker_queued_prompt_tokens", PREFILL, "pod"), "{{pod}}"),)
+        ),
+        Panel("Requests running", "short", ((total("baton_worker_requests_running", PREFILL, "pod"), "{{pod}}"),)),
+        Panel("Leases", "short", ((total("baton_worker_leases", PREFILL, "pod"), "{{pod}}"),)),
+        Panel("Queueing", "s", quantiles("baton_worker_queue_seconds", PREFILL)),
+        Panel(
+            "KV blocks",
+            "short",
+            ((total("baton_worker_kv_blocks", PREFILL, "state"), "{{state}}"),),
+        ),
+        Panel("Streams", "ops", ((rate("baton_worker_streams_total", PREFILL, "code"), "{{code}}"),)),
+    ],
+    "Decode": [
+        Panel(
+            "Requests",
+            "short",
+            (
+                (total("baton_worker_requests_running", DECODE, "pod"), "{{pod}} running"),
+                (total("baton_worker_requests_waiting", DECODE, "pod"), "{{pod}} waiting"),
+            ),
+        ),
+        Panel(
+            "KV in use",
+            "percentunit",
+            (
+                (
+                    f'sum by (pod) (baton_worker_kv_blocks{{{DECODE},state="owned"}}) / '
+                    f"sum by (pod) (baton_worker_kv_blocks{{{DECODE}}})",
+                    "{{pod}}",
+                ),
+            ),
+        ),
+        Panel("Preemptions", "ops", ((rate("baton_worker_preemptions_total", DECODE, "pod"), "{{pod}}"),)),
+        Panel("Queueing", "s", quantiles("baton_worker_queue_seconds", DECODE)),
+        Panel("Streams", "ops", ((rate("baton_worker_streams_total", DECODE, "code"), "{{code}}"),)),
+        Panel(
+            "Prefill that failed under a decode worker",
+            "ops",
+            ((rate("baton_worker_prefill_failures_total", DECODE, "code"), "{{code}}"),),
+        ),
+    ],
+    "KV plane": [
+        Panel("Bytes moved", "Bps", ((rate("baton_worker_kv_bytes_moved_total", WORKERS, "pod"), "{{pod}}"),)),
+        Panel(
+            "Blocks",
+            "ops",
+            (
+                (rate("baton_worker_kv_blocks_moved_total", WORKERS), "moved"),
+                (rate("baton_worker_kv_blocks_lost_total", WORKERS), "lost"),
+            ),
+        ),
+        Panel(
+            "Handoff that is exposed",
+            "s",
+            quantiles("baton_worker_handoff_seconds", DECODE),
+            "From the first token at a decode worker to the last KV block there.",
+        ),
+        Panel("KV computed again", "ops", ((rate("baton_worker_fallbacks_total", DECODE, "pod"), "{{pod}}"),)),
+        Panel("Bytes in a store of files", "bytes", ((f"max(baton_kv_store_bytes{{{WORKERS}}})", "bytes"),)),
+        Panel(
+            "Store of files",
+            "ops",
+            (
+                (rate("baton_kv_store_failed_blocks_total", WORKERS), "blocks that failed"),
+                (rate("baton_kv_store_evicted_runs_total", WORKERS), "runs evicted"),
+            ),
+        ),
+        Panel(
+            "Prompt tokens found in a cache",
+            "percentunit",
+            (
+                (
+                    f"{rate('baton_router_cached_prompt_tokens_total', ROUTER)} / "
+                    f"{rate('baton_router_prompt_tokens_sum', ROUTER)}",
+                    "share",
+                ),
+            ),
+        ),
+    ],
+    "Autoscaler": [
+        Panel(
+            "Workers",
+            "short",
+            (
+                (newest("baton_desired_replicas", "role"), "{{role}} desired"),
+                (newest("baton_needed_replicas", "role"), "{{role}} needed"),
+                (newest("baton_autoscaler_workers", "role, state"), "{{role}} {{state}}"),
+            ),
+        ),
+        Panel(
+            "What prefill scales by",
+            "short",
+            (
+                (newest("baton_prefill_queued_tokens"), "queued prompt tokens"),
+                (newest("baton_prefill_arrival_tokens_per_second"), "prompt tokens/s that arrive"),
+            ),
+        ),
+        Panel(
+            "What decode scales by",
+            "short",
+            (
+                (newest("baton_decode_requests"), "requests"),
+                (newest("baton_decode_kv_used_pods"), "workers' worth of KV"),
+            ),
+        ),
+        Panel(
+            "Changes",
+            "ops",
+            ((rate("baton_autoscaler_scalings_total", ROUTER, "role, direction"), "{{role}} {{direction}}"),),
+        ),
+        Panel(
+            "Refused by the cluster",
+            "ops",
+            ((rate("baton_autoscaler_failures_total", ROUTER, "action"), "{{action}}"),),
+        ),
+        Panel(
+            "Leader, and requests held for a first worker",
+            "short",
+            (
+                (total("baton_autoscaler_leads", ROUTER, "pod"), "{{pod}} leads"),
+                (newest("baton_autoscaler_held_requests"), "held"),
+            ),
+        ),
+    ],
+}
+
+
+def dashboard() -> dict[str, Any]:
+    datasource = {"type": "prometheus", "uid": "${datasource}"}
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for title, row in ROWS.items():
+        place = {"x": 0, "y": y, "w": WIDTH, "h": 1}
+        panels.append({"id": len(panels) + 1, "type": "row", "title": title, "gridPos": place, "panels": []})
+        y += 1
+        for index, panel in enumerate(row):
+            x = index % COLUMNS * (WIDTH // COLUMNS)
+            place = {"x": x, "y": y + index // COLUMNS * HEIGHT, "w": WIDTH // COLUMNS, "h": HEIGHT}
+            panels.append(
+                {
+                    "id": len(panels) + 1,
+                    "type": "timeseries",
+                    "title": panel.title,
+                    "description": panel.description,
+                    "datasource": datasource,
+                    "gridPos": place,
+                    "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+                    "options": {"legend": {"showLegend": True}, "tooltip": {"mode": "multi", "sort": "desc"}},
+                    "targets": [
+                        {"refId": chr(ord("A") + number), "expr": expr, "legendFormat": legend}
+                        for number, (expr, legend) in enumerate(panel.queries)
+                    ],
+                }
+            )
+        y += -(-len(row) // COLUMNS) * HEIGHT
+    namespaces = "label_values(baton_router_requests_running, namespace)"
+    variables = [
+        {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"},
+        {
+            "name": "namespace",
+            "type": "query",
+            "datasource": datasource,
+            "query": {"query": namespaces, "refId": "namespace"},
+            "definition": namespaces,
+            "refresh": 2,
+            "label": "Namespace",
+        },
+    ]
+    return {
+        "uid": "baton",
+        "title": "Baton",
+        "tags": ["baton", "llm"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "templating": {"list": variables},
+        "panels": panels,
+    }
+
+
+def text() -> str:
+    return json.dumps(dashboard(), indent=1) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.helm.dashboard", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write the file; without, say whether it is current")
+    if parser.parse_args().write:
+        PATH.write_text(text())
+    return 0 if PATH.read_text() == text() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
