@@ -101,6 +101,7 @@ class DecodeRun:
                 pass
         finally:
             if self._leg_task is not None:
+                self._stream.release()  # before the lease ends: nothing that arrives after that is to be trusted
                 await self._end_leg(self._leg_task)
 
     async def _take_in(self, event: object) -> bool:

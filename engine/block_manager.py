@@ -143,6 +143,44 @@ class BlockManager:
                 self._by_hash[name] = block.block_id
         request.num_named_blocks = num_full
 
+    def find(self, name: bytes) -> int | None:
+        """The block of this name, where one is here."""
+        return self._by_hash.get(name)
+
+    def name_arrived(self, request: Request, index: int) -> None:
+        """Makes a full block that was fetched findable, whatever is missing before it."""
+        block, name = self._blocks[request.block_ids[index]], request.block_hashes[index]
+        if block.block_hash is None and name not in self._by_hash:
+            block.block_hash = name
+            self._by_hash[name] = block.block_id
+        self.mark_stored([name])  # whoever computed it writes it to the store
+
+    def adopt(self, request: Request, index: int) -> bool:
+        """Makes block `index` of the request the one of that name, giving up its own; False where none is here."""
+        found = self._by_hash.get(request.block_hashes[index])
+        if found is None:
+            return False
+        if found != request.block_ids[index]:
+            self.take_over(request, index, found)
+        return True
+
+    def take_over(self, request: Request, index: int, block_id: int) -> None:
+        """Puts a block that others own, or that is cached, in the place of the request's own."""
+        self._share(block_id)
+        self._drop(request.block_ids[index])
+        request.block_ids[index] = block_id
+
+    def adopt_computed(self, request: Request) -> None:
+        """Skips blocks that are here by now, computed by another request, or fetched out of order."""
+        size = self.block_size
+        if not self.enable_prefix_caching or request.num_computed_tokens % size:
+            return
+        self.name_full_blocks(request)
+        index, stop = request.num_computed_tokens // size, (request.num_tokens - 1) // size
+        while index < stop and self.adopt(request, index):
+            index += 1
+        request.num_computed_tokens = index * size
+
     def reset_prefix_cache(self) -> None:
         """Forgets every name; blocks in use stay in use, unfindable."""
         for block in self._blocks:

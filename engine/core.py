@@ -148,6 +148,7 @@ class EngineCore:
             case m.GetStatus(call_id):
                 problems = self.scheduler.check_integrity()
                 self._events.append(m.Status(call_id, self.load, "; ".join(problems[:5]) or "ok"))
+        self._settle_touched()
 
     def step(self) -> bool:
         """One whole step; False where there was nothing to compute. Loops that send events use the two halves."""
@@ -272,6 +273,7 @@ class EngineCore:
                 item.published_lost.append(result.index)
         for request_id, item in news.items():
             self._report_transfers(request_id, item)
+        self._settle_touched()
         if self._transfers.may_write and (blocks := self.blocks.next_unstored(WRITE_TOKENS)):
             self._transfers.write(blocks)
 
@@ -296,6 +298,12 @@ class EngineCore:
         )
         self._settle_remote(request_id)
 
+    def _settle_touched(self) -> None:
+        """Those that followed others' fetches. To settle one may end another's wait in turn."""
+        while touched := self.scheduler.take_touched():
+            for request_id in touched:
+                self._settle_remote(request_id)
+
     def _settle_remote(self, request_id: str) -> None:
         settled = self.scheduler.settle_remote(request_id)
         if settled is None:
@@ -313,7 +321,7 @@ class EngineCore:
             )
         elif remote.lost:  # a lookup is a hint: what has gone since is computed like any other token
             log.info("stored KV was gone", extra={"request_id": request_id, "reason": remote.failure})
-        if remote.asks_worker:
+        if request.mode is m.RequestMode.REMOTE:
             self._events.append(m.PrefillReceived(request_id))
 
     # ----------------------------------------------------------------------------------------------- step

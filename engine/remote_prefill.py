@@ -6,6 +6,8 @@ others from a prefill worker:
     | cached here | held by the store | asked of a prefill worker |
     0        first_block          ask_from                  num_blocks
 
+A block that another request fetches already is followed instead of fetched again (`engine/shared_fetches.py`).
+
 The wait is over when every block has arrived or is lost for good, the first token is known, and nothing is in flight
 any more; or, after a failure or where no worker is asked, as soon as nothing is in flight. What has not arrived by
 then is just tokens not yet computed.
@@ -26,9 +28,11 @@ class RemotePrefill:
     ask_from: int = 0  # num_blocks where no prefill worker is asked
     arrived: set[int] = field(default_factory=set)
     in_flight: set[int] = field(default_factory=set)
+    followed: set[int] = field(default_factory=set)  # another request has them fetched
     lost: set[int] = field(default_factory=set)  # could be announced again, by another prefill worker
     has_first_token: bool = False
     is_ended: bool = False  # nothing more will be announced
+    is_let_down: bool = False  # a block that was followed does not come
     failure: str = ""  # the first reason why a block will be computed here
 
     def announce(self, refs: Sequence[BlockRef]) -> list[BlockRef]:
@@ -49,12 +53,14 @@ class RemotePrefill:
         """These blocks could not be published, or their transfer failed."""
         for index in indexes:
             self.in_flight.discard(index)
+            self.followed.discard(index)
             if index not in self.arrived:
                 self.lost.add(index)
                 self.failure = self.failure or failure
 
     def arrive(self, index: int) -> None:
         self.in_flight.discard(index)
+        self.followed.discard(index)
         self.arrived.add(index)
 
     def end(self, failure: str) -> None:
@@ -75,7 +81,7 @@ class RemotePrefill:
     @property
     def is_settled(self) -> bool:
         """Nothing more is to be waited for, be it for good or for bad."""
-        if self.in_flight:
+        if self.in_flight or self.followed:
             return False
         accounted = len(self.arrived) + len(self.lost) == self.num_blocks - self.first_block
         return self.is_ended or not self.asks_worker or (self.has_first_token and accounted)

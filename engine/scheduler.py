@@ -20,6 +20,7 @@ from engine.block_manager import BlockManager, BlockSwap
 from engine.messages import RequestMode
 from engine.remote_prefill import RemotePrefill
 from engine.request import Request, RequestStatus
+from engine.shared_fetches import SharedFetches
 from kv_store.base import BlockRef, FetchBlock, LocalBlock
 
 
@@ -63,6 +64,7 @@ class SchedulerOutput:
     remote_needed: list[Request] = field(default_factory=list)  # ask a prefill worker for these prompts
     remote_not_needed: list[Request] = field(default_factory=list)  # the prefix cache had it: no prefill worker
     preempted: list[Request] = field(default_factory=list)
+    names: set[bytes] = field(default_factory=set)  # of the full blocks that are computed in this step
 
 
 @dataclass(slots=True, frozen=True)
@@ -86,6 +88,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in the order of admission
         self._remote: dict[str, Request] = {}  # WAITING_FOR_REMOTE_KV
+        self._fetches = SharedFetches(blocks, handoff_is_store=config.handoff_is_store)
 
     # ------------------------------------------------------------------------------------------- requests
 
@@ -145,8 +148,13 @@ class Scheduler:
 
     def _schedule_running(self, request: Request, budget: int, output: SchedulerOutput) -> int:
         """Schedules one running request, preempting others where blocks are missing; the tokens it got."""
+        if request.status is not RequestStatus.RUNNING:
+            return 0
         num_new = self.chunk_size(request, budget)
-        if num_new <= 0 or request.status is not RequestStatus.RUNNING:
+        if request.num_missing_tokens > 1:
+            self._adopt(request, output)
+            num_new = self._up_to_known(request, self.chunk_size(request, budget), output)
+        if num_new <= 0:
             return 0
         while not self.blocks.append(request, request.num_computed_tokens + num_new):
             victim = self._victim(request, output)
@@ -156,7 +164,36 @@ class Scheduler:
             if victim is request:
                 return 0
         output.num_tokens[request] = num_new
+        output.names.update(self._names(request, num_new))
         return num_new
+
+    def _adopt(self, request: Request, output: SchedulerOutput) -> None:
+        """Takes over what others have computed or fetched since the last step."""
+        before = request.num_computed_tokens
+        self.blocks.adopt_computed(request)
+        if request.num_computed_tokens > before and (publish := self._publish(request)):
+            output.publishes.append(publish)
+
+    def _up_to_known(self, request: Request, num_new: int, output: SchedulerOutput) -> int:
+        """`num_new`, less what is here already or is computed in this step by another request.
+
+        0 where the very next block is: it costs nothing to take it over in the next step, and equal prompts that come
+        together are computed once.
+        """
+        size = self.blocks.block_size
+        start, last = request.num_computed_tokens, (request.num_tokens - 1) // size
+        for index in range(start // size, min((start + num_new - 1) // size + 1, last)):
+            name = request.block_hashes[index]
+            if name in output.names or (index * size > start and self.blocks.find(name) is not None):
+                return max(index * size - start, 0)
+        return num_new
+
+    def _names(self, request: Request, num_new: int) -> Sequence[bytes]:
+        """Names of the blocks that the request's next `num_new` tokens complete."""
+        if num_new == 1 or not self.blocks.enable_prefix_caching:
+            return ()
+        size, start = self.blocks.block_size, request.num_computed_tokens
+        return request.block_hashes[start // size : (start + num_new) // size]
 
     def _victim(self, needy: Request, output: SchedulerOutput) -> Request | None:
         """Who gives its blocks back for `needy`: the last admitted that is not in this step already.
@@ -223,34 +260,38 @@ class Scheduler:
         return True
 
     def _waits_for_kv(self, request: Request, output: SchedulerOutput) -> bool:
-        """Parks a newcomer whose KV comes from elsewhere: its beginning from the store, the rest from a prefill worker.
+        """Parks a newcomer whose KV comes from elsewhere: its beginning from the store, or with what other requests
+        fetch already, the rest from a prefill worker.
 
-        No worker is asked where all but the prompt's last block is cached or stored: computing those few tokens costs
-        less than asking for them.
+        No worker is asked where all but the prompt's last block is cached, stored or on its way: computing those few
+        tokens costs less than asking for them.
         """
         size = self.blocks.block_size
         num_blocks = self.blocks.blocks_for(request.num_prompt_tokens)
         first_block = request.num_computed_tokens // size
-        stored = min(request.num_stored_blocks, request.num_prompt_tokens // size, (request.num_tokens - 1) // size)
-        ask_from = max(first_block, stored)
+        limit = min(request.num_prompt_tokens // size, (request.num_tokens - 1) // size)
+        stored = min(request.num_stored_blocks, limit)
+        ask_from = max(stored, self._fetches.known_until(request, first_block, limit))
         asks_worker = request.mode is RequestMode.REMOTE and (ask_from == 0 or ask_from < num_blocks - 1)
-        if request.mode is RequestMode.REMOTE:
-            (output.remote_needed if asks_worker else output.remote_not_needed).append(request)
-        if not asks_worker and stored <= first_block:
+        if not asks_worker and ask_from <= first_block:
+            if request.mode is RequestMode.REMOTE:
+                output.remote_not_needed.append(request)
             return False
-        remote = RemotePrefill(
+        if asks_worker:
+            output.remote_needed.append(request)
+        request.remote = RemotePrefill(
             first_block,
-            num_blocks if asks_worker else stored,
+            num_blocks if asks_worker else ask_from,
             ask_from,
             has_first_token=request.num_output_tokens > 0,
         )
-        refs = [BlockRef(index=index, block_hash=request.block_hashes[index]) for index in range(first_block, stored)]
-        if refs:
-            wanted = [FetchBlock(ref, request.block_ids[ref.index]) for ref in remote.announce(refs)]
-            output.store_fetches.append(StoreFetch(request, wanted))
         request.status = RequestStatus.WAITING_FOR_REMOTE_KV
-        request.remote = remote
         self._remote[request.request_id] = request
+        missing = self._fetches.join(request)
+        if missing:
+            refs = [BlockRef(index=index, block_hash=request.block_hashes[index]) for index in missing]
+            wanted = [FetchBlock(ref, request.block_ids[ref.index]) for ref in request.remote.announce(refs)]
+            output.store_fetches.append(StoreFetch(request, wanted))
         return True
 
     # ------------------------------------------------------------------------------------------ remote KV
@@ -263,12 +304,19 @@ class Scheduler:
         return [FetchBlock(ref, request.block_ids[ref.index]) for ref in request.remote.announce(refs)]
 
     def blocks_lost(self, request_id: str, indexes: Iterable[int], failure: str) -> None:
-        if remote := self._remote_of(request_id):
-            remote.lose(indexes, failure)
+        remote = self._remote_of(request_id)
+        for index in indexes:
+            if not self._fetches.lost(request_id, index, failure) and remote is not None:
+                remote.lose([index], failure)
 
     def block_arrived(self, request_id: str, index: int) -> None:
-        if remote := self._remote_of(request_id):
+        remote = self._remote_of(request_id)
+        if not self._fetches.arrived(request_id, index) and remote is not None:
             remote.arrive(index)
+
+    def take_touched(self) -> list[str]:
+        """Ids of requests that may be settled now because of what was fetched for others."""
+        return self._fetches.take_touched()
 
     def remote_failed(self, request_id: str, failure: str) -> None:
         if remote := self._remote_of(request_id):
@@ -293,6 +341,12 @@ class Scheduler:
         if request is None or request.remote is None or not request.remote.is_settled:
             return None
         remote = request.remote
+        self._fetches.end(request)
+        del self._remote[request_id]
+        request.remote = None
+        if remote.is_let_down and not remote.asks_worker and request.mode is RequestMode.REMOTE:
+            self._wait_again(request)
+            return None
         if remote.asks_worker and not remote.is_complete:
             request.fallback_reason = remote.failure or "the prefill worker announced too few blocks"
         size = self.blocks.block_size
@@ -301,8 +355,6 @@ class Scheduler:
         request.num_computed_tokens = min(num_ready * size, request.num_prompt_tokens, request.num_tokens - 1)
         from_store = min(num_ready, remote.ask_from) * size
         request.num_cached_tokens = max(request.num_cached_tokens, min(from_store, request.num_prompt_tokens))
-        request.remote = None
-        del self._remote[request_id]
         self.blocks.name_computed(request)
         # Who computed the others writes them to the store.
         arrived = [index for index in remote.arrived if index < len(request.block_hashes)]
@@ -310,6 +362,14 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         self._running.append(request)
         return request, remote
+
+    def _wait_again(self, request: Request) -> None:
+        """Whom the request followed left it alone, and it asked no prefill worker: it starts again, and may now."""
+        self.blocks.free(request)
+        request.num_computed_tokens = 0
+        request.num_stored_blocks = 0
+        request.status = RequestStatus.WAITING
+        self._waiting.appendleft(request)
 
     def _remote_of(self, request_id: str) -> RemotePrefill | None:
         request = self._remote.get(request_id)
@@ -380,6 +440,8 @@ class Scheduler:
             self.blocks.offer(request)
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
+        self._fetches.end(request)
+        request.remote = None
         if request in self._running:
             self._running.remove(request)
         elif request.request_id in self._remote:
@@ -404,6 +466,7 @@ class Scheduler:
                 problems.append(f"request {request.request_id} ({request.status}) is in {num_places} queues")
             if request.status is RequestStatus.WAITING and request.block_ids:
                 problems.append(f"request {request.request_id} waits with blocks")
+        problems.extend(self._fetches.problems(self.requests))
         known = {id(request) for request in self.requests.values()}
         problems.extend(
             f"request {request.request_id} is in a queue, but unknown" for request in places if id(request) not in known

@@ -66,6 +66,10 @@ class EngineStream:
         """Sends a command; its `request_id` should be `engine_id`."""
         self._client.send(command)
 
+    def release(self) -> None:
+        """Ends the request in the engine, whatever its state. Leaving `EngineClient.open` does it too."""
+        self._client.release(self.engine_id)
+
     def put(self, event: RequestEvent) -> None:
         self._events.put_nowait(event)
 
@@ -157,8 +161,11 @@ class EngineClient:
             yield stream
         finally:
             del self._streams[stream.engine_id]
-            if not self.died.is_set():
-                self.send(m.Release(stream.engine_id))
+            self.release(stream.engine_id)
+
+    def release(self, engine_id: str) -> None:
+        if not self.died.is_set():
+            self.send(m.Release(engine_id))
 
     def send(self, *commands: m.Command) -> None:
         if self._socket is None or self._socket.closed:
