@@ -171,11 +171,11 @@ class BlockManager:
         request.block_ids[index] = block_id
 
     def adopt_computed(self, request: Request) -> None:
-        """Skips blocks that are here by now, computed by another request, or fetched out of order."""
+        """Skips blocks that are here by now, computed by another request, or fetched out of order. Names them all."""
         size = self.block_size
-        if not self.enable_prefix_caching or request.num_computed_tokens % size:
-            return
         self.name_full_blocks(request)
+        if request.num_computed_tokens % size:
+            return
         index, stop = request.num_computed_tokens // size, (request.num_tokens - 1) // size
         while index < stop and self.adopt(request, index):
             index += 1

@@ -151,7 +151,7 @@ class Scheduler:
         if request.status is not RequestStatus.RUNNING:
             return 0
         num_new = self.chunk_size(request, budget)
-        if request.num_missing_tokens > 1:
+        if request.num_missing_tokens > 1 and self.blocks.enable_prefix_caching:
             self._adopt(request, output)
             num_new = self._up_to_known(request, self.chunk_size(request, budget), output)
         if num_new <= 0:
