@@ -25,6 +25,7 @@ _ENTRY = struct.Struct("<16sQ")
 _CHECKED_FROM = 16  # the header's checksum covers what comes after it
 
 HEADER_BYTES = 4096
+RUN_BYTES = 8 << 20  # written and read in one turn: large enough for the disk, small enough to be announced early
 MAX_BLOCKS = (HEADER_BYTES - _HEADER.size) // _ENTRY.size
 
 

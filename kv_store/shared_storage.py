@@ -32,14 +32,13 @@ from kv_store.cache_view import CacheView, Staging
 from kv_store.fair_queue import FairQueue
 from kv_store.file_clock import FileClock
 from kv_store.results import ResultQueue
-from kv_store.run_file import HEADER_BYTES, MAX_BLOCKS
+from kv_store.run_file import HEADER_BYTES, MAX_BLOCKS, RUN_BYTES
 from kv_store.sharded_files import ShardedFiles
 from kv_store.store_layout import writer_id
 from kv_store.store_space import StoreSpace
 
 log = logging.getLogger(__name__)
 
-SLICE_BYTES = 8 << 20  # of one turn, and so of a run: large enough for the disk, small enough to report early
 FAILURE_LOG_S = 60.0  # failed writes are logged at most this often, with how many they were
 _ROOM_CHECK_S = 0.5  # while writes wait for room below the size limit
 _JOIN_TIMEOUT_S = 5.0  # of close(): a thread that hangs in a dead network file system is left behind
@@ -81,7 +80,7 @@ class SharedStorageConnector(KVConnector):
         self._view = CacheView(cache, spec)
         self._files = ShardedFiles(self._kv_dir, spec, self._clock)
         self._results = ResultQueue(wake)
-        self._slice_blocks = min(max(1, SLICE_BYTES // spec.block_bytes), MAX_BLOCKS)
+        self._slice_blocks = min(max(1, RUN_BYTES // spec.block_bytes), MAX_BLOCKS)
         if self._config.kv_dir_size_bytes is not None:
             self._space = StoreSpace(
                 self._kv_dir, self._clock, self._owner, self._config.kv_dir_size_bytes, self._queue.recheck
