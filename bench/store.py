@@ -1,7 +1,7 @@
 """How fast KV blocks go to files and come back: one file per block against run files, page cache against O_DIRECT,
 several numbers of threads, and NIXL's POSIX backend; in turn, on the file system of `--dir`.
 
-    python -m bench.store --dir DIR [--block-kb 360] [--total-mb 512] [--threads 1 2 4] [--repeats 3] [--json FILE]
+    python -m bench.store --dir DIR [--block-kb 360] [--total-mb 512] [--threads 1 2] [--repeats 3] [--json FILE]
 
 Figures are GB/s of blocks, checksums made and verified included. *Write*: until the calls return. *Synced*: until the
 disk has it too. *Cold*: each file was dropped from the page cache. *Warm*: they were just read.
@@ -273,7 +273,7 @@ def main() -> None:
     parser.add_argument("--block-kb", type=int, default=360, help="KiB of one block, a multiple of 12")
     parser.add_argument("--total-mb", type=int, default=512)
     parser.add_argument("--slice-mb", type=float, default=RUN_BYTES / 2**20, help="MiB of one run file")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--systems", nargs="+", choices=_SYSTEMS, default=list(_SYSTEMS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -284,12 +284,15 @@ def main() -> None:
     if args.one:
         _run_one(args)
         return
-    rows: dict[str, Row] = {}
-    for num_threads in args.threads:
+    systems: dict[str, Callable[[], Mapping[str, float]]] = {}
+    for name in args.systems:
         # NIXL's agents are for one thread.
-        names = [name for name in args.systems if name != "raw NIXL" or num_threads == 1]
-        measured = interleave({name: partial(_measure, name, args, num_threads) for name in names}, args.repeats)
-        rows |= {f"{figure}, {num_threads} threads": row for figure, row in measured.items()}
+        for num_threads in args.threads if name != "raw NIXL" else [1]:
+            systems[f"{name}, {num_threads} thr."] = partial(_measure, name, args, num_threads)
+    rows: dict[str, Row] = {}
+    for figure, row in interleave(systems, args.repeats).items():
+        for system, measured in row.items():
+            rows.setdefault(system, {})[figure] = measured
     title = f"{args.total_mb} MiB in blocks of {args.block_kb} KiB, runs of {args.slice_mb:g} MiB, in {args.dir}"
     print_table(title, rows)
     if args.json:

@@ -102,6 +102,9 @@ class StoreCleaner:
                 temp_folders.append(folder)
             else:
                 found += [Stored((entry.path,), stat.st_size, stat.st_mtime) for entry, stat in self._files(folder)]
+        for entry, stat in self._files(str(self._kv_dir)):
+            if entry.name.startswith((".clock-", ".probe-")) and self._clock.now() - stat.st_mtime > STALE_TEMP_S:
+                num_stale += unlink(entry.path)
         for folder in temp_folders:
             for entry, stat in self._files(folder):
                 if self._clock.now() - stat.st_mtime > STALE_TEMP_S:

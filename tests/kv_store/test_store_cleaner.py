@@ -204,8 +204,12 @@ class TestEviction:
             for name, seconds in (("young", 10.0), ("stale", 2 * STALE_TEMP_S)):
                 (folder / name).write_bytes(bytes(500))
                 age(folder / name, seconds)
+        probe = kv_dir / ".clock-killed"
+        probe.touch()
+        age(probe, 2 * STALE_TEMP_S)
         report = clean(cleaner, 10**9)
-        assert report.num_stale_temps == 2
+        assert report.num_stale_temps == 3
+        assert not probe.exists()
         assert report.left.num_bytes == size_of(1) + 2 * 500
         assert (old_temps / "young").exists()
         assert not (old_temps / "stale").exists()

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -115,6 +116,28 @@ def test_a_worker_stays_below_its_limit(kv_dir: Path) -> None:
     assert metric("evicted_runs_total") - evicted[1] > 30
     assert 0 < metric("bytes") <= 110_000
     assert 0 < metric("runs") <= 7
+
+
+def test_reads_pass_by_writes_that_wait(kv_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_store.store_space.MAX_WAIT_S", 1e9)
+    monkeypatch.setattr("kv_store.file_lease.STALE_S", 1e9)
+    lease = kv_dir / ".cleaner"
+    lease.write_bytes(b"another process makes a pass")
+    worker = limited(kv_dir, 100_000)
+    refs = worker.published({number: name_of(number) for number in range(8)})
+    waiting = worker.publish([LocalBlock(0, 8, name_of(8))])
+    before = worker.bytes_of(1)
+    worker.fill(1, 0)
+    fetching = worker.fetch([FetchBlock(refs[1], 1)])
+    give_up = time.monotonic() + PATIENCE_S
+    while worker.is_due(fetching):
+        assert worker.woken.wait(max(0, give_up - time.monotonic()))
+        assert [result.error for result in worker.poll()] == [None]
+    assert worker.bytes_of(1) == before
+    assert worker.is_due(waiting)
+    lease.unlink()
+    assert [result.error for result in worker.results()] == [None]
+    worker.connector.close()
 
 
 def test_a_store_that_is_too_large_at_start(kv_dir: Path) -> None:
