@@ -67,6 +67,11 @@ class FairQueue(Generic[Job, Item]):
         return next((position for position, (job, _) in enumerate(self._jobs) if accepts(job)), None)
 
     @property
+    def num_jobs(self) -> int:
+        """That wait for their turn."""
+        return len(self._jobs)
+
+    @property
     def is_closed(self) -> bool:
         return self._is_closed
 

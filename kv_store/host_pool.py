@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kv_store.cache_view import CacheView
+from kv_store.huge_pages import advise_huge_pages
 
 
 class HostPool:
@@ -18,7 +19,8 @@ class HostPool:
         self.num_slots = num_slots
         is_pinned = not view.is_on_host
         # [num_slots, block_bytes] uint8
-        self.rows = torch.zeros((num_slots, view.block_bytes), dtype=torch.uint8, pin_memory=is_pinned)
+        self.rows = torch.empty((num_slots, view.block_bytes), dtype=torch.uint8, pin_memory=is_pinned)
+        advise_huge_pages(self.rows)
         self.memory = self.rows.numpy()
         self._stream = torch.cuda.Stream(view.device) if is_pinned else None  # type: ignore[no-untyped-call]
 

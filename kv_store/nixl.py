@@ -62,7 +62,7 @@ class NixlConnector(KVConnector):
         self._results = ResultQueue(wake)
         slice_blocks = max(1, SLICE_BYTES // spec.block_bytes)
         self._memory, serve_pool = self._registered()
-        fetch_pool = self._pool(2 * MAX_READS_PER_PEER * slice_blocks) if serve_pool is not None else None
+        fetch_pool = self._pool(3 * MAX_READS_PER_PEER * slice_blocks) if serve_pool is not None else None
         publisher = Publisher(
             spec=spec,
             view=self._view,

@@ -18,6 +18,7 @@ import torch
 from common.errors import IncompatibleError, TransferError
 from common.types import KVCacheSpec
 from kv_store.base import BlockRef, FetchBlock, KVConnector, LocalBlock, TransferKind, TransferResult
+from kv_store.huge_pages import advise_huge_pages
 from kv_store.peers import join_peers, join_refs
 from kv_store.shards import shard_of
 
@@ -108,7 +109,9 @@ class Worker:
 
 def random_cache(num_blocks: int, spec: KVCacheSpec, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randint(0, 256, (num_blocks, spec.block_bytes), dtype=torch.uint8, generator=generator)
+    values = torch.empty((num_blocks, spec.block_bytes), dtype=torch.uint8)
+    advise_huge_pages(values)
+    values.random_(0, 256, generator=generator)
     return values.view(DTYPES[spec.dtype]).view(num_blocks, *spec.block_shape)
 
 
