@@ -24,7 +24,7 @@ from engine.block_manager import BlockManager, BlockSwap
 from engine.request import Request
 from engine.scheduler import NewToken, Publish, Scheduler, SchedulerConfig, SchedulerOutput
 from engine.transfers import Transfers, WrittenBlock
-from kv_store.base import BlockRef, KVConnector, TransferKind
+from kv_store.base import BlockRef, KVConnector, Lookup, TransferKind
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ class EngineCore:
             self.blocks,
         )
         self._transfers = Transfers(connector, self._store, self.blocks, clock)
+        self._lookups: dict[str, tuple[Request, Lookup]] = {}  # requests that wait for what the store says
         self._events: list[m.Event] = []
         self._write_failure = ""  # the last one logged
         self._connectors = [connector] if self._store in (None, connector) else [connector, self._store]
@@ -138,6 +139,7 @@ class EngineCore:
                 self.scheduler.remote_failed(request_id, reason)
                 self._settle_remote(request_id)
             case m.Release(request_id):
+                self._lookups.pop(request_id, None)
                 self.scheduler.release(request_id)
                 self._transfers.release(request_id)
             case m.AddPeer(peer):
@@ -159,6 +161,7 @@ class EngineCore:
 
         Its events should be sent before the second half, which may take long.
         """
+        self._take_in_lookups()
         self.take_in_transfers()
         output = self.scheduler.schedule(self._clock())
         self._carry_out(output)
@@ -188,15 +191,16 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._lookups)
 
     @property
     def load(self) -> WorkerLoad:
         scheduler, blocks = self.scheduler, self.blocks
         return WorkerLoad(
             num_requests_running=scheduler.num_running,
-            num_requests_waiting=scheduler.num_waiting,
-            num_queued_prompt_tokens=scheduler.num_queued_prompt_tokens,
+            num_requests_waiting=scheduler.num_waiting + len(self._lookups),
+            num_queued_prompt_tokens=scheduler.num_queued_prompt_tokens
+            + sum(request.num_prompt_tokens for request, _ in self._lookups.values()),
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_empty_blocks,
             num_cached_blocks=blocks.num_cached_blocks,
@@ -231,16 +235,24 @@ class EngineCore:
             priority=command.priority,
             first_block=command.first_block,
         )
-        request.num_stored_blocks = self._find_in_store(request)
-        self.scheduler.add(request)
+        self._lookups[request.request_id] = (request, self._find_in_store(request))
+        self._take_in_lookups()
 
-    def _find_in_store(self, request: Request) -> int:
+    def _take_in_lookups(self) -> None:
+        """Admits requests, in the order of their arrival but for those whose answer is not there yet."""
+        for request, lookup in list(self._lookups.values()):
+            if lookup.num_blocks is not None:
+                del self._lookups[request.request_id]
+                request.num_stored_blocks = lookup.num_blocks
+                self.scheduler.add(request)
+
+    def _find_in_store(self, request: Request) -> Lookup:
         """Leading blocks of the prompt that the store holds, where the cache here does not hold as many."""
         if self._store is None or not self.blocks.enable_prefix_caching:
-            return 0
+            return Lookup(0)
         num_cached = len(self.blocks.find_prefix(request))
         hashes = request.block_hashes[: (request.num_tokens - 1) // self.blocks.block_size]
-        return self._store.lookup(hashes) if num_cached < len(hashes) else 0
+        return self._store.start_lookup(hashes) if num_cached < len(hashes) else Lookup(0)
 
     def _fail(self, request_id: str, grpc_code: str, message: str) -> None:
         self._events.append(m.RequestFailed(request_id, grpc_code, message))

@@ -67,6 +67,13 @@ class FetchBlock:
     block_id: int
 
 
+@dataclass(slots=True)
+class Lookup:
+    """The answer to `start_lookup`. A connector's own thread may set it; it then calls `wake`."""
+
+    num_blocks: int | None = None  # leading blocks that the store holds; None until it is known
+
+
 class TransferKind(StrEnum):
     PUBLISH = "publish"
     FETCH = "fetch"
@@ -138,6 +145,11 @@ class KVConnector(ABC):
     def lookup(self, block_hashes: Sequence[bytes]) -> int:
         """How many leading blocks of `block_hashes` the store holds; 0 for P2P connectors. A hint: a fetch may
         still fail."""
+
+    def start_lookup(self, block_hashes: Sequence[bytes]) -> Lookup:
+        """`lookup` for callers that cannot wait: answered now, or soon. A store that `lookup` may have to wait for
+        answers from a thread of its own, within a bounded time whatever the store does."""
+        return Lookup(self.lookup(block_hashes))
 
     @abstractmethod
     def publish(self, job_id: int, blocks: Sequence[LocalBlock]) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import ClassVar
 
 import torch
@@ -22,6 +23,7 @@ from kv_store.base import (
     FetchBlock,
     KVConnector,
     LocalBlock,
+    Lookup,
     TransferKind,
     TransferResult,
 )
@@ -34,7 +36,7 @@ from kv_store.results import ResultQueue
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0  # until a server that starts at the same time has to answer
-LOOKUP_TIMEOUT_S = 0.25  # all the time that the engine gives a lookup, which is a hint
+LOOKUP_TIMEOUT_S = 0.25  # all the time that a lookup has, which is a hint
 _PLACE_TIMEOUT_S = 1.5  # for another writer to finish, or for the server to evict, which it does once a second
 _PLACE_POLL_S = 0.02
 _JOIN_TIMEOUT_S = 2.0  # of close(), before calls under way are cut off
@@ -46,6 +48,13 @@ class _Job:
     kind: TransferKind
     deadline: float  # time.monotonic(); what is not done by then fails
     after: torch.cuda.Event | None  # device work that comes before it
+
+
+@dataclass(slots=True, frozen=True)
+class _LookupJob:
+    block_hashes: Sequence[bytes]
+    deadline: float  # time.monotonic()
+    lookup: Lookup
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,6 +82,7 @@ class LMCacheConnector(KVConnector):
         self._config = config
         self._client = LMCacheClient(config.lmcache_address)
         self._queue: FairQueue[_Job, _Part] = FairQueue()
+        self._lookups: SimpleQueue[_LookupJob | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         try:
             self._client.wait_until_up(START_TIMEOUT_S)
@@ -85,10 +95,12 @@ class LMCacheConnector(KVConnector):
         self._layout = GroupLayout(spec)
         self._client.register(self._layout, self._config.transfer_timeout_s)
         self._results = ResultQueue(wake)
+        self._wake = wake
         for number in range(self._config.num_io_threads):
-            thread = threading.Thread(target=self._run, name=f"kv-lmcache-{number}", daemon=True)
+            self._threads.append(threading.Thread(target=self._run, name=f"kv-lmcache-{number}", daemon=True))
+        self._threads.append(threading.Thread(target=self._run_lookups, name="kv-lmcache-lookup", daemon=True))
+        for thread in self._threads:
             thread.start()
-            self._threads.append(thread)
 
     def describe(self) -> bytes:
         return b""
@@ -97,7 +109,14 @@ class LMCacheConnector(KVConnector):
         """Does nothing: the server is all that workers share."""
 
     def lookup(self, block_hashes: Sequence[bytes]) -> int:
-        deadline = time.monotonic() + LOOKUP_TIMEOUT_S
+        return self._look_up(block_hashes, time.monotonic() + LOOKUP_TIMEOUT_S)
+
+    def start_lookup(self, block_hashes: Sequence[bytes]) -> Lookup:
+        job = _LookupJob(block_hashes, time.monotonic() + LOOKUP_TIMEOUT_S, Lookup())
+        self._lookups.put(job)
+        return job.lookup
+
+    def _look_up(self, block_hashes: Sequence[bytes], deadline: float) -> int:
         hashes = dict(enumerate(block_hashes))
         num_found = 0
         try:
@@ -134,6 +153,7 @@ class LMCacheConnector(KVConnector):
     def close(self) -> None:
         """Waits for the copy under way, since the cache may go after it; a call to the server is cut off."""
         self._queue.close()
+        self._lookups.put(None)
         for thread in self._threads:
             thread.join(_JOIN_TIMEOUT_S)
         self._client.close(_JOIN_TIMEOUT_S)
@@ -147,6 +167,17 @@ class LMCacheConnector(KVConnector):
             self._queue.put(_Job(job_id, kind, deadline, self._view.mark()), parts)
 
     # ------------------------------------------------------------------------------------- I/O threads
+
+    def _run_lookups(self) -> None:
+        while (job := self._lookups.get()) is not None:
+            num_blocks = 0
+            try:
+                if time.monotonic() < job.deadline:  # else those before it took all the time
+                    num_blocks = self._look_up(job.block_hashes, job.deadline)
+            except Exception:  # somebody waits for the answer
+                log.exception("lookup failed")
+            job.lookup.num_blocks = num_blocks
+            self._wake()
 
     def _run(self) -> None:
         staging: Staging | None = None

@@ -14,7 +14,7 @@ import pytest
 from common.types import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
-from kv_store.base import ConnectorConfig, LocalBlock
+from kv_store.base import ConnectorConfig, LocalBlock, Lookup
 from kv_store.memory import MemoryConnector
 from kv_store.shared_storage import SharedStorageConnector
 from tests.engine.fakes import FakeRunner, add, assert_idle, make_core, reference, tokens_of
@@ -98,6 +98,45 @@ def test_what_is_gone_since_the_lookup_is_computed(tmp_path: Path) -> None:
         assert runner.num_tokens_per_step[0] == 30
         assert all(event.fallback_reason == "" for event in events if isinstance(event, m.TokensGenerated))
         assert_idle(core)
+
+
+class LateLookups(SharedStorageConnector):
+    """Answers lookups when the test says so."""
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        super().__init__(config)
+        self.open: list[tuple[Sequence[bytes], Lookup]] = []
+
+    def start_lookup(self, block_hashes: Sequence[bytes]) -> Lookup:
+        self.open.append((block_hashes, Lookup()))
+        return self.open[-1][1]
+
+    def answer(self, number: int) -> None:
+        block_hashes, lookup = self.open[number]
+        lookup.num_blocks = self.lookup(block_hashes)
+
+
+def test_a_lookup_that_takes_its_time_holds_up_nobody_else(tmp_path: Path) -> None:
+    fill(tmp_path, PROMPT)
+    connector = LateLookups(ConnectorConfig(kv_dir=str(tmp_path), epoch="e", worker_id="w"))
+    core, runner = make_core(connector=connector)
+    for name in ("late", "quick", "gone"):
+        add(core, name, PROMPT if name == "late" else PROMPT[::-1], max_tokens=4)
+    assert not core.step()
+    assert (core.load.num_requests_waiting, core.load.num_queued_prompt_tokens) == (3, 90)
+    assert core.has_work
+    core.handle(m.Release("gone"))
+    connector.answer(1)
+    assert tokens_of(run(core)) == {"quick": reference(PROMPT[::-1], 4)}
+    assert core.load.num_requests_waiting == 1
+    runner.num_tokens_per_step.clear()
+    connector.answer(0)
+    connector.answer(2)
+    assert tokens_of(run(core)) == {"late": reference(PROMPT, 4)}
+    assert runner.num_tokens_per_step[0] == 2
+    assert not core.has_work
+    assert_idle(core)
+    core.close()
 
 
 def test_another_salt_finds_nothing(tmp_path: Path) -> None:

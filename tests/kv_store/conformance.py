@@ -339,6 +339,11 @@ class ConnectorConformance:
         assert consumer.connector.lookup([]) == 0
         assert consumer.connector.lookup(names) == (2 if consumer.connector.is_store else 0)
         assert consumer.connector.lookup(names[2:]) == 0
+        started = consumer.connector.start_lookup(names)
+        give_up = time.monotonic() + PATIENCE_S
+        while started.num_blocks is None and time.monotonic() < give_up:
+            time.sleep(0.01)
+        assert started.num_blocks == consumer.connector.lookup(names)
 
     def test_release_of_an_unknown_job_is_ignored(self, pair: tuple[Worker, Worker]) -> None:
         producer, consumer = pair

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,6 +75,15 @@ class LMCacheProcess:
         self.process.kill()
         self.process.wait()
         self.pool.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It hangs: its connections stay, and nobody answers on them."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         self.kill()

@@ -234,6 +234,20 @@ def publish_all(worker: Worker, names: list[bytes]) -> bool:
     return all(result.error is None for result in worker.results())
 
 
+def test_lookups_of_a_server_that_hangs(
+    running_server: LMCacheProcess, monkeypatch: pytest.MonkeyPatch, make_worker: Callable[..., Worker]
+) -> None:
+    """They don't hold up who asks, and end after the time of one, however many they are."""
+    worker = make_worker(running_server, 4)
+    monkeypatch.setattr(lmcache, "LOOKUP_TIMEOUT_S", 0.5)
+    with running_server.stopped():
+        started = time.monotonic()
+        lookups = [worker.connector.start_lookup([name_of(number)]) for number in range(100)]
+        assert [lookup.num_blocks for lookup in lookups] == [None] * 100
+        wait_until(lambda: all(lookup.num_blocks == 0 for lookup in lookups))
+        assert time.monotonic() - started < 100 * 0.5 / 2
+
+
 def wait_until(is_so: Callable[[], bool]) -> None:
     give_up = time.monotonic() + PATIENCE_S
     while not is_so():
