@@ -105,7 +105,8 @@ class Prefill:
                 queued += sum(
                     tokens * min(1.0, (end - now) / (end - start)) for start, end, tokens in worker.queue if end > start
                 )
-        return RoleSignals(num_ready=len(ready), num_requests=requests, queued_tokens=int(queued))
+        num_busy = sum(any(start <= now for start, _, _ in worker.queue) for worker in ready)
+        return RoleSignals(num_ready=len(ready), num_requests=requests, queued_tokens=int(queued), num_busy=num_busy)
 
     def end(self, now: float) -> float:
         return self.paid_s + sum(now - w.since for w in self.workers if w.last is None)
@@ -234,7 +235,10 @@ def simulate(
         decode.advance(now)
         arrivals.add(now, num_tokens)
         signals = FleetSignals(
-            prefill=prefill.signals(now), decode=decode.signals(now), arrival_tokens_per_s=arrivals.rate()
+            prefill=prefill.signals(now),
+            decode=decode.signals(now),
+            arrival_tokens_per_s=arrivals.rate(),
+            arrived_tokens=float(num_tokens),
         )
         wanted = plan(now, signals)
         if wanted != current:
@@ -260,12 +264,15 @@ def run_planner(
     options: PlannerOptions,
     targets: Targets,
     history: list[tuple[int, int]] | None = None,
+    *,
+    learns: bool = False,
 ) -> Outcome:
-    """`history` is given what was desired in each second."""
+    """`history` is given what was desired in each second. With `learns` the planner may learn a prefill worker's rate,
+    where targets have none."""
     planner = Planner(options, TargetRules(targets))
 
     def plan(now: float, signals: FleetSignals) -> tuple[int, int]:
-        decisions = planner.step(now, signals)
+        decisions = planner.step(now, signals if learns else replace(signals, arrived_tokens=None))
         wanted = decisions[WorkerRole.PREFILL].desired, decisions[WorkerRole.DECODE].desired
         if history is not None:
             history.append(wanted)
@@ -409,7 +416,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ttft", type=float, default=Slo().ttft_s)
     parser.add_argument("--tpot", type=float, default=Slo().tpot_s)
     parser.add_argument("--utilization", type=float, default=0.8, help="share of a worker's rate that it is given")
-    parser.add_argument("--queue-only", action="store_true", help="the planner is not told a prefill worker's rate")
+    parser.add_argument(
+        "--rate", choices=("given", "learned", "unknown"), default="given", help="a prefill worker's, to the planner"
+    )
     parser.add_argument("--no-oracle", action="store_true")
     options = parser.parse_args(arguments)
 
@@ -423,14 +432,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     targets = Targets(
         # A queue that takes half of the TTFT to compute.
         queued_tokens=hardware.prefill_rate * slo.ttft_s / 2,
-        prefill_rate=None if options.queue_only else hardware.prefill_rate * options.utilization,
+        prefill_rate=hardware.prefill_rate * options.utilization if options.rate == "given" else None,
         requests=best_batch(hardware, slo) * options.utilization,
     )
     planner = PlannerOptions(prefill=Bounds(1, 64), decode=Bounds(1, 64), scale_down_delay_s=120.0)
     rows = []
     for name, jobs in traffic.items():
         history: list[tuple[int, int]] = []
-        planned = run_planner(jobs, hardware, slo, planner, targets, history)
+        planned = run_planner(jobs, hardware, slo, planner, targets, history, learns=options.rate == "learned")
         row: dict[str, object] = {"traffic": name, "num_requests": len(jobs), "planner": asdict(planned)}
         if not options.no_oracle:
             oracle = run_oracle(jobs, hardware, slo, planned, history, options.window)

@@ -210,7 +210,7 @@ class AutoscalerSettings(TlsSettings, LogSettings):
     decode_max: Positive = Field(10, description="most decode workers")
     target_queued_tokens: float = Field(8192, gt=0, description="prompt tokens queued for each prefill worker")
     target_prefill_rate: float | None = Field(
-        None, gt=0, description="prompt tokens/s that one prefill worker should be given; not used where unset"
+        None, gt=0, description="prompt tokens/s that one prefill worker should be given; learned where unset"
     )
     target_kv_usage: float = Field(0.7, gt=0, le=1, description="share of KV blocks in use on a decode worker")
     target_requests: float = Field(32, gt=0, description="requests running and waiting on a decode worker")

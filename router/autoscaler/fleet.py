@@ -41,6 +41,7 @@ class _Router:
     arrivals: ArrivalRate
     epoch: str = ""
     num_held_requests: int = 0
+    num_prompt_tokens: int = 0  # in all, as of its last report
     reported_at: float | None = None
 
 
@@ -71,6 +72,7 @@ class Fleet:
         self._channels = channels or Channels()
         self._workers: dict[WorkerRole, dict[str, _Worker]] = {WorkerRole.PREFILL: {}, WorkerRole.DECODE: {}}
         self._routers: dict[str, _Router] = {}
+        self._arrived_tokens = 0.0  # at all routers since each was first read
         self._sources = (prefill, decode, routers)
         self._followers = (
             _Followers(prefill, lambda found: self._follow_worker(WorkerRole.PREFILL, found)),
@@ -106,6 +108,7 @@ class Fleet:
             prefill=self._role(self._workers[WorkerRole.PREFILL].values(), now),
             decode=self._role(self._workers[WorkerRole.DECODE].values(), now),
             arrival_tokens_per_s=sum(rates) if rates else None,
+            arrived_tokens=self._arrived_tokens if rates else None,
             num_held_requests=sum(one.num_held_requests for one in fresh),
         )
 
@@ -132,6 +135,7 @@ class Fleet:
             num_silent=len(workers) - len(fresh),
             num_requests=sum(load.num_requests_running + load.num_requests_waiting for load in loads),
             queued_tokens=sum(load.num_queued_prompt_tokens for load in loads),
+            num_busy=sum(load.num_queued_prompt_tokens > 0 for load in loads),
             kv_used=sum(_kv_usage(load) for load in loads),
         )
 
@@ -164,6 +168,9 @@ class Fleet:
                     return
                 if demand.epoch != router.epoch:
                     router.epoch, router.arrivals = demand.epoch, ArrivalRate(self._window_s)
+                else:
+                    self._arrived_tokens += demand.num_prompt_tokens_total - router.num_prompt_tokens
+                router.num_prompt_tokens = demand.num_prompt_tokens_total
                 router.reported_at = self._clock()
                 router.arrivals.add(router.reported_at, demand.num_prompt_tokens_total)
                 router.num_held_requests = demand.num_requests_waiting

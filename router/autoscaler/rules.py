@@ -17,7 +17,7 @@ class Targets:
     """What one worker should have, so that it is well used and still meets its latencies."""
 
     queued_tokens: float = 8192.0
-    prefill_rate: float | None = None  # prompt tokens/s; None where nobody measured it
+    prefill_rate: float | None = None  # prompt tokens/s; None where it is to be learned
     kv_usage: float = 0.7
     requests: float = 32.0
 
@@ -34,8 +34,15 @@ class Rules(Protocol):
         ...
 
 
+LEAST_BUSY_S = 30.0  # seconds of work that a prefill worker's rate is learned from
+UTILIZATION = 0.8  # share of what a prefill worker was seen to take that it is given: beyond it, queues grow long
+
+
 class TargetRules:
     """Each signal divided by its target; a role needs what its most demanding signal asks for.
+
+    Where no rate of a prefill worker is given, it is learned from the flow: what arrived and is not queued any more was
+    computed by those workers that had something to compute.
 
     Decode's load follows prefill's by the length of a prompt's queueing and computing. Where arrivals are known, decode
     is therefore also given what the traffic's own P:D ratio says: workers of decode for each prompt token per second,
@@ -45,6 +52,7 @@ class TargetRules:
     def __init__(self, targets: Targets, *, memory_s: float = 600.0) -> None:
         self._targets = targets
         self._ratio = _RunningRatio(memory_s)
+        self._pace = _PrefillPace(memory_s)
 
     def needs(self, now: float, signals: FleetSignals) -> Needs:
         targets = self._targets
@@ -57,13 +65,11 @@ class TargetRules:
                 f"{prefill.queued_tokens} queued prompt tokens, {targets.queued_tokens:g} per worker",
             )
         ]
-        if arrivals is not None and targets.prefill_rate is not None:
-            asked.append(
-                (
-                    arrivals / targets.prefill_rate,
-                    f"{arrivals:.0f} prompt tokens/s arrive, {targets.prefill_rate:g} per worker",
-                )
-            )
+        rate, origin = targets.prefill_rate, ""
+        if rate is None and (pace := self._pace.learn(now, signals)) is not None:
+            rate, origin = pace * UTILIZATION, " as learned"
+        if arrivals is not None and rate is not None:
+            asked.append((arrivals / rate, f"{arrivals:.0f} prompt tokens/s arrive, {rate:g} per worker{origin}"))
         prefill_need = _most(asked, prefill)
 
         asked = [
@@ -90,6 +96,34 @@ class TargetRules:
 def _most(asked: list[tuple[float, str]], role: RoleSignals) -> Need:
     workers, reason = max(asked)
     return Need(workers, reason, unknown=float(role.num_silent))
+
+
+class _PrefillPace:
+    """Prompt tokens that one prefill worker takes in a second while it is busy.
+
+    In tokens that arrive, which is what it is compared with: those that a cache already held count as taken.
+    """
+
+    def __init__(self, memory_s: float) -> None:
+        self._ratio = _RunningRatio(memory_s)
+        self._last: tuple[float, float, int, int] | None = None  # now, arrived, queued, workers
+        self._busy_s = 0.0  # of all workers together
+
+    def learn(self, now: float, signals: FleetSignals) -> float | None:
+        """None until workers have been busy for LEAST_BUSY_S."""
+        prefill, arrived = signals.prefill, signals.arrived_tokens
+        if arrived is None:
+            return None
+        before = self._last
+        self._last = now, arrived, prefill.queued_tokens, prefill.num_ready
+        # A worker that came or went took its queue along: nothing is learned from that second.
+        if before is not None and before[0] < now and before[3] == prefill.num_ready > 0 and not prefill.num_silent:
+            elapsed = now - before[0]
+            taken = (arrived - before[1]) - (prefill.queued_tokens - before[2])
+            self._ratio.add(now, taken / elapsed, prefill.num_busy)
+            self._busy_s += prefill.num_busy * elapsed
+        pace = self._ratio.value()
+        return round(pace, 1) if pace is not None and pace > 0 and self._busy_s >= LEAST_BUSY_S else None
 
 
 class _RunningRatio:

@@ -20,6 +20,7 @@ class RoleSignals:
     num_silent: int = 0
     num_requests: int = 0  # running and waiting
     queued_tokens: int = 0  # prompt tokens whose KV is not computed yet
+    num_busy: int = 0  # workers that have some
     kv_used: float = 0.0  # sum of the workers' shares of KV blocks that requests own: 1.0 is one full worker
 
     @property
@@ -39,6 +40,7 @@ class FleetSignals:
     prefill: RoleSignals = RoleSignals()
     decode: RoleSignals = RoleSignals()
     arrival_tokens_per_s: float | None = None  # prompt tokens at the routers; None where no router is asked
+    arrived_tokens: float | None = None  # the same as a total since some moment; None likewise
     num_held_requests: int = 0  # at routers, waiting for a first worker
 
     def of(self, role: WorkerRole) -> RoleSignals:

@@ -291,6 +291,17 @@ def test_each_role_scales_on_its_own_signal() -> None:
     assert metrics("decode") == {"baton_decode_kv_used_pods": "650m", "baton_decode_requests": "32"}
 
 
+def test_hpas_may_follow_the_planner() -> None:
+    objects = render({"autoscaling.followPlanner": True})
+    for role in ("prefill", "decode"):
+        first, *others = find(objects, "HorizontalPodAutoscaler", f"demo-baton-{role}")["spec"]["metrics"]
+        assert others, "its own signals, too"
+        assert first["external"] == {
+            "metric": {"name": "baton_desired_replicas", "selector": {"matchLabels": {"role": role}}},
+            "target": {"type": "AverageValue", "averageValue": "1"},
+        }
+
+
 def test_multi_node_workers_are_groups_of_which_only_leaders_take_requests() -> None:
     objects = render({"decode.multiNode": {"enabled": True, "size": 4, "memberArgs": ["--x"]}, "decode.gpus": 8})
     group = find(objects, "LeaderWorkerSet", "demo-baton-decode")["spec"]["leaderWorkerTemplate"]

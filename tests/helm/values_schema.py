@@ -240,6 +240,7 @@ def values_schema() -> Schema:
         decode=worker(scaling(kvUsage=number_or_null(1), requestsPerPod=number_or_null())),
         autoscaling=obj(
             mode=one_of("external-metrics", "prometheus-adapter", "keda", "planner", "none"),
+            followPlanner=BOOLEAN,
             keda=obj(pollingIntervalSeconds=integer(1), cooldownSeconds=integer(0)),
         ),
         autoscaler=obj(

@@ -40,6 +40,10 @@ spec:
       external:
         metric:
           name: {{ .name }}
+          {{- with .role }}
+          selector:
+            matchLabels: {role: {{ . }}}
+          {{- end }}
         target:
           # Of all pods together, divided by the number of pods.
           type: AverageValue
@@ -63,14 +67,17 @@ scaleDown:
 
 {{- define "baton.scalingMetrics" -}}
 {{- $scaling := .values.autoscaling -}}
-{{- if eq .component "prefill" -}}
+{{- if .root.Values.autoscaling.followPlanner }}
+- {name: baton_desired_replicas, target: 1, role: {{ .component }}}
+{{- end }}
+{{- if eq .component "prefill" }}
 {{- with $scaling.queuedTokensPerPod }}
 - {name: baton_prefill_queued_tokens, target: {{ . }}}
 {{- end }}
 {{- with $scaling.arrivalTokensPerSecond }}
 - {name: baton_prefill_arrival_tokens_per_second, target: {{ . }}}
 {{- end }}
-{{- else -}}
+{{- else }}
 {{- with $scaling.kvUsage }}
 - {name: baton_decode_kv_used_pods, target: {{ round (mulf . 1000) 0 | int }}m}
 {{- end }}

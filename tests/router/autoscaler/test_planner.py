@@ -232,16 +232,44 @@ def test_arrivals_are_averaged_over_the_window() -> None:
     assert rate.rate() is None
 
 
-def test_a_day_is_served_with_less_than_its_peak_needs() -> None:
+def test_a_prefill_workers_rate_is_learned_from_what_it_takes() -> None:
+    """Two workers, busy half of the time, take 500 tokens/s each while they are; queues come and go meanwhile."""
+    rules = TargetRules(Targets(queued_tokens=1e9))
+    arrived, queued = 0.0, 0
+    reasons = []
+    for second in range(400):
+        is_busy = second % 2 == 1
+        growth = 100 if second % 10 == 1 else -100 if second % 10 == 6 else 0
+        arrived += (1000 if is_busy else 0) + growth
+        queued += growth
+        role = RoleSignals(num_ready=2, num_busy=2 if is_busy else 0, queued_tokens=queued)
+        signals = FleetSignals(prefill=role, arrival_tokens_per_s=800.0, arrived_tokens=arrived)
+        need = rules.needs(float(second), signals).prefill
+        reasons.append(need.reason)
+    assert not any("as learned" in reason for reason in reasons[:30]), "not from the first few seconds"
+    assert need.workers == pytest.approx(800 / (500 * 0.8), rel=0.02)
+    assert need.reason.endswith("per worker as learned")
+
+
+def test_nothing_is_learned_where_workers_come_and_go_or_are_silent() -> None:
+    rules = TargetRules(Targets(queued_tokens=1e9))
+    for second in range(400):
+        role = RoleSignals(num_ready=1 + second % 2, num_busy=1, num_silent=0 if second < 200 else 1)
+        signals = FleetSignals(prefill=role, arrival_tokens_per_s=800.0, arrived_tokens=1000.0 * second)
+        assert rules.needs(float(second), signals).prefill.workers == 0
+
+
+@pytest.mark.parametrize("rate", ["given", "learned"])
+def test_a_day_is_served_with_less_than_its_peak_needs(rate: str) -> None:
     """The comparison that bench/planner.py prints, without its oracle: decisions must not get worse unnoticed."""
     jobs, hardware, slo = synthetic_day(), Hardware(), Slo()
     targets = Targets(
         queued_tokens=hardware.prefill_rate * slo.ttft_s / 2,
-        prefill_rate=hardware.prefill_rate * 0.8,
+        prefill_rate=hardware.prefill_rate * 0.8 if rate == "given" else None,
         requests=best_batch(hardware, slo) * 0.8,
     )
     options = PlannerOptions(prefill=Bounds(1, 64), decode=Bounds(1, 64))
-    planned = run_planner(jobs, hardware, slo, options, targets)
+    planned = run_planner(jobs, hardware, slo, options, targets, learns=rate == "learned")
     assert planned.slo_ok > 0.97
     peak = [max(load[role] for load in offered(jobs, hardware, slo, 60.0)) for role in (0, 1)]
     assert planned.hours < 0.85 * sum(peak)
