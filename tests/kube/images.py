@@ -98,7 +98,7 @@ def _what_an_image_is_built_of(name: str) -> list[Path | str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked_for = [json.dumps(project[key], sort_keys=True) for key in ("dependencies", "scripts")]
     extras = json.dumps({key: value for key, value in project["optional-dependencies"].items() if key != "dev"})
-    files = ["constraints.txt", "images/build", f"images/Dockerfile.{name}", *_CONVERTERS]
+    files = ["constraints.txt", "images/build", f"images/Dockerfile.{name}", *(_CONVERTERS if name == "cpu" else ())]
     return [*asked_for, extras, *(ROOT / file for file in files)]
 
 
