@@ -248,6 +248,8 @@ class ControlPlane(Kubectl):
             "horizontal-pod-autoscaler-sync-period": "1s",
             "horizontal-pod-autoscaler-initial-readiness-delay": "0s",
             "horizontal-pod-autoscaler-downscale-stabilization": "5s",
+            # So that a node counts as there while a test has its kubelet stopped, however slow the machine is.
+            "node-monitor-grace-period": "5m",
         }
         self.spawn("kube-controller-manager", "kube-controller-manager", *_flags(flags))
         flags = {

@@ -68,7 +68,7 @@ def test_memory_runs_out(release: Release, load: Load, role: str) -> None:
 
 
 def test_kubelet_is_silent(release: Release, local_cluster: Cluster, load: Load) -> None:
-    """Long enough for the node to be told apart as NotReady soon; pods go on meanwhile."""
+    """Pods go on, but nobody looks after them."""
     with _no_kubelet(local_cluster):
         load.more_answers(8)
         # Nobody restarts it, and nobody takes it out of the EndpointSlice.
@@ -126,7 +126,7 @@ def test_killed_router_fails_no_more_than_it_was_answering(
 
 @contextmanager
 def _no_kubelet(cluster: Cluster) -> Iterator[None]:
-    """Shorter than the 40 s after which the node counts as lost: here that is every node, with every pod."""
+    """Shorter than the grace period after which the node counts as lost: here that is every node, with every pod."""
     cluster.processes["kubelet"].kill()
     try:
         yield
