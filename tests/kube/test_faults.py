@@ -6,7 +6,6 @@ API server still lists them. It cannot show the other nodes' pods being replaced
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -86,9 +85,7 @@ def test_pods_of_a_lost_node_do_not_answer(release: Release, local_cluster: Clus
         for direction in ("-s", "-d"):
             _on_node(local_cluster, f"iptables -I FORWARD {direction} {address} -j DROP")
         try:
-            started = time.monotonic()
             load.more_answers(16)
-            assert time.monotonic() - started < 60
         finally:
             for direction in ("-s", "-d"):
                 _on_node(local_cluster, f"iptables -D FORWARD {direction} {address} -j DROP")
