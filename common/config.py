@@ -99,6 +99,9 @@ class EngineSettings(ModelSettings):
     preemption_mode: Literal["recompute", "swap"] = Field(
         "recompute", description="what happens to a request that has to give its KV blocks back"
     )
+    host_cache_gb: float = Field(
+        0.0, ge=0, description="host memory in GiB for KV blocks that the device evicts; only worth it on a device"
+    )
     swap_space_gb: float = Field(1.0, gt=0, description="host memory for --preemption-mode swap, GiB")
     engine_timeout: float = Field(
         30.0, gt=0, description="seconds of silence after which an engine process that hangs is killed"

@@ -101,6 +101,15 @@ worker_preemptions = Counter("baton_worker_preemptions", "Times that a request g
 worker_kv_blocks_moved = Counter("baton_worker_kv_blocks_moved", "KV blocks fetched from elsewhere.")
 worker_kv_blocks_lost = Counter("baton_worker_kv_blocks_lost", "KV blocks whose fetch failed.")
 worker_kv_bytes_moved = Counter("baton_worker_kv_bytes_moved", "Bytes of KV blocks fetched from elsewhere.")
+worker_kv_cache_hits = Counter(
+    "baton_worker_kv_cache_hits", "KV blocks of prompts that were found and not computed, by where.", ["tier"]
+)
+worker_kv_tier_moves = Counter(
+    "baton_worker_kv_tier_moves",
+    "KV blocks evicted to host memory (demoted), found there (promoted), put there with their request (swapped_out), "
+    "computed and written to the store (stored), or gone before the store had them (dropped).",
+    ["move"],
+)
 worker_queue = Histogram(
     "baton_worker_queue_seconds", "From a request at the engine to its first step.", buckets=LATENCY_BUCKETS
 )
@@ -122,5 +131,6 @@ kv_store_failed_blocks = Counter(
 
 ENGINE_METRICS: tuple[Counter | Gauge, ...] = (
     kv_store_bytes, kv_store_runs, kv_store_evicted_runs, kv_store_evicted_bytes, kv_store_failed_blocks,
+    worker_kv_cache_hits, worker_kv_tier_moves,
 )  # fmt: skip
 """Those that an engine process counts, and its front shows."""

@@ -13,8 +13,13 @@ Eviction takes the cached block that requests gave up the longest ago. `free` re
 first, so that of equally old blocks the one furthest from the root goes first; a transfer that held a block meanwhile
 changes nothing about that.
 
-Where there is a store below (`UnstoredBlocks`), computed blocks wait for their turn to be written to it, by name and
-without being held. What is evicted before its turn has come is dropped.
+Below the device there may be host memory (`HostBlocks`): what is evicted is copied there, and copied up when it is
+found. A lookup goes on from tier to tier, block by block. The copies are decided here and carried out by the engine, in
+their order and before it computes; on a device, all on one stream. A name may be on the device and in host memory at
+once: its next eviction then costs no copy.
+
+Where there is a store below that (`UnstoredBlocks`), computed blocks wait for their turn to be written to it, by name
+and without being held. What is gone from both tiers before its turn has come is dropped.
 """
 
 from __future__ import annotations
@@ -23,9 +28,12 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from common.block_hash import block_hash
+from common.errors import InternalError
 from engine.batch import BlockCopy
+from engine.host_blocks import HostBlocks
 from engine.request import Request
 from engine.unstored_blocks import UnstoredBlocks
 from kv_store.base import LocalBlock
@@ -39,12 +47,38 @@ class KVBlock:
     freed_at: int = 0  # when a request last gave it up, on the block manager's own count
 
 
+@dataclass(slots=True)
+class CacheCounts:
+    """What happened to cached blocks; all are numbers of blocks."""
+
+    device_hits: int = 0  # of prompts when first admitted
+    host_hits: int = 0
+    store_hits: int = 0  # fetched
+    demoted: int = 0  # device to host memory
+    promoted: int = 0  # host memory to device
+    swapped_out: int = 0  # device to host memory, with their request
+    stored: int = 0  # computed here and written to the store
+    dropped: int = 0  # computed here, and gone or failed before the store had them
+
+
+class HostCopyKind(StrEnum):
+    SWAP_OUT = "swap out"  # device to host: a request gives its blocks up for a while
+    SWAP_IN = "swap in"
+    DEMOTE = "demote"  # device to host: a named block is evicted
+    PROMOTE = "promote"
+
+
 @dataclass(slots=True, frozen=True)
-class BlockSwap:
+class HostCopy:
     """Copy one whole block between the device's cache and the host's."""
 
+    kind: HostCopyKind
     device_block: int
     host_block: int
+
+    @property
+    def to_host(self) -> bool:
+        return self.kind in (HostCopyKind.SWAP_OUT, HostCopyKind.DEMOTE)
 
 
 class BlockManager:
@@ -58,8 +92,10 @@ class BlockManager:
         *,
         enable_prefix_caching: bool = True,
         num_host_blocks: int = 0,
+        keep_evicted: bool = False,
         has_store: bool = False,
     ) -> None:
+        """`num_host_blocks` are for swapped requests and, with `keep_evicted`, for what the device evicts."""
         self.block_size = block_size
         self._root_hash = root_hash
         self.enable_prefix_caching = enable_prefix_caching
@@ -69,8 +105,11 @@ class BlockManager:
         self._eviction_order: list[tuple[int, int]] = []  # heap of (freed_at, block), those not evictable any more too
         self._num_frees = 0
         self._by_hash: dict[bytes, int] = {}
-        self._host_empty = deque(range(num_host_blocks))
-        self._num_host_blocks = num_host_blocks
+        self.host = HostBlocks(num_host_blocks)
+        self._keep_evicted = keep_evicted
+        self._copies: list[HostCopy] = []
+        self.counts = CacheCounts()
+        self._num_dropped_before = 0  # in the counts that were taken
         self._held: Counter[int] = Counter()  # references of transfers
         self.unstored = UnstoredBlocks() if has_store and enable_prefix_caching else None
 
@@ -114,21 +153,22 @@ class BlockManager:
         parent = request.block_hashes[index - 1] if index else self._root_hash
         return block_hash(parent, request.token_ids[index * self.block_size : stop], request.extra_keys)
 
-    def find_prefix(self, request: Request) -> list[int]:
-        """Blocks that already hold the request's leading full blocks. Takes no reference.
+    def find_prefix(self, request: Request) -> int:
+        """How many of the request's leading full blocks are here, be it on the device or in host memory.
 
         One token at least is left to compute, since only a computed token gives logits.
         """
         if not self.enable_prefix_caching:
-            return []
+            return 0
         self.name_full_blocks(request)
-        found: list[int] = []
-        for name in request.block_hashes[: (request.num_tokens - 1) // self.block_size]:
-            block_id = self._by_hash.get(name)
-            if block_id is None:
-                break
-            found.append(block_id)
-        return found
+        names = request.block_hashes[: (request.num_tokens - 1) // self.block_size]
+        for num_found, name in enumerate(names):
+            if not self._is_here(name):
+                return num_found
+        return len(names)
+
+    def _is_here(self, name: bytes) -> bool:
+        return name in self._by_hash or name in self.host
 
     def name_computed(self, request: Request) -> None:
         """Makes the full blocks below `request.num_computed_tokens` findable. Of equal blocks the first one stays."""
@@ -139,8 +179,7 @@ class BlockManager:
         for index in range(request.num_named_blocks, num_full):
             block, name = self._blocks[request.block_ids[index]], request.block_hashes[index]
             if block.block_hash is None and name not in self._by_hash:
-                block.block_hash = name
-                self._by_hash[name] = block.block_id
+                self._name(block, name)
         request.num_named_blocks = num_full
 
     def find(self, name: bytes) -> int | None:
@@ -189,6 +228,7 @@ class BlockManager:
         self._empty.extend(self._evictable)
         self._evictable.clear()
         self._eviction_order.clear()
+        self.host.clear()
         if self.unstored is not None:
             self.unstored.clear()
 
@@ -203,8 +243,9 @@ class BlockManager:
             if name in self._by_hash:
                 self.unstored.offer(name, index)
 
-    def end_write(self, name: bytes, *, is_stored: bool) -> None:
-        """The write of a block that `next_unstored` gave has ended."""
+    def end_write(self, name: bytes, *, is_stored: bool, is_new: bool) -> None:
+        """The write of a block that `next_unstored` gave has ended; `is_new` where the store did not have it before."""
+        self.counts.stored += is_stored and is_new
         if self.unstored is not None:
             self.unstored.end(name, is_stored=is_stored)
         if is_stored:
@@ -213,7 +254,7 @@ class BlockManager:
     def mark_stored(self, names: Iterable[bytes]) -> None:
         """The store holds these now, or another worker is about to bring them there."""
         if self.unstored is not None:
-            self.unstored.mark_stored(name for name in names if name in self._by_hash)
+            self.unstored.mark_stored(name for name in names if self._is_here(name))
 
     def next_unstored(self, group_tokens: int) -> list[LocalBlock]:
         """The next run of neighbouring blocks to be written, up to an index of a multiple of `group_tokens`."""
@@ -222,19 +263,36 @@ class BlockManager:
         run = self.unstored.next_run(max(group_tokens // self.block_size, 1))
         return [LocalBlock(index, self._by_hash[name], name) for name, index in run]
 
+    def bring_up_unstored(self, group_tokens: int) -> None:
+        """Copies up a run of what only host memory has and the store lacks, in the place of what would be evicted next,
+        and queues it to be written. Only while no step is under way, since it takes blocks."""
+        if self.unstored is None:
+            return
+        names = self.unstored.next_below(max(group_tokens // self.block_size, 1), self.num_available_blocks)
+        self._promote(names)
+        for name in names:
+            block = self._blocks[self._by_hash[name]]
+            block.freed_at = 0  # nobody asked for it
+            self._drop(block.block_id)
+
     # ------------------------------------------------------------------------------------ allocate and free
 
-    def allocate(self, request: Request, num_tokens: int, prefix: Sequence[int] = ()) -> bool:
-        """Gives a request without blocks its `prefix` (shared) and new blocks up to `num_tokens`; all or nothing."""
+    def allocate(self, request: Request, num_tokens: int, num_found: int = 0) -> bool:
+        """Gives a request without blocks its first `num_found` blocks (see `find_prefix`), shared where the device has
+        them and copied up where host memory has, and new blocks up to `num_tokens`; all or nothing."""
         if request.block_ids:
             raise ValueError(f"request {request.request_id} already has blocks")
-        num_new = max(self.blocks_for(num_tokens) - len(prefix), 0)
-        num_taken = sum(self._blocks[block_id].ref_cnt == 0 for block_id in prefix)
-        if num_new > self.num_available_blocks - num_taken:
+        names = request.block_hashes[:num_found]
+        shared = [self._by_hash[name] for name in names if name in self._by_hash]
+        num_blocks = max(self.blocks_for(num_tokens), num_found)
+        num_revived = sum(self._blocks[block_id].ref_cnt == 0 for block_id in shared)
+        if num_blocks - len(shared) > self.num_available_blocks - num_revived:
             return False
-        for block_id in prefix:
+        for block_id in shared:
             self._share(block_id)
-        request.block_ids = [*prefix, *(self._take() for _ in range(num_new))]
+        self._promote([name for name in names if name not in self._by_hash])
+        request.block_ids = [self._by_hash[name] for name in names]
+        request.block_ids += [self._take() for _ in range(num_blocks - num_found)]
         return True
 
     def append(self, request: Request, num_tokens: int) -> bool:
@@ -248,7 +306,7 @@ class BlockManager:
     def free(self, request: Request) -> None:
         """Gives up all of the request's blocks."""
         self._give_up(request)
-        self._host_empty.extend(request.host_block_ids)
+        self.host.free(request.host_block_ids)
         request.host_block_ids = []
 
     # --------------------------------------------------------------------------------- share, copy and swap
@@ -277,24 +335,43 @@ class BlockManager:
         self._drop(source)
         return BlockCopy(source, target)
 
-    def swap_out(self, request: Request) -> list[BlockSwap] | None:
-        """Moves a request to host memory; None, and nothing done, where that is full."""
-        if len(request.block_ids) > len(self._host_empty):
-            return None
-        swaps = [BlockSwap(block_id, self._host_empty.popleft()) for block_id in request.block_ids]
+    def swap_out(self, request: Request) -> bool:
+        """Moves a request to host memory; False, and nothing done, where that is full."""
+        if len(request.block_ids) > self.host.num_available_blocks:
+            return False
+        for block_id in request.block_ids:
+            host_block = self._take_host()
+            if host_block is None:
+                raise InternalError("host memory has fewer blocks than it said")
+            request.host_block_ids.append(host_block)
+            self._copies.append(HostCopy(HostCopyKind.SWAP_OUT, block_id, host_block))
+        self.counts.swapped_out += len(request.block_ids)
         self._give_up(request)
-        request.host_block_ids = [swap.host_block for swap in swaps]
-        return swaps
+        return True
 
-    def swap_in(self, request: Request) -> list[BlockSwap] | None:
-        """Brings a swapped request back; None, and nothing done, where there is no room."""
-        if len(request.host_block_ids) > self.num_available_blocks:
-            return None
-        swaps = [BlockSwap(self._take(), host_block) for host_block in request.host_block_ids]
-        request.block_ids = [swap.device_block for swap in swaps]
-        self._host_empty.extend(request.host_block_ids)
+    def swap_in(self, request: Request) -> bool:
+        """Brings a swapped request back; False, and nothing done, where there is no room for it and its next token."""
+        if max(len(request.host_block_ids), self.blocks_for(request.num_tokens)) > self.num_available_blocks:
+            return False
+        for host_block in request.host_block_ids:
+            request.block_ids.append(self._take())
+            self._copies.append(HostCopy(HostCopyKind.SWAP_IN, request.block_ids[-1], host_block))
+        self.host.free(request.host_block_ids)
         request.host_block_ids = []
-        return swaps
+        return True
+
+    def take_counts(self) -> CacheCounts:
+        """What was counted since the last call."""
+        if self.unstored is not None:
+            self.counts.dropped = self.unstored.num_dropped - self._num_dropped_before
+            self._num_dropped_before = self.unstored.num_dropped
+        counts, self.counts = self.counts, CacheCounts()
+        return counts
+
+    def take_copies(self) -> list[HostCopy]:
+        """Copies decided since the last call. Carry them out in this order, before the blocks are used."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """References of a transfer: the blocks stay owned until `unhold`, whatever becomes of their request."""
@@ -363,12 +440,54 @@ class BlockManager:
             else:
                 self._make_evictable(block)
 
+    def _name(self, block: KVBlock, name: bytes) -> None:
+        block.block_hash = name
+        self._by_hash[name] = block.block_id
+        if self.unstored is not None:
+            self.unstored.promote(name)
+
     def _forget(self, block: KVBlock) -> None:
         if block.block_hash is not None:
             del self._by_hash[block.block_hash]
-            if self.unstored is not None:
+            if not self._demote(block.block_id, block.block_hash) and self.unstored is not None:
                 self.unstored.forget(block.block_hash)
             block.block_hash = None
+
+    def _demote(self, block_id: int, name: bytes) -> bool:
+        """Sees to it that host memory holds an evicted block; False where it does not."""
+        if name in self.host:
+            self.host.touch(name)
+        else:
+            host_block = self._take_host() if self._keep_evicted else None
+            if host_block is None:
+                return False
+            self.host.keep(name, host_block)
+            self._copies.append(HostCopy(HostCopyKind.DEMOTE, block_id, host_block))
+            self.counts.demoted += 1
+        if self.unstored is not None:
+            self.unstored.demote(name)
+        return True
+
+    def _promote(self, names: Sequence[bytes]) -> None:
+        """Copies blocks up from host memory, into blocks that the caller owns from here on. There must be room."""
+        # Owned meanwhile, so that what is evicted for them does not take their place.
+        host_blocks = [self.host.take_named(name) for name in names]
+        for name, host_block in zip(names, host_blocks, strict=True):
+            block = self._blocks[self._take()]
+            self._copies.append(HostCopy(HostCopyKind.PROMOTE, block.block_id, host_block))
+            self._name(block, name)
+        for name, host_block in reversed(list(zip(names, host_blocks, strict=True))):
+            self.host.keep(name, host_block)
+        self.counts.promoted += len(names)
+
+    def _take_host(self) -> int | None:
+        taken = self.host.take()
+        if taken is None:
+            return None
+        host_block, evicted = taken
+        if evicted is not None and evicted not in self._by_hash and self.unstored is not None:
+            self.unstored.forget(evicted)
+        return host_block
 
     # -------------------------------------------------------------------------------------------- integrity
 
@@ -397,14 +516,7 @@ class BlockManager:
             if self._blocks[block_id].block_hash != name_
         )
         if self.unstored is not None:
-            names = self.unstored.names()
-            problems.extend(
-                f"{name.hex()} waits for the store, but is not here" for name in names - self._by_hash.keys()
-            )
-        host_free = Counter(self._host_empty)
-        problems.extend(
-            f"host block {host_block} has {host_free[host_block] + host_used[host_block]} owners"
-            for host_block in range(self._num_host_blocks)
-            if host_free[host_block] + host_used[host_block] != 1
-        )
-        return problems
+            names, queued = self.unstored.names(), self.unstored.queued_names()
+            lost = (names - self._by_hash.keys() - self.host.names()) | (queued - self._by_hash.keys())
+            problems.extend(f"{name.hex()} is said to be here for the store, but is not" for name in lost)
+        return problems + self.host.check_integrity(host_used)

@@ -14,13 +14,15 @@ from typing import Protocol
 
 import torch
 
+from common import metrics
 from common.block_hash import extra_keys, root_hash
 from common.config import EngineSettings
 from common.errors import BatonError
 from common.types import FinishReason, KVCacheSpec, SampledToken, WorkerLoad
 from engine import messages as m
 from engine.batch import BlockCopy, SampleInput, SequenceInput
-from engine.block_manager import BlockManager, BlockSwap
+from engine.block_manager import BlockManager, CacheCounts, HostCopy
+from engine.host_cache import allocate_host_cache
 from engine.request import Request
 from engine.scheduler import NewToken, Publish, Scheduler, SchedulerConfig, SchedulerOutput
 from engine.transfers import Transfers, WrittenBlock
@@ -78,13 +80,14 @@ class EngineCore:
         self._connector = connector
         self._store = connector if store is None and connector.is_store else store
         self._clock = clock
-        self._host_cache = _host_cache(settings, runner.spec)
+        self._host_cache = allocate_host_cache(settings, runner.spec, runner.kv_cache.device)
         self.blocks = BlockManager(
             runner.num_blocks,
             runner.spec.block_size,
             root_hash(runner.spec.fingerprint()),
             enable_prefix_caching=settings.enable_prefix_caching,
             num_host_blocks=len(self._host_cache),
+            keep_evicted=settings.host_cache_gb > 0,
             has_store=self._store is not None,
         )
         self.scheduler = Scheduler(
@@ -163,8 +166,13 @@ class EngineCore:
         """
         self._take_in_lookups()
         self.take_in_transfers()
+        if self._transfers.may_write and not self.scheduler.has_work:
+            self.blocks.bring_up_unstored(WRITE_TOKENS)
+            self._copy(self.blocks.take_copies())
+            self._write_back()
         output = self.scheduler.schedule(self._clock())
         self._carry_out(output)
+        self._count()
         self.take_in_transfers()  # P2P publications are ready at once
         return output
 
@@ -250,7 +258,7 @@ class EngineCore:
         """Leading blocks of the prompt that the store holds, where the cache here does not hold as many."""
         if self._store is None or not self.blocks.enable_prefix_caching:
             return Lookup(0)
-        num_cached = len(self.blocks.find_prefix(request))
+        num_cached = self.blocks.find_prefix(request)
         hashes = request.block_hashes[: (request.num_tokens - 1) // self.blocks.block_size]
         return self._store.start_lookup(hashes) if num_cached < len(hashes) else Lookup(0)
 
@@ -286,11 +294,15 @@ class EngineCore:
         for request_id, item in news.items():
             self._report_transfers(request_id, item)
         self._settle_touched()
+        self._write_back()
+
+    def _write_back(self) -> None:
+        """Brings computed blocks to the store, a run at a time, while no request's transfer is under way."""
         if self._transfers.may_write and (blocks := self.blocks.next_unstored(WRITE_TOKENS)):
             self._transfers.write(blocks)
 
     def _take_in_written(self, written: WrittenBlock) -> None:
-        self.blocks.end_write(written.block_hash, is_stored=written.error is None)
+        self.blocks.end_write(written.block_hash, is_stored=written.error is None, is_new=written.num_bytes > 0)
         if written.error is not None and written.error != self._write_failure:
             log.warning("the store does not take computed KV", extra={"reason": written.error})
         self._write_failure = written.error or ""
@@ -339,7 +351,7 @@ class EngineCore:
     # ----------------------------------------------------------------------------------------------- step
 
     def _carry_out(self, output: SchedulerOutput) -> None:
-        self._swap(output.swap_outs, output.swap_ins)
+        self._copy(output.host_copies)
         for publish in output.publishes:
             self._publish(publish)
         for fetch in output.store_fetches:
@@ -354,13 +366,24 @@ class EngineCore:
                 extra={"request_id": request.request_id, "num_preemptions": request.num_preemptions},
             )
 
-    def _swap(self, swap_outs: list[BlockSwap], swap_ins: list[BlockSwap]) -> None:
-        """Copies whole blocks; outs first, since an in may go to a block that an out has just left."""
-        cache = self._runner.kv_cache
-        for swap in swap_outs:
-            self._host_cache[swap.host_block].copy_(cache[swap.device_block])
-        for swap in swap_ins:
-            cache[swap.device_block].copy_(self._host_cache[swap.host_block])
+    def _count(self) -> None:
+        counts = self.blocks.take_counts()
+        if counts == CacheCounts():
+            return
+        for tier, number in (("device", counts.device_hits), ("host", counts.host_hits), ("store", counts.store_hits)):
+            metrics.worker_kv_cache_hits.labels(tier).inc(number)
+        for move in ("demoted", "promoted", "swapped_out", "stored", "dropped"):
+            metrics.worker_kv_tier_moves.labels(move).inc(getattr(counts, move))
+
+    def _copy(self, copies: list[HostCopy]) -> None:
+        """Copies whole blocks, each after the one before it: a block may be left and filled again in one step. On a
+        device nothing waits here; whatever uses the blocks is queued behind the copies."""
+        for copy in copies:
+            on_device, on_host = self._runner.kv_cache[copy.device_block], self._host_cache[copy.host_block]
+            if copy.to_host:
+                on_host.copy_(on_device, non_blocking=True)
+            else:
+                on_device.copy_(on_host, non_blocking=True)
 
     def _compute(self, output: SchedulerOutput, between_layers: Callable[[], None]) -> list[SampledToken | None]:
         sequences = [self._sequence(request, num_new) for request, num_new in output.num_tokens.items()]
@@ -408,10 +431,3 @@ class EngineCore:
                 fallback_reason=request.fallback_reason,
             )
         )
-
-
-def _host_cache(settings: EngineSettings, spec: KVCacheSpec) -> torch.Tensor:
-    """Host memory for swapped blocks `[num_host_blocks, *block_shape]`; no blocks where swapping is off."""
-    is_on = settings.preemption_mode == "swap"
-    num_blocks = int(settings.swap_space_gb * 2**30) // spec.block_bytes if is_on else 0
-    return torch.empty((num_blocks, *spec.block_shape), dtype=getattr(torch, spec.dtype))

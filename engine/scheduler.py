@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from common.types import FinishReason, SampledToken
-from engine.block_manager import BlockManager, BlockSwap
+from engine.block_manager import BlockManager, HostCopy
 from engine.messages import RequestMode
 from engine.remote_prefill import RemotePrefill
 from engine.request import Request, RequestStatus
@@ -56,8 +56,7 @@ class StoreFetch:
 class SchedulerOutput:
     """What to do in this step. Carry out in the order of the fields."""
 
-    swap_outs: list[BlockSwap] = field(default_factory=list)  # device to host, before anything is written
-    swap_ins: list[BlockSwap] = field(default_factory=list)
+    host_copies: list[HostCopy] = field(default_factory=list)  # in this order, before anything is written
     publishes: list[Publish] = field(default_factory=list)  # blocks found in the prefix cache
     store_fetches: list[StoreFetch] = field(default_factory=list)
     num_tokens: dict[Request, int] = field(default_factory=dict)  # new tokens of each request in this step
@@ -138,8 +137,8 @@ class Scheduler:
                 if (request.num_missing_tokens == 1) is not is_decode or request in output.num_tokens:
                     continue
                 budget -= self._schedule_running(request, budget, output)
-        if not output.preempted:  # what was just pushed out must not come back in the same step
-            self._admit(budget, output, now)
+        self._admit(budget, output, now)
+        output.host_copies = self.blocks.take_copies()
         return output
 
     def chunk_size(self, request: Request, budget: int) -> int:
@@ -208,9 +207,7 @@ class Scheduler:
     def _preempt(self, request: Request, output: SchedulerOutput) -> None:
         self._running.remove(request)
         request.num_preemptions += 1
-        swaps = self.blocks.swap_out(request) if self.config.preemption_mode == "swap" else None
-        if swaps is not None:
-            output.swap_outs.extend(swaps)
+        if self.config.preemption_mode == "swap" and self.blocks.swap_out(request):
             request.status = RequestStatus.SWAPPED
         else:
             self.blocks.free(request)
@@ -223,16 +220,15 @@ class Scheduler:
 
     def _admit(self, budget: int, output: SchedulerOutput, now: float) -> None:
         """Takes requests from the queue's head while there is room; the first that does not fit stops it."""
-        while self._waiting and self.num_running < self.config.max_num_seqs:
+        # What was just pushed out must not come back in the same step.
+        while self._waiting and self.num_running < self.config.max_num_seqs and not output.preempted:
             request = self._waiting[0]
             is_remote = request.mode is RequestMode.REMOTE and request.status is RequestStatus.WAITING
             if budget <= 0 and not is_remote:
                 return
             if request.status is RequestStatus.SWAPPED:
-                swaps = self.blocks.swap_in(request)
-                if swaps is None:
+                if not self.blocks.swap_in(request):
                     return
-                output.swap_ins.extend(swaps)
             elif not self._allocate(request):
                 return
             self._waiting.popleft()
@@ -253,10 +249,15 @@ class Scheduler:
         All of them at once, so that a prefill can never run out of blocks half-way and a remote prompt's blocks are
         there to be fetched into.
         """
-        prefix = self.blocks.find_prefix(request)
-        if not self.blocks.allocate(request, request.num_tokens, prefix):
+        num_found = self.blocks.find_prefix(request)
+        num_promoted = self.blocks.counts.promoted
+        if not self.blocks.allocate(request, request.num_tokens, num_found):
             return False
-        request.num_computed_tokens = len(prefix) * self.blocks.block_size
+        request.num_computed_tokens = num_found * self.blocks.block_size
+        if request.scheduled_time is None:
+            num_from_host = self.blocks.counts.promoted - num_promoted
+            self.blocks.counts.host_hits += num_from_host
+            self.blocks.counts.device_hits += num_found - num_from_host
         return True
 
     def _waits_for_kv(self, request: Request, output: SchedulerOutput) -> bool:
@@ -353,6 +354,7 @@ class Scheduler:
         num_ready = remote.num_ready_blocks
         # Without a first token the prompt's last token is computed again: only a computed token gives logits.
         request.num_computed_tokens = min(num_ready * size, request.num_prompt_tokens, request.num_tokens - 1)
+        self.blocks.counts.store_hits += sum(index < remote.ask_from for index in remote.arrived)
         from_store = min(num_ready, remote.ask_from) * size
         request.num_cached_tokens = max(request.num_cached_tokens, min(from_store, request.num_prompt_tokens))
         self.blocks.name_computed(request)

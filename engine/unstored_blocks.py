@@ -2,10 +2,12 @@
 
     computed -> offered: queued -> in flight -> stored
                          |         '-> failed: forgotten here, offered again by the next request that uses it
+                         |-> evicted to host memory before its turn: below -> brought up again: queued
                          '-> evicted before its turn: dropped
 
 A queued block is not held: it can be evicted, so the queue costs no room and is never longer than the cache. What is
-queued longest is written first, in runs of neighbouring blocks, since stores keep neighbours together.
+queued longest is written first, in runs of neighbouring blocks, since stores keep neighbours together. Connectors read
+the device's cache alone, which is why blocks in host memory have to come up first.
 """
 
 from __future__ import annotations
@@ -17,34 +19,50 @@ from collections.abc import Iterable
 class UnstoredBlocks:
     def __init__(self) -> None:
         self._queued: OrderedDict[bytes, int] = OrderedDict()  # name: index in its request's block table
+        self._below: OrderedDict[bytes, int] = OrderedDict()  # the same, of which only host memory has a copy
         self._in_flight: set[bytes] = set()
         self._stored: set[bytes] = set()  # of the blocks that are here
         self.num_dropped = 0  # evicted before their turn, or failed
 
     def __len__(self) -> int:
-        """Blocks that are queued or in flight."""
-        return len(self._queued) + len(self._in_flight)
+        """Blocks that still have to be written."""
+        return len(self._queued) + len(self._below) + len(self._in_flight)
 
     def offer(self, name: bytes, index: int) -> None:
+        """The block is on the device."""
         if name not in self._stored and name not in self._in_flight:
             self._queued.setdefault(name, index)
 
     def next_run(self, group_blocks: int) -> list[tuple[bytes, int]]:
         """Names and indexes of the next run; in flight from here on. It ends before a multiple of `group_blocks`."""
-        run: list[tuple[bytes, int]] = []
-        while self._queued:
-            name, index = next(iter(self._queued.items()))
-            if run and (index != run[-1][1] + 1 or index % group_blocks == 0):
-                break
+        run = _run(self._queued, group_blocks)
+        for name, _ in run:
             del self._queued[name]
-            run.append((name, index))
-        self._in_flight.update(name for name, _ in run)
+            self._in_flight.add(name)
         return run
 
     def mark_stored(self, names: Iterable[bytes]) -> None:
         for name in names:
             self._queued.pop(name, None)
+            self._below.pop(name, None)
             self._stored.add(name)
+
+    def demote(self, name: bytes) -> None:
+        """The block is in host memory only."""
+        if (index := self._queued.pop(name, None)) is not None:
+            self._below[name] = index
+
+    def promote(self, name: bytes) -> None:
+        """The block is on the device again."""
+        if (index := self._below.pop(name, None)) is not None:
+            self._queued[name] = index
+
+    def next_below(self, group_blocks: int, limit: int) -> list[bytes]:
+        """A run of at most `limit` blocks that only host memory has, to be promoted. None while others are queued."""
+        if self._queued:
+            return []
+        run = _run(self._below, group_blocks, step=-1)[:limit]  # the device evicts a prompt's last block first
+        return [name for name, _ in reversed(run)]
 
     def end(self, name: bytes, *, is_stored: bool) -> None:
         """The write of a block has ended."""
@@ -54,14 +72,29 @@ class UnstoredBlocks:
     def forget(self, name: bytes) -> None:
         """The block is gone from here."""
         self._stored.discard(name)
-        if self._queued.pop(name, None) is not None:
+        if self._queued.pop(name, None) is not None or self._below.pop(name, None) is not None:
             self.num_dropped += 1
 
     def clear(self) -> None:
-        self.num_dropped += len(self._queued)
+        self.num_dropped += len(self._queued) + len(self._below)
         self._queued.clear()
+        self._below.clear()
         self._stored.clear()
 
     def names(self) -> set[bytes]:
         """Blocks that have to be here for what is said about them; those in flight are held by their transfer."""
-        return self._queued.keys() | self._stored
+        return self._queued.keys() | self._below.keys() | self._stored
+
+    def queued_names(self) -> set[bytes]:
+        """Blocks that have to be on the device."""
+        return set(self._queued)
+
+
+def _run(blocks: OrderedDict[bytes, int], group_blocks: int, step: int = 1) -> list[tuple[bytes, int]]:
+    """The first of `blocks`, and those behind it whose indexes go on from it in the same group."""
+    run: list[tuple[bytes, int]] = []
+    for name, index in blocks.items():
+        if run and (index != run[-1][1] + step or index // group_blocks != run[0][1] // group_blocks):
+            break
+        run.append((name, index))
+    return run

@@ -147,7 +147,7 @@ def stages(results: Results, repeats: int) -> None:
     )
 
     def own() -> None:
-        blocks.allocate(request, num_tokens, [])
+        blocks.allocate(request, num_tokens)
         blocks.hold(request.block_ids)
         for block_id in request.block_ids:
             blocks.unhold(block_id)

@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from common.block_hash import block_hashes, extra_keys, root_hash
 from common.types import SamplingParams
 from engine.batch import BlockCopy
-from engine.block_manager import BlockManager
+from engine.block_manager import BlockManager, CacheCounts, HostCopy, HostCopyKind
 from engine.request import Request
 
 ROOT = root_hash("test")
@@ -34,8 +34,7 @@ def manager(num_blocks: int = 8, **options: object) -> BlockManager:
 def computed(blocks: BlockManager, token_ids: list[int], **fields: str) -> Request:
     """A request whose KV is all computed."""
     request = make_request(token_ids, **fields)
-    prefix = blocks.find_prefix(request)
-    assert blocks.allocate(request, len(token_ids), prefix)
+    assert blocks.allocate(request, len(token_ids), blocks.find_prefix(request))
     request.num_computed_tokens = len(token_ids)
     blocks.name_computed(request)
     return request
@@ -84,8 +83,8 @@ def test_the_tail_name_does_not_depend_on_the_answer() -> None:
 def test_one_token_is_always_left_to_compute() -> None:
     blocks = manager()
     blocks.free(computed(blocks, list(range(8))))
-    assert len(blocks.find_prefix(make_request(list(range(8))))) == 1
-    assert len(blocks.find_prefix(make_request(list(range(9))))) == 2
+    assert blocks.find_prefix(make_request(list(range(8)))) == 1
+    assert blocks.find_prefix(make_request(list(range(9)))) == 2
 
 
 def test_least_recently_freed_goes_first_and_the_tail_before_the_root() -> None:
@@ -113,9 +112,8 @@ def test_allocation_counts_cached_blocks_of_its_own_prefix_once() -> None:
     blocks = manager(num_blocks=2)
     blocks.free(computed(blocks, list(range(8))))
     request = make_request(list(range(12)))
-    prefix = blocks.find_prefix(request)
-    assert len(prefix) == 2
-    assert not blocks.allocate(request, 12, prefix)
+    assert blocks.find_prefix(request) == 2
+    assert not blocks.allocate(request, 12, 2)
     assert blocks.num_cached_blocks == 2
 
 
@@ -126,7 +124,10 @@ def test_of_equal_blocks_the_first_keeps_the_name() -> None:
     blocks.allocate(second, 4)
     second.num_computed_tokens = 4
     blocks.name_computed(second)
-    assert blocks.find_prefix(make_request(list(range(5)))) == first.block_ids
+    third = make_request(list(range(5)))
+    assert blocks.allocate(third, 4, blocks.find_prefix(third))
+    assert third.block_ids == first.block_ids
+    blocks.free(third)
     blocks.free(second)
     assert blocks.num_empty_blocks == 7
     blocks.free(first)
@@ -158,26 +159,28 @@ def test_swap_out_and_in() -> None:
     blocks = manager(num_blocks=3, num_host_blocks=3)
     request = computed(blocks, list(range(9)))
     device = list(request.block_ids)
-    outs = blocks.swap_out(request)
-    assert outs is not None
-    assert [swap.device_block for swap in outs] == device
+    assert blocks.swap_out(request)
+    outs = blocks.take_copies()
+    assert [(copy.kind, copy.device_block) for copy in outs] == [(HostCopyKind.SWAP_OUT, block) for block in device]
     assert blocks.num_available_blocks == 3
     assert blocks.check_integrity([request]) == []
     other = make_request([7] * 4)
     assert blocks.allocate(other, 4)
-    assert blocks.swap_in(request) is None
+    assert not blocks.swap_in(request)
     blocks.free(other)
-    ins = blocks.swap_in(request)
-    assert ins is not None
-    assert [swap.host_block for swap in ins] == [swap.host_block for swap in outs]
+    assert blocks.swap_in(request)
+    ins = blocks.take_copies()
+    assert [copy.kind for copy in ins] == [HostCopyKind.SWAP_IN] * 3
+    assert [copy.host_block for copy in ins] == [copy.host_block for copy in outs]
     assert blocks.check_integrity([request]) == []
 
 
 def test_a_full_host_refuses_a_swap() -> None:
     blocks = manager(num_host_blocks=1)
     request = computed(blocks, list(range(9)))
-    assert blocks.swap_out(request) is None
+    assert not blocks.swap_out(request)
     assert len(request.block_ids) == 3
+    assert blocks.take_copies() == []
 
 
 def test_reset_forgets_names_and_keeps_owners() -> None:
@@ -186,7 +189,7 @@ def test_reset_forgets_names_and_keeps_owners() -> None:
     user = computed(blocks, [5] * 8)
     blocks.reset_prefix_cache()
     assert blocks.num_cached_blocks == 0
-    assert blocks.find_prefix(make_request([5] * 9)) == []
+    assert blocks.find_prefix(make_request([5] * 9)) == 0
     assert blocks.check_integrity([user]) == []
     blocks.free(user)
     assert blocks.num_empty_blocks == 8
@@ -215,26 +218,148 @@ def test_integrity_names_a_leak_and_a_double_free() -> None:
     assert any("free lists" in problem for problem in blocks.check_integrity([]))
 
 
+def kinds(copies: list[HostCopy]) -> list[str]:
+    return [copy.kind.value for copy in copies]
+
+
+def test_what_is_evicted_goes_to_host_memory_and_comes_back() -> None:
+    blocks = manager(num_blocks=3, num_host_blocks=4, keep_evicted=True)
+    blocks.free(computed(blocks, list(range(9))))
+    other = make_request([7] * 8)
+    assert blocks.allocate(other, 8)  # one empty block, and the tail's
+    (down,) = blocks.take_copies()
+    assert (down.kind, down.device_block) == (HostCopyKind.DEMOTE, 1)
+    blocks.free(other)
+    back = make_request(list(range(9)))
+    assert blocks.find_prefix(back) == 2
+    assert blocks.allocate(back, 9, 2)
+    (up,) = blocks.take_copies()
+    assert (up.kind, up.host_block) == (HostCopyKind.PROMOTE, down.host_block)
+    assert back.block_ids[:2] == [0, up.device_block]
+    assert blocks.check_integrity([back]) == []
+
+
+def test_what_host_memory_holds_already_is_not_copied_down_again() -> None:
+    blocks = manager(num_blocks=2, num_host_blocks=4, keep_evicted=True)
+    blocks.free(computed(blocks, list(range(8))))
+    for _ in range(3):
+        blocks.free(computed(blocks, [7] * 8))
+        blocks.free(computed(blocks, list(range(8))))
+    copies = kinds(blocks.take_copies())
+    assert copies.count("demote") == 4  # each block once
+    assert copies.count("promote") == 5  # the first time, and each prompt's last block, is computed
+
+
+def test_a_prefix_may_alternate_between_tiers() -> None:
+    blocks = manager(num_blocks=4, num_host_blocks=8, keep_evicted=True)
+    blocks.free(computed(blocks, list(range(16))))
+    blocks.free(computed(blocks, [7] * 12))  # leaves the first block on the device
+    blocks.take_copies()
+    request = make_request([*range(16), 1])
+    assert blocks.find_prefix(request) == 4
+    assert not blocks.allocate(request, 17, 4)  # five blocks are more than there are
+    request = make_request(list(range(16)))
+    assert blocks.allocate(request, 16, blocks.find_prefix(request))
+    assert kinds(blocks.take_copies()).count("promote") == 2
+    assert blocks.check_integrity([request]) == []
+
+
+def test_swapped_requests_displace_what_host_memory_caches() -> None:
+    blocks = manager(num_blocks=4, num_host_blocks=2, keep_evicted=True)
+    blocks.free(computed(blocks, list(range(8))))
+    request = computed(blocks, [7] * 16)
+    assert len(blocks.host.names()) == 2
+    blocks.free(request)
+    swapped = computed(blocks, [5] * 8)
+    assert blocks.swap_out(swapped)
+    assert len(blocks.host.names()) == 0
+    blocks.free(computed(blocks, [6] * 16))  # evicts, with no room below
+    assert blocks.check_integrity([swapped]) == []
+    assert blocks.swap_in(swapped)
+    assert blocks.check_integrity([swapped]) == []
+
+
+def test_what_the_store_lacks_comes_up_from_host_memory_to_be_written() -> None:
+    blocks = manager(num_blocks=4, num_host_blocks=8, keep_evicted=True, has_store=True)
+    assert blocks.unstored is not None
+    request = computed(blocks, list(range(16)))
+    blocks.offer(request)
+    blocks.free(request)
+    other = computed(blocks, [7] * 16)
+    assert len(blocks.unstored) == 4
+    assert blocks.next_unstored(8) == []
+    blocks.free(other)
+    blocks.take_copies()
+    written = []
+    for _ in range(2):
+        blocks.bring_up_unstored(8)
+        assert kinds(blocks.take_copies()).count("promote") == 2
+        run = blocks.next_unstored(8)
+        written += [block.index for block in run]
+        for block in run:
+            blocks.end_write(block.block_hash, is_stored=True, is_new=True)
+        assert blocks.check_integrity([]) == []
+    assert written == [2, 3, 0, 1]  # in groups, in the order in which they left the device
+    assert len(blocks.unstored) == 0
+    blocks.offer(computed(blocks, list(range(16))))
+    assert len(blocks.unstored) == 0  # known to be there
+    assert blocks.take_counts().stored == 4
+
+
+def test_gone_from_all_tiers_before_its_turn_is_counted() -> None:
+    blocks = manager(num_blocks=4, num_host_blocks=1, keep_evicted=True, has_store=True)
+    request = computed(blocks, list(range(16)))
+    blocks.offer(request)
+    blocks.free(request)
+    blocks.free(computed(blocks, [7] * 16))
+    assert blocks.check_integrity([]) == []
+    counts = blocks.take_counts()
+    assert (counts.dropped, counts.demoted) == (3, 4)
+    assert blocks.take_counts() == CacheCounts()
+
+
 class Lifecycle(RuleBasedStateMachine):
-    """Any order of operations keeps every block accounted for."""
+    """Any order of operations keeps every block accounted for, and every byte where its name says.
+
+    A block's bytes are played by the tokens up to its end, on the device and in host memory.
+    """
 
     live = Bundle("live")
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = BlockManager(12, 4, ROOT, num_host_blocks=6)
+        self.blocks = BlockManager(12, 4, ROOT, num_host_blocks=6, keep_evicted=True, has_store=True)
+        self.device: list[object] = [None] * 12
+        self.in_host: list[object] = [None] * 6
         self.requests: dict[str, Request] = {}
         self.held: list[int] = []
+        self.writing: list[tuple[int, bytes]] = []
         self.number = 0
+
+    def carry_out(self) -> None:
+        for copy in self.blocks.take_copies():
+            if copy.to_host:
+                self.in_host[copy.host_block] = self.device[copy.device_block]
+            else:
+                self.device[copy.device_block] = self.in_host[copy.host_block]
+
+    def compute(self, request: Request) -> None:
+        """All that is missing."""
+        self.carry_out()
+        for index in range(request.num_computed_tokens // 4, len(request.block_ids)):
+            if (end := min(index * 4 + 4, request.num_tokens)) > request.num_computed_tokens:
+                self.device[request.block_ids[index]] = tuple(request.token_ids[:end])
+        request.num_computed_tokens = request.num_tokens
+        self.blocks.name_computed(request)
 
     @rule(target=live, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=30))
     def allocate(self, tokens: list[int]) -> str:
         self.number += 1
         request = make_request(tokens, str(self.number))
-        prefix = self.blocks.find_prefix(request)
-        if self.blocks.allocate(request, len(tokens), prefix):
-            request.num_computed_tokens = len(tokens)
-            self.blocks.name_computed(request)
+        num_found = self.blocks.find_prefix(request)
+        if self.blocks.allocate(request, len(tokens), num_found):
+            request.num_computed_tokens = num_found * 4
+            self.compute(request)
         self.requests[request.request_id] = request
         return request.request_id
 
@@ -242,9 +367,13 @@ class Lifecycle(RuleBasedStateMachine):
     def append(self, name: str, num_more: int) -> None:
         request = self.requests[name]
         if request.block_ids and self.blocks.append(request, request.num_tokens + num_more):
+            index = (request.num_tokens - 1) // 4
+            if request.num_tokens % 4:
+                if self.blocks.num_available_blocks == 0:
+                    return  # no room to write safely
+                self.write_into(request, index)
             request.token_ids += [2] * num_more
-            request.num_computed_tokens = request.num_tokens
-            self.blocks.name_computed(request)
+            self.compute(request)
 
     @rule(target=live, name=live)
     def fork(self, name: str) -> str:
@@ -259,7 +388,13 @@ class Lifecycle(RuleBasedStateMachine):
     def write(self, name: str) -> None:
         request = self.requests[name]
         if request.block_ids and self.blocks.num_available_blocks:
-            self.blocks.copy_on_write(request, len(request.block_ids) - 1)
+            self.write_into(request, len(request.block_ids) - 1)
+
+    def write_into(self, request: Request, index: int) -> None:
+        copy = self.blocks.copy_on_write(request, index)
+        self.carry_out()
+        if copy is not None:
+            self.device[copy.target] = self.device[copy.source]
 
     @rule(name=live)
     def swap(self, name: str) -> None:
@@ -268,6 +403,27 @@ class Lifecycle(RuleBasedStateMachine):
             self.blocks.swap_in(request)
         elif request.block_ids:
             self.blocks.swap_out(request)
+
+    @rule(name=live)
+    def offer(self, name: str) -> None:
+        if self.requests[name].block_ids:
+            self.blocks.offer(self.requests[name])
+
+    @rule()
+    def store(self) -> None:
+        if not self.writing:
+            self.blocks.bring_up_unstored(8)
+            self.carry_out()
+            run = self.blocks.next_unstored(8)
+            self.blocks.hold(block.block_id for block in run)
+            self.writing = [(block.block_id, block.block_hash) for block in run]
+
+    @rule(is_stored=st.booleans())
+    def stored(self, is_stored: bool) -> None:
+        if self.writing:
+            block_id, name = self.writing.pop()
+            self.blocks.unhold(block_id)
+            self.blocks.end_write(name, is_stored=is_stored, is_new=True)
 
     @rule(name=live)
     def hold(self, name: str) -> None:
@@ -290,15 +446,30 @@ class Lifecycle(RuleBasedStateMachine):
 
     @invariant()
     def accounted(self) -> None:
+        self.carry_out()
         assert self.blocks.check_integrity(self.requests.values()) == []
+
+    @invariant()
+    def bytes_are_right(self) -> None:
+        for request in self.requests.values():
+            for memory, block_ids in ((self.device, request.block_ids), (self.in_host, request.host_block_ids)):
+                for index, block_id in enumerate(block_ids):
+                    if (end := min(index * 4 + 4, request.num_computed_tokens)) > index * 4:
+                        assert memory[block_id] == tuple(request.token_ids[:end])
+        for names, memory in ((self.blocks._by_hash, self.device), (self.blocks.host._cached, self.in_host)):
+            for name, block_id in names.items():
+                assert block_hashes(ROOT, memory[block_id], 4)[-1] == name  # type: ignore[call-overload]
 
     def teardown(self) -> None:
         for request in self.requests.values():
             self.blocks.free(request)
         while self.held:
             self.blocks.unhold(self.held.pop())
+        for block_id, _ in self.writing:
+            self.blocks.unhold(block_id)
         assert self.blocks.num_available_blocks == 12
+        assert self.blocks.host.num_available_blocks == 6
 
 
 TestLifecycle = Lifecycle.TestCase
-TestLifecycle.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLifecycle.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

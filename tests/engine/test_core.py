@@ -87,6 +87,7 @@ def test_preempted_requests_give_the_reference_answer(mode: str) -> None:
     chunk_size=st.integers(1, 16),
     budget=st.integers(4, 32),
     mode=st.sampled_from(["recompute", "swap"]),
+    host_cache_gb=st.sampled_from([0.0, 3e-7]),  # none, or ten blocks
     released=st.sets(st.integers(0, 7), max_size=3),
     when=st.integers(0, 12),
 )
@@ -96,6 +97,7 @@ def test_any_mixture_gives_the_reference_answers(
     chunk_size: int,
     budget: int,
     mode: str,
+    host_cache_gb: float,
     released: set[int],
     when: int,
 ) -> None:
@@ -106,6 +108,7 @@ def test_any_mixture_gives_the_reference_answers(
         max_num_seqs=4,
         preemption_mode=mode,
         swap_space_gb=1e-6,
+        host_cache_gb=host_cache_gb,
     )
     for number, (prompt, max_tokens) in enumerate(requests):
         add(core, str(number), prompt, max_tokens)

@@ -7,6 +7,7 @@ to be read in the diff.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,13 @@ class Script:
 
     def do_engine(self, **options: str) -> None:
         size = int(options.get("block_size", 4))
-        blocks = BlockManager(int(options["num_blocks"]), size, root_hash("trace"), num_host_blocks=32)
+        blocks = BlockManager(
+            int(options["num_blocks"]),
+            size,
+            root_hash("trace"),
+            num_host_blocks=int(options.get("num_host_blocks", 32)),
+            keep_evicted="num_host_blocks" in options,
+        )
         config = SchedulerConfig(
             max_num_seqs=int(options.get("max_num_seqs", 8)),
             max_num_batched_tokens=int(options.get("budget", 64)),
@@ -99,10 +106,7 @@ class Script:
     def describe(self, output: SchedulerOutput) -> str:
         parts = [f"{request.request_id}+{num_new}" for request, num_new in output.num_tokens.items()]
         parts += [f"preempt {request.request_id}" for request in output.preempted]
-        if output.swap_outs:
-            parts.append(f"swap out {len(output.swap_outs)}")
-        if output.swap_ins:
-            parts.append(f"swap in {len(output.swap_ins)}")
+        parts += [f"{kind} {count}" for kind, count in Counter(copy.kind for copy in output.host_copies).items()]
         for request in output.remote_needed:
             assert request.remote is not None
             parts.append(f"ask prefill for {request.request_id} from block {request.remote.ask_from}")

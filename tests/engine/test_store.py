@@ -10,14 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prometheus_client import Counter
 
+from common import metrics
+from common.block_hash import block_hashes, extra_keys, root_hash
 from common.types import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
 from kv_store.base import ConnectorConfig, LocalBlock, Lookup
 from kv_store.memory import MemoryConnector
 from kv_store.shared_storage import SharedStorageConnector
-from tests.engine.fakes import FakeRunner, add, assert_idle, make_core, reference, tokens_of
+from tests.engine.fakes import SPEC, FakeRunner, add, assert_idle, make_core, reference, tokens_of
 
 PROMPT = list(range(30))  # seven full blocks and a tail of two tokens
 
@@ -255,6 +261,91 @@ def test_a_store_that_takes_nothing_disturbs_nobody(tmp_path: Path, caplog: pyte
         assert core.blocks.unstored.num_dropped >= 10  # the prompt's are offered a second time
         assert_idle(core)
     assert "the store does not take computed KV" in caplog.text
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    turns=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 25), st.integers(1, 9)), min_size=3, max_size=12),
+    num_blocks=st.integers(20, 26),  # of one conversation at its longest: 19
+    host_cache_gb=st.sampled_from([0.0, 2e-7, 1e-6]),  # none, 6 or 33 blocks
+    swaps=st.booleans(),
+)
+def test_all_tiers_together_give_the_reference_answers(
+    tmp_path: Path, turns: list[tuple[int, int, int]], num_blocks: int, host_cache_gb: float, swaps: bool
+) -> None:
+    """Conversations that go on and on, in a cache that holds one of them."""
+    options = {
+        "num_blocks": num_blocks,
+        "host_cache_gb": host_cache_gb,
+        "preemption_mode": "swap" if swaps else "recompute",
+        "swap_space_gb": 3e-7,
+        "chunk_size": 7,
+    }
+    history: dict[int, list[int]] = {}
+    for life in range(2):  # the second finds what the first has stored
+        with engine(tmp_path, **options) as (core, _):
+            for start in range(0, len(turns), 2):
+                wanted = {}
+                for number, (talk, num_new, num_tokens) in enumerate(turns[start : start + 2]):
+                    prompt = [*history.get(talk, [talk])[:40], *range(num_new)]
+                    wanted[f"{life}.{start}.{number}"] = reference(prompt, num_tokens)
+                    history[talk] = [*prompt, *wanted[f"{life}.{start}.{number}"]]
+                    add(core, f"{life}.{start}.{number}", prompt, num_tokens)
+                assert tokens_of(run(core)) == wanted
+            assert_idle(core)
+            assert core.load.num_unstored_blocks == 0
+
+
+def test_hits_are_counted_by_tier(tmp_path: Path) -> None:
+    serve(tmp_path, PROMPT, 2)
+    before = {tier: count(metrics.worker_kv_cache_hits, tier) for tier in ("device", "host", "store")}
+    before |= {move: count(metrics.worker_kv_tier_moves, move) for move in ("demoted", "promoted", "stored", "dropped")}
+    with engine(tmp_path, num_blocks=16, host_cache_gb=1e-6) as (core, _):
+        prompts = [PROMPT, [50] * 40, PROMPT, PROMPT]  # from the store; evicts it; from host memory; from the device
+        for number, prompt in enumerate(prompts):
+            add(core, str(number), prompt, 2)
+            events = run(core)
+            assert tokens_of(events)[str(number)] == reference(prompt, 2)
+            cached = [event.num_cached_tokens for event in events if isinstance(event, m.TokensGenerated)]
+            assert cached[0] == (0 if number == 1 else 28)
+        core.step()
+    device, host, store = (
+        count(metrics.worker_kv_cache_hits, tier) - before[tier] for tier in ("device", "host", "store")
+    )
+    demoted, promoted, stored, dropped = (
+        count(metrics.worker_kv_tier_moves, move) - before[move]
+        for move in ("demoted", "promoted", "stored", "dropped")
+    )
+    assert store == 7
+    assert host + device == 14
+    assert host == promoted > 0
+    assert demoted >= promoted
+    assert (stored, dropped) == (10, 0)  # of the second prompt
+
+
+def count(counter: Counter, label: str) -> float:
+    return counter.labels(label)._value.get()
+
+
+def test_another_model_layout_or_adapter_finds_nothing(tmp_path: Path) -> None:
+    fill(tmp_path, PROMPT)
+    specs = [
+        replace(SPEC, model_id="another"),
+        replace(SPEC, dtype="bfloat16"),
+        replace(SPEC, block_size=8),
+        replace(SPEC, num_layers=2),
+    ]
+    for spec in [SPEC, *specs]:
+        store = SharedStorageConnector(ConnectorConfig(kv_dir=str(tmp_path), epoch="e", worker_id="w"))
+        store.register_kv_cache(torch.zeros((4, *spec.block_shape), dtype=getattr(torch, spec.dtype)), spec, int)
+        names = block_hashes(root_hash(spec.fingerprint()), PROMPT, spec.block_size)
+        adapted = block_hashes(root_hash(spec.fingerprint()), PROMPT, spec.block_size, extra_keys(lora_id="a"))
+        assert store.lookup(names) == (7 if spec is SPEC else 0)
+        assert store.lookup(adapted) == 0
+        # Even a name of the other kind finds nothing: what is stored says whose it is.
+        own = block_hashes(root_hash(SPEC.fingerprint()), PROMPT, SPEC.block_size)
+        assert store.lookup(own) == (7 if spec is SPEC else 0)
+        store.close()
 
 
 def test_a_store_beside_another_connector(tmp_path: Path) -> None:
