@@ -338,4 +338,7 @@ class Registry:
         )
         self.model = ServedModel(limits, info.fingerprint, frozenset(info.eos_token_ids), tokenizer)
         log.info("serving a model", extra={"model": info.model, "max_model_len": info.max_model_len})
+        for other in self._workers.values():  # those that were ready before
+            if reason := self._excluded(other):
+                log.warning("worker excluded", extra={"address": other.address, "reason": reason})
         self._tell()

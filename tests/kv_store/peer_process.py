@@ -1,7 +1,8 @@
 """A NIXL worker in a process of its own, for tests that kill, stop and restart it.
 
-python -m tests.kv_store.peer_process serve NUM_BLOCKS EPOCH       publishes every block, answers each line with "pong"
-python -m tests.kv_store.peer_process read PEER                    reads all blocks of PEER (hex), again and again
+python -m tests.kv_store.peer_process serve NUM_BLOCKS EPOCH [DEVICE STAGING]
+                                                      publishes every block, answers each line with "pong"
+python -m tests.kv_store.peer_process read PEER       reads all blocks of PEER (hex), again and again
 """
 
 from __future__ import annotations
@@ -34,10 +35,29 @@ class Published(msgspec.Struct):
 
 
 def make_worker(
-    name: str, num_blocks: int, *, epoch: str = "e1", seed: int = 1, timeout_s: float = 60.0, checksums: bool = False
+    name: str,
+    num_blocks: int,
+    *,
+    epoch: str = "e1",
+    seed: int = 1,
+    timeout_s: float = 60.0,
+    checksums: bool = False,
+    device: str = "cpu",
+    staging: str = "auto",
 ) -> Worker:
-    config = ConnectorConfig(worker_id=name, epoch=epoch, transfer_timeout_s=timeout_s, verify_checksums=checksums)
-    return Worker(NixlConnector(config), num_blocks, BIG_SPEC, seed)
+    config = ConnectorConfig(
+        worker_id=name,
+        epoch=epoch,
+        transfer_timeout_s=timeout_s,
+        verify_checksums=checksums,
+        nixl_staging=staging,
+    )
+    return Worker(NixlConnector(config), num_blocks, BIG_SPEC, seed, device)
+
+
+def seed_of(epoch: str) -> int:
+    """Of what a serving process has in its cache."""
+    return len(epoch) + ord(epoch[-1])
 
 
 class PeerProcess:
@@ -81,7 +101,10 @@ class PeerProcess:
 def main(mode: str, *arguments: str) -> None:
     if mode == "serve":
         num_blocks, epoch = int(arguments[0]), arguments[1]
-        worker = make_worker("peer", num_blocks, epoch=epoch, seed=len(epoch) + ord(epoch[-1]), checksums=True)
+        device, staging = arguments[2:] or ("cpu", "auto")
+        worker = make_worker(
+            "peer", num_blocks, epoch=epoch, seed=seed_of(epoch), checksums=True, device=device, staging=staging
+        )
         refs = worker.published({block_id: name_of(block_id) for block_id in range(num_blocks)})
         print(msgspec.msgpack.encode(Published(worker.connector.describe(), refs)).hex(), flush=True)
         for _ in sys.stdin:
