@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from common import metrics
 from common.errors import IncompatibleError, InvalidArgumentError
 from engine import messages as m
 from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc
@@ -93,6 +94,10 @@ async def _relay(stream: EngineStream, context: Context, begin: float) -> None:
                 await context.write(_blocks_ready(event))
             case m.TokensGenerated():
                 await context.write(_first_token(event, time.monotonic() - begin))
+            case m.BlocksFetched():  # the prompt's beginning was in the store; nobody was promised these blocks
+                metrics.worker_kv_blocks_moved.inc(len(event.indexes))
+                metrics.worker_kv_blocks_lost.inc(len(event.failed_indexes))
+                metrics.worker_kv_bytes_moved.inc(event.num_bytes)
             case m.RequestFailed():
                 raise error_from(event)
             case _:

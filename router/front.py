@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import time
 import uuid
@@ -38,6 +39,8 @@ from router.registry import Registry, ServedModel
 from router.stop_strings import StopStrings
 
 log = logging.getLogger(__name__)
+
+DEADLINE_SLACK_S = 0.05  # clocks of gRPC and of this process may differ by so much
 
 
 @dataclass(slots=True, frozen=True)
@@ -111,6 +114,16 @@ class Output:
     report: Report | None = None
 
 
+@dataclass(slots=True)
+class Ending:
+    """How a client's request ended, as it is counted."""
+
+    outcome: str = "ok"
+
+    def failed(self, error: BatonError) -> None:
+        self.outcome = error.grpc_code.lower()
+
+
 class Front:
     """Shared by both interfaces of a router."""
 
@@ -164,30 +177,35 @@ class Front:
         await self._idle.wait()
 
     @contextlib.contextmanager
-    def running(self, interface: str) -> Iterator[None]:
-        """Around all work for one client request, so that draining waits for it; counts how it ended."""
+    def running(self, interface: str, timeout_s: float | None = None) -> Iterator[Ending]:
+        """Around all work for one client request, so that draining waits for it; counts how it ended.
+
+        gRPC cancels a handler whose client's deadline passes. With `timeout_s`, what that client has left, it counts as
+        what it is.
+        """
+        late_at = math.inf if timeout_s is None else time.monotonic() + timeout_s - DEADLINE_SLACK_S
         self._num_running += 1
         self.demand.num_running += 1
         self.demand.arrived()
         self._idle.clear()
         metrics.router_requests_running.set(self._num_running)
-        outcome = "ok"
+        ending = Ending()
         try:
-            yield
+            yield ending
         except BatonError as error:
-            outcome = error.grpc_code.lower()
+            ending.failed(error)
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            outcome = "cancelled"
+            ending.outcome = "deadline_exceeded" if time.monotonic() >= late_at else "cancelled"
             raise
         except Exception:
-            outcome = "internal"
+            ending.outcome = "internal"
             raise
         finally:
             self._num_running -= 1
             self.demand.num_running -= 1
             metrics.router_requests_running.set(self._num_running)
-            metrics.router_requests.labels(interface, outcome).inc()
+            metrics.router_requests.labels(interface, ending.outcome).inc()
             if self._num_running == 0:
                 self._idle.set()
 
@@ -255,8 +273,21 @@ class Front:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         """Closing the iterator, or cancelling its task, ends the request on every worker."""
-        params = request.sampling_params
         report = DispatchReport()
+        try:
+            async with aclosing(self._generate(request, report)) as outputs:
+                async for output in outputs:
+                    yield output
+        except BatonError as error:
+            _log_unfinished("failed", request, report, f"{error.grpc_code}: {error.message}")
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            is_late = time.monotonic() >= request.deadline - DEADLINE_SLACK_S  # gRPC tells a deadline like a cancel
+            _log_unfinished("cancelled", request, report, "its deadline has passed" if is_late else "by its client")
+            raise
+
+    async def _generate(self, request: GenerationRequest, report: DispatchReport) -> AsyncGenerator[Output, None]:
+        params = request.sampling_params
         self.demand.prompt(len(request.prompt_token_ids))
         detokenizer = Detokenizer(request.model.tokenizer, request.prompt_token_ids)
         stops = StopStrings(params.stop)
@@ -307,6 +338,16 @@ def new_request_id() -> str:
 def _stop_reason(new: NewTokens, request: GenerationRequest) -> int | None:
     """A token that the client asked to stop at; the model's own end needs no mention."""
     return new.stop_token_id if new.stop_token_id in request.sampling_params.stop_token_ids else None
+
+
+def _log_unfinished(how: str, request: GenerationRequest, report: DispatchReport, reason: str) -> None:
+    extra = {
+        "request_id": request.request_id,
+        "reason": reason,
+        "decode_worker": report.decode_worker,
+        "output_tokens": report.num_output_tokens,
+    }
+    log.info(how, extra=extra)
 
 
 def _last(

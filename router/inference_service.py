@@ -33,7 +33,7 @@ class InferenceService:
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         arrived_at = time.monotonic()
-        with self._front.running("grpc"):
+        with self._front.running("grpc", context.time_remaining()):
             model = await self._front.serving()
             check_model(request.model, model.limits)
             prompt = await self._prompt(model, request)
@@ -45,7 +45,7 @@ class InferenceService:
         self, request: inference_pb2.ChatRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         arrived_at = time.monotonic()
-        with self._front.running("grpc"):
+        with self._front.running("grpc", context.time_remaining()):
             model = await self._front.serving()
             check_model(request.model, model.limits)
             if not request.messages:

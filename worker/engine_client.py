@@ -159,6 +159,9 @@ class EngineClient:
         self._streams[stream.engine_id] = stream
         try:
             yield stream
+        except asyncio.CancelledError:
+            log.info("released before its end: the caller went away", extra={"request_id": request_id})
+            raise
         finally:
             del self._streams[stream.engine_id]
             self.release(stream.engine_id)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from common.errors import BatonError
 from common.types import SampledToken
 from router.front import Front, GenerationRequest, Output, Report
 from router.rest.errors import as_baton, error_body
@@ -51,6 +52,7 @@ class Answer:
         self._wants_usage_chunk = wants_usage_chunk
         self._created = int(time.time())
         self._choices = [_Choice() for _ in requests]
+        self.failure: BatonError | None = None  # what `events` told its reader as an event
 
     async def whole(self) -> JsonObject:
         async with aclosing(_merged(self._front, self._requests)) as outputs:
@@ -89,7 +91,8 @@ class Answer:
         except Exception as error:
             if not started:
                 raise
-            yield _sse(error_body(as_baton(error)))
+            self.failure = as_baton(error)
+            yield _sse(error_body(self.failure))
             return
         if self._wants_usage_chunk:
             reports = self._reports()

@@ -119,7 +119,7 @@ class _Gateway:
         self, body: ChatBody | CompletionBody, prompts: Prompts, request_id: str, arrived_at: float
     ) -> AsyncGenerator[bytes, None]:
         """The answer's bytes: one piece, or server-sent events."""
-        with self._front.running("rest"):
+        with self._front.running("rest") as ending:
             model = await self._front.serving()
             check_model(body.model or "", model.limits)
             body.check()
@@ -158,6 +158,8 @@ class _Gateway:
             async with aclosing(answer.events()) as events:
                 async for event in events:
                     yield event
+            if answer.failure is not None:
+                ending.failed(answer.failure)
 
     async def models(self, _request: Request) -> Response:
         return json_response({"object": "list", "data": [self._model()]})

@@ -14,18 +14,20 @@ from tests.router.tiny_tokenizer import tokenizer_files, vocab_size
 TIE = 1e-5  # float32 logits of one token differ by about 1e-6 between batches
 
 
-def write_tiny_model(folder: Path) -> None:
+def write_tiny_model(
+    folder: Path, *, hidden_size: int = 64, num_layers: int = 4, initializer_range: float = 0.3
+) -> None:
     """A Hugging Face directory. Weights are large, so that the likeliest token wins by far."""
     torch.manual_seed(20)
     config = LlamaConfig(
         vocab_size=vocab_size(),
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=4,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 5 // 2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=4096,
-        initializer_range=0.3,
+        initializer_range=initializer_range,
         eos_token_id=None,
         bos_token_id=None,
     )
@@ -36,7 +38,7 @@ def write_tiny_model(folder: Path) -> None:
 
 @torch.inference_mode()
 def reference_answer(
-    model: LlamaForCausalLM, prompt: list[int], max_tokens: int, *, temperature: float, seed: int
+    model: LlamaForCausalLM, prompt: list[int], max_tokens: int, *, temperature: float, seed: int, tie: float = TIE
 ) -> list[int]:
     """What transformers' logits and Baton's rule of drawing give.
 
@@ -47,7 +49,7 @@ def reference_answer(
     while len(answer) < max_tokens:
         out = model(tokens, past_key_values=past, use_cache=True)
         token, margin = _choose(out.logits[0, -1].double(), temperature, seed, len(answer))
-        if margin < TIE:
+        if margin < tie:
             break
         answer.append(token)
         tokens, past = torch.tensor([[token]]), out.past_key_values

@@ -12,11 +12,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypedDict
+from typing import ClassVar, Protocol, TypedDict
 
 from baton.client import Client
 from baton.report import FleetWorker
@@ -163,40 +163,110 @@ class Stack(Service):
 class Member:
     """One worker of a `Fleet`."""
 
+    name: str  # prefill-0, decode-1, …
     role: str
-    address: str
+    address: str  # as the router and other workers reach it
+    admin: str  # as a test reaches it
+    metrics_port: int
     process: Process
+
+    @property
+    def pids(self) -> set[int]:
+        """Front and engine."""
+        return {self.process.popen.pid} | descendants(self.process.popen.pid)
+
+
+class Hosts(Protocol):
+    """Where the processes of a fleet run; `tests.faults.network.Network` gives each a host of its own."""
+
+    def host(self, name: str) -> str: ...
+    def admin_host(self, name: str) -> str: ...
+    def command(self, name: str, argv: Sequence[str]) -> list[str]: ...
+
+
+class OneHost:
+    """All on this machine's loopback interface."""
+
+    def host(self, name: str) -> str:
+        return "127.0.0.1"
+
+    def admin_host(self, name: str) -> str:
+        return "127.0.0.1"
+
+    def command(self, name: str, argv: Sequence[str]) -> list[str]:
+        return list(argv)
 
 
 class Fleet(Service):
     """Workers and a router that nobody watches over."""
 
-    def __init__(self, folder: Path, *flags: str, prefill: int, decode: int, router_flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        prefill: int,
+        decode: int,
+        router_flags: Sequence[str] = (),
+        hosts: Hosts | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         self.kv_dir = folder / "kv"
-        self.kv_dir.mkdir()
-        self._folder, self._flags = folder, flags
-        roles = ["prefill"] * prefill + ["decode"] * decode
-        addresses = [f"127.0.0.1:{port}" for port in free_ports(len(roles))]
-        self.members = [self._start(role, address) for role, address in zip(roles, addresses, strict=True)]
-        by_role = {role: ",".join(m.address for m in self.members if m.role == role) for role in ("prefill", "decode")}
-        listen = ("--http-listen=127.0.0.1:0", "--grpc-listen=127.0.0.1:0")
-        command = baton(
-            "router", f"--prefill={by_role['prefill']}", f"--decode={by_role['decode']}", *listen, *router_flags
-        )
-        self.router = Process("router", command, folder / "router.log")
+        self.kv_dir.mkdir(exist_ok=True)
+        self._folder, self._flags, self._router_flags = folder, flags, router_flags
+        self._hosts: Hosts = hosts or OneHost()
+        self._environ = {**os.environ, **(environ or {})}
+        names = [f"prefill-{n}" for n in range(prefill)] + [f"decode-{n}" for n in range(decode)]
+        ports = free_ports(2 * len(names) + 2)
+        self._router_ports, ports = (ports[0], ports[1]), ports[2:]
+        self.members = [self._start(name, ports.pop(), ports.pop()) for name in names]
+        self.router = self._start_router("router", *self._router_ports, *self._router_flags)
+        self._more_routers: list[Process] = []
         try:
-            fields = ready_fields(self.router)
-            self.http, self.grpc = fields["http"], fields["grpc"]
+            self._await_router()
             wait_for("every worker is ready", self.all_ready, START_TIMEOUT_S)
         except BaseException:
             print(self.logs())
             self.stop()
             raise
 
-    def _start(self, role: str, address: str) -> Member:
-        flags = [*FLAGS, f"--kv-dir={self.kv_dir}", f"--listen={address}", *self._flags, *self.flags_of(address)]
-        command = baton(role, *flags)
-        return Member(role, address, Process(f"{role} {address}", command, self._folder / f"{role}-{address}.log"))
+    def _start(self, name: str, port: int, metrics_port: int) -> Member:
+        role, _, _ = name.partition("-")
+        address, admin = f"{self._hosts.host(name)}:{port}", f"{self._hosts.admin_host(name)}:{port}"
+        # Reached by two addresses, it has to listen on all.
+        listen = f"--listen={address}" if address == admin else f"--listen=0.0.0.0:{port}"
+        places = (listen, f"--advertise={address}", f"--metrics-port={metrics_port}", f"--kv-dir={self.kv_dir}")
+        command = self._hosts.command(name, baton(role, *FLAGS, *places, *self._flags, *self.flags_of(address)))
+        process = Process(name, command, self._folder / f"{name}.log", self._environ)
+        return Member(name, role, address, admin, metrics_port, process)
+
+    def _start_router(self, name: str, http: int, grpc: int, *flags: str) -> Process:
+        by_role = {role: ",".join(m.address for m in self.members if m.role == role) for role in ("prefill", "decode")}
+        host = "127.0.0.1" if self._hosts.host("router") == self._hosts.admin_host("router") else "0.0.0.0"
+        listen = (f"--http-listen={host}:{http}", f"--grpc-listen={host}:{grpc}")
+        workers = (f"--prefill={by_role['prefill']}", f"--decode={by_role['decode']}")
+        command = self._hosts.command("router", baton("router", *workers, *listen, *flags))
+        return Process(name, command, self._folder / f"{name}.log", self._environ)
+
+    def _await_router(self) -> None:
+        ready_fields(self.router)
+        http, grpc = self._router_ports
+        host = self._hosts.admin_host("router")
+        self.http, self.grpc = f"http://{host}:{http}", f"{host}:{grpc}"
+
+    def restart_router(self) -> None:
+        """Starts the router again, at the same addresses, after it was killed; waits until it serves."""
+        self.router.kill()
+        self.router.log.rename(self.router.log.with_suffix(f".{time.monotonic_ns()}.log"))
+        self.router = self._start_router("router", *self._router_ports, *self._router_flags)
+        self._await_router()
+
+    def another_router(self, name: str, *flags: str) -> str:
+        """Starts one more router, where the first one is; its URL."""
+        http, grpc = free_ports(2)
+        process = self._start_router(name, http, grpc, *flags)
+        self._more_routers.append(process)
+        ready_fields(process)
+        return f"http://{self._hosts.admin_host('router')}:{http}"
 
     def flags_of(self, address: str) -> Sequence[str]:
         """Further flags of one worker."""
@@ -223,7 +293,8 @@ class Fleet(Service):
 
     def restart(self, member: Member) -> None:
         """Starts a worker again at the address of one that was killed."""
-        self.members[self.members.index(member)] = self._start(member.role, member.address)
+        port = int(member.address.rpartition(":")[2])
+        self.members[self.members.index(member)] = self._start(member.name, port, member.metrics_port)
 
     def replace(self, member: Member) -> None:
         """The same, and waits until the router uses it."""
@@ -234,7 +305,7 @@ class Fleet(Service):
         return "\n".join(p.tail(40) for p in [self.router, *(member.process for member in self.members)])
 
     def stop(self) -> None:
-        processes = [self.router, *(member.process for member in self.members)]
+        processes = [*self._more_routers, self.router, *(member.process for member in self.members)]
         for process in processes:
             process.popen.send_signal(signal.SIGTERM)
         for process in processes:

@@ -16,7 +16,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _HOLD = "while :; do sleep 3600 & wait $!; done"  # process 1 of the namespace; a shell reaps orphans while it waits
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -34,7 +34,7 @@ class Process:
                 stderr=subprocess.STDOUT,
                 env=dict(environ) if environ is not None else None,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     @property

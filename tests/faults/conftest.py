@@ -1,0 +1,163 @@
+"""One fleet for each connector: two prefill and two decode workers and a router, each on a host of its own where this
+machine allows it, with a store that can be full."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.faults import network as networks
+from tests.faults import watch
+from tests.faults.client_process import Ask, Told
+from tests.faults.clients import ClientProcess
+from tests.faults.disk import Disk
+from tests.faults.network import Network
+from tests.faults.reference import NUM_TOKENS, Reference
+from tests.faults.scene import CHUNK_SIZE, NUM_CHUNKS, Setting, new_id
+from tests.integration.stack import CALL_TIMEOUT_S, Fleet, OneHost
+
+HOSTS = ["router", "prefill-0", "prefill-1", "decode-0", "decode-1", "client"]
+HASTY_TIMEOUT_S = 8  # --request-timeout of the router that is asked over REST for deadlines
+FLAGS = (
+    f"--chunk-size={CHUNK_SIZE}",
+    "--num-blocks=300",
+    "--transfer-timeout-s=3",
+    "--drain-timeout=1",
+    "--engine-timeout=10",  # longer than any engine is held, see `scene`
+)
+
+
+@dataclass(slots=True)
+class Stage:
+    """A fleet and what can happen to it."""
+
+    connector: str
+    setting: Setting
+    network: Network | None
+    why_no_network: str
+    reference: Reference
+    hasty: str  # URL of a router with a short --request-timeout
+    folder: Path
+    clients: list[ClientProcess] = field(default_factory=list)
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.setting.fleet
+
+    def client(self) -> ClientProcess:
+        """The client; another one where it was killed."""
+        if not self.clients or not self.clients[-1].running:
+            hosts = self.network or OneHost()
+            self.clients.append(ClientProcess(lambda argv: hosts.command("client", argv), self.folder / "client.log"))
+        return self.clients[-1]
+
+    def router(self, url: str = "") -> str:
+        """Where clients reach a router, as they need it: the address of gRPC or, of the one at `url`, of REST."""
+        host = (self.network or OneHost()).host("router")
+        port = (url or self.fleet.grpc).rpartition(":")[2]
+        return f"http://{host}:{port}" if url else f"{host}:{port}"
+
+    def ask(self, name: str, *, max_tokens: int = NUM_TOKENS, timeout_s: float = CALL_TIMEOUT_S, url: str = "") -> Ask:
+        request_id = new_id(name)
+        return Ask(
+            router=self.router(url),
+            request_id=request_id,
+            prompt=self.reference.prompt,
+            max_tokens=max_tokens,
+            cache_salt=request_id,
+            timeout_s=timeout_s,
+        )
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+    def answer(self, name: str) -> Told:
+        """One whole request over gRPC."""
+        client = self.client()
+        client.ask(self.ask(name))
+        return client.outcome()
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Made by a process of its own: neither torch nor its warnings come into this one."""
+    folder = tmp_path_factory.mktemp("model")
+    command = [sys.executable, "-m", "tests.faults.reference", str(folder)]
+    done = subprocess.run(command, check=True, capture_output=True)
+    return msgspec.json.decode(done.stdout, type=Reference)
+
+
+class Stages:
+    """One stage at a time. (A parametrized fixture would be made anew for each cell.)"""
+
+    def __init__(self, reference: Reference, new_folder: Callable[[str], Path]) -> None:
+        self._reference, self._new_folder = reference, new_folder
+        self._open = contextlib.ExitStack()
+        self.stage: Stage | None = None
+
+    def get(self, connector: str) -> Stage:
+        if self.stage is None or self.stage.connector != connector:
+            self.close()
+            self.stage = self._open.enter_context(_opened(connector, self._reference, self._new_folder(connector)))
+        return self.stage
+
+    def close(self) -> None:
+        self.stage = None
+        self._open.close()
+
+
+@pytest.fixture(scope="session")
+def stages(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
+    stages = Stages(reference, tmp_path_factory.mktemp)
+    yield stages
+    stages.close()
+
+
+@contextlib.contextmanager
+def _opened(connector: str, reference: Reference, folder: Path) -> Iterator[Stage]:
+    if connector == "nixl":
+        pytest.importorskip("nixl_cu13")
+    with contextlib.ExitStack() as stack:
+        why = networks.why_not(folder)
+        network = None if why else Network(folder, HOSTS)
+        if network is not None:
+            stack.callback(network.close)
+        disk = Disk(folder / "kv")
+        stack.callback(disk.close)
+        environ = {"UCX_TLS": "tcp"}  # as between machines, whatever else is there between these processes
+        flags = (f"--model={reference.model_dir}", f"--connector={connector}", *FLAGS)
+        fleet = Fleet(folder, *flags, prefill=2, decode=2, hosts=network, environ=environ)
+        stack.callback(fleet.stop)
+        hasty = fleet.another_router("hasty", f"--request-timeout={HASTY_TIMEOUT_S}")
+        setting = Setting(fleet, disk, reference.prompt, 0.0, is_store=connector == "shared_storage")
+        stage = Stage(connector, setting, network, why, reference, hasty, folder)
+        stack.callback(stage.close)
+        stage.setting = replace(setting, chunk_cpu_s=_chunk_cpu_s(stage))
+        yield stage
+
+
+def _chunk_cpu_s(stage: Stage) -> float:
+    """What a chunk costs here, in seconds of processor time."""
+    engines = [watch.engine_pid(member) for member in stage.fleet.members if member.role == "prefill"]
+    before = sum(map(watch.cpu_s, engines))
+    assert stage.answer("calibrate").token_ids == stage.reference.token_ids
+    return (sum(map(watch.cpu_s, engines)) - before) / NUM_CHUNKS
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    stages = getattr(item, "funcargs", {}).get("stages")
+    if report.failed and isinstance(stages, Stages) and stages.stage is not None:
+        report.sections.append(("logs of the fleet", stages.stage.fleet.logs()))
+    return report

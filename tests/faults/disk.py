@@ -1,0 +1,76 @@
+"""A store on a file system of its own, which can be full, and files in it that go bad."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+FILLER = ".filler"
+
+
+class Disk:
+    """A small tmpfs where mounts are allowed, else a plain directory, which is never full."""
+
+    def __init__(self, path: Path, megabytes: int = 256) -> None:
+        self.path = path
+        path.mkdir(exist_ok=True)
+        self.why_not = _mount(path, megabytes)
+        # Unmounts when this process closes the pipe, or ends in whatever way.
+        script = 'cat > /dev/null; umount --lazy "$1"'
+        guard = ["sh", "-c", script, "sh", str(path)]
+        self._guard = None if self.why_not else subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
+
+    def fill(self) -> None:
+        """Takes what is left, to the last byte."""
+        fd = os.open(self.path / FILLER, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            size = 1 << 20
+            while size:
+                try:
+                    os.write(fd, b"\0" * size)
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    size //= 2
+        finally:
+            os.close(fd)
+
+    def empty(self) -> None:
+        """Deletes everything."""
+        for path in self.path.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)  # a worker may write there just now
+            else:
+                path.unlink(missing_ok=True)
+
+    def files(self) -> list[Path]:
+        return [path for path in self.path.rglob("*") if path.is_file() and path.name != FILLER]
+
+    def close(self) -> None:
+        if self._guard is not None:
+            self._guard.communicate()
+
+
+def corrupt(path: Path, how: int) -> None:
+    """In place, as a bad disk would: one byte in the middle is another one, the end is missing, or all is."""
+    size = path.stat().st_size
+    if how % 3 == 0:
+        with path.open("r+b") as file:
+            file.seek(size // 2)
+            (byte,) = file.read(1)
+            file.seek(size // 2)
+            file.write(bytes([byte ^ 0xFF]))
+    else:
+        os.truncate(path, size // 2 if how % 3 == 1 else 0)
+
+
+def _mount(path: Path, megabytes: int) -> str:
+    """Why it could not be mounted; empty where it was."""
+    if os.geteuid() != 0:
+        return "mounting a small file system needs root"
+    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "baton-faults", str(path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    return done.stderr.strip() if done.returncode else ""

@@ -1,0 +1,110 @@
+"""Does the fault of a cell, and undoes it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+
+from tests.faults import watch
+from tests.faults.disk import FILLER, Disk, corrupt
+from tests.faults.matrix import Cell, Fault, Process
+from tests.faults.network import Cut, Network
+from tests.faults.scene import Scene
+from tests.integration.stack import START_TIMEOUT_S, Fleet, Member, alive, wait_for
+
+_FRONTS = {Process.PREFILL_FRONT, Process.DECODE_FRONT}
+_PREFILL = {Process.PREFILL_FRONT, Process.PREFILL_ENGINE}
+_DECODE = {Process.DECODE_FRONT, Process.DECODE_ENGINE}
+
+
+class Harm:
+    """One fault. `victim` is the worker that it strikes, where it strikes one."""
+
+    def __init__(self, cell: Cell, scene: Scene, disk: Disk, network: Network | None, cut: Cut = Cut.BOTH) -> None:
+        self._cell, self._scene, self._disk, self._network, self._cut = cell, scene, disk, network, cut
+        self._stopped: set[int] = set()
+        self._cut_off = ""
+
+    @property
+    def victim(self) -> Member | None:
+        if self._cell.process in _PREFILL:
+            return self._scene.prefill
+        return self._scene.decode if self._cell.process in _DECODE else None
+
+    def do(self) -> None:
+        """Strikes while the scene is held, then lets it go on."""
+        scene, fault = self._scene, self._cell.fault
+        match fault:
+            case Fault.CANCEL:
+                scene.client.cancel()
+            case Fault.DEADLINE:
+                scene.client.outcome()  # it was given little time, and is held beyond
+            case Fault.SIGKILL | Fault.SIGSTOP:
+                self._signal(signal.SIGKILL if fault is Fault.SIGKILL else signal.SIGSTOP)
+            case Fault.CUT:
+                assert self._network is not None
+                self._cut_off = self._host()
+                self._network.cut(self._cut_off, self._cut)
+            case Fault.FULL_DISK:
+                self._disk.fill()
+            case Fault.CORRUPT_FILE:
+                for number, path in enumerate(sorted(self._disk.files())):
+                    corrupt(path, number)
+        scene.thaw()
+
+    def living(self) -> list[Member]:
+        """Workers that can still free what they hold: not those that are dead or hang."""
+        is_deadly = self._cell.fault in (Fault.SIGKILL, Fault.SIGSTOP)
+        return [member for member in self._scene.fleet.members if not (is_deadly and member is self.victim)]
+
+    def undo(self) -> None:
+        """The network is whole, the disk has room, whoever hung goes on. What died stays dead; see `revive`."""
+        self._scene.thaw()
+        for pid in self._stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._stopped.clear()
+        if self._cut_off and self._network is not None:
+            self._network.heal(self._cut_off)
+            self._cut_off = ""
+        (self._disk.path / FILLER).unlink(missing_ok=True)
+
+    # ------------------------------------------------------------------------------------------ internals
+
+    def _signal(self, signum: signal.Signals) -> None:
+        if self._cell.process is Process.CLIENT:
+            self._scene.client.signal(signum)
+            return
+        if self.victim is None:
+            pid = self._scene.fleet.router.popen.pid
+        elif self._cell.process in _FRONTS:
+            pid = self.victim.process.popen.pid
+        else:
+            pid = watch.engine_pid(self.victim)
+        os.kill(pid, signum)
+        self._scene.keep_stopped([pid])
+        if signum is signal.SIGSTOP:
+            self._stopped.add(pid)
+
+    def _host(self) -> str:
+        if self._cell.process is Process.CLIENT:
+            return "client"
+        return self.victim.name if self.victim is not None else "router"
+
+
+def _is_decided(member: Member) -> bool:
+    return not member.process.running or len(alive(member.pids)) == 2
+
+
+def revive(fleet: Fleet) -> None:
+    """Starts again what has died, and waits until the router uses every worker."""
+    if not fleet.router.running:
+        fleet.restart_router()
+    for member in list(fleet.members):
+        # An engine that was killed takes its front along, a moment later.
+        wait_for(f"{member.name} runs whole, or ends", functools.partial(_is_decided, member), 30)
+        if not member.process.running:
+            fleet.restart(member)
+    wait_for("every worker is ready", fleet.all_ready, START_TIMEOUT_S)

@@ -1,0 +1,273 @@
+"""Each cell of the matrix, with real processes: the moment is held, the fault happens, all is as the table says.
+
+A few cells run with all tests; the others are marked `faults` (`make test-faults`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from tests.faults import watch
+from tests.faults.client_process import Ask, Told
+from tests.faults.conftest import HASTY_TIMEOUT_S, Stage, Stages
+from tests.faults.disk import corrupt
+from tests.faults.harm import Harm, revive
+from tests.faults.matrix import CELLS, Cell, Counted, End, Fault, Moment, Outcome, Process, expected
+from tests.faults.network import Cut
+from tests.faults.reference import NUM_TOKENS
+from tests.faults.scene import MAX_TRIES, MissedError, Scene
+from tests.integration.stack import Member, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
+
+FREE_WITHIN_S = 30.0  # keepalive, a transfer's timeout, and a busy machine
+LONG_ANSWER = 2_600  # tokens; lasts longer than keepalive takes to notice that a client or a router hangs
+TIMEOUTS_S = (4.0, 9.0)  # of requests whose deadline is to pass; the next where the moment came too late
+
+# With memory-to-memory connectors it matters what becomes of blocks on their way.
+P2P_MOMENTS = (Moment.BETWEEN_CHUNKS, Moment.MID_TRANSFER, Moment.AFTER_FIRST_TOKEN)
+P2P_PROCESSES = (Process.PREFILL_FRONT, Process.PREFILL_ENGINE, Process.DECODE_FRONT, Process.DECODE_ENGINE)
+
+QUICK = {
+    Cell(Process.CLIENT, Moment.MID_CHUNK, Fault.CANCEL),
+    Cell(Process.CLIENT, Moment.MID_TRANSFER, Fault.CANCEL),
+    Cell(Process.CLIENT, Moment.QUEUED, Fault.DEADLINE),
+    Cell(Process.STORE, Moment.MID_TRANSFER, Fault.CORRUPT_FILE),
+    Cell(Process.STORE, Moment.BETWEEN_CHUNKS, Fault.FULL_DISK),
+    Cell(Process.DECODE_FRONT, Moment.AFTER_FIRST_TOKEN, Fault.CUT),
+    Cell(Process.PREFILL_ENGINE, Moment.BETWEEN_CHUNKS, Fault.SIGKILL),
+}
+
+
+@dataclass(slots=True, frozen=True)
+class Case:
+    cell: Cell
+    connector: str
+    interface: str = "grpc"
+    cut: Cut = Cut.BOTH
+
+    def __str__(self) -> str:
+        more = [self.interface] if self.interface != "grpc" else []
+        more += [self.cut.name.lower()] if self.cut is not Cut.BOTH else []
+        return "-".join([str(self.cell), *more])
+
+
+def cases() -> list[Case]:
+    """By connector, so that each fleet is started once."""
+    found: list[Case] = []
+    for connector in ("shared_storage", "nixl"):
+        for cell in CELLS:
+            if expected(cell, connector).end is End.NOT_POSSIBLE:
+                continue
+            if connector == "nixl" and not _matters_to_p2p(cell):
+                continue
+            found.append(Case(cell, connector))
+            if connector == "shared_storage" and cell.fault in (Fault.CANCEL, Fault.DEADLINE):
+                found.append(Case(cell, connector, interface="rest"))
+            if cell.fault is Fault.CUT and cell.moment in (Moment.MID_TRANSFER, Moment.MID_DECODE):
+                found += [Case(cell, connector, cut=cut) for cut in (Cut.OUTGOING, Cut.INCOMING)]
+    return found
+
+
+def _matters_to_p2p(cell: Cell) -> bool:
+    return cell.moment in P2P_MOMENTS and (cell.process in P2P_PROCESSES or cell.fault is Fault.CANCEL)
+
+
+def _param(case: Case) -> object:
+    is_quick = case.connector == "shared_storage" and case == Case(case.cell, case.connector) and case.cell in QUICK
+    return pytest.param(case, id=f"{case.connector}-{case}", marks=() if is_quick else pytest.mark.faults)
+
+
+@pytest.mark.parametrize("case", [_param(case) for case in cases()])
+def test_cell(stages: Stages, case: Case) -> None:
+    cell, stage = case.cell, stages.get(case.connector)
+    if cell.fault is Fault.CUT and stage.network is None:
+        pytest.skip(stage.why_no_network)
+    if cell.fault is Fault.FULL_DISK and stage.setting.disk.why_not:
+        pytest.skip(stage.setting.disk.why_not)
+    Trial(stage, case).run()
+
+
+class Trial:
+    """One cell, tried until its moment was hit."""
+
+    def __init__(self, stage: Stage, case: Case) -> None:
+        self._stage, self._case, self._cell = stage, case, case.cell
+        self._outcome = expected(case.cell, case.connector)
+        self._url = stage.fleet.http
+        if case.interface == "rest" and case.cell.fault is Fault.DEADLINE:
+            self._url = stage.hasty  # over REST it is the router that sets the deadline
+
+    def run(self) -> None:
+        missed: list[str] = []
+        for number in range(MAX_TRIES):
+            try:
+                self._run_once(number)
+            except MissedError as error:
+                missed.append(str(error))
+            else:
+                return
+        raise AssertionError(f"the moment was missed {MAX_TRIES} times: {missed}")
+
+    # ------------------------------------------------------------------------------------------- one try
+
+    def _run_once(self, number: int) -> None:
+        stage = self._stage
+        if self._cell == Cell(Process.STORE, Moment.QUEUED, Fault.CORRUPT_FILE):
+            self._run_on_stored_prefix()
+            return
+        client, ask = stage.client(), self._ask(number)
+        counters = watch.Counters(stage.fleet, self._url)
+        scene = Scene(stage.setting, client, ask, self._url)
+        harm = Harm(self._cell, scene, stage.setting.disk, stage.network, self._case.cut)
+        try:
+            scene.reach(self._cell.moment)
+            harm.do()
+            self._see_it_end(scene, harm)
+        except MissedError:
+            harm.undo()
+            client.cancel()
+            client.outcome()
+            self._settle()
+            raise
+        finally:
+            harm.undo()
+        self._check(ask, counters)
+
+    def _ask(self, number: int) -> Ask:
+        stage, cell, is_rest = self._stage, self._cell, self._case.interface == "rest"
+        name = f"{cell.process}-{cell.fault}-{cell.moment}".replace(" ", "_")
+        lasts = (Process.CLIENT, Fault.SIGSTOP), (Process.CLIENT, Fault.CUT), (Process.ROUTER, Fault.SIGSTOP)
+        is_long = (cell.process, cell.fault) in lasts or cell.fault is Fault.DEADLINE
+        timeout_s = 280.0
+        if cell.fault is Fault.DEADLINE:
+            timeout_s = HASTY_TIMEOUT_S + 60 if is_rest else TIMEOUTS_S[min(number, len(TIMEOUTS_S) - 1)]
+        max_tokens = LONG_ANSWER if is_long else NUM_TOKENS
+        return stage.ask(name, max_tokens=max_tokens, timeout_s=timeout_s, url=self._url if is_rest else "")
+
+    def _see_it_end(self, scene: Scene, harm: Harm) -> None:
+        """The request's end, and that whoever lives is free of it while the fault lasts."""
+        cell, client = self._cell, scene.client
+        is_mute = cell.process is Process.CLIENT and cell.fault in (Fault.SIGKILL, Fault.SIGSTOP, Fault.CUT)
+        is_late = is_mute or (cell.process is Process.ROUTER and cell.fault in (Fault.SIGSTOP, Fault.CUT))
+        if not is_late:
+            self._check_told(client.outcome())
+        self._free(harm.living())
+        if cell.process is Process.ROUTER and cell.fault is not Fault.SIGKILL:
+            harm.undo()
+            if self._outcome.end is End.SAME_ANSWER:  # more than enough of a long answer
+                wait_for("the answer goes on", lambda: client.told.num_tokens >= NUM_TOKENS or client.told.outcome, 120)
+                client.cancel()
+            self._check_told(client.outcome())
+        elif is_mute and cell.fault is not Fault.SIGKILL:
+            harm.undo()
+            assert client.outcome().outcome != "OK"
+
+    def _check_told(self, told: Told) -> None:
+        end = self._outcome.end
+        if end is End.SAME_ANSWER:
+            assert told.outcome in ("OK", "CANCELLED"), told
+            assert told.token_ids[:NUM_TOKENS] == self._stage.reference.token_ids, told
+            if told.outcome == "OK":
+                self._check_report(told)
+        elif end is End.CANCELLED:
+            assert told.outcome == "CANCELLED", told
+        elif end is End.DEADLINE:
+            assert told.outcome in ("DEADLINE_EXCEEDED", "timeout_error"), told
+        else:
+            assert told.outcome == "UNAVAILABLE", told
+
+    def _check_report(self, told: Told) -> None:
+        """The answer says itself what it took."""
+        reported = {
+            Counted.RETRY: told.num_retries > 0,
+            Counted.PREFILL_RETRY: told.num_retries > 0,
+            Counted.MIGRATION: told.num_migrations > 0,
+            Counted.FALLBACK: bool(told.fallback_reason),
+        }
+        for what in self._outcome.counted & set(reported):
+            assert reported[what], told
+        retries = {Counted.RETRY, Counted.PREFILL_RETRY}
+        possible = self._outcome.counted | self._outcome.may_count
+        for what in set(reported) - possible - (retries if retries & possible else set()):
+            assert not reported[what], told
+
+    def _free(self, members: list[Member]) -> None:
+        """Every block of `members` is free or cached, every lease has ended, and their books are right."""
+        last: list[str] = []
+
+        def are_free() -> bool:
+            last[:] = [reason for member in members if (reason := watch.unsettled(member))]
+            return not last
+
+        try:
+            wait_for("whoever lives is free", are_free, FREE_WITHIN_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {'; '.join(last)}") from None
+
+    # ---------------------------------------------------------------------------------------- afterwards
+
+    def _check(self, ask: Ask, counters: watch.Counters) -> None:
+        """What must hold after every cell."""
+        stage = self._stage
+        log = _logs(stage)
+        if self._cell != Cell(Process.ROUTER, self._cell.moment, Fault.SIGKILL):
+            self._check_counters(counters)
+        revive(stage.fleet)
+        self._settle()
+        assert ask.request_id in log, "no log line says what became of the request"
+        next_answer = stage.answer("next")
+        assert next_answer.token_ids == stage.reference.token_ids, next_answer
+        self._settle()
+
+    def _check_counters(self, counters: watch.Counters) -> None:
+        outcome, last = self._outcome, {}
+
+        def are_right() -> bool:
+            last.update(counters.since())
+            return _is_counted(outcome, last)
+
+        try:
+            wait_for("it is counted", are_right)
+        except AssertionError:
+            found = {what.value: number for what, number in last.items() if number}
+            raise AssertionError(f"counted {found}, expected {outcome.words()}") from None
+
+    def _settle(self) -> None:
+        self._free(self._stage.fleet.members)
+        self._stage.setting.disk.empty()
+
+    # --------------------------------------------------------------------------------------- stored prefix
+
+    def _run_on_stored_prefix(self) -> None:
+        """An earlier request's files go bad. They are read while a later one waits, on the decode worker that does not
+        have their blocks in its own memory."""
+        stage, client = self._stage, self._stage.client()
+        first = stage.ask("stored-prefix")
+        client.ask(first)
+        told = client.outcome()
+        assert told.token_ids == stage.reference.token_ids, told
+        for path in stage.setting.disk.files():
+            corrupt(path, 0)  # its length stays, so that it is found before it is read
+        counters = watch.Counters(stage.fleet, self._url)
+        first_worker = told.decode_worker
+        for _ in range(MAX_TRIES):  # decode workers take turns where their load is the same
+            client.ask(first)
+            told = client.outcome()
+            assert told.token_ids == stage.reference.token_ids, told
+            if told.decode_worker != first_worker:
+                break
+        self._check(first, counters)
+
+
+def _is_counted(outcome: Outcome, found: dict[Counted, float]) -> bool:
+    possible = outcome.counted | outcome.may_count
+    return all(found[what] > 0 for what in outcome.counted) and not any(
+        number for what, number in found.items() if what not in possible
+    )
+
+
+def _logs(stage: Stage) -> str:
+    return "".join(path.read_text(errors="replace") for path in stage.folder.glob("*.log"))
