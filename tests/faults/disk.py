@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -47,7 +48,20 @@ class Disk:
                 path.unlink(missing_ok=True)
 
     def files(self) -> list[Path]:
-        return [path for path in self.path.rglob("*") if path.is_file() and path.name != FILLER]
+        """Each file once, however many names it has; one that vanishes meanwhile is left out."""
+        found: dict[int, Path] = {}
+        for path in self.path.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.is_file() and path.name != FILLER:
+                    found.setdefault(path.stat().st_ino, path)
+        return list(found.values())
+
+    def num_bytes(self) -> int:
+        total = 0
+        for path in self.files():
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size
+        return total
 
     def close(self) -> None:
         if self._guard is not None:
@@ -57,6 +71,8 @@ class Disk:
 def corrupt(path: Path, how: int) -> None:
     """In place, as a bad disk would: one byte in the middle is another one, the end is missing, or all is."""
     size = path.stat().st_size
+    if not size:
+        return
     if how % 3 == 0:
         with path.open("r+b") as file:
             file.seek(size // 2)

@@ -25,6 +25,7 @@ from tests.integration.stack import Fleet, Member, wait_for
 
 CHUNK_SIZE = 160  # tokens
 NUM_CHUNKS = 5
+TOKEN_BYTES = 16 * 2 * 2 * 48 * 4  # KV of one token of the reference model: layers, K and V, heads, dimensions, float32
 NUM_TOKENS_MID_DECODE = 8
 REACH_TIMEOUT_S = 60.0
 MAX_TRIES = 8
@@ -89,8 +90,8 @@ class Scene:
                 self._thaw([watch.engine_pid(self.prefill)])
                 self._await("the first token", lambda: self.client.told.num_tokens)
                 if self.setting.is_store:
-                    num_blocks = len(self.setting.prompt) // 16
-                    self._await("every block is stored", lambda: len(self.setting.disk.files()) >= num_blocks)
+                    num_bytes = len(self.setting.prompt) * TOKEN_BYTES
+                    self._await("every block is stored", lambda: self.setting.disk.num_bytes() > num_bytes)
                 self._prove(self.client.told.num_tokens == 1, "there are more tokens")
                 self._prove(self._num_moved() == self._num_moved_before, "a block has moved")
 

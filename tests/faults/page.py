@@ -1,0 +1,106 @@
+"""docs/faults.md, written from the matrix: `python -m tests.faults.page --write`; without, whether it is current."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.faults.matrix import FAULTS, MOMENTS, Cell, End, Fault, Moment, Outcome, Process, expected
+
+PATH = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
+
+_HEAD = """\
+# Faults
+
+What becomes of a request when something goes wrong while it is under way: each process, at each moment, by each fault.
+The tables are written from the one that the tests check, with real processes, cell by cell
+([`tests/faults`](../tests/faults)); `make test-faults` runs them all, `make test` a few, and `make chaos` mixes faults at
+random under load. [architecture.md](architecture.md) says how each is noticed.
+
+After every cell, whatever it was:
+
+- every block of every living worker is free or cached again, and no lease is left, at the latest a keepalive interval
+  (5 s, [`common/grpc_options.py`](../common/grpc_options.py)) and a transfer's timeout after the fault, while it lasts;
+- `check_integrity()` holds on every worker;
+- the next request gets the right answer;
+- what happened was counted where the table says so, and nothing else was; the log names the request's id.
+
+"""
+
+_KEY = """\
+**Same answer**: the client gets the tokens that it would have got, none twice and none missing. In brackets is what it
+took, in the answer's report and in the metrics; with a question mark where it depends on what was quicker:
+
+| word | what happened | metric |
+| --- | --- | --- |
+| retry | another decode worker, before the first token | `baton_router_retries_total` |
+| migration | another decode worker, after the first token | `baton_router_migrations_total` |
+| prefill retry | another prefill worker | `baton_worker_prefill_failures_total` |
+| fallback | the decode worker computed the rest of the prompt itself | `baton_router_fallbacks_total` |
+| blocks lost | blocks that were to be fetched did not arrive | `baton_worker_kv_blocks_lost_total` |
+| cancelled, deadline | the request ended early | `baton_router_requests_total{outcome}` |
+
+**Nothing more**: there is no client left to answer. **DEADLINE_EXCEEDED** (over REST: 504, or an error event of type
+`timeout_error`) and **UNAVAILABLE** are the status that the client gets; a client that gets UNAVAILABLE may ask again, at
+another router. A dash is a cell that cannot be, for the reason below it.
+
+A cut is tested in three ways: the link goes down, and packets of one direction only are dropped. A client or router that
+hangs or is cut off is given up by its peers after the keepalive interval, not before: an answer that is complete by then
+is delivered when it comes back.
+
+"""
+
+
+def text() -> str:
+    moments = _list((moment.value, words) for moment, words in MOMENTS.items())
+    faults = _list((fault.value, words) for fault, words in FAULTS.items())
+    parts = [_HEAD, "## Moments\n\n", moments, "\n## Faults\n\n", faults, "\n## Outcomes\n\n", _KEY]
+    parts += [_section(process) for process in Process if process is not Process.STORE]
+    parts += [_section(Process.STORE)]
+    return "".join(parts).rstrip() + "\n"
+
+
+def _list(items: Iterable[tuple[str, str]]) -> str:
+    return "".join(f"- **{name}**: {words}\n" for name, words in items)
+
+
+def _section(process: Process) -> str:
+    head = ["fault", *(moment.value for moment in Moment)]
+    lines = [f"### {process.value.capitalize()}\n", _line(head), _line(["---"] * len(head))]
+    reasons: dict[str, list[str]] = {}
+    for fault in Fault:
+        outcomes = {connector: _row(process, fault, connector) for connector in ("shared_storage", "nixl")}
+        stored, direct = outcomes["shared_storage"], outcomes["nixl"]
+        for outcome in [*stored, *direct]:
+            if outcome.end is End.NOT_POSSIBLE and fault.value not in reasons.setdefault(outcome.why, []):
+                reasons[outcome.why].append(fault.value)
+        if all(outcome.end is End.NOT_POSSIBLE for outcome in stored):
+            continue
+        lines.append(_line([fault.value, *(outcome.words() for outcome in stored)]))
+        if direct != stored and any(outcome.end is not End.NOT_POSSIBLE for outcome in direct):
+            lines.append(_line([f"{fault.value}, with nixl", *(outcome.words() for outcome in direct)]))
+    lines.append("")
+    lines += [f"- {', '.join(faults)}: {why}." for why, faults in reasons.items()]
+    return "\n".join(lines) + ("\n\n" if reasons else "\n")
+
+
+def _row(process: Process, fault: Fault, connector: str) -> list[Outcome]:
+    return [expected(Cell(process, moment, fault), connector) for moment in Moment]
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.page", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write the page; without, say whether it is current")
+    if parser.parse_args().write:
+        PATH.write_text(text())
+    return 0 if PATH.exists() and PATH.read_text() == text() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

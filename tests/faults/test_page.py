@@ -1,0 +1,39 @@
+"""The table is whole, and the page says what it says."""
+
+from __future__ import annotations
+
+from tests.faults.matrix import CELLS, Counted, End, Fault, Process, expected
+from tests.faults.page import PATH, text
+from tests.faults.test_matrix import QUICK, cases
+
+
+def test_the_page_is_current() -> None:
+    assert PATH.read_text() == text(), "python -m tests.faults.page --write"
+
+
+def test_every_cell_has_an_outcome_or_a_reason() -> None:
+    assert len(CELLS) == len(set(CELLS)) == 7 * 6 * 7
+    for connector in ("shared_storage", "nixl"):
+        for cell in CELLS:
+            outcome = expected(cell, connector)
+            assert bool(outcome.why) == (outcome.end is End.NOT_POSSIBLE), cell
+            assert not outcome.counted & outcome.may_count, cell
+
+
+def test_every_possible_cell_is_tested() -> None:
+    tested = {case.cell for case in cases() if case.connector == "shared_storage"}
+    assert tested == {cell for cell in CELLS if expected(cell, "shared_storage").end is not End.NOT_POSSIBLE}
+    assert tested >= QUICK
+    # Where the table has another outcome for memory-to-memory connectors, that one is tested, too.
+    direct = {case.cell for case in cases() if case.connector == "nixl"}
+    differing = {cell for cell in tested if expected(cell, "nixl") != expected(cell, "shared_storage")}
+    assert direct >= {cell for cell in differing if cell.process is not Process.STORE}
+
+
+def test_what_is_counted_fits_the_end() -> None:
+    for cell in CELLS:
+        outcome = expected(cell, "shared_storage")
+        if cell.fault is Fault.CANCEL and outcome.end is not End.NOT_POSSIBLE:
+            assert outcome.counted == {Counted.CANCELLED}
+        if outcome.end is End.SAME_ANSWER:
+            assert not outcome.counted & {Counted.CANCELLED, Counted.DEADLINE}
