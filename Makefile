@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 PIP := $(BIN)/python -m pip install -qq --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test test-gpu lint format format-check types imports protos protos-check ci clean
+.PHONY: help install demo up test test-faults test-gpu lint format format-check types imports protos protos-check ci clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,7 +46,10 @@ up: $(STAMP) ## Run a stack until Ctrl-C
 	@$(BIN)/baton up --hints
 
 test: $(STAMP) ## Run the tests (not those that need a GPU or a cluster)
-	@$(BIN)/python -m pytest -m "not gpu and not kube" tests
+	@$(BIN)/python -m pytest -m "not gpu and not kube and not faults" tests
+
+test-faults: $(STAMP) ## Run the whole fault matrix: every process, moment and fault (root for cuts and full disks)
+	@$(BIN)/python -m pytest -v tests/faults
 
 test-gpu: ## Run the tests that need a GPU, with PYTHON's own torch and no .venv
 	@# A bare machine lacks plugins that other tests need, and its own torch has warnings of its own.
@@ -114,7 +117,7 @@ bench-kube: $(STAMP) ## Measure the control loop on that cluster: a load step, t
 	@$(BIN)/python -m tests.kube.measure
 
 .PHONY: chaos
-chaos: $(STAMP) ## Two prefill and two decode workers under load, with a fault every second (CHAOS_SECONDS, CHAOS_SEED, CHAOS_CONNECTOR)
+chaos: $(STAMP) ## Two prefill and two decode workers under load, a fault every second (CHAOS_SECONDS, CHAOS_SEED, CHAOS_CONNECTOR)
 	@$(BIN)/python -m tests.chaos
 
 .PHONY: bench

@@ -18,6 +18,7 @@ from tests.faults import watch
 from tests.faults.client_process import Ask, Told
 from tests.faults.clients import ClientProcess
 from tests.faults.disk import Disk
+from tests.faults.matrix import Moment
 from tests.faults.network import Network
 from tests.faults.reference import NUM_TOKENS, Reference
 from tests.faults.scene import CHUNK_SIZE, NUM_CHUNKS, Setting, new_id
@@ -152,12 +153,31 @@ def _chunk_cpu_s(stage: Stage) -> float:
     return (sum(map(watch.cpu_s, engines)) - before) / NUM_CHUNKS
 
 
+_SUMMARY: dict[tuple[str, str], dict[str, str]] = {}  # what of which fault by which connector; moment: how it went
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    stages = getattr(item, "funcargs", {}).get("stages")
+    fixtures = getattr(item, "funcargs", {})
+    stages, case = fixtures.get("stages"), fixtures.get("case")
     if report.failed and isinstance(stages, Stages) and stages.stage is not None:
         report.sections.append(("logs of the fleet", stages.stage.fleet.logs()))
+    if case is not None and (call.when == "call" or report.outcome != "passed"):
+        went = f"{report.duration:.0f} s" if report.passed else report.outcome.upper()
+        _SUMMARY.setdefault((case.connector, case.title()), {})[case.cell.moment.value] = went
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line for each row of the matrix, with what each of its cells took."""
+    if not _SUMMARY:
+        return
+    terminalreporter.section("fault matrix")
+    moments = [moment.value for moment in Moment]
+    terminalreporter.line(f"{'':46}" + "".join(f"{moment:>23}" for moment in moments))
+    for (connector, title), went in _SUMMARY.items():
+        cells = "".join(f"{went.get(moment, ''):>23}" for moment in moments)
+        terminalreporter.line(f"{connector:15} {title:30}{cells}")

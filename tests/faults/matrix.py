@@ -63,7 +63,7 @@ FAULTS = {
 class End(Enum):
     """What the client gets."""
 
-    SAME_ANSWER = "the same answer"
+    SAME_ANSWER = "same answer"
     CANCELLED = "nothing more"
     DEADLINE = "DEADLINE_EXCEEDED"
     LOST_WITH_ROUTER = "UNAVAILABLE"

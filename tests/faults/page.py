@@ -16,8 +16,8 @@ _HEAD = """\
 
 What becomes of a request when something goes wrong while it is under way: each process, at each moment, by each fault.
 The tables are written from the one that the tests check, with real processes, cell by cell
-([`tests/faults`](../tests/faults)); `make test-faults` runs them all, `make test` a few, and `make chaos` mixes faults at
-random under load. [architecture.md](architecture.md) says how each is noticed.
+([`tests/faults`](../tests/faults)); `make test-faults` runs them all, `make test` a few, and `make chaos` mixes faults
+at random under load. [architecture.md](architecture.md) says how each is noticed.
 
 After every cell, whatever it was:
 
@@ -43,12 +43,12 @@ took, in the answer's report and in the metrics; with a question mark where it d
 | cancelled, deadline | the request ended early | `baton_router_requests_total{outcome}` |
 
 **Nothing more**: there is no client left to answer. **DEADLINE_EXCEEDED** (over REST: 504, or an error event of type
-`timeout_error`) and **UNAVAILABLE** are the status that the client gets; a client that gets UNAVAILABLE may ask again, at
-another router. A dash is a cell that cannot be, for the reason below it.
+`timeout_error`) and **UNAVAILABLE** are the status that the client gets; after UNAVAILABLE it may ask again, at another
+router. A dash is a cell that cannot be, for the reason below its table.
 
-A cut is tested in three ways: the link goes down, and packets of one direction only are dropped. A client or router that
-hangs or is cut off is given up by its peers after the keepalive interval, not before: an answer that is complete by then
-is delivered when it comes back.
+Cuts are tested in three ways: the link goes down, or the packets of one direction only are dropped. A client or router
+that hangs or is cut off is given up by its peers after the keepalive interval, not before; an answer that is complete
+by then is delivered when it comes back. A hung engine is ended by its front after `--engine-timeout`.
 
 """
 

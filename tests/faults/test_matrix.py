@@ -48,10 +48,18 @@ class Case:
     interface: str = "grpc"
     cut: Cut = Cut.BOTH
 
+    def title(self) -> str:
+        """The row of the matrix, and what is special."""
+        parts = [self.cell.process.value, self.cell.fault.value, *self._more()]
+        return " ".join(parts)
+
     def __str__(self) -> str:
+        return "-".join([str(self.cell), *self._more()])
+
+    def _more(self) -> list[str]:
         more = [self.interface] if self.interface != "grpc" else []
         more += [self.cut.name.lower()] if self.cut is not Cut.BOTH else []
-        return "-".join([str(self.cell), *more])
+        return more
 
 
 def cases() -> list[Case]:

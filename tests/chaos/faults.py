@@ -1,0 +1,239 @@
+"""Harms a fleet at random, and repairs it a little later. One decode worker is always left alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from common.types import WorkerState
+from tests.faults.disk import FILLER, Disk, corrupt
+from tests.faults.network import Cut, Network
+from tests.integration.stack import START_TIMEOUT_S, Fleet, Member, alive, descendants
+from tests.kube.processes import Process
+
+EXCUSE_S = 45.0  # a worker that hung or was cut off may still end by itself for so long; see `kv_store.nixl`
+DRAIN_TIMEOUT_S = 20.0
+
+
+class StoreServer:
+    """An LMCache server as a process that can be killed."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        self._command, self._log = command, log
+        self.start()
+
+    def start(self) -> None:
+        self.process = Process("store", self._command, self._log)
+
+    def kill(self) -> None:
+        pid = self.process.popen.pid
+        _signal({pid} | descendants(pid), signal.SIGKILL)
+        self.process.popen.wait()
+
+
+class Faults:
+    """`one` does the next; `why_not` says which kinds are left out here."""
+
+    def __init__(
+        self, fleet: Fleet, disk: Disk, network: Network | str, server: StoreServer | None, rng: random.Random
+    ) -> None:
+        """`network`: the hosts that the fleet runs on, or why there are none."""
+        self._fleet, self._disk, self._server, self._rng = fleet, disk, server, rng
+        self._network = network if isinstance(network, Network) else None
+        self._later: list[tuple[float, str, Callable[[], None]]] = []  # when, whose address, what
+        self._harmed: set[str] = set()  # addresses
+        self._excused: dict[str, float] = {}  # addresses, until when they may end by themselves
+        self.counts: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self.why_not: dict[str, str] = {}
+        self._kinds: dict[str, Callable[[], bool]] = {
+            "kill worker": lambda: self._on_member(self._kill_worker),
+            "kill engine": lambda: self._on_member(self._kill_engine),
+            "stop worker": lambda: self._on_member(self._stop_worker),
+            "stop engine": lambda: self._on_member(self._stop_engine),
+            "drain worker": lambda: self._on_member(self._drain),
+            "cut worker": lambda: self._on_member(self._cut_off),
+            "wipe store": self._wipe,
+            "corrupt store": self._corrupt,
+            "full disk": self._fill,
+            "kill store": self._kill_server,
+        }
+        if self._network is None:
+            self.why_not["cut worker"] = str(network)
+        if disk.why_not:
+            self.why_not["full disk"] = disk.why_not
+        if server is None:
+            self.why_not["kill store"] = "only lmcache has a store that is a process"
+        for kind in self.why_not:
+            del self._kinds[kind]
+
+    def one(self) -> None:
+        """Repairs what is due, then harms something."""
+        self._repair(time.monotonic())
+        kind = self._rng.choice(list(self._kinds))
+        if self._kinds[kind]():
+            self.counts[kind] += 1
+
+    def repair_all(self) -> None:
+        """Raises `AssertionError` where a worker does not come back."""
+        self._repair(float("inf"))
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while unhealed := self._unhealed():
+            assert time.monotonic() < deadline, f"not back: {unhealed}"
+            time.sleep(0.2)
+            self._replace_the_dead()
+
+    # ------------------------------------------------------------------------------------------- workers
+
+    def _on_member(self, harm: Callable[[Member], None]) -> bool:
+        """Harms someone who is well, and, if a decode worker, whose colleague is well too."""
+        usable = {w.address for w in self._fleet.workers() if w.state is WorkerState.READY and w.integrity == "ok"}
+        self._harmed = {address for address in self._harmed if address not in usable or self._is_pending(address)}
+        well = [m for m in self._fleet.members if m.address in usable and m.address not in self._harmed]
+        num_decode = sum(member.role == "decode" for member in well)
+        candidates = [member for member in well if member.role == "prefill" or num_decode > 1]
+        if not candidates:
+            return False
+        victim = self._rng.choice(candidates)
+        self._harmed.add(victim.address)
+        harm(victim)
+        return True
+
+    def _kill_worker(self, member: Member) -> None:
+        _signal(member.pids, signal.SIGKILL)
+        self._after(self._rng.uniform(1.0, 3.0), member, lambda: self._restart(member))
+
+    def _kill_engine(self, member: Member) -> None:
+        _signal(descendants(member.process.popen.pid), signal.SIGKILL)
+        self._after(self._rng.uniform(1.0, 3.0), member, lambda: self._restart(member))
+
+    def _stop_worker(self, member: Member) -> None:
+        pids = member.pids
+        _signal(pids, signal.SIGSTOP)
+        self._after(self._rng.uniform(0.5, 9.0), member, lambda: self._resume(member, pids))
+
+    def _stop_engine(self, member: Member) -> None:
+        """For less than --engine-timeout, or until the front has ended it."""
+        engine = descendants(member.process.popen.pid)
+        _signal(engine, signal.SIGSTOP)
+        self._after(self._rng.uniform(0.5, 9.0), member, lambda: self._resume(member, engine))
+
+    def _drain(self, member: Member) -> None:
+        member.process.popen.send_signal(signal.SIGTERM)
+        give_up_at = time.monotonic() + DRAIN_TIMEOUT_S + 30
+
+        def look() -> None:
+            code = member.process.popen.poll()
+            if code is None and time.monotonic() < give_up_at:
+                self._after(0.5, member, look)
+                return
+            if code != 0:
+                self.problems.append(f"{member.name} was drained and ended with {code}")
+            self._restart(member)
+
+        self._after(0.5, member, look)
+
+    def _cut_off(self, member: Member) -> None:
+        assert self._network is not None
+        self._network.cut(member.name, self._rng.choice(list(Cut)))
+
+        def heal() -> None:
+            assert self._network is not None
+            self._network.heal(member.name)
+            self._excused[member.address] = time.monotonic() + EXCUSE_S
+
+        self._after(self._rng.uniform(0.5, 9.0), member, heal)
+
+    def _resume(self, member: Member, pids: set[int]) -> None:
+        _signal(pids, signal.SIGCONT)
+        self._excused[member.address] = time.monotonic() + EXCUSE_S
+
+    def _restart(self, member: Member) -> None:
+        _signal(alive(member.pids), signal.SIGKILL)
+        member.process.popen.wait()
+        self._fleet.restart(member)
+
+    def _replace_the_dead(self) -> None:
+        """Starts those again that ended by themselves. Only some have an excuse."""
+        for member in list(self._fleet.members):
+            if member.process.running or self._is_pending(member.address):
+                continue
+            if time.monotonic() > self._excused.get(member.address, 0.0):
+                self.problems.append(f"{member.name} ended by itself:\n{member.process.tail(10)}")
+                print(self.problems[-1], file=sys.stderr, flush=True)
+            self._fleet.restart(member)
+
+    # --------------------------------------------------------------------------------------------- store
+
+    def _wipe(self) -> bool:
+        self._disk.empty()
+        return True
+
+    def _corrupt(self) -> bool:
+        for path in self._disk.files():
+            if self._rng.random() < 0.2:
+                try:
+                    corrupt(path, self._rng.randrange(3))
+                except (FileNotFoundError, ValueError):
+                    continue  # evicted, or cut short, meanwhile
+        return True
+
+    def _fill(self) -> bool:
+        if self._is_pending("disk"):
+            return False
+        self._disk.fill()
+        self._later.append(
+            (
+                time.monotonic() + self._rng.uniform(1.0, 4.0),
+                "disk",
+                lambda: (self._disk.path / FILLER).unlink(missing_ok=True),
+            )
+        )
+        return True
+
+    def _kill_server(self) -> bool:
+        if self._server is None or self._is_pending("store"):
+            return False
+        self._server.kill()
+        self._later.append((time.monotonic() + self._rng.uniform(0.5, 3.0), "store", self._server.start))
+        return True
+
+    # ------------------------------------------------------------------------------------------- repairs
+
+    def _repair(self, now: float) -> None:
+        """Does what is due; with infinity, also what the repairs themselves put off."""
+        while due := [item for item in self._later if item[0] <= now]:
+            self._later = [item for item in self._later if item[0] > now]
+            for _, _, action in due:
+                action()
+            if now != float("inf"):
+                break
+            time.sleep(0.1)
+        self._replace_the_dead()
+
+    def _after(self, delay_s: float, member: Member, action: Callable[[], None]) -> None:
+        self._later.append((time.monotonic() + delay_s, member.address, action))
+
+    def _is_pending(self, address: str) -> bool:
+        return any(whose == address for _, whose, _ in self._later)
+
+    def _unhealed(self) -> list[str]:
+        return [
+            f"{worker.address}: {worker.state.value}, {worker.integrity}"
+            for worker in self._fleet.workers()
+            if worker.state is not WorkerState.READY or worker.integrity != "ok"
+        ]
+
+
+def _signal(pids: set[int], signum: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signum)
+        except ProcessLookupError:
+            continue

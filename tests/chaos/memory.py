@@ -1,0 +1,65 @@
+"""What each process holds of memory of its own, from when it is warm until the end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.integration.stack import Fleet, descendants
+
+WARM_S = 30.0  # of its life: buffers, caches and allocators have the size that they keep
+
+
+@dataclass(slots=True)
+class _Life:
+    name: str
+    seen_at: float
+    warm_mb: float | None = None
+    last_mb: float = 0.0
+
+
+class Memory:
+    """`look` now and then, and once more when everything is idle again."""
+
+    def __init__(self) -> None:
+        self._lives: dict[int, _Life] = {}  # by process
+
+    def look(self, fleet: Fleet) -> None:
+        now = time.monotonic()
+        for name, pid in _processes(fleet):
+            held_mb = _anonymous_mb(pid)
+            life = self._lives.setdefault(pid, _Life(name, now))
+            if held_mb is None:
+                continue
+            if life.warm_mb is None and now - life.seen_at >= WARM_S:
+                life.warm_mb = held_mb
+            life.last_mb = held_mb
+
+    def growth_mb(self, fleet: Fleet) -> dict[str, float]:
+        """Of processes that live and were warm at some time, by name."""
+        found = {}
+        for _, pid in _processes(fleet):
+            life = self._lives.get(pid)
+            if life is not None and life.warm_mb is not None:
+                found[life.name] = round(life.last_mb - life.warm_mb, 1)
+        return found
+
+
+def _processes(fleet: Fleet) -> list[tuple[str, int]]:
+    found = [("router", fleet.router.popen.pid)]
+    for member in fleet.members:
+        front = member.process.popen.pid
+        found.append((f"{member.name} front", front))
+        found += [(f"{member.name} engine", pid) for pid in descendants(front)]
+    return found
+
+
+def _anonymous_mb(pid: int) -> float | None:
+    """Memory that no file and no other process shares, in MiB; None where the process has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    kilobytes = [int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:")]
+    return kilobytes[0] / 1024 if kilobytes else None
