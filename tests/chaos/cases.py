@@ -36,6 +36,7 @@ def make_cases(rng: random.Random) -> list[Case]:
 
 def with_references(model_dir: Path, cases: list[Case]) -> tuple[list[Case], list[tuple[int, ...]]]:
     """The cases, shortened to end before a tie, and their answers; those without any are left out."""
+    torch.set_num_threads(1)  # two that share busy cores spend their time waiting for each other
     model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     kept, answers = [], []
     for case in cases:
