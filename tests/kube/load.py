@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from baton.client import Client
-from common.errors import BatonError
+from common.errors import BatonError, UnavailableError
 
 QUESTIONS = ("What is the capital of France?", "Name three colours.", "Count from one to ten.")
 MAX_TOKENS = 16
@@ -39,9 +39,10 @@ def ask_rest(port: int, question: str, max_tokens: int = MAX_TOKENS) -> str:
 
 @dataclass
 class Load:
-    """A few clients of each kind, each without retries of its own. Leaving waits for the answers under way.
+    """A few clients of each kind. Leaving waits for the answers under way.
 
-    gRPC clients keep one connection for all their requests, REST clients make one for each.
+    gRPC clients keep one connection for all their requests, REST clients make one for each. They retry nothing, unless
+    `ask_again`: then a broken connection is no failure, but counts as `num_broken`.
     """
 
     http_port: int
@@ -49,7 +50,9 @@ class Load:
     num_clients: int = 1  # of each kind
     interfaces: tuple[str, ...] = ("rest", "grpc")
     max_tokens: int = MAX_TOKENS
+    ask_again: bool = False
     num_answers: int = 0
+    num_broken: int = 0
     failures: list[str] = field(default_factory=list)
     expected: dict[str, str] = field(default_factory=dict)
 
@@ -94,10 +97,11 @@ class Load:
             question = QUESTIONS[number % len(QUESTIONS)]
             try:
                 self._count(question, ask_rest(self.http_port, question, self.max_tokens), "REST")
-            except OSError as error:
-                detail = error.read().decode() if isinstance(error, urllib.error.HTTPError) else ""
-                self.failures.append(f"REST: {error} {detail}")
+            except urllib.error.HTTPError as error:
+                self.failures.append(f"REST: {error} {error.read().decode()}")
                 time.sleep(0.2)
+            except OSError as error:
+                self._broke(f"REST: {error}")
 
     def _ask_grpc(self, number: int) -> None:
         with Client(f"127.0.0.1:{self.grpc_port}", timeout=120) as client:
@@ -109,9 +113,19 @@ class Load:
                         question, temperature=0.0, max_tokens=self.max_tokens, cache_salt=uuid.uuid4().hex
                     )
                     self._count(question, "".join(chunk.text for chunk in answer), "gRPC")
+                except UnavailableError as error:
+                    self._broke(f"gRPC: {error.message}")
                 except BatonError as error:
                     self.failures.append(f"gRPC: {error.grpc_code}: {error.message}")
                     time.sleep(0.2)
+
+    def _broke(self, what: str) -> None:
+        with self._lock:
+            if self.ask_again:
+                self.num_broken += 1
+            else:
+                self.failures.append(what)
+        time.sleep(0.2)
 
 
 @contextmanager
