@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from baton.report import Result
+from tests.integration import ask as asking
 from tests.integration.prompts import BY_NAME
 from tests.integration.reference import Expected
-from tests.integration.stack import START_TIMEOUT_S, Fleet, Member, running, wait_for
+from tests.integration.stack import START_TIMEOUT_S, Fleet, Member, Stack, running, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -63,3 +65,19 @@ def test_a_second_turn_is_a_hit_wherever_it_lands(
         other = ask(fleet, second_turn, 8, salt="somebody else")
         assert other.token_ids == elsewhere.token_ids
         assert other.usage.cached_tokens == 0
+
+
+@pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="NIXL is not installed")
+def test_a_cache_that_evicts_all_the_time(model_dir: Path, tmp_path: Path, expected: dict[str, Expected]) -> None:
+    """Handoff from memory to memory, a store beside it, host memory below a device of 48 blocks: the same answers."""
+    flags = ("--connector=nixl", "--store=shared_storage", "--num-blocks=48", "--host-cache-gb=0.05", "--chunk-size=64")
+    names = ["ledger-600", "ledger-250", "random-160", "chat-steps", "random-160", "ledger-600", "ledger-250"]
+    stack = Stack(tmp_path, *flags)
+    with running(stack):
+        cached = {}
+        for name in names:
+            (result,) = asking.ask(stack, expected, [name], lambda: "").values()
+            cached[name] = result.usage.cached_tokens  # the second time's
+            stack.settle()
+        for name in ("random-160", "ledger-600", "ledger-250"):
+            assert cached[name] == (len(expected[name].prompt_token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
