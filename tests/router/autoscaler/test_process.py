@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from common.config import AutoscalerSettings
+from common.tls import TlsFiles
 from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2, worker_pb2
 from protos.keda import externalscaler_pb2 as keda_pb2
 from protos.keda import externalscaler_pb2_grpc as keda_grpc
 from router.autoscaler.server import serve
+from tests.kube.certificates import make_ca, make_leaf
 from tests.router.conftest import StartRouter, StartWorker
 from tests.router.fake_worker import FakeWorker
 
@@ -235,3 +239,34 @@ async def test_while_nobody_knows_who_is_there_nothing_is_said() -> None:
         code, _ = await running.get("/readyz")
         assert code in (200, 503)
         assert (await running.get("/healthz"))[0] == 200
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+async def test_keda_needs_a_certificate_where_the_fleet_has_them(tmp_path: Path) -> None:
+    """As its operator connects with what a TriggerAuthentication gives it; a worker is read with the same files."""
+    make_ca(tmp_path, "ca")
+    make_leaf(tmp_path, "tls", "ca", "/CN=baton", "DNS:fleet.test")
+    names = {"tls_cert": "tls.crt", "tls_key": "tls.key", "tls_ca": "ca.crt"}
+    files = {field: str(tmp_path / name) for field, name in names.items()}
+    ca, cert, key = ((tmp_path / names[name]).read_bytes() for name in ("tls_ca", "tls_cert", "tls_key"))
+    worker = LoadedWorker(WorkerRole.DECODE)
+    await worker.start(tls=TlsFiles(*files.values()))
+    try:
+        worker.report(num_free_blocks=60, num_requests_running=7)
+        async with autoscaler(decode=(worker.address,), **files, tls_server_name="fleet.test") as running:
+            await running.until(lambda d: d["signals"]["baton_decode_requests"] == 7)
+            scaled = keda_pb2.ScaledObjectRef(name="d", namespace="n", scalerMetadata={"role": "decode"})
+            for credentials, is_let_in in (
+                (grpc.ssl_channel_credentials(ca, key, cert), True),
+                (grpc.ssl_channel_credentials(ca), False),
+            ):
+                options = [("grpc.ssl_target_name_override", "fleet.test"), ("grpc.use_local_subchannel_pool", 1)]
+                async with grpc.aio.secure_channel(running.addresses["keda"], credentials, options) as channel:
+                    ask = keda_grpc.ExternalScalerStub(channel).IsActive(scaled, timeout=WAIT_S)
+                    if is_let_in:
+                        assert (await ask).result
+                    else:
+                        with pytest.raises(grpc.aio.AioRpcError):
+                            await ask
+    finally:
+        await worker.stop()
