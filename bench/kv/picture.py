@@ -55,6 +55,11 @@ def draw(results: Results, path: Path, title: str) -> None:
     plt.close(figure)
 
 
+def _plain(value: float, _: object) -> str:
+    """A tick's label: 2048, not 2^11."""
+    return f"{value:g}"
+
+
 def _spread(samples: list[Samples]) -> tuple[list[float], list[list[float]]]:
     """Medians, and how far the quartiles are below and above them."""
     medians = [one.median for one in samples]
@@ -78,7 +83,8 @@ def _handoff(results: Results, axes: Axes, shape: str) -> None:
         axes.bar(places, medians, width, yerr=error, label=str(system), color=_COLOURS.get(str(system)), ecolor="#222")
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     axes.set(title=f"Handoff, {shape}", xlabel="tokens a block", ylabel="GB/s")
-    axes.legend(fontsize=7, frameon=False)
+    axes.set_ylim(top=axes.get_ylim()[1] * 1.2)  # room for the legend
+    axes.legend(fontsize=7, frameon=False, ncols=3, loc="upper center")
 
 
 def _exposed(results: Results, axes: Axes) -> None:
@@ -109,7 +115,7 @@ def _by_length(results: Results, axes: Axes, quantity: str) -> None:
 
 def _lengths_axis(axes: Axes) -> None:
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
+    axes.xaxis.set_major_formatter(_plain)
     axes.legend(fontsize=7, frameon=False)
 
 
@@ -126,6 +132,8 @@ def _stages(results: Results, axes: Axes) -> None:
 
 
 def _store(results: Results, axes: Axes) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     for quantity, colour in (("hit TTFT ms", "#1f6fb4"), ("recompute TTFT ms", "#b2182b")):
         found = list(results.find("store", quantity))
         medians, error = _spread([one.samples for one in found])
@@ -134,6 +142,9 @@ def _store(results: Results, axes: Axes) -> None:
             lengths, medians, error, fmt="o-", color=colour, capsize=2, label=quantity.removesuffix(" TTFT ms")
         )
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(_plain)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set(title="Store hit against recompute, new workers", xlabel="prompt tokens", ylabel="TTFT, ms")
     _lengths_axis(axes)
 
@@ -150,5 +161,7 @@ def _tail(results: Results, axes: Axes, quantity: str) -> None:
         axes.step(ordered, share, where="post", color=_COLOURS.get(str(system)), label=label)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(_plain)
+    axes.yaxis.set_major_formatter(_plain)
     axes.set(title=f"Chat beside long prompts: {quantity.removesuffix(' ms')}", xlabel="ms", ylabel="share above")
     axes.legend(fontsize=7, frameon=False)
