@@ -81,10 +81,10 @@ class StackClient:
 
 
 class Prompts:
-    """Random prompts, none twice, so that no prefix cache helps."""
+    """Random prompts, none twice, so that no prefix cache helps. Other `use`, other prompts."""
 
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
+    def __init__(self, seed: int, use: str) -> None:
+        self._random = random.Random(f"{use} {seed}")
 
     def new(self, num_tokens: int) -> list[int]:
         return [self._random.randrange(_FIRST_ID, _LAST_ID) for _ in range(num_tokens)]

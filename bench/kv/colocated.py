@@ -64,7 +64,7 @@ def run(settings: BenchSettings, results: Results, progress: Progress) -> None:
 
 
 def _long_prompt_s(client: StackClient, seed: int, long_tokens: int) -> float:
-    prompts = Prompts(seed + 100)
+    prompts = Prompts(seed, "calibration")
     return statistics.median(client.generate(prompts.new(long_tokens), LONG_NEW).ttft_ms / 1000 for _ in range(3))
 
 
@@ -72,7 +72,7 @@ def poisson(seed: int, duration_s: float, long_rate: float, long_tokens: int) ->
     """Arrivals in order of time: prompts of `long_tokens` at `long_rate` a second, chat requests at `CHATS_PER_LONG`
     times that. At most MAX_RATE a second in all."""
     rate = min(long_rate * (1 + CHATS_PER_LONG), MAX_RATE)
-    rng, prompts = random.Random(seed), Prompts(seed)
+    rng, prompts = random.Random(seed), Prompts(seed, PART)
     at = 0.0
     while (at := at + rng.expovariate(rate)) < duration_s:
         is_long = rng.random() < 1 / (1 + CHATS_PER_LONG)

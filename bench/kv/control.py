@@ -58,7 +58,7 @@ def run(settings: BenchSettings, results: Results, progress: Progress) -> None:
 
 
 def measure(client: StackClient, results: Results, settings: BenchSettings, progress: Progress, connector: str) -> None:
-    prompts = Prompts(settings.seed + 3)
+    prompts = Prompts(settings.seed, PART)
     handoffs: dict[int, list[float]] = {}
     releases: dict[int, list[float]] = {}
     for num_blocks in QUICK_NUM_BLOCKS if settings.quick else NUM_BLOCKS:

@@ -48,7 +48,7 @@ def measure(
 ) -> None:
     """Stacks with and without overlap take turns, prompt by prompt."""
     limit = min(client.max_model_len() for client in clients.values()) - NUM_NEW
-    prompts = Prompts(settings.seed)
+    prompts = Prompts(settings.seed, PART)
     for length in sorted({min(length, limit) for length in (QUICK_LENGTHS if settings.quick else LENGTHS)}):
         progress(f"{PART}: {connector}, prompts of {length} tokens")
         figures: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))

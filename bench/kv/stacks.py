@@ -25,7 +25,7 @@ def stack(
         f"--num-blocks={num_blocks}",
     ]
     with running_stack([*base, *arguments]) as address, contextlib.closing(StackClient(address)) as client:
-        prompts = Prompts(-settings.seed)
+        prompts = Prompts(settings.seed, "warm-up")
         for num_tokens in WARM_UP_TOKENS:
             client.generate(prompts.new(num_tokens), 4)
         yield client

@@ -33,7 +33,7 @@ def run(settings: BenchSettings, results: Results, progress: Progress) -> None:
 def measure(settings: BenchSettings, results: Results, progress: Progress, kv_dir: Path) -> None:
     """The first stack computes the prompts and ends; the second, new, is asked for them and for others, in turns."""
     arguments = ("--connector=shared_storage", f"--kv-dir={kv_dir}")
-    prompts = Prompts(settings.seed + 1)
+    prompts = Prompts(settings.seed, PART)
     stored: dict[int, list[list[int]]] = {}
     with stack(settings, *arguments) as client:
         limit = client.max_model_len() - NUM_NEW
