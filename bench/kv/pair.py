@@ -33,6 +33,7 @@ from common.errors import BatonError, TransferError
 from common.types import KVCacheSpec
 from engine.process import Wakeup
 from kv_store.base import ConnectorConfig, FetchBlock, KVConnector, LocalBlock, TransferResult
+from kv_store.huge_pages import advise_huge_pages
 from kv_store.registry import create_connector
 
 MEMCPY, RAW_NIXL = "memcpy", "raw NIXL read"
@@ -110,7 +111,9 @@ class _Side:
     def __init__(self, config: PairConfig, side: str) -> None:
         spec = config.spec
         self._wakeup = Wakeup()
-        self.cache = torch.zeros((config.num_blocks, *spec.block_shape), dtype=getattr(torch, spec.dtype))
+        self.cache = torch.empty((config.num_blocks, *spec.block_shape), dtype=getattr(torch, spec.dtype))
+        advise_huge_pages(self.cache)  # as the engine does
+        self.cache.zero_()
         self.rows = self.cache.view(-1).view(torch.uint8).view(config.num_blocks, spec.block_bytes)
         self.connectors: dict[str, KVConnector] = {}
         self.failures: dict[str, str] = {}
