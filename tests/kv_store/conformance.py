@@ -325,6 +325,19 @@ class ConnectorConformance:
             found = {rank.connector.lookup([name_of(number) for number in range(1, 5)]) for rank in consumer.ranks}
             assert found == {4 if is_readable else 0}
 
+    def test_a_rank_that_is_gone(self, ranked: Callable[[str, int, int], RankedWorker]) -> None:
+        """A block that needs it fails as a whole; a store has its files still."""
+        producer, consumer = ranked("producer", 4, 4), ranked("consumer", 4, 2)
+        consumer.add_peer(producer.describe())
+        refs = producer.published({1: name_of(1), 2: name_of(2)})
+        producer.ranks[3].connector.close()
+        results = consumer.fetch([FetchBlock(ref, ref.index) for ref in refs])
+        errors = [result.error is not None for result in results]  # of rank 0, then of rank 1
+        if not producer.ranks[0].connector.is_store:
+            assert errors == [False, False, True, True]
+        else:
+            assert errors == [not self.shares_unlike_degrees] * 4
+
     def test_a_worker_of_which_a_rank_is_missing(self, ranked: Callable[[str, int, int], RankedWorker]) -> None:
         producer, consumer = ranked("producer", 4, 2), ranked("consumer", 4, 1)
         if producer.ranks[0].connector.is_store:

@@ -2,6 +2,8 @@
 
 python -m tests.kv_store.peer_process serve NUM_BLOCKS EPOCH [DEVICE STAGING]
                                                       publishes every block, answers each line with "pong"
+python -m tests.kv_store.peer_process relay NUM_BLOCKS
+                                                      stages all blocks, with room for an eighth; a line announces each
 python -m tests.kv_store.peer_process read PEER       reads all blocks of PEER (hex), again and again
 """
 
@@ -18,7 +20,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kv_store.base import BlockRef, ConnectorConfig, FetchBlock
+from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, LocalBlock
 from kv_store.nixl import NixlConnector
 from tests.kv_store.conformance import SPEC, Worker, name_of
 
@@ -27,6 +29,9 @@ needs_nixl = pytest.mark.skipif(
     reason="NIXL is not installed (extra 'nixl')",
 )
 BIG_SPEC = replace(SPEC, num_layers=32, num_kv_heads=8, head_dim=64, block_size=16)  # 1 MiB per block
+
+
+RELAY_SEED = 77
 
 
 class Published(msgspec.Struct):
@@ -44,6 +49,7 @@ def make_worker(
     checksums: bool = False,
     device: str = "cpu",
     staging: str = "auto",
+    staging_blocks: int = 256,
 ) -> Worker:
     config = ConnectorConfig(
         worker_id=name,
@@ -51,6 +57,7 @@ def make_worker(
         transfer_timeout_s=timeout_s,
         verify_checksums=checksums,
         nixl_staging=staging,
+        nixl_staging_bytes=staging_blocks * BIG_SPEC.block_bytes,
     )
     return Worker(NixlConnector(config), num_blocks, BIG_SPEC, seed, device)
 
@@ -109,6 +116,19 @@ def main(mode: str, *arguments: str) -> None:
         print(msgspec.msgpack.encode(Published(worker.connector.describe(), refs)).hex(), flush=True)
         for _ in sys.stdin:
             print("pong", flush=True)
+    elif mode == "relay":
+        num_blocks = int(arguments[0])
+        worker = make_worker("peer", num_blocks, seed=RELAY_SEED, staging="always", staging_blocks=num_blocks // 8)
+        print(worker.connector.describe().hex(), flush=True)
+        worker.publish([LocalBlock(block_id, block_id, name_of(block_id)) for block_id in range(num_blocks)])
+        num_announced = 0
+        while num_announced < num_blocks:
+            worker.woken.wait(60)
+            for result in worker.poll():
+                assert result.ref is not None, result.error
+                num_announced += 1
+                print(msgspec.msgpack.encode([result.ref]).hex(), flush=True)
+        sys.stdin.read()
     else:
         published = msgspec.msgpack.decode(bytes.fromhex(arguments[0]), type=Published)
         worker = make_worker("reader", len(published.refs))

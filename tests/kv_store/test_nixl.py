@@ -10,13 +10,14 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+import torch
 
 from common.errors import StartupError, TransferError
-from kv_store.base import ConnectorConfig, FetchBlock, KVConnector, LocalBlock, TransferResult
+from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, KVConnector, LocalBlock, TransferResult
 from kv_store.peers import decode_peer, encode_peer
 from kv_store.registry import create_connector
-from tests.kv_store.conformance import PATIENCE_S, SPEC, ConnectorConformance, Create, Worker, name_of
-from tests.kv_store.peer_process import BIG_SPEC, PeerProcess, Published, make_worker, needs_nixl
+from tests.kv_store.conformance import PATIENCE_S, SPEC, ConnectorConformance, Create, Worker, name_of, random_cache
+from tests.kv_store.peer_process import BIG_SPEC, RELAY_SEED, PeerProcess, Published, make_worker, needs_nixl
 
 NUM_BLOCKS = 48  # of 1 MiB
 DEADLINE_S = 6.0  # long enough for a few blocks on a busy machine, short enough to wait for
@@ -268,6 +269,24 @@ def test_between_two_processes(
     assert {result.error for result in results} == {None}
     assert all(ref.checksums for ref in published.refs)
     assert sum(result.num_bytes for result in results) == NUM_BLOCKS * BIG_SPEC.block_bytes
+
+
+@needs_nixl
+def test_staged_between_two_processes(transport: str, make_consumer: Callable[..., Worker]) -> None:
+    """The producer's slots come back when the consumer's reports arrive: here it has room for an eighth."""
+    peer = PeerProcess("relay", str(NUM_BLOCKS))
+    try:
+        consumer = make_consumer()
+        consumer.connector.add_peer(bytes.fromhex(peer.line().decode()))
+        for _ in range(NUM_BLOCKS):  # each is announced when there is room for it
+            (ref,) = msgspec.msgpack.decode(bytes.fromhex(peer.line().decode()), type=list[BlockRef])
+            assert ref.staged_slots
+            consumer.fetch([FetchBlock(ref, ref.index)])
+            assert [result.error for result in consumer.results()] == [None]
+        expected = random_cache(NUM_BLOCKS, BIG_SPEC, seed=RELAY_SEED)
+        assert torch.equal(consumer.cache.view(torch.uint8), expected.view(torch.uint8))
+    finally:
+        peer.close()
 
 
 @needs_nixl
