@@ -190,8 +190,7 @@ class BlockManager:
         """Makes a full block that was fetched findable, whatever is missing before it."""
         block, name = self._blocks[request.block_ids[index]], request.block_hashes[index]
         if block.block_hash is None and name not in self._by_hash:
-            block.block_hash = name
-            self._by_hash[name] = block.block_id
+            self._name(block, name)
         self.mark_stored([name])  # whoever computed it writes it to the store
 
     def adopt(self, request: Request, index: int) -> bool:
