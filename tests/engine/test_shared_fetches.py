@@ -274,6 +274,7 @@ ACTIONS = st.lists(
     with_store=st.booleans(),
     chunk_size=st.integers(1, 16),
     decode_blocks=st.integers(14, 60),
+    host_cache_gb=st.sampled_from([0.0, 1e-6]),  # some thirty blocks
 )
 def test_any_order_of_events_gives_the_reference_answers(
     cuts: list[tuple[int, int, int]],
@@ -281,10 +282,13 @@ def test_any_order_of_events_gives_the_reference_answers(
     with_store: bool,
     chunk_size: int,
     decode_blocks: int,
+    host_cache_gb: float,
 ) -> None:
     """Prompts that share beginnings of many lengths; blocks that come late or never; requests that end."""
     contents = filled(PROMPT) if with_store else None
-    pair, slow = make_slow_pair(contents=contents, chunk_size=chunk_size, decode_blocks=decode_blocks)
+    pair, slow = make_slow_pair(
+        contents=contents, chunk_size=chunk_size, decode_blocks=decode_blocks, host_cache_gb=host_cache_gb
+    )
     requests = {
         str(number): ([*PROMPT[:cut], *range(80, 80 + extra)], max_tokens)
         for number, (cut, extra, max_tokens) in enumerate(cuts)
