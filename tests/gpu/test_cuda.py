@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from common import metrics  # noqa: E402
 from common.config import EngineSettings  # noqa: E402
 from common.types import SamplingParams  # noqa: E402
 from engine import messages as m  # noqa: E402
@@ -129,6 +130,20 @@ def test_preempted(model_dir: Path, prompts: list[list[int]], expected: list[lis
     answers, num_preemptions = generate(core, prompts[:NUM_SHORT])
     assert_equal(answers, expected[:NUM_SHORT])
     assert num_preemptions > 0
+
+
+def test_what_the_device_evicts_comes_back_from_host_memory(
+    model_dir: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    core = make_core(model_dir, num_blocks=70, host_cache_gb=0.25)
+    before = promoted()
+    for run in ("cold", "warm"):
+        assert_equal([generate(core, [prompt], f"{run} {i} ")[0][0] for i, prompt in enumerate(prompts)], expected)
+    assert promoted() - before > 1000 // 16
+
+
+def promoted() -> float:
+    return metrics.worker_kv_tier_moves.labels("promoted")._value.get()
 
 
 @pytest.mark.parametrize("attention", ["torch", "flashinfer"])
