@@ -16,6 +16,9 @@ from tests.integration.stack import START_TIMEOUT_S, Fleet, Member, Stack, runni
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+# Looked for, not imported: the library's log settings are the connector's business.
+needs_nixl = pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="NIXL is not installed")
+
 FIRST = BY_NAME["ledger-250"]
 BLOCK_SIZE = 16
 
@@ -31,11 +34,18 @@ def end(member: Member) -> None:
     assert member.process.popen.wait(120) == 0, member.process.tail()
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), id="shared_storage"),
+        pytest.param(("--connector=nixl", "--store=shared_storage"), id="nixl and a store", marks=needs_nixl),
+    ],
+)
 def test_a_second_turn_is_a_hit_wherever_it_lands(
-    model_dir: Path, tmp_path: Path, expected: dict[str, Expected]
+    model_dir: Path, tmp_path: Path, expected: dict[str, Expected], flags: tuple[str, ...]
 ) -> None:
     first = expected[FIRST.name]
-    fleet = Fleet(tmp_path, prefill=1, decode=2)
+    fleet = Fleet(tmp_path, *flags, prefill=1, decode=2)
     with running(fleet):
         answer = ask(fleet, first.prompt_token_ids, FIRST.max_tokens)
         assert first.explain(answer.token_ids) == ""
@@ -67,7 +77,7 @@ def test_a_second_turn_is_a_hit_wherever_it_lands(
         assert other.usage.cached_tokens == 0
 
 
-@pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="NIXL is not installed")
+@needs_nixl
 def test_a_cache_that_evicts_all_the_time(model_dir: Path, tmp_path: Path, expected: dict[str, Expected]) -> None:
     """Handoff from memory to memory, a store beside it, host memory below a device of 48 blocks: the same answers."""
     flags = ("--connector=nixl", "--store=shared_storage", "--num-blocks=48", "--host-cache-gb=0.05", "--chunk-size=64")
