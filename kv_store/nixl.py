@@ -5,9 +5,9 @@ worker's cache is registered once. Where UCX cannot register it (memory of a dev
 `nixl_staging` says so, this end goes through host memory: the producer copies what it publishes there, and the consumer
 what it has read. The other end notices nothing.
 
-Known limit, over TCP only: a producer that was stopped (SIGSTOP, a frozen machine) in mid-transfer, and whose consumer
-has gone or given up meanwhile, may be aborted by UCX when it goes on (docs/kv-plane.md says why). Its worker ends and
-has to be restarted, as after any crash.
+Known limit, over TCP only: a producer whose consumer goes or gives up in mid-transfer may be aborted by UCX, above all
+one that was stopped meanwhile (SIGSTOP, a frozen machine); docs/kv-plane.md says why. Its worker ends and has to be
+restarted, as after any crash.
 """
 
 from __future__ import annotations

@@ -369,17 +369,23 @@ def test_a_stopped_peer_costs_no_other_peer_a_block(
 
 
 @needs_nixl
-def test_a_killed_consumer(transport: str, make_consumer: Callable[..., Worker]) -> None:
-    """The producer notices nothing, and serves the next one."""
-    producer = make_worker("producer", NUM_BLOCKS, seed=5, checksums=True)
-    refs = producer.published({block_id: name_of(block_id) for block_id in range(NUM_BLOCKS)})
-    published = Published(producer.connector.describe(), refs)
+def test_a_killed_consumer(
+    transport: str, serve: Callable[..., PeerProcess], make_consumer: Callable[..., Worker]
+) -> None:
+    """The producer notices nothing, and serves the next one. Over TCP UCX may abort it (the known limit in
+    `kv_store.nixl`); then it is its next life that does."""
+    producer = serve("e1")
+    published = producer.published()
     reader = PeerProcess("read", msgspec.msgpack.encode(published).hex())
     for _ in range(3):
         assert reader.line() == b"reading"
     reader.close()
     consumer = make_consumer()
     consumer.connector.add_peer(published.peer)
-    assert {result.error for result in fetch_all(consumer, published)} == {None}
-    assert consumer.bytes_of(7) == producer.bytes_of(7)
-    producer.connector.close()
+    results = fetch_all(consumer, published)
+    if transport == "tcp" and not producer.is_running_again():
+        assert producer.process.wait() == -signal.SIGABRT
+        published = serve("e2").published()
+        consumer.connector.add_peer(published.peer)
+        results = fetch_all(consumer, published)
+    assert {result.error for result in results} == {None}
