@@ -23,6 +23,7 @@ LEFT_OUT = """left to make test-kube-full:
   KEDA's operator, to and from zero                                                        test_keda.py
   groups of LeaderWorkerSet                                                                test_lws.py
   every permission in use                                                                  test_permissions.py
+  TLS on every hop, API keys                                                               test_secured.py
   a user's cluster                                                                         test_user_cluster.py
 """
 

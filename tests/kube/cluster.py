@@ -113,6 +113,10 @@ class Cluster(ControlPlane):
         """A port on 127.0.0.1 that leads to a Service (`name.namespace`) by its cluster address."""
         name, _, namespace = service.partition(".")
         address = self.kubectl("-n", namespace, "get", "service", name, "-o", "jsonpath={.spec.clusterIP}")
+        return self.forward_to(address, port)
+
+    def forward_to(self, address: str, port: int) -> int:
+        """A port on 127.0.0.1 that leads to a pod or whatever else has an address in the cluster."""
         return self._forwarder.forward(address, port)
 
     # ------------------------------------------------------------------------------------------------- node
