@@ -128,7 +128,10 @@ UNTOUCHED = same()
 CANCELLED = Outcome(End.CANCELLED, frozenset({Counted.CANCELLED}))
 DEADLINE = Outcome(End.DEADLINE, frozenset({Counted.DEADLINE}))
 LOST = Outcome(End.LOST_WITH_ROUTER)
-LOST_AND_COUNTED = Outcome(End.LOST_WITH_ROUTER, frozenset({Counted.CANCELLED}))
+# A router that is cut off loses sight of its workers and of its client at about the same time.
+LOST_AND_COUNTED = Outcome(
+    End.LOST_WITH_ROUTER, frozenset({Counted.CANCELLED}), frozenset({Counted.RETRY, Counted.MIGRATION})
+)
 RETRY = same(Counted.RETRY)
 MIGRATION = same(Counted.MIGRATION)
 PREFILL_RETRY = same(Counted.PREFILL_RETRY)

@@ -133,7 +133,7 @@ class Trial:
         try:
             scene.reach(self._cell.moment)
             harm.do()
-            self._see_it_end(scene, harm)
+            self._see_it_end(scene, harm, counters)
         except MissedError:
             harm.undo()
             client.cancel()
@@ -155,7 +155,7 @@ class Trial:
         max_tokens = LONG_ANSWER if is_long else NUM_TOKENS
         return stage.ask(name, max_tokens=max_tokens, timeout_s=timeout_s, url=self._url if is_rest else "")
 
-    def _see_it_end(self, scene: Scene, harm: Harm) -> None:
+    def _see_it_end(self, scene: Scene, harm: Harm, counters: watch.Counters) -> None:
         """The request's end, and that whoever lives is free of it while the fault lasts."""
         cell, client = self._cell, scene.client
         is_mute = cell.process is Process.CLIENT and cell.fault in (Fault.SIGKILL, Fault.SIGSTOP, Fault.CUT)
@@ -164,6 +164,8 @@ class Trial:
             self._check_told(client.outcome())
         self._free(harm.living())
         if cell.process is Process.ROUTER and cell.fault is not Fault.SIGKILL:
+            if cell.fault is Fault.CUT:  # healed earlier, it might never have missed its client
+                wait_for("the router misses its client", lambda: counters.since()[Counted.CANCELLED], FREE_WITHIN_S)
             harm.undo()
             if self._outcome.end is End.SAME_ANSWER:  # more than enough of a long answer
                 wait_for("the answer goes on", lambda: client.told.num_tokens >= NUM_TOKENS or client.told.outcome, 120)
