@@ -50,8 +50,9 @@ class ClientProcess:
     def cancel(self) -> None:
         self._write(b'"cancel"')
 
-    def signal(self, signum: int) -> None:
-        os.kill(self._popen.pid, signum)
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
 
     def outcome(self, timeout_s: float = CALL_TIMEOUT_S) -> Told:
         """Waits for the request's end."""
@@ -61,7 +62,7 @@ class ClientProcess:
 
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            self.signal(signal.SIGKILL)
+            os.kill(self.pid, signal.SIGKILL)
         self._popen.wait()
         self._thread.join()
         assert self._popen.stdin is not None

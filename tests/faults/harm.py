@@ -75,9 +75,8 @@ class Harm:
 
     def _signal(self, signum: signal.Signals) -> None:
         if self._cell.process is Process.CLIENT:
-            self._scene.client.signal(signum)
-            return
-        if self.victim is None:
+            pid = self._scene.client.pid
+        elif self.victim is None:
             pid = self._scene.fleet.router.popen.pid
         elif self._cell.process in _FRONTS:
             pid = self.victim.process.popen.pid

@@ -134,6 +134,7 @@ LOST_AND_COUNTED = Outcome(
 )
 RETRY = same(Counted.RETRY)
 MIGRATION = same(Counted.MIGRATION)
+MOVED = same(may=(Counted.RETRY, Counted.MIGRATION))  # as the first token lay unread in the router's socket, or not
 PREFILL_RETRY = same(Counted.PREFILL_RETRY)
 FALLBACK = same(Counted.FALLBACK)
 LOST_BLOCKS = same(Counted.LOST_BLOCKS, Counted.FALLBACK)
@@ -164,7 +165,7 @@ _TABLE: dict[tuple[Process, Fault], Row] = {
     (Process.CLIENT, Fault.SIGSTOP): always(CANCELLED),
     (Process.CLIENT, Fault.CUT): always(CANCELLED),
     (Process.ROUTER, Fault.SIGKILL): always(LOST),
-    (Process.ROUTER, Fault.SIGSTOP): DECODE_LOST,
+    (Process.ROUTER, Fault.SIGSTOP): always(MOVED),
     (Process.ROUTER, Fault.CUT): always(LOST_AND_COUNTED),
     **{(Process.PREFILL_FRONT, fault): PREFILL_LOST for fault in (Fault.SIGKILL, Fault.SIGSTOP, Fault.CUT)},
     **{(Process.PREFILL_ENGINE, fault): PREFILL_LOST for fault in (Fault.SIGKILL, Fault.SIGSTOP)},
