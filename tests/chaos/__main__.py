@@ -60,9 +60,9 @@ class Run:
         write_tiny_model(model_dir)
         cases, wanted = with_references(model_dir, make_cases(rng))
         with contextlib.ExitStack() as stack:
-            network = self._network(stack)
             disk = Disk(self.folder / "kv", megabytes=128)
             stack.callback(disk.close)
+            network = self._network(stack)
             flags = [f"--model={model_dir}", f"--connector={self.connector}", *FLAGS]
             server = self._server(stack, flags)
             hosts = network if isinstance(network, Network) else OneHost()
@@ -131,7 +131,7 @@ class Run:
         bad = tally.outcomes["wrong"] + tally.outcomes["lost"] + tally.outcomes["client error"]
         problems += [f"{name} grew by {mb} MB" for name, mb in growth_mb.items() if mb > MAX_GROWTH_MB]
         return {
-            "ok": not bad and not problems and tally.outcomes["equal"] > 0,
+            "ok": not bad and not problems and tally.outcomes["equal"] > 0 and tally.extras["blocks_moved"] > 0,
             "seconds": self.seconds,
             "seed": self.seed,
             "connector": self.connector,

@@ -127,12 +127,12 @@ def _opened(connector: str, reference: Reference, folder: Path) -> Iterator[Stag
     if connector == "nixl":
         pytest.importorskip("nixl_cu13")
     with contextlib.ExitStack() as stack:
+        disk = Disk(folder / "kv")
+        stack.callback(disk.close)
         why = networks.why_not(folder)
         network = None if why else Network(folder, HOSTS)
         if network is not None:
             stack.callback(network.close)
-        disk = Disk(folder / "kv")
-        stack.callback(disk.close)
         environ = {"UCX_TLS": "tcp"}  # as between machines, whatever else is there between these processes
         flags = (f"--model={reference.model_dir}", f"--connector={connector}", *FLAGS)
         fleet = Fleet(folder, *flags, prefill=2, decode=2, hosts=network, environ=environ)
@@ -149,7 +149,9 @@ def _chunk_cpu_s(stage: Stage) -> float:
     """What a chunk costs here, in seconds of processor time."""
     engines = [watch.engine_pid(member) for member in stage.fleet.members if member.role == "prefill"]
     before = sum(map(watch.cpu_s, engines))
-    assert stage.answer("calibrate").token_ids == stage.reference.token_ids
+    told = stage.answer("calibrate")
+    assert told.token_ids == stage.reference.token_ids, told
+    assert told.num_blocks_moved == len(stage.reference.prompt) // 16, f"KV does not move here: {told}"
     return (sum(map(watch.cpu_s, engines)) - before) / NUM_CHUNKS
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from tests.kube.processes import Process, wait_until
 
 _TOOLS = ("ip", "nsenter", "unshare", "iptables")
-_HOLD = "exec sleep infinity"
+_HOLD = "mount -t sysfs baton /sys && exec sleep infinity"  # libraries look there for the links of their host
 
 
 class Cut(Enum):
@@ -34,7 +34,10 @@ class Cut(Enum):
 
 
 class Network:
-    """Root only; see `why_not`. Every method may be called at any time; `close` ends everything inside."""
+    """Root only; see `why_not`. Every method may be called at any time; `close` ends everything inside.
+
+    Hosts see file systems as they are mounted when this is made.
+    """
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self._folder = folder
@@ -59,7 +62,7 @@ class Network:
 
     def command(self, name: str, argv: Sequence[str]) -> list[str]:
         """`argv` as run on a host. The process itself is the command, not a wrapper around it."""
-        return ["nsenter", f"--net=/proc/{self._holders[name].popen.pid}/ns/net", "--", *argv]
+        return ["nsenter", f"--target={self._holders[name].popen.pid}", "--net", "--mount", "--wd", "--", *argv]
 
     def cut(self, name: str, cut: Cut = Cut.BOTH) -> None:
         self._cut[name] = cut
@@ -105,11 +108,11 @@ class Network:
         _run(["ip", "link", "set", self._link, "up"])
 
     def _hold(self, name: str) -> None:
-        holder = Process(name, ["unshare", "--net", "bash", "-c", _HOLD], self._folder / f"host-{name}.log")
+        command = ["unshare", "--net", "--mount", "bash", "-c", _HOLD]
+        holder = Process(name, command, self._folder / f"host-{name}.log")
         self._holders[name] = holder
-        own = os.readlink("/proc/self/ns/net")
-        path = Path(f"/proc/{holder.popen.pid}/ns/net")
-        wait_until(f"namespace of {name}", lambda: os.readlink(path) != own, 30, [holder])
+        program = Path(f"/proc/{holder.popen.pid}/comm")
+        wait_until(f"namespace of {name}", lambda: program.read_text() == "sleep\n", 30, [holder])
 
     def _ip(self, name: str, arguments: str) -> None:
         _run(self.command(name, ["ip", *arguments.split()]))
