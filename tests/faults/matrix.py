@@ -149,6 +149,12 @@ PREFILL_LOST = row(PREFILL_RETRY, PREFILL_RETRY, PREFILL_RETRY, PREFILL_RETRY, A
 PREFILL_LOST_P2P = row(PREFILL_RETRY, PREFILL_RETRY, PREFILL_RETRY_P2P, PREFILL_RETRY_P2P, FALLBACK_P2P, UNTOUCHED)
 DECODE_LOST = row(RETRY, RETRY, RETRY, RETRY, MIGRATION, MIGRATION)
 
+# A decode worker that is cut off, or goes on, notices that its prefill worker has gone, and counts that before it ends
+# the request.
+_LATE = (Counted.PREFILL_RETRY, Counted.LOST_BLOCKS)
+RETRY_LATE, MIGRATION_LATE = same(Counted.RETRY, may=_LATE), same(Counted.MIGRATION, may=_LATE)
+DECODE_MISSED = row(RETRY_LATE, RETRY_LATE, RETRY_LATE, RETRY_LATE, MIGRATION_LATE, MIGRATION)
+
 ONLY_CLIENTS = not_possible(
     "only a client cancels or sets a deadline; it reaches this process through the client's row"
 )
@@ -170,7 +176,8 @@ _TABLE: dict[tuple[Process, Fault], Row] = {
     **{(Process.PREFILL_FRONT, fault): PREFILL_LOST for fault in (Fault.SIGKILL, Fault.SIGSTOP, Fault.CUT)},
     **{(Process.PREFILL_ENGINE, fault): PREFILL_LOST for fault in (Fault.SIGKILL, Fault.SIGSTOP)},
     (Process.PREFILL_ENGINE, Fault.CUT): always(ONE_LINK),
-    **{(Process.DECODE_FRONT, fault): DECODE_LOST for fault in (Fault.SIGKILL, Fault.SIGSTOP, Fault.CUT)},
+    (Process.DECODE_FRONT, Fault.SIGKILL): DECODE_LOST,
+    **{(Process.DECODE_FRONT, fault): DECODE_MISSED for fault in (Fault.SIGSTOP, Fault.CUT)},
     **{(Process.DECODE_ENGINE, fault): DECODE_LOST for fault in (Fault.SIGKILL, Fault.SIGSTOP)},
     (Process.DECODE_ENGINE, Fault.CUT): always(ONE_LINK),
     **{(Process.STORE, fault): always(NO_PROCESS) for fault in (Fault.SIGKILL, Fault.SIGSTOP, Fault.CUT)},
