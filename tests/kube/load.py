@@ -98,7 +98,8 @@ class Load:
             try:
                 self._count(question, ask_rest(self.http_port, question, self.max_tokens), "REST")
             except urllib.error.HTTPError as error:
-                self.failures.append(f"REST: {error} {error.read().decode()}")
+                with error:
+                    self.failures.append(f"REST: {error} {error.read().decode()}")
                 time.sleep(0.2)
             except OSError as error:
                 self._broke(f"REST: {error}")

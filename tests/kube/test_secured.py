@@ -91,7 +91,8 @@ def test_rest_speaks_https_and_asks_for_the_key(local_cluster: Cluster, release:
         assert json.load(answer)["data"]
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(url, timeout=60, context=context)
-    assert refused.value.code == 401
+    with refused.value:  # holds its connection
+        assert refused.value.code == 401
 
 
 @pytest.mark.parametrize("shown", ["nothing", "a stranger's"])
