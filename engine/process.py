@@ -1,13 +1,15 @@
 """The engine's own process: `python -m engine.process`, started by `worker.engine_client`.
 
 It reads one line of JSON from standard input (`Bootstrap`), connects back over a local ZeroMQ pair, and serves until
-standard input closes, which happens when its parent ends, however it ends.
+standard input closes, which happens when its parent ends, however it ends. Linux makes sure of that.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -76,6 +78,7 @@ def main() -> int:
     setup_logging(bootstrap.name, level=settings.log_level, log_format=settings.log_format)
     if settings.cpu_cores:
         os.sched_setaffinity(0, settings.cpu_cores)
+    _die_with_parent()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.set(zmq.LINGER, 1000)
@@ -208,6 +211,13 @@ class _MetricsReporter:
         self._next = now + METRICS_INTERVAL_S
         changes = self._relay.changes()
         return [m.MetricsChanged(changes)] if changes else []
+
+
+def _die_with_parent() -> None:
+    """Linux kills this process when its parent ends: one that was stopped could not see standard input close."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _exit_with_parent() -> None:

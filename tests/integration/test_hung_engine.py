@@ -12,7 +12,7 @@ import pytest
 
 from tests.chaos.tiny_model import random_prompt
 from tests.integration.ask import Salt
-from tests.integration.stack import START_TIMEOUT_S, Fleet, alive, descendants, running, wait_for
+from tests.integration.stack import START_TIMEOUT_S, Fleet, alive, descendants, kill, running, wait_for
 from tests.integration.tiny import Case, make_cases, tiny_fleet
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -79,3 +79,13 @@ def test_a_whole_worker_that_was_stopped_does_not_blame_its_engine(fleet: Fleet,
     assert len(result.token_ids) == 3
     wait_for("the stopped worker is back", fleet.all_ready, START_TIMEOUT_S)
     assert alive(pids) == pids
+
+
+def test_an_engine_that_hangs_ends_with_its_front(fleet: Fleet) -> None:
+    """It cannot see standard input close."""
+    victim = next(member for member in fleet.members if member.role == "prefill")
+    (engine,) = descendants(victim.process.popen.pid)
+    os.kill(engine, signal.SIGSTOP)
+    kill(victim.process)
+    wait_for("the engine is gone", lambda: not alive({engine}))
+    fleet.replace(victim)
