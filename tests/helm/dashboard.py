@@ -154,6 +154,26 @@ ROWS: dict[str, list[Panel]] = {
             "From the first token at a decode worker to the last KV block there.",
         ),
         Panel("KV computed again", "ops", ((rate("baton_worker_fallbacks_total", DECODE, "pod"), "{{pod}}"),)),
+        Panel(
+            "KV found, by tier",
+            "ops",
+            ((rate("baton_worker_kv_cache_hits_total", WORKERS, "tier"), "{{tier}}"),),
+            "KV blocks of prompts that nobody had to compute, by where they were found.",
+        ),
+        Panel(
+            "KV between tiers",
+            "ops",
+            ((rate("baton_worker_kv_tier_moves_total", WORKERS, "move"), "{{move}}"),),
+            "Dropped blocks were evicted before the store had taken them.",
+        ),
+        Panel(
+            "Cut and hung",
+            "ops",
+            (
+                (rate("baton_worker_streams_cut_total", WORKERS, "service"), "{{service}} stream cut by a drain"),
+                (rate("baton_worker_engine_hangs_total", WORKERS), "engine killed, as it hung"),
+            ),
+        ),
         Panel("Bytes in a store of files", "bytes", ((f"max(baton_kv_store_bytes{{{WORKERS}}})", "bytes"),)),
         Panel(
             "Store of files",
