@@ -34,7 +34,7 @@ from common.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from common.grpc_options import MAX_MESSAGE_BYTES
+from common.grpc_options import MAX_MESSAGE_BYTES, NO_OTHER_PINGS
 from common.grpc_transport import channel_credentials, name_options
 from common.tls import TlsFiles
 from common.types import WorkerRole
@@ -55,6 +55,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
+    *NO_OTHER_PINGS,
     ("grpc.http2.max_pings_without_data", 0),
 )
 

@@ -12,13 +12,20 @@ KEEPALIVE_TIMEOUT_MS = 3_000
 
 Options = list[tuple[str, int | str]]
 
+NO_OTHER_PINGS: Options = [
+    # Flow control has pings of its own, sent while data flows. Their answers queue behind that data, and with a short
+    # ping timeout a peer that is behind with sending would be taken for dead. Keepalive pings are sent in silence only.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 4 * 2**20),  # what a stream may have in flight, now that nobody measures the link
+]
+
 _COMMON: Options = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    # A keepalive ping is not sent while another one (flow control's) waits for its answer: that one has to time out.
-    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # gRPC gives keepalive pings this, not keepalive_timeout
+    *NO_OTHER_PINGS,
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
