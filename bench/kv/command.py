@@ -88,14 +88,16 @@ def kv(
         seed=seed,
         quick=quick,
     )
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    # Ctrl-C, too: a shell that starts a command in the background has it ignore that.
+    before = {signum: signal.signal(signum, _interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         return run(settings, only, show_progress, as_json=as_json, plot=plot)
     except BatonError as error:
         print(f"baton bench kv: error: {' '.join(error.message.split())}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def _interrupt(signum: int, frame: object) -> None:  # noqa: ARG001

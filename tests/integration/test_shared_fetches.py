@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +13,7 @@ import pytest
 
 from tests.chaos.tiny_model import random_prompt
 from tests.integration.ask import Salt
-from tests.integration.stack import Fleet, running
+from tests.integration.stack import Fleet, descendants, running, wait_for
 from tests.integration.tiny import tiny_fleet
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -46,13 +48,22 @@ def test_each_block_moves_once(fleet: Fleet, salt: Salt) -> None:
 
 def test_the_first_of_them_is_cancelled(fleet: Fleet, salt: Salt) -> None:
     prompt, one_salt = random_prompt(random.Random(2), NUM_TOKENS), salt()
+    prefill = next(member for member in fleet.members if member.role == "prefill")
+    (engine,) = descendants(prefill.process.popen.pid)
     with fleet.client() as client, ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        os.kill(engine, signal.SIGSTOP)  # or it might be done before anything is cancelled
         answers = [
             client.generate(prompt, temperature=0.0, max_tokens=20, ignore_eos=True, cache_salt=one_salt)
             for _ in range(NUM_REQUESTS)
         ]
-        fleet.busy("prefill")
+        wait_for("all of them wait", lambda: _num_running(fleet, "decode") == NUM_REQUESTS)
         answers[0].cancel()
+        wait_for("one is cancelled", lambda: _num_running(fleet, "decode") == NUM_REQUESTS - 1)
+        os.kill(engine, signal.SIGCONT)
         results = list(pool.map(lambda answer: answer.result(), answers[1:]))
         again = client.generate(prompt, temperature=0.0, max_tokens=20, ignore_eos=True, cache_salt=salt()).result()
     assert {result.token_ids for result in results} == {again.token_ids}
+
+
+def _num_running(fleet: Fleet, role: str) -> int:
+    return sum(worker.num_requests_running for worker in fleet.workers() if worker.role.value == role)
