@@ -31,7 +31,7 @@ from kv_store.cache_view import CacheView, Staging
 from kv_store.fair_queue import FairQueue
 from kv_store.lmcache_client import LMCacheClient
 from kv_store.lmcache_groups import Bytes, Group, GroupLayout, find_group, split_into_groups
-from kv_store.results import ResultQueue
+from kv_store.results import ResultQueue, block_result
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class LMCacheConnector(KVConnector):
                 raise TransferError("LMCache has no room, or waits for another writer of the same blocks")
             time.sleep(_PLACE_POLL_S)
         return [
-            _result(
+            block_result(
                 job,
                 block,
                 ref=BlockRef(index=block.index, block_hash=block.block_hash, peer=group.hint()),
@@ -291,11 +291,11 @@ class LMCacheConnector(KVConnector):
         for block, buffer in zip(blocks, staging.buffers(block_ids), strict=True):
             entry = (entries or {}).get(block.block_hash)
             if entry is None:
-                results.append(_result(job, block, error="corrupt in LMCache: not what its name says"))
+                results.append(block_result(job, block, error="corrupt in LMCache: not what its name says"))
             elif not self._layout.read(slot, group.num_blocks, entry, buffer):
-                results.append(_result(job, block, error="corrupt in LMCache: checksum differs"))
+                results.append(block_result(job, block, error="corrupt in LMCache: checksum differs"))
             else:
-                results.append(_result(job, block, num_bytes=self._view.block_bytes))
+                results.append(block_result(job, block, num_bytes=self._view.block_bytes))
         staging.store(block_ids, [result.error is None for result in results], job.after)
         return results
 
@@ -306,22 +306,8 @@ def _check_deadline(job: _Job) -> None:
 
 
 def _not_stored(job: _Job, block: LocalBlock) -> TransferResult:
-    return _result(job, block, error=f"block {block.block_hash.hex()} is not in LMCache")
+    return block_result(job, block, error=f"block {block.block_hash.hex()} is not in LMCache")
 
 
 def _failed(job: _Job, blocks: Iterable[LocalBlock], error: str) -> list[TransferResult]:
-    return [_result(job, block, error=error) for block in blocks]
-
-
-def _result(
-    job: _Job, block: LocalBlock, *, error: str | None = None, ref: BlockRef | None = None, num_bytes: int = 0
-) -> TransferResult:
-    return TransferResult(
-        job_id=job.job_id,
-        kind=job.kind,
-        index=block.index,
-        block_id=block.block_id,
-        error=error,
-        ref=ref,
-        num_bytes=num_bytes,
-    )
+    return [block_result(job, block, error=error) for block in blocks]

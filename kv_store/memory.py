@@ -26,7 +26,7 @@ from kv_store.base import (
 from kv_store.cache_view import CacheView
 from kv_store.checksums import Bytes, checksum_error, head_checksums
 from kv_store.peers import PeerInfo, check_compatible, decode_peer, encode_peer
-from kv_store.results import ResultQueue
+from kv_store.results import ResultQueue, fetched
 from kv_store.shards import Part
 
 # One lock for all connectors of the process: a copy never meets a release, and this connector is not about speed.
@@ -119,14 +119,7 @@ class MemoryConnector(KVConnector):
             self._copy(block)
         except TransferError as failure:
             error = failure.message
-        return TransferResult(
-            job_id=job_id,
-            kind=TransferKind.FETCH,
-            index=block.ref.index,
-            block_id=block.block_id,
-            error=error,
-            num_bytes=0 if error else self._view.block_bytes,
-        )
+        return fetched(job_id, block, error=error, num_bytes=self._view.block_bytes)
 
     def _copy(self, block: FetchBlock) -> None:
         ref = block.ref

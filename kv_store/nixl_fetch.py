@@ -25,7 +25,7 @@ import torch
 
 from common.errors import TransferError
 from common.types import KVCacheSpec
-from kv_store.base import BlockRef, FetchBlock, TransferKind, TransferResult
+from kv_store.base import BlockRef, FetchBlock
 from kv_store.cache_view import CacheView, Staging
 from kv_store.checksums import Bytes, checksum_error
 from kv_store.fair_queue import FairQueue
@@ -33,7 +33,7 @@ from kv_store.host_pool import HostPool
 from kv_store.nixl_agent import Read, ReadingAgent, ServedMemory
 from kv_store.nixl_publish import ReadReport
 from kv_store.peers import PeerInfo
-from kv_store.results import ResultQueue
+from kv_store.results import ResultQueue, fetched
 from kv_store.shards import Part, runs
 
 log = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class Fetcher:
             peer = self._peers.get(block.ref.peer)
             error = _refusal(block.ref, peer)
             if peer is None or error is not None:
-                self._results.add([_fetched(job_id, block, error=error)])
+                self._results.add([fetched(job_id, block, error=error)])
             else:
                 by_peer.setdefault(peer, []).append(block)
         for peer, peer_blocks in by_peer.items():
@@ -287,7 +287,7 @@ class Fetcher:
                 errors = [f"{type(failure).__name__}: {failure}"] * len(flight.blocks)
         self._free_slots.extend(flight.slots)
         self._results.add(
-            _fetched(flight.job.job_id, block, error=block_error, num_bytes=self._view.block_bytes)
+            fetched(flight.job.job_id, block, error=block_error, num_bytes=self._view.block_bytes)
             for block, block_error in zip(flight.blocks, errors, strict=True)
         )
 
@@ -327,14 +327,3 @@ def _refusal(ref: BlockRef, peer: Peer | None) -> str | None:
     if len(ref.staged_slots) != (peer.info.spec.tp_size if is_staging else 0):
         return f"peer {ref.peer!r} does not say where on each rank it staged block {ref.block_id}"
     return None
-
-
-def _fetched(job_id: int, block: FetchBlock, *, error: str | None, num_bytes: int = 0) -> TransferResult:
-    return TransferResult(
-        job_id=job_id,
-        kind=TransferKind.FETCH,
-        index=block.ref.index,
-        block_id=block.block_id,
-        error=error,
-        num_bytes=0 if error else num_bytes,
-    )

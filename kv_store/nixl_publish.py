@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -26,7 +27,7 @@ from kv_store.fair_queue import FairQueue
 from kv_store.host_pool import HostPool
 from kv_store.nixl_agent import ServingAgent
 from kv_store.nixl_slots import ServedSlots
-from kv_store.results import ResultQueue
+from kv_store.results import ResultQueue, block_result
 from kv_store.shards import num_readers
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class ReadReport(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True, eq=False)
 class _Job:
+    kind: ClassVar[TransferKind] = TransferKind.PUBLISH
     job_id: int
     after: torch.cuda.Event | None  # device work that comes before it
     deadline: float  # time.monotonic()
@@ -127,11 +129,11 @@ class Publisher:
                 return self._in_place(job, blocks)
             if error := self._refusal(job):
                 log.warning("KV blocks were not staged", extra={"job_id": job.job_id, "reason": error})
-                return [_result(job, block, error=error) for block in blocks]
+                return [block_result(job, block, error=error) for block in blocks]
             return self._staged(job, blocks, self._pool, self._slots)
         except Exception as error:
             log.exception("publishing KV blocks failed", extra={"job_id": job.job_id})
-            return [_result(job, block, error=f"{type(error).__name__}: {error}") for block in blocks]
+            return [block_result(job, block, error=f"{type(error).__name__}: {error}") for block in blocks]
 
     def _in_place(self, job: _Job, blocks: list[LocalBlock]) -> list[TransferResult]:
         checksums: list[tuple[int, ...]] = [()] * len(blocks)
@@ -176,7 +178,7 @@ class Publisher:
             checksums=checksums,
             staged_slots=staged_slots,
         )
-        return _result(job, block, ref=ref)
+        return block_result(job, block, ref=ref)
 
     def _refusal(self, job: _Job) -> str | None:
         """Why a block that waits for a slot will get none."""
@@ -185,14 +187,3 @@ class Publisher:
         if time.monotonic() >= job.deadline:
             return f"no room to stage the block for {self._timeout_s} s"
         return None
-
-
-def _result(job: _Job, block: LocalBlock, *, ref: BlockRef | None = None, error: str | None = None) -> TransferResult:
-    return TransferResult(
-        job_id=job.job_id,
-        kind=TransferKind.PUBLISH,
-        index=block.index,
-        block_id=block.block_id,
-        ref=ref,
-        error=error,
-    )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
-from kv_store.base import TransferResult
+from kv_store.base import BlockRef, FetchBlock, LocalBlock, TransferKind, TransferResult
 
 
 class ResultQueue:
@@ -27,3 +28,38 @@ class ResultQueue:
         while self._results:
             drained.append(self._results.popleft())
         return drained
+
+
+class Job(Protocol):
+    """What a connector's own record of a job has at least."""
+
+    @property
+    def job_id(self) -> int: ...
+    @property
+    def kind(self) -> TransferKind: ...
+
+
+def block_result(
+    job: Job, block: LocalBlock, *, error: str | None = None, ref: BlockRef | None = None, num_bytes: int = 0
+) -> TransferResult:
+    return TransferResult(
+        job_id=job.job_id,
+        kind=job.kind,
+        index=block.index,
+        block_id=block.block_id,
+        error=error,
+        ref=ref,
+        num_bytes=num_bytes,
+    )
+
+
+def fetched(job_id: int, block: FetchBlock, *, error: str | None, num_bytes: int = 0) -> TransferResult:
+    """`num_bytes` counts where there is no `error`."""
+    return TransferResult(
+        job_id=job_id,
+        kind=TransferKind.FETCH,
+        index=block.ref.index,
+        block_id=block.block_id,
+        error=error,
+        num_bytes=0 if error else num_bytes,
+    )

@@ -31,7 +31,7 @@ from kv_store.block_files import BlockData, FullDiskError, prepare_directory
 from kv_store.cache_view import CacheView, Staging
 from kv_store.fair_queue import FairQueue
 from kv_store.file_clock import FileClock
-from kv_store.results import ResultQueue
+from kv_store.results import ResultQueue, block_result
 from kv_store.run_file import HEADER_BYTES, MAX_BLOCKS, RUN_BYTES
 from kv_store.sharded_files import ShardedFiles
 from kv_store.store_layout import writer_id
@@ -146,7 +146,7 @@ class SharedStorageConnector(KVConnector):
             except Exception as error:
                 # Not a block's fault: the device, or a defect. Each block still gets its one result.
                 log.exception("KV transfer failed", extra={"job_id": job.job_id})
-                results = [_result(job, block, error=f"{type(error).__name__}: {error}") for block in blocks]
+                results = [block_result(job, block, error=f"{type(error).__name__}: {error}") for block in blocks]
             self._results.add(results)
 
     def _take(self) -> tuple[_Job, list[LocalBlock]] | None:
@@ -168,10 +168,10 @@ class SharedStorageConnector(KVConnector):
         results: list[TransferResult] = []
         for block, outcome in zip(blocks, outcomes, strict=True):
             if isinstance(outcome, TransferError):
-                results.append(_result(job, block, error=outcome.message))
+                results.append(block_result(job, block, error=outcome.message))
             else:
                 ref = BlockRef(index=block.index, block_hash=block.block_hash)
-                results.append(_result(job, block, ref=ref, num_bytes=outcome))
+                results.append(block_result(job, block, ref=ref, num_bytes=outcome))
         return results
 
     def _write_within_limit(self, blocks: list[BlockData]) -> list[int | TransferError]:
@@ -200,16 +200,16 @@ class SharedStorageConnector(KVConnector):
     def _read(self, job: _Job, blocks: list[LocalBlock], staging: Staging) -> list[TransferResult]:
         if job.deadline is not None and time.monotonic() > job.deadline:
             error = f"not read within {self._config.transfer_timeout_s} s"
-            return [_result(job, block, error=error) for block in blocks]
+            return [block_result(job, block, error=error) for block in blocks]
         block_ids = [block.block_id for block in blocks]
         buffers = staging.buffers(block_ids)
         outcomes = self._files.read([(block.block_hash, buffer) for block, buffer in zip(blocks, buffers, strict=True)])
         metrics.kv_store_failed_blocks.labels("read").inc(sum(error is not None for error in outcomes))
         staging.store(block_ids, [error is None for error in outcomes], job.after)
         return [
-            _result(job, block, num_bytes=self._view.block_bytes)
+            block_result(job, block, num_bytes=self._view.block_bytes)
             if error is None
-            else _result(job, block, error=error.message)
+            else block_result(job, block, error=error.message)
             for block, error in zip(blocks, outcomes, strict=True)
         ]
 
@@ -240,17 +240,3 @@ class Failures:
             self._next_log = now + FAILURE_LOG_S
             num_blocks, self._num_blocks = self._num_blocks, 0
         log.warning("KV blocks could not be stored", extra={"num_blocks": num_blocks, "reason": reason})
-
-
-def _result(
-    job: _Job, block: LocalBlock, *, error: str | None = None, ref: BlockRef | None = None, num_bytes: int = 0
-) -> TransferResult:
-    return TransferResult(
-        job_id=job.job_id,
-        kind=job.kind,
-        index=block.index,
-        block_id=block.block_id,
-        error=error,
-        ref=ref,
-        num_bytes=num_bytes,
-    )

@@ -8,12 +8,13 @@ Prometheus operator puts on what the chart's monitors scrape: namespace, pod, co
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.helm.generated import main
 
 PATH = Path(__file__).parents[2] / "helm" / "files" / "dashboard.json"
 WIDTH, COLUMNS, HEIGHT = 24, 3, 8
@@ -301,13 +302,5 @@ def text() -> str:
     return json.dumps(dashboard(), indent=1) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.helm.dashboard", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write the file; without, say whether it is current")
-    if parser.parse_args().write:
-        PATH.write_text(text())
-    return 0 if PATH.read_text() == text() else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("tests.helm.dashboard", __doc__, PATH, text()))

@@ -7,13 +7,13 @@ So the chart refuses, by path, a setting that no process has, and offers each th
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from common.config import AutoscalerSettings, ConnectorSettings, RouterSettings, Settings, WorkerSettings
+from tests.helm.generated import main
 
 Schema = dict[str, Any]
 PATH = Path(__file__).parents[2] / "helm" / "values.schema.json"
@@ -275,13 +275,5 @@ def text() -> str:
     return json.dumps(values_schema(), indent=1) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.helm.values_schema", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write the file; without, say whether it is current")
-    if parser.parse_args().write:
-        PATH.write_text(text())
-    return 0 if PATH.read_text() == text() else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("tests.helm.values_schema", __doc__, PATH, text()))
