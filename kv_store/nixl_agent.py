@@ -26,7 +26,7 @@ from kv_store.shards import Run
 
 log = logging.getLogger(__name__)
 
-_MODULES = ("nixl_cu13", "nixl_cu12", "nixl")  # the first two don't import torch a second time, the last picks one
+MODULES = ("nixl_cu13", "nixl_cu12", "nixl")  # the first two don't import torch a second time, the last picks one
 _BACKEND = "UCX"
 _PROGRESS_INTERVAL_US = 2000
 
@@ -60,7 +60,7 @@ def load_library() -> ModuleType:
     os.environ.setdefault("UCX_LOG_FILE", "stderr")  # standard output is its default
     failures: list[str] = []
     raises_log_errors = logging.raiseExceptions
-    for name in _MODULES:
+    for name in MODULES:
         try:
             library = import_module(f"{name}._api")
         except ImportError as error:

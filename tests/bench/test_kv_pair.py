@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from bench.kv.settings import BenchSettings
 from common.errors import TransferError
 from common.types import KVCacheSpec
 from kv_store.base import ConnectorConfig
+from tests.nixl import needs_nixl
 
 SPEC = KVCacheSpec(model_id="tiny", num_layers=2, num_kv_heads=1, head_dim=16, block_size=16, dtype="bfloat16")
 
@@ -73,9 +73,8 @@ def test_whoever_stops_listening_ends_both_processes(tmp_path: Path) -> None:
     found.close()  # type: ignore[attr-defined] # a generator
 
 
+@needs_nixl
 def test_nixl_is_held_against_a_raw_read(tmp_path: Path) -> None:
-    if importlib.util.find_spec("nixl_cu13") is None:
-        pytest.skip("NIXL is not installed")
     results = Results()
     settings = BenchSettings(cache_dir=str(tmp_path), repeats=1)
     configs = {"nixl": ("nixl", ConnectorConfig())}

@@ -4,7 +4,6 @@ machine allows it, with a store that can be full."""
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -24,6 +23,7 @@ from tests.faults.network import Network
 from tests.faults.reference import NUM_TOKENS, Reference
 from tests.faults.scene import CHUNK_SIZE, NUM_CHUNKS, Setting, new_id
 from tests.integration.stack import CALL_TIMEOUT_S, Fleet, OneHost
+from tests.nixl import skip_without_nixl
 
 HOSTS = ["router", "prefill-0", "prefill-1", "decode-0", "decode-1", "client"]
 HASTY_TIMEOUT_S = 8  # --request-timeout of the router that is asked over REST for deadlines
@@ -125,8 +125,7 @@ def stages(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @contextlib.contextmanager
 def _opened(connector: str, reference: Reference, folder: Path) -> Iterator[Stage]:
-    if connector == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
-        pytest.skip("NIXL is not installed")
+    skip_without_nixl(connector)
     with contextlib.ExitStack() as stack:
         disk = Disk(folder / "kv")
         stack.callback(disk.close)

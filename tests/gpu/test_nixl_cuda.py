@@ -10,7 +10,8 @@ torch = pytest.importorskip("torch")
 
 from kv_store.base import FetchBlock  # noqa: E402
 from tests.kv_store.conformance import Worker, random_cache  # noqa: E402
-from tests.kv_store.peer_process import BIG_SPEC, PeerProcess, make_worker, needs_nixl, seed_of  # noqa: E402
+from tests.kv_store.peer_process import BIG_SPEC, PeerProcess, make_worker, seed_of  # noqa: E402
+from tests.nixl import needs_nixl  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from tests.integration.ask import Salt, ask
 from tests.integration.prompts import BY_NAME, CASES, LONG
 from tests.integration.reference import Expected
 from tests.integration.stack import Stack, running
+from tests.nixl import needs_nixl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # machines differ much in what they compute
 
@@ -128,8 +128,7 @@ def test_chunk_sizes(chunk_size: int, model_dir: Path, tmp_path: Path, expected:
         stack.settle()
 
 
-# Looked for, not imported: the library's log settings are the connector's business.
-@pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="NIXL is not installed")
+@needs_nixl
 def test_blocks_read_from_the_other_worker(model_dir: Path, tmp_path: Path, expected: Answers, salt: Salt) -> None:
     stack = Stack(tmp_path, "--connector=nixl", "--chunk-size=64")
     with running(stack):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +12,12 @@ from tests.chaos.tiny_model import random_prompt
 from tests.integration.ask import Salt
 from tests.integration.stack import Fleet, running
 from tests.integration.tiny import tiny_fleet
+from tests.nixl import needs_nixl
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="NIXL is not installed"),
+    needs_nixl,
 ]
 
 NUM_TOKENS = 1605  # a hundred full blocks of 16 KiB, and five tokens

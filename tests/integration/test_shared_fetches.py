@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import signal
@@ -15,6 +14,7 @@ from tests.chaos.tiny_model import random_prompt
 from tests.integration.ask import Salt
 from tests.integration.stack import Fleet, descendants, running, wait_for
 from tests.integration.tiny import tiny_fleet
+from tests.nixl import skip_without_nixl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -24,8 +24,7 @@ NUM_TOKENS = 1605  # a hundred full blocks, and five tokens
 
 @pytest.fixture(scope="module", params=["shared_storage", "nixl"])
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    if request.param == "nixl" and importlib.util.find_spec("nixl_cu13") is None:
-        pytest.skip("NIXL is not installed")
+    skip_without_nixl(request.param)
     flags = (f"--connector={request.param}", "--chunk-size=32")
     fleet = tiny_fleet(tmp_path_factory.mktemp("fleet"), *flags, prefill=1, decode=1)
     with running(fleet):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,11 @@ from tests.integration import ask as asking
 from tests.integration.prompts import BY_NAME
 from tests.integration.reference import Expected
 from tests.integration.stack import START_TIMEOUT_S, Fleet, Member, Stack, running, wait_for
+from tests.nixl import needs_nixl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # Looked for, not imported: the library's log settings are the connector's business.
-needs_nixl = pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="NIXL is not installed")
 
 FIRST = BY_NAME["ledger-250"]
 BLOCK_SIZE = 16

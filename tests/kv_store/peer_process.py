@@ -14,20 +14,14 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, LocalBlock
 from kv_store.nixl import NixlConnector
 from tests.kv_store.conformance import SPEC, Worker, name_of
 
-needs_nixl = pytest.mark.skipif(
-    not any(find_spec(name) for name in ("nixl_cu13", "nixl_cu12", "nixl")),
-    reason="NIXL is not installed (extra 'nixl')",
-)
 BIG_SPEC = replace(SPEC, num_layers=32, num_kv_heads=8, head_dim=64, block_size=16)  # 1 MiB per block
 
 

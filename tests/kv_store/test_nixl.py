@@ -14,10 +14,12 @@ import torch
 
 from common.errors import StartupError, TransferError
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, KVConnector, LocalBlock, TransferResult
+from kv_store.nixl_agent import MODULES
 from kv_store.peers import decode_peer, encode_peer
 from kv_store.registry import create_connector
 from tests.kv_store.conformance import PATIENCE_S, SPEC, ConnectorConformance, Create, Worker, name_of, random_cache
-from tests.kv_store.peer_process import BIG_SPEC, RELAY_SEED, PeerProcess, Published, make_worker, needs_nixl
+from tests.kv_store.peer_process import BIG_SPEC, RELAY_SEED, PeerProcess, Published, make_worker
+from tests.nixl import needs_nixl
 
 NUM_BLOCKS = 48  # of 1 MiB
 DEADLINE_S = 6.0  # long enough for a few blocks on a busy machine, short enough to wait for
@@ -180,7 +182,7 @@ class TestSmallPool:
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("nixl_cu13", "nixl_cu12", "nixl"):
+    for name in MODULES:
         monkeypatch.setitem(sys.modules, name, None)
         monkeypatch.setitem(sys.modules, f"{name}._api", None)
     with pytest.raises(StartupError, match=r"extra 'nixl'"):

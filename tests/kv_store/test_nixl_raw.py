@@ -4,7 +4,7 @@ import pytest
 
 from bench.nixl_raw import RawNixlReads
 from common.errors import TransferError
-from tests.kv_store.peer_process import needs_nixl
+from tests.nixl import needs_nixl
 
 pytestmark = needs_nixl
 
