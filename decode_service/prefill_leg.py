@@ -66,6 +66,7 @@ class PrefillLeg:
                 if self._is_finished or self._is_late(deadline):
                     return  # nobody waits any more: not the worker's failure
                 self._note_failure(address, error)
+                self._stream.send(m.PrefillLeaseEnded(self._stream.engine_id, self.report.failures[-1]))
             if self._has_first_token:
                 break
             if number + 1 < len(self._request.prefill_addresses):

@@ -138,6 +138,8 @@ class EngineCore:
                 if new is not None and new.finish_reason is not None:
                     self._report_token(new, is_relayed=True)
                 self._settle_remote(request_id)
+            case m.PrefillLeaseEnded(request_id, reason):
+                self.scheduler.lease_ended(request_id, reason)
             case m.RemotePrefillFailed(request_id, reason):
                 self.scheduler.remote_failed(request_id, reason)
                 self._settle_remote(request_id)
@@ -314,12 +316,14 @@ class EngineCore:
             )
         if not (news.arrived or news.fetch_lost):
             return
+        arrived, lost, failure = [], news.fetch_lost, news.failure
+        self.scheduler.blocks_lost(request_id, lost, failure)
         for index in news.arrived:
-            self.scheduler.block_arrived(request_id, index)
-        self.scheduler.blocks_lost(request_id, news.fetch_lost, news.failure)
-        self._events.append(
-            m.BlocksFetched(request_id, news.arrived, news.fetch_lost, news.failure, news.num_bytes, news.elapsed_s)
-        )
+            if reason := self.scheduler.block_arrived(request_id, index):
+                lost, failure = [*lost, index], failure or reason
+            else:
+                arrived.append(index)
+        self._events.append(m.BlocksFetched(request_id, arrived, lost, failure, news.num_bytes, news.elapsed_s))
         self._settle_remote(request_id)
 
     def _settle_touched(self) -> None:

@@ -51,6 +51,13 @@ class RemoteFirstToken(msgspec.Struct, tag=True, frozen=True):
     token: SampledToken
 
 
+class PrefillLeaseEnded(msgspec.Struct, tag=True, frozen=True):
+    """REMOTE: the prefill worker ended its stream, and may overwrite what it announced. Another one may be asked."""
+
+    request_id: str
+    reason: str
+
+
 class RemotePrefillFailed(msgspec.Struct, tag=True, frozen=True):
     """REMOTE: what has not arrived by now is computed here. Nothing more will be announced."""
 
@@ -75,7 +82,16 @@ class GetStatus(msgspec.Struct, tag=True, frozen=True):
     call_id: int
 
 
-Command = AddRequest | BlocksAnnounced | RemoteFirstToken | RemotePrefillFailed | Release | AddPeer | GetStatus
+Command = (
+    AddRequest
+    | BlocksAnnounced
+    | RemoteFirstToken
+    | PrefillLeaseEnded
+    | RemotePrefillFailed
+    | Release
+    | AddPeer
+    | GetStatus
+)
 
 # ------------------------------------------------------------------------------------------------ events
 

@@ -29,6 +29,7 @@ class RemotePrefill:
     arrived: set[int] = field(default_factory=set)
     in_flight: set[int] = field(default_factory=set)
     followed: set[int] = field(default_factory=set)  # another request has them fetched
+    unleased: dict[int, str] = field(default_factory=dict)  # of those in flight: may be overwritten meanwhile, and why
     lost: set[int] = field(default_factory=set)  # could be announced again, by another prefill worker
     has_first_token: bool = False
     is_ended: bool = False  # nothing more will be announced
@@ -53,6 +54,7 @@ class RemotePrefill:
         """These blocks could not be published, or their transfer failed."""
         for index in indexes:
             self.in_flight.discard(index)
+            self.unleased.pop(index, None)
             self.followed.discard(index)
             if index not in self.arrived:
                 self.lost.add(index)
@@ -62,6 +64,10 @@ class RemotePrefill:
         self.in_flight.discard(index)
         self.followed.discard(index)
         self.arrived.add(index)
+
+    def end_lease(self, reason: str) -> None:
+        """The prefill worker's stream is gone: what has not arrived by now may not be what was announced."""
+        self.unleased.update((index, reason) for index in self.in_flight if index >= self.ask_from)
 
     def end(self, failure: str) -> None:
         """The stream is gone for good."""

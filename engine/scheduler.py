@@ -310,16 +310,27 @@ class Scheduler:
             if not self._fetches.lost(request_id, index, failure) and remote is not None:
                 remote.lose([index], failure)
 
-    def block_arrived(self, request_id: str, index: int) -> None:
+    def block_arrived(self, request_id: str, index: int) -> str:
+        """Why the block is lost all the same: nobody can say which bytes arrived. Empty where it is here."""
         remote = self._remote_of(request_id)
+        if remote is not None and (reason := remote.unleased.get(index)):
+            self.blocks_lost(request_id, [index], reason)
+            return reason
         if not self._fetches.arrived(request_id, index) and remote is not None:
             remote.arrive(index)
+        return ""
 
     def take_touched(self) -> list[str]:
         """Ids of requests that may be settled now because of what was fetched for others."""
         return self._fetches.take_touched()
 
+    def lease_ended(self, request_id: str, reason: str) -> None:
+        """The prefill worker may reuse its blocks from now on. What a store gives is verified, whoever is gone."""
+        if (remote := self._remote_of(request_id)) and not self.config.handoff_is_store:
+            remote.end_lease(reason)
+
     def remote_failed(self, request_id: str, failure: str) -> None:
+        self.lease_ended(request_id, failure)
         if remote := self._remote_of(request_id):
             remote.end(failure)
 

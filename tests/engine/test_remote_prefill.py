@@ -56,6 +56,17 @@ def test_a_lost_block_can_be_announced_again() -> None:
     assert remote.is_complete
 
 
+def test_an_ended_lease_concerns_what_the_worker_has_in_flight() -> None:
+    remote = RemotePrefill(first_block=0, num_blocks=4, ask_from=1)
+    remote.announce(refs(0, 1, 2))
+    remote.arrive(1)
+    remote.end_lease("cut off")
+    assert remote.unleased == {2: "cut off"}  # block 0 comes from the store
+    remote.lose([2], "cut off")
+    assert remote.announce(refs(2)) == refs(2)
+    assert remote.unleased == {}  # another worker's
+
+
 def test_an_end_after_everything_arrived_is_no_failure() -> None:
     remote = RemotePrefill(first_block=0, num_blocks=1, has_first_token=True)
     remote.announce(refs(0))

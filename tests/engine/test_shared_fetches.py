@@ -12,8 +12,9 @@ from common.types import SamplingParams
 from engine import messages as m
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, LocalBlock, TransferKind, TransferResult
 from kv_store.memory import MemoryConnector
+from kv_store.results import fetched
 from tests.engine.fakes import BLOCK_SIZE, add, assert_idle, make_core, reference, run, tokens_of
-from tests.engine.test_remote_kv import Pair
+from tests.engine.test_remote_kv import GREEDY, Pair
 
 PROMPT = list(range(42))  # ten full blocks and a tail of two tokens
 
@@ -35,6 +36,18 @@ class SlowMemory(MemoryConnector):
         due, self.waiting = self.waiting[:number], self.waiting[number:]
         for job_id, block in due:
             super().fetch(job_id, [block])
+
+
+class HeedlessMemory(SlowMemory):
+    """As a transport reads: whatever lies there by now, whoever holds it."""
+
+    source: MemoryConnector  # of which it reads
+
+    def deliver(self, number: int = 10**9) -> None:
+        due, self.waiting = self.waiting[:number], self.waiting[number:]
+        for job_id, block in due:
+            self._view.rows[block.block_id].copy_(self.source._view.rows[block.ref.block_id])
+            self._results.add([fetched(job_id, block, error=None, num_bytes=self._view.block_bytes)])
 
 
 class SlowStore(SlowMemory):
@@ -100,6 +113,15 @@ def make_slow_pair(
     )
     decode, _ = make_core(num_blocks=decode_blocks, connector=slow, **fields)
     prefill, _ = make_core(num_blocks=64, epoch="prefill", connector=other, **fields)
+    return Pair(prefill, decode), slow
+
+
+def make_heedless_pair() -> tuple[Pair, HeedlessMemory]:
+    """Two full blocks in a chunk."""
+    slow = HeedlessMemory(ConnectorConfig(epoch="decode", worker_id="test-decode"))
+    slow.source = MemoryConnector(ConnectorConfig(epoch="prefill", worker_id="test-prefill"))
+    decode, _ = make_core(connector=slow)
+    prefill, _ = make_core(connector=slow.source, chunk_size=2 * BLOCK_SIZE)
     return Pair(prefill, decode), slow
 
 
@@ -211,6 +233,36 @@ def test_the_leader_is_cancelled_in_mid_prefill_and_the_next_one_asks() -> None:
     assert pair.answers["b"] == reference(PROMPT, 8)
     assert pair.first_blocks == {"a": 0, "b": 4}
     assert pair.fallbacks["b"] == ""
+    pair.prefill.handle(m.Release("a"))
+    settle(pair)
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_what_is_read_after_the_lease_has_ended_is_not_believed(is_replaced: bool) -> None:
+    """The prefill worker has overwritten it, and the transport saw nothing wrong. Another worker brings it, or none."""
+    pair, slow = make_heedless_pair()
+    pair.add("a", PROMPT)
+    while slow.num_fetched < 6:
+        pair.round()
+    slow.deliver(2)
+    pair.round()
+    pair.prefill.handle(m.Release("a"))
+    pair.prefill.blocks.reset_prefix_cache()
+    pair.prefill._runner.kv_cache.fill_(-7.0)
+    pair.decode.handle(m.PrefillLeaseEnded("a", "prefill worker: cut off"))
+    if is_replaced:
+        slow.deliver()
+        pair.round()
+        add(pair.prefill, "a", PROMPT, params=GREEDY, mode=m.RequestMode.PREFILL, first_block=2)
+    else:
+        pair.decode.handle(m.RemotePrefillFailed("a", "no other"))
+    finish(pair, slow)
+    assert pair.answers["a"] == reference(PROMPT, 8)
+    assert pair.fallbacks["a"] == ("" if is_replaced else "no other")
+    pair.add("b", PROMPT)  # nothing wrong is found by its name, either
+    finish(pair, slow)
+    assert pair.answers["b"] == reference(PROMPT, 8)
     pair.prefill.handle(m.Release("a"))
     settle(pair)
     pair.assert_idle()
