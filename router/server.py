@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -36,6 +35,7 @@ from router.policy import LeastLoad
 from router.registry import Registry
 from router.rest.app import make_app
 from router.rest.auth import KeyMiddleware
+from router.rest.listener import listen
 from router.stop_signals import stop_signals
 
 log = logging.getLogger(__name__)
@@ -153,28 +153,6 @@ class _WebServer(uvicorn.Server):
 
 def _host(address: str) -> str:
     return address.rpartition(":")[0] or "127.0.0.1"
-
-
-def listen(address: str) -> socket.socket:
-    """A listening socket on `host:port`; port 0 takes a free one. Raises `StartupError`."""
-    host, _, port = address.rpartition(":")
-    try:
-        infos = socket.getaddrinfo(
-            host.strip("[]") or None, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        family, kind, protocol, _, target = infos[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(target)
-            listener.listen(1024)
-        except OSError:
-            listener.close()
-            raise
-    except (OSError, ValueError) as error:
-        raise StartupError(f"cannot listen on {address} for REST: {error}") from error
-    listener.setblocking(False)
-    return listener
 
 
 def _bind(server: grpc.aio.Server, address: str, tls: TlsFiles | None) -> int:

@@ -48,7 +48,9 @@ router. A dash is a cell that cannot be, for the reason below its table.
 
 Cuts are tested in three ways: the link goes down, or the packets of one direction only are dropped. A client or router
 that hangs or is cut off is given up by its peers after the keepalive interval, not before; an answer that is complete
-by then is delivered when it comes back. A hung engine is ended by its front after `--engine-timeout`.
+by then is delivered when it comes back. HTTP/1.1 has no pings: a REST client is given up 30 s after its host was last
+heard of ([`router/rest/listener.py`](../router/rest/listener.py)), and one that hangs goes on being answered until it
+has taken nothing for as long. A hung engine is ended by its front after `--engine-timeout`.
 
 """
 
