@@ -1,4 +1,4 @@
-"""Child processes that live and die together: started at once, watched, and ended without leaving an orphan.
+"""Child processes: started, watched, and ended without leaving an orphan.
 
 Everything that happens (a child is ready, a child ended, a signal came) is one event in one queue, which one thread
 reads. Each child leads a session of its own, so that Ctrl-C in a terminal reaches only this process, which then
@@ -8,7 +8,6 @@ decides the order in which the children end; and the kernel kills each child whe
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import queue
 import re
@@ -19,11 +18,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO
 
 from common.errors import BatonError, StartupError
 
-_PR_SET_PDEATHSIG = 1
+_TETHER = str(Path(__file__).with_name("tether.py"))
 _ERROR_LINE = re.compile(r"^baton[\w -]*: error: (.*)$")
 _OUTPUT_GRACE_S = 1.0  # for the last lines of a child that has ended; a grandchild may hold the pipe open for ever
 
@@ -115,33 +115,26 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def start_all(commands: Mapping[str, Sequence[str]], events: Events, *, environ: Mapping[str, str]) -> list[Child]:
-    """Starts every command (name to argv) and then watches them. Raises StartupError when one cannot be executed.
+def start(name: str, argv: Sequence[str], events: Events, *, environ: Mapping[str, str]) -> Child:
+    """Starts a command and watches it. Raises StartupError when there can be no more processes.
 
-    Must run in the main thread: the kernel ties a child's life to the thread that forked it.
+    Must run in the main thread: the kernel ties a child's life to the thread that started it.
     """
-    children: list[Child] = []
-    bind = _bind_life_to(os.getpid())
-    for name, argv in commands.items():  # all forks come before the first thread: fork and threads do not mix
-        try:
-            process = subprocess.Popen(  # noqa: S603 - our own commands
-                list(argv),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=dict(environ),
-                start_new_session=True,
-                preexec_fn=bind,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            for child in children:
-                child.kill()
-                child.process.communicate()
-            raise StartupError(f"{name} cannot be started: {error}") from error
-        children.append(Child(name, process))
-    for child in children:
-        _watch(child, events)
-    return children
+    tether = [sys.executable, "-I", "-S", _TETHER, str(os.getpid())] if sys.platform == "linux" else []
+    try:
+        process = subprocess.Popen(  # noqa: S603 - our own commands
+            [*tether, *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(environ),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise StartupError(f"{name} cannot be started: {error}") from error
+    child = Child(name, process)
+    _watch(child, events)
+    return child
 
 
 def _watch(child: Child, events: Events) -> None:
@@ -189,18 +182,3 @@ def _to_stderr(line: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # nobody listens any more; children go on
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
-
-
-def _bind_life_to(parent: int) -> Callable[[], None] | None:
-    """What a child runs between fork and exec: from then on it does not outlive `parent` (Linux)."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def bind() -> None:
-        if prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
-
-    return bind

@@ -1,6 +1,7 @@
 """A whole stack on this machine: workers and a router as child processes, started and ended together.
 
     up:    ports and cores chosen -> workers and router start at once -> every one has said that it is ready
+    then:  a worker that ends is started again, unless it does so too often; whatever else ends, ends the stack
     down:  router ends (its answers finish first) -> workers end -> private KV directory goes away
 
 All processes start at once, since each needs about the same time to import what it needs. The router is told worker
@@ -14,6 +15,7 @@ import errno
 import fcntl
 import itertools
 import logging
+import math
 import os
 import queue
 import random
@@ -29,7 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton import lmcache_server
-from baton.processes import Child, Ended, Event, Events, Finished, Ready, Signalled, start_all
+from baton.processes import Child, Ended, Event, Events, Finished, Ready, Signalled, start
+from baton.restarts import WINDOW_S, Restarts
 from baton.settings import PREFIX, did_you_mean, to_flags
 from common.config import RouterSettings, Settings, UpSettings, WorkerSettings
 from common.errors import BatonError, ConfigError, StartupError
@@ -68,19 +71,20 @@ class Stack:
     drain_timeout: float  # seconds
     start_timeout: float  # seconds
     router: str = "router"
+    max_restarts: int = 0  # of each worker, within WINDOW_S
     not_ready: Callable[[Addresses], str] = lambda _: ""  # why the whole does not answer yet; empty where it does
     events: Events = field(default_factory=Events)
     children: list[Child] = field(default_factory=list)
     ready: dict[str, Mapping[str, str]] = field(default_factory=dict)  # child's name to the fields of its ready line
+    _starts: dict[str, float] = field(default_factory=dict)  # workers to be started again: time.monotonic()
 
     def start(self) -> Addresses | Signalled:
         """Starts all; waits for every ready line, and then until the whole answers. Returns a signal that came first.
 
         Raises StartupError when a child ends or `start_timeout` passes.
         """
-        environ = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
-        environ["PYTHONUNBUFFERED"] = "1"
-        self.children = start_all(self.commands, self.events, environ=environ)
+        for name in self.commands:
+            self.children.append(self._spawn(name))
         deadline = time.monotonic() + self.start_timeout
         while why := self._why_not_ready():
             left = deadline - time.monotonic()
@@ -104,20 +108,55 @@ class Stack:
         return f"waiting for {late}" if late else self.not_ready(self.addresses())
 
     def watch(self) -> Signalled | Finished:
-        """Waits for a signal or for the work beside the stack. Raises StartupError when a child ends before."""
+        """Waits for a signal or for the work beside the stack, and starts workers again that end. Raises StartupError
+        when one does so too often, or another child ends."""
+        restarts = Restarts(self.max_restarts)
         while True:
-            match self._next(None):
+            due = min(self._starts.values(), default=None)
+            match self._next(None if due is None else due - time.monotonic()):
+                case None:
+                    self._start_again()
+                case Ready(child):
+                    log.info("a worker is back", extra={"worker": child.name})
                 case Ended(child):
-                    raise StartupError(f"{child.name} went away: {child.reason()}")
+                    self._plan_restart(child, restarts)
                 case Signalled() | Finished() as event:
                     return event
+
+    def _plan_restart(self, child: Child, restarts: Restarts) -> None:
+        now, is_worker = time.monotonic(), child in self._workers()
+        delay_s = restarts.delay_s(child.name, now) if is_worker else None
+        if delay_s is None:
+            often = is_worker and self.max_restarts > 0
+            times = f" {self.max_restarts + 1} times in {WINDOW_S / 60:g} minutes" if often else ""
+            raise StartupError(f"{child.name} went away{times}: {child.reason()}")
+        log.warning(
+            "a worker went away, starting it again",
+            extra={"worker": child.name, "reason": child.reason(), "delay_s": delay_s},
+        )
+        self._starts[child.name] = now + delay_s
+
+    def _start_again(self) -> None:
+        """Those whose time has come."""
+        for position, child in enumerate(self.children):
+            if self._starts.get(child.name, math.inf) <= time.monotonic():
+                del self._starts[child.name]
+                self.children[position] = self._spawn(child.name)
+
+    def _spawn(self, name: str) -> Child:
+        environ = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
+        environ["PYTHONUNBUFFERED"] = "1"
+        return start(name, self.commands[name], self.events, environ=environ)
+
+    def _workers(self) -> list[Child]:
+        return [child for child in self.children if child.name not in (self.router, _LMCACHE)]
 
     def drain(self) -> bool:
         """Ends the router, then the workers, each after what it has in hand, then what they need.
 
         False where that was cut short, by another signal or because it took longer than `drain_timeout`.
         """
-        workers = [child for child in self.children if child.name not in (self.router, _LMCACHE)]
+        workers = self._workers()
         routers = [child for child in self.children if child.name == self.router]
         servers = [child for child in self.children if child.name == _LMCACHE]
         for group in (routers, workers, servers):
@@ -251,7 +290,13 @@ def plan(settings: UpSettings, kv_dir: Path) -> Stack:
         log_format=settings.log_format,
     )
     commands["router"] = baton_command("router", router)
-    return Stack(commands, settings.drain_timeout, settings.start_timeout, not_ready=fleet_not_ready)
+    return Stack(
+        commands,
+        settings.drain_timeout,
+        settings.start_timeout,
+        max_restarts=settings.max_restarts,
+        not_ready=fleet_not_ready,
+    )
 
 
 def fleet_not_ready(addresses: Addresses) -> str:

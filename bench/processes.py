@@ -45,6 +45,6 @@ def _end(child: Child) -> None:
 @contextlib.contextmanager
 def running_stack(arguments: Sequence[str]) -> Iterator[str]:
     """`baton up` on free ports, with `arguments`; gives its gRPC address."""
-    command = [sys.executable, "-m", "baton", "up", "--http-port", "0", "--grpc-port", "0", "--log-level", "warning"]
-    with running([*command, *arguments], "baton up") as fields:
+    flags = ["--http-port=0", "--grpc-port=0", "--log-level=warning", "--max-restarts=0"]  # a lost worker is no figure
+    with running([sys.executable, "-m", "baton", "up", *flags, *arguments], "baton up") as fields:
         yield fields["grpc"]

@@ -1,4 +1,4 @@
-"""Child processes live and die together. The children are small real Python processes."""
+"""Child processes of a stack: how they start, end, and are started again. They are small real Python processes."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def stack_of(
     *,
     drain_timeout: float = 60,
     start_timeout: float = 60,
+    max_restarts: int = 0,
 ) -> Stack:
     commands = {
         "prefill-1": child(folder, "prefill-1"),
@@ -58,7 +59,7 @@ def stack_of(
         "router": child(folder, "router", "http=http://h:2 grpc=h:3"),
         **(extra or {}),
     }
-    return Stack(commands, drain_timeout, start_timeout)
+    return Stack(commands, drain_timeout, start_timeout, max_restarts=max_restarts)
 
 
 def pids(folder: Path) -> list[int]:
@@ -124,20 +125,81 @@ def test_reasons_of_children_that_gave_none(argv: list[str], reason: str, tmp_pa
 
 
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match=r"^odd cannot be started: .*no/such"):
+    with pytest.raises(StartupError, match=r"^odd could not start: cannot run /no/such/command: No such file"):
         run(stack_of(tmp_path, {"odd": ["/no/such/command"]}), work=lambda _: 0)
     all_gone(tmp_path)
 
 
 def test_a_child_that_dies_later_ends_all(tmp_path: Path) -> None:
     def work(_: Addresses) -> int:
-        victim, _helper = map(int, (tmp_path / "prefill-1.pid").read_text().split())
-        os.kill(victim, signal.SIGKILL)
+        kill(tmp_path, "prefill-1")
         time.sleep(600)
         return 0
 
     with pytest.raises(StartupError, match=r"^prefill-1 went away: ended by SIGKILL$"):
         run(stack_of(tmp_path), work=work)
+    all_gone(tmp_path)
+
+
+def kill(folder: Path, name: str) -> tuple[int, int]:
+    """Kills a child; its pid, and that of its helper."""
+    victim, helper = map(int, (folder / f"{name}.pid").read_text().split())
+    os.kill(victim, signal.SIGKILL)
+    return victim, helper
+
+
+def kill_and_await_the_next(folder: Path, name: str) -> None:
+    before = kill(folder, name)
+    wait_until(lambda: not any(map(alive, before)))
+    wait_until(lambda: int((folder / f"{name}.pid").read_text().split()[0]) not in before)
+
+
+def test_a_worker_that_ends_is_started_again_until_it_does_so_too_often(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lives: list[str] = []
+
+    def work(_: Addresses) -> int:
+        router = (tmp_path / "router.pid").read_text()
+        for name in ("prefill-1", "decode-1", "prefill-1"):
+            kill_and_await_the_next(tmp_path, name)
+            lives.append(name)
+        assert (tmp_path / "router.pid").read_text() == router
+        kill(tmp_path, "prefill-1")
+        time.sleep(600)
+        return 0
+
+    with pytest.raises(StartupError, match=r"^prefill-1 went away 3 times in 10 minutes: ended by SIGKILL$"):
+        run(stack_of(tmp_path, max_restarts=2), work=work)
+    assert lives == ["prefill-1", "decode-1", "prefill-1"]
+    delays = [(record.worker, record.delay_s) for record in caplog.records if hasattr(record, "delay_s")]
+    assert delays == [("prefill-1", 0.5), ("decode-1", 0.5), ("prefill-1", 1.0)]
+    all_gone(tmp_path)
+
+
+def test_a_router_that_ends_is_not_started_again(tmp_path: Path) -> None:
+    def work(_: Addresses) -> int:
+        kill(tmp_path, "router")
+        time.sleep(600)
+        return 0
+
+    with pytest.raises(StartupError, match=r"^router went away: ended by SIGKILL$"):
+        run(stack_of(tmp_path, max_restarts=5), work=work)
+    all_gone(tmp_path)
+
+
+def test_a_signal_drains_while_a_worker_waits_for_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.restarts.FIRST_DELAY_S", 600.0)
+    monkeypatch.setattr("baton.restarts.MAX_DELAY_S", 600.0)
+    stack = stack_of(tmp_path, max_restarts=1)
+
+    def work(_: Addresses) -> int:
+        kill(tmp_path, "prefill-1")
+        wait_until(lambda: bool(stack._starts))
+        return 3
+
+    assert run(stack, work=work) == 3
+    assert (tmp_path / "order").read_text().split() == ["router", "decode-1"]
     all_gone(tmp_path)
 
 
