@@ -84,6 +84,16 @@ class DispatchReport:
     num_output_tokens: int = 0
     summary: decode_pb2.DecodeSummary = field(default_factory=decode_pb2.DecodeSummary)
 
+    def take_in(self, summary: decode_pb2.DecodeSummary, earlier: decode_pb2.DecodeSummary) -> None:
+        """What a worker says of its part. `earlier` is the summary as it was before that worker: what its predecessors
+        went through stays told."""
+        self.summary.CopyFrom(summary)
+        self.summary.num_prefill_retries += earlier.num_prefill_retries
+        self.summary.num_preemptions += earlier.num_preemptions
+        self.summary.num_blocks_moved += earlier.num_blocks_moved
+        self.summary.num_bytes_moved += earlier.num_bytes_moved
+        self.summary.fallback_reason = earlier.fallback_reason or summary.fallback_reason
+
 
 @dataclass(slots=True)
 class _Avoided:
@@ -264,13 +274,14 @@ class Dispatcher:
         timeout_s = request.deadline - self._clock()
         if timeout_s <= 0:
             raise DeadlineError("the request's deadline has passed")
-        decode = decision.decode
+        decode, earlier = decision.decode, decode_pb2.DecodeSummary()
+        earlier.CopyFrom(report.summary)
         call = self._open(request, decision, sent, timeout_s)
         with self._registry.sending(*_counted(decision)):
             try:
                 async for event in call:
                     if event.HasField("summary"):
-                        report.summary.CopyFrom(event.summary)
+                        report.take_in(event.summary, earlier)
                     new = NewTokens(
                         [token_of(token) for token in event.tokens],
                         finish_reason_of(event.finish_reason),

@@ -42,6 +42,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
         self.offer_after: int | None = (
             None  # tokens sent in one call, then it offers a handover and again, as it goes on
         )
+        self.first_summary: decode_pb2.DecodeSummary | None = None  # what it says with its first token
         self.silent = False  # answers calls, but reports no load
         self.delay_s = 0.0  # before each token
         # What was seen.
@@ -163,7 +164,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
             token.logprob = -0.5
             for rank in range(params.logprobs):
                 token.top_logprobs.add(token_id=(token_id + rank) % vocab_size(), logprob=-0.5 - rank)
-        event = decode_pb2.DecodeEvent(tokens=[token])
+        event = decode_pb2.DecodeEvent(tokens=[token], summary=self.first_summary)
         if is_last:
             event.finish_reason = types_pb2.FINISH_REASON_STOP if is_eos else types_pb2.FINISH_REASON_LENGTH
             if is_eos:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import grpc
 import pytest
 
 from common.types import WorkerRole
-from protos.baton.v1 import inference_pb2, types_pb2, worker_pb2
+from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2, worker_pb2
 from router.dispatch import DispatchLimits
 from router.retry_budget import RetryBudget
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches, sample
@@ -54,6 +55,22 @@ async def test_migration_gives_each_token_once(
     assert last.report.decode_worker == second.address
     assert last.usage.completion_tokens == len(token_ids)
     assert sample("baton_router_migrations_total", reason="UNAVAILABLE") == before + 1
+
+
+async def test_the_report_tells_what_a_lost_worker_went_through(
+    pair: tuple[FakeWorker, FakeWorker], start_router: StartRouter
+) -> None:
+    first, _ = pair
+    first.first_summary = decode_pb2.DecodeSummary(
+        num_prefill_retries=1, fallback_reason="disk full", num_blocks_moved=5, num_bytes_moved=80, num_preemptions=1
+    )
+    first.die_after = 3
+    _, _, last = await ask(await start_router(*pair))
+    report = last.report
+    assert (report.num_migrations, report.num_retries, report.num_preemptions) == (1, 1, 1)
+    assert report.fallback_reason == "disk full"
+    assert (report.num_blocks_moved, report.num_bytes_moved) == (5 + 2, 80 + 64)
+    assert report.decode_worker == pair[1].address
 
 
 async def test_migration_in_the_middle_of_a_character(
@@ -146,6 +163,29 @@ async def test_retries_are_few_where_every_worker_fails(start_worker: StartWorke
         await ask(router)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert [len(worker.requests) for worker in workers] == [1, 1, 1]
+
+
+async def test_retries_cannot_storm(start_worker: StartWorker, start_router: StartRouter) -> None:
+    """Every worker fails, whoever asks: from some time on requests are not sent a second time, and that is counted."""
+    workers = [await start_worker(), await start_worker()]
+    for worker in workers:
+        worker.refuse = (grpc.StatusCode.INTERNAL, "broken")
+    router = await start_router(*workers)
+    before, started = sample("baton_router_retries_refused_total"), time.monotonic()
+    reasons: list[str] = []
+
+    async def fail() -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(router)
+        reasons.append(caught.value.details() or "")
+
+    async with asyncio.timeout(60):
+        while not any("retry budget is spent" in reason for reason in reasons):
+            await asyncio.gather(*(fail() for _ in range(50)))
+    num_refused = sum("retry budget is spent" in reason for reason in reasons)
+    assert sample("baton_router_retries_refused_total") == before + num_refused
+    num_retries = sum(len(worker.requests) for worker in workers) - len(reasons)
+    assert num_retries <= 100 + 0.2 * len(reasons) + 10 * (time.monotonic() - started)
 
 
 async def test_a_draining_worker_gets_nothing_new(
