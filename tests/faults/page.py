@@ -25,7 +25,7 @@ After every cell, whatever it was:
   (5 s, [`common/grpc_options.py`](../common/grpc_options.py)) and a transfer's timeout after the fault, while it lasts;
 - `check_integrity()` holds on every worker;
 - the next request gets the right answer;
-- what happened was counted where the table says so, and nothing else was; the log names the request's id.
+- what happened was counted where the table says so, and nothing else was; a log line with the request's id tells of it.
 
 """
 
