@@ -142,7 +142,10 @@ LOST_BLOCKS = same(Counted.LOST_BLOCKS, Counted.FALLBACK)
 # Blocks that a dead prefill worker announced: a store still has them. What had been asked of its memory fails, maybe
 # after another prefill worker has announced them again, and is then computed by the decode worker.
 PREFILL_RETRY_P2P = same(Counted.PREFILL_RETRY, may=(Counted.FALLBACK, Counted.LOST_BLOCKS))
-FALLBACK_P2P = same(Counted.FALLBACK, may=(Counted.LOST_BLOCKS,))
+# A stream that fails is counted, also where it is too late for another worker; what fails first, it or a read, varies.
+_STREAM_OR_READ = (Counted.PREFILL_RETRY, Counted.LOST_BLOCKS)
+FALLBACK_P2P = same(Counted.FALLBACK, may=_STREAM_OR_READ)
+READ_ALL_THE_SAME = same(may=(Counted.FALLBACK, *_STREAM_OR_READ))  # an engine is read from while its front hangs
 ANNOUNCED = same(may=(Counted.FALLBACK,))  # the last announcement is later than the first token
 
 PREFILL_LOST = row(PREFILL_RETRY, PREFILL_RETRY, PREFILL_RETRY, PREFILL_RETRY, ANNOUNCED, UNTOUCHED)
@@ -194,6 +197,7 @@ _P2P: dict[tuple[Process, Fault], Row] = {
     for fault in (Fault.SIGKILL, Fault.SIGSTOP, Fault.CUT)
     if (process, fault) != (Process.PREFILL_ENGINE, Fault.CUT)
 }
+_P2P[Process.PREFILL_FRONT, Fault.SIGSTOP] = {**PREFILL_LOST_P2P, Moment.AFTER_FIRST_TOKEN: READ_ALL_THE_SAME}
 
 
 @dataclass(slots=True, frozen=True)

@@ -37,7 +37,7 @@ took, in the answer's report and in the metrics; with a question mark where it d
 | --- | --- | --- |
 | retry | another decode worker, before the first token | `baton_router_retries_total` |
 | migration | another decode worker, after the first token | `baton_router_migrations_total` |
-| prefill retry | another prefill worker | `baton_worker_prefill_failures_total` |
+| prefill retry | a prefill worker failed; another one is asked, if in time | `baton_worker_prefill_failures_total` |
 | fallback | the decode worker computed the rest of the prompt itself | `baton_router_fallbacks_total` |
 | blocks lost | blocks that were to be fetched did not arrive | `baton_worker_kv_blocks_lost_total` |
 | cancelled, deadline | the request ended early | `baton_router_requests_total{outcome}` |

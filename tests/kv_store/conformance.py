@@ -25,6 +25,7 @@ from kv_store.shards import shard_of
 SPEC = KVCacheSpec(
     model_id="conformance", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="bfloat16"
 )  # 768 bytes per block
+LARGE_SPEC = replace(SPEC, num_layers=32, num_kv_heads=8, head_dim=64, block_size=16)  # 1 MiB per block
 WIDE_SPEC = replace(SPEC, num_kv_heads=4)  # that of a whole block, for workers of several ranks
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PATIENCE_S = 60.0  # until a test gives up; nothing is expected to take that long
@@ -153,6 +154,8 @@ class RankedWorker:
 class ConnectorConformance:
     shares_unlike_degrees: ClassVar[bool] = True
     """False for a connector to which blocks of another tensor-parallel degree do not exist."""
+    takes_turns: ClassVar[bool] = True
+    """False for a connector that is done when `fetch` returns."""
 
     @pytest.fixture
     def workers(self, create: Create) -> Iterator[Callable[..., Worker]]:
@@ -255,6 +258,25 @@ class ConnectorConformance:
         assert len(results) == 64
         assert {result.error for result in results} == {None}
         assert all(consumer.bytes_of(63 - block_id) == producer.bytes_of(block_id) for block_id in range(64))
+
+    def test_a_short_fetch_does_not_wait_for_a_long_one(self, workers: Callable[..., Worker]) -> None:
+        """They share the link: the short one is done when a good part of the long one is still to come."""
+        if not self.takes_turns:
+            pytest.skip("nothing can be fetched meanwhile")
+        producer, consumer = workers("producer", 98, spec=LARGE_SPEC), workers("consumer", 98, spec=LARGE_SPEC)
+        consumer.connector.add_peer(producer.connector.describe())
+        refs = producer.published({block_id: name_of(block_id) for block_id in range(98)})
+        overtaken: list[int] = []
+        for _ in range(5):  # the machine may have something else to do between the two calls
+            consumer.fetch([FetchBlock(ref, ref.index) for ref in refs[:96]])
+            short = consumer.fetch([FetchBlock(ref, ref.index) for ref in refs[96:]])
+            results = consumer.results()
+            assert {result.error for result in results} == {None}
+            last = max(number for number, result in enumerate(results) if result.job_id == short)
+            overtaken.append(len(results) - 1 - last)
+            if overtaken[-1] > 96 / 4:
+                break
+        assert max(overtaken) > 96 / 4
 
     def test_both_directions_at_once(self, pair: tuple[Worker, Worker]) -> None:
         first, second = pair

@@ -12,6 +12,8 @@ from tests.kv_store.conformance import ConnectorConformance, Create, Worker, nam
 
 
 class TestMemory(ConnectorConformance):
+    takes_turns = False
+
     @pytest.fixture(params=[False, True], ids=["plain", "checksums"])
     def create(self, request: pytest.FixtureRequest) -> Create:
         def create(worker_id: str, epoch: str) -> KVConnector:
