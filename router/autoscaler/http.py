@@ -10,11 +10,13 @@ import ssl
 from collections.abc import Iterator
 
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.errors import StartupError, UnavailableError
-from router.autoscaler.board import Board
+from router.autoscaler.board import METRIC_NAMES, Board
 from router.autoscaler.external_metrics import Receive, Scope, Send
 
 
@@ -86,16 +88,34 @@ class Server:
         self._socket.close()
 
 
+class KnownNow(Collector):
+    """The process's metrics. Of those that somebody scales by, only what the board knows now: a series that is gone is
+    an error to an HPA behind Prometheus, which then leaves replicas as they are; a value that stays is believed."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def collect(self) -> Iterator[Metric]:
+        try:
+            known = {reading.name for reading in self._board.fresh().readings()}
+        except UnavailableError:
+            known = set()
+        for family in REGISTRY.collect():
+            if family.name in known or family.name not in METRIC_NAMES:
+                yield family
+
+
 class StatusPage:
     """`/metrics`, `/healthz`, `/readyz` and `/decisions`. An ASGI application."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
+        self._metrics = KnownNow(board)
 
     def answer(self, path: str) -> tuple[int, str, bytes]:
         """Status, content type, body."""
         if path == "/metrics":
-            return 200, CONTENT_TYPE_LATEST, generate_latest()
+            return 200, CONTENT_TYPE_LATEST, generate_latest(self._metrics)
         if path == "/healthz":
             return 200, "text/plain", b"ok"
         try:
