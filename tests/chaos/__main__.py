@@ -67,7 +67,7 @@ class Run:
             server = self._server(stack, flags)
             hosts = network if isinstance(network, Network) else OneHost()
             # Memory that two hosts share is no link that can be cut.
-            environ = {"UCX_TLS": "tcp"} if isinstance(network, Network) else {}
+            environ = networks.UCX_ENVIRON if isinstance(network, Network) else {}
             fleet = Fleet(self.folder, *flags, prefill=2, decode=2, hosts=hosts, environ=environ)
             stack.callback(fleet.stop)
             faults = Faults(fleet, disk, network, server, rng)

@@ -133,7 +133,8 @@ def _opened(connector: str, reference: Reference, folder: Path) -> Iterator[Stag
         network = None if why else Network(folder, HOSTS)
         if network is not None:
             stack.callback(network.close)
-        environ = {"UCX_TLS": "tcp"}  # as between machines, whatever else is there between these processes
+        # As between machines, whatever else is there between these processes.
+        environ = networks.UCX_ENVIRON if network is not None else {"UCX_TLS": "tcp"}
         flags = (f"--model={reference.model_dir}", f"--connector={connector}", *FLAGS)
         fleet = Fleet(folder, *flags, prefill=2, decode=2, hosts=network, environ=environ)
         stack.callback(fleet.stop)

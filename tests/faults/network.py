@@ -25,6 +25,9 @@ _TOOLS = ("ip", "nsenter", "unshare", "iptables")
 _HOLD = "mount -t sysfs baton /sys && exec sleep infinity"  # libraries look there for the links of their host
 
 
+UCX_ENVIRON = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "data"}  # or blocks would go over the bridge that is never cut
+
+
 class Cut(Enum):
     """What is taken from a host."""
 
