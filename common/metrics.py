@@ -128,9 +128,12 @@ kv_store_evicted_bytes = Counter("baton_kv_store_evicted_bytes", "Bytes of KV bl
 kv_store_failed_blocks = Counter(
     "baton_kv_store_failed_blocks", "KV blocks that could not be written to or read from the store.", ["action"]
 )
+kv_store_failed_lookups = Counter(
+    "baton_kv_store_failed_lookups", "Lookups that the store did not answer in time: what it may hold was not used."
+)
 
 ENGINE_METRICS: tuple[Counter | Gauge, ...] = (
     kv_store_bytes, kv_store_runs, kv_store_evicted_runs, kv_store_evicted_bytes, kv_store_failed_blocks,
-    worker_kv_cache_hits, worker_kv_tier_moves,
+    kv_store_failed_lookups, worker_kv_cache_hits, worker_kv_tier_moves,
 )  # fmt: skip
 """Those that an engine process counts, and its front shows."""

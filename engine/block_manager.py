@@ -255,6 +255,16 @@ class BlockManager:
         if self.unstored is not None:
             self.unstored.mark_stored(name for name in names if self._is_here(name))
 
+    def age_stored(self) -> None:
+        """What the store is known to hold is written again when it is used next, unless the store still has it."""
+        if self.unstored is not None:
+            self.unstored.age()
+
+    def doubt_stored(self, names: Iterable[bytes]) -> None:
+        """The store seems to lack these by now."""
+        if self.unstored is not None:
+            self.unstored.doubt(names)
+
     def next_unstored(self, group_tokens: int) -> list[LocalBlock]:
         """The next run of neighbouring blocks to be written, up to an index of a multiple of `group_tokens`."""
         if self.unstored is None:

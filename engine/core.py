@@ -30,6 +30,7 @@ from kv_store.base import BlockRef, KVConnector, Lookup, TransferKind
 
 log = logging.getLogger(__name__)
 
+VERIFY_STORED_S = 60.0  # what the store took is believed to be there for this long, then looked at when it is used
 WRITE_TOKENS = 256  # of one write to the store: stores keep so many together, and a handoff waits for one at most
 
 
@@ -106,6 +107,7 @@ class EngineCore:
         self._transfers = Transfers(connector, self._store, self.blocks, clock)
         self._lookups: dict[str, tuple[Request, Lookup]] = {}  # requests that wait for what the store says
         self._events: list[m.Event] = []
+        self._verify_time = clock() + VERIFY_STORED_S
         self._write_failure = ""  # the last one logged
         self._connectors = [connector] if self._store in (None, connector) else [connector, self._store]
         for one in self._connectors:
@@ -168,11 +170,15 @@ class EngineCore:
         """
         self._take_in_lookups()
         self.take_in_transfers()
+        now = self._clock()
+        if now >= self._verify_time:
+            self.blocks.age_stored()
+            self._verify_time = now + VERIFY_STORED_S
         if self._transfers.may_write and not self.scheduler.has_work:
             self.blocks.bring_up_unstored(WRITE_TOKENS)
             self._copy(self.blocks.take_copies())
             self._write_back()
-        output = self.scheduler.schedule(self._clock())
+        output = self.scheduler.schedule(now)
         self._carry_out(output)
         self._count()
         self.take_in_transfers()  # P2P publications are ready at once
@@ -254,6 +260,8 @@ class EngineCore:
             if lookup.num_blocks is not None:
                 del self._lookups[request.request_id]
                 request.num_stored_blocks = lookup.num_blocks
+                if lookup.is_certain:  # what is here and was stored may be gone from there
+                    self.blocks.doubt_stored(self._findable(request)[lookup.num_blocks :])
                 self.scheduler.add(request)
 
     def _find_in_store(self, request: Request) -> Lookup:
@@ -261,8 +269,12 @@ class EngineCore:
         if self._store is None or not self.blocks.enable_prefix_caching:
             return Lookup(0)
         num_cached = self.blocks.find_prefix(request)
-        hashes = request.block_hashes[: (request.num_tokens - 1) // self.blocks.block_size]
+        hashes = self._findable(request)
         return self._store.start_lookup(hashes) if num_cached < len(hashes) else Lookup(0)
+
+    def _findable(self, request: Request) -> Sequence[bytes]:
+        """Names of the full blocks that need not be computed: at least one token has to be."""
+        return request.block_hashes[: (request.num_tokens - 1) // self.blocks.block_size]
 
     def _fail(self, request_id: str, grpc_code: str, message: str) -> None:
         self._events.append(m.RequestFailed(request_id, grpc_code, message))

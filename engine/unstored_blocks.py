@@ -1,6 +1,6 @@
 """Which of this worker's named blocks the store lacks, and which of them is written next. Pure.
 
-    computed -> offered: queued -> in flight -> stored
+    computed -> offered: queued -> in flight -> stored -> after a while: unverified -> used again: offered
                          |         '-> failed: forgotten here, offered again by the next request that uses it
                          |-> evicted to host memory before its turn: below -> brought up again: queued
                          '-> evicted before its turn: dropped
@@ -8,6 +8,10 @@
 A queued block is not held: it can be evicted, so the queue costs no room and is never longer than the cache. What is
 queued longest is written first, in runs of neighbouring blocks, since stores keep neighbours together. Connectors read
 the device's cache alone, which is why blocks in host memory have to come up first.
+
+A store evicts what nobody seems to use, and it does not see who finds a block in a cache. So that it holds a block is
+believed for a while only. To write one that it still has costs it a look, tells it that the block is in use, and moves
+no bytes.
 """
 
 from __future__ import annotations
@@ -22,10 +26,11 @@ class UnstoredBlocks:
         self._below: OrderedDict[bytes, int] = OrderedDict()  # the same, of which only host memory has a copy
         self._in_flight: set[bytes] = set()
         self._stored: set[bytes] = set()  # of the blocks that are here
-        self.num_dropped = 0  # evicted before their turn, or failed
+        self._unverified: set[bytes] = set()  # the same, but that is long ago; may be queued
+        self.num_dropped = 0  # evicted before their turn and not known to have been stored, or failed
 
     def __len__(self) -> int:
-        """Blocks that still have to be written."""
+        """Blocks that still have to be written, or verified."""
         return len(self._queued) + len(self._below) + len(self._in_flight)
 
     def offer(self, name: bytes, index: int) -> None:
@@ -45,11 +50,24 @@ class UnstoredBlocks:
         for name in names:
             self._queued.pop(name, None)
             self._below.pop(name, None)
+            self._unverified.discard(name)
             self._stored.add(name)
+
+    def age(self) -> None:
+        """What was stored so far has to be verified when it is used again."""
+        self._unverified |= self._stored
+        self._stored.clear()
+
+    def doubt(self, names: Iterable[bytes]) -> None:
+        """The store seems to lack these: whoever uses them offers them."""
+        for name in names:
+            self._stored.discard(name)
+            self._unverified.discard(name)
 
     def demote(self, name: bytes) -> None:
         """The block is in host memory only."""
-        if (index := self._queued.pop(name, None)) is not None:
+        index = self._queued.pop(name, None)
+        if index is not None and name not in self._unverified:  # nothing is brought up to be verified
             self._below[name] = index
 
     def promote(self, name: bytes) -> None:
@@ -71,19 +89,20 @@ class UnstoredBlocks:
 
     def forget(self, name: bytes) -> None:
         """The block is gone from here."""
+        is_due = self._queued.pop(name, None) is not None or self._below.pop(name, None) is not None
+        self.num_dropped += is_due and name not in self._unverified
         self._stored.discard(name)
-        if self._queued.pop(name, None) is not None or self._below.pop(name, None) is not None:
-            self.num_dropped += 1
+        self._unverified.discard(name)
 
     def clear(self) -> None:
-        self.num_dropped += len(self._queued) + len(self._below)
-        self._queued.clear()
-        self._below.clear()
+        for name in [*self._queued, *self._below]:
+            self.forget(name)
         self._stored.clear()
+        self._unverified.clear()
 
     def names(self) -> set[bytes]:
         """Blocks that have to be here for what is said about them; those in flight are held by their transfer."""
-        return self._queued.keys() | self._below.keys() | self._stored
+        return self._queued.keys() | self._below.keys() | self._stored | self._unverified
 
     def queued_names(self) -> set[bytes]:
         """Blocks that have to be on the device."""

@@ -72,6 +72,7 @@ class Lookup:
     """The answer to `start_lookup`. A connector's own thread may set it; it then calls `wake`."""
 
     num_blocks: int | None = None  # leading blocks that the store holds; None until it is known
+    is_certain: bool = False  # the store has answered: where there are more blocks, it lacks the next one
 
 
 class TransferKind(StrEnum):
@@ -149,7 +150,7 @@ class KVConnector(ABC):
     def start_lookup(self, block_hashes: Sequence[bytes]) -> Lookup:
         """`lookup` for callers that cannot wait: answered now, or soon. A store that `lookup` may have to wait for
         answers from a thread of its own, within a bounded time whatever the store does."""
-        return Lookup(self.lookup(block_hashes))
+        return Lookup(self.lookup(block_hashes), is_certain=True)
 
     @abstractmethod
     def publish(self, job_id: int, blocks: Sequence[LocalBlock]) -> None:

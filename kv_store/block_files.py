@@ -19,7 +19,7 @@ import hashlib
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,6 +100,10 @@ class BlockFiles:
         while len(outcomes) < len(wanted):
             outcomes += self._read_run(wanted[len(outcomes) :])
         return outcomes
+
+    def are_used(self, block_hashes: Iterable[bytes]) -> bool:
+        """Whether all are there; notes that they are in use, as far as that is so."""
+        return all(map(self._is_used, block_hashes))
 
     def write(self, blocks: Sequence[BlockData]) -> list[int | TransferError]:
         """Stores blocks, in the order of a prompt. For each: the bytes written, 0 where it was there already, or why

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import torch
 
+from common import metrics
 from common.errors import StartupError, TransferError
 from common.types import KVCacheSpec
 from kv_store.base import (
@@ -28,6 +29,7 @@ from kv_store.base import (
     TransferResult,
 )
 from kv_store.cache_view import CacheView, Staging
+from kv_store.failures import Failures
 from kv_store.fair_queue import FairQueue
 from kv_store.lmcache_client import LMCacheClient
 from kv_store.lmcache_groups import Bytes, Group, GroupLayout, find_group, split_into_groups
@@ -82,6 +84,7 @@ class LMCacheConnector(KVConnector):
         self._config = config
         self._client = LMCacheClient(config.lmcache_address)
         self._queue: FairQueue[_Job, _Part] = FairQueue()
+        self._failed_lookups = Failures("LMCache did not answer whether it holds KV blocks", "num_lookups")
         self._lookups: SimpleQueue[_LookupJob | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         try:
@@ -109,14 +112,15 @@ class LMCacheConnector(KVConnector):
         """Does nothing: the server is all that workers share."""
 
     def lookup(self, block_hashes: Sequence[bytes]) -> int:
-        return self._look_up(block_hashes, time.monotonic() + LOOKUP_TIMEOUT_S)
+        return self._look_up(block_hashes, time.monotonic() + LOOKUP_TIMEOUT_S)[0]
 
     def start_lookup(self, block_hashes: Sequence[bytes]) -> Lookup:
         job = _LookupJob(block_hashes, time.monotonic() + LOOKUP_TIMEOUT_S, Lookup())
         self._lookups.put(job)
         return job.lookup
 
-    def _look_up(self, block_hashes: Sequence[bytes], deadline: float) -> int:
+    def _look_up(self, block_hashes: Sequence[bytes], deadline: float) -> tuple[int, bool]:
+        """How many leading blocks were found by `deadline`, and whether the server had answered by then."""
         hashes = dict(enumerate(block_hashes))
         num_found = 0
         try:
@@ -126,8 +130,13 @@ class LMCacheConnector(KVConnector):
                     break
                 num_found = found[1].stop
         except TransferError as error:
-            log.debug("lookup given up", extra={"reason": error.message})
-        return num_found
+            self._lookup_failed(error.message)
+            return num_found, False
+        return num_found, True
+
+    def _lookup_failed(self, reason: str) -> None:
+        metrics.kv_store_failed_lookups.inc()
+        self._failed_lookups.add(1, reason)
 
     def publish(self, job_id: int, blocks: Sequence[LocalBlock]) -> None:
         groups = split_into_groups(blocks, self._layout.sizes)
@@ -172,11 +181,13 @@ class LMCacheConnector(KVConnector):
         while (job := self._lookups.get()) is not None:
             num_blocks = 0
             try:
-                if time.monotonic() < job.deadline:  # else those before it took all the time
-                    num_blocks = self._look_up(job.block_hashes, job.deadline)
+                if time.monotonic() < job.deadline:
+                    num_blocks, job.lookup.is_certain = self._look_up(job.block_hashes, job.deadline)
+                else:
+                    self._lookup_failed("the lookups before it took all the time")
             except Exception:  # somebody waits for the answer
                 log.exception("lookup failed")
-            job.lookup.num_blocks = num_blocks
+            job.lookup.num_blocks = num_blocks  # last: it says that the answer is there
             self._wake()
 
     def _run(self) -> None:

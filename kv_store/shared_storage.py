@@ -29,6 +29,7 @@ from kv_store.base import (
 )
 from kv_store.block_files import BlockData, FullDiskError, prepare_directory
 from kv_store.cache_view import CacheView, Staging
+from kv_store.failures import Failures
 from kv_store.fair_queue import FairQueue
 from kv_store.file_clock import FileClock
 from kv_store.results import ResultQueue, block_result
@@ -39,7 +40,6 @@ from kv_store.store_space import StoreSpace
 
 log = logging.getLogger(__name__)
 
-FAILURE_LOG_S = 60.0  # failed writes are logged at most this often, with how many they were
 _ROOM_CHECK_S = 0.5  # while writes wait for room below the size limit
 _JOIN_TIMEOUT_S = 5.0  # of close(): a thread that hangs in a dead network file system is left behind
 
@@ -74,7 +74,7 @@ class SharedStorageConnector(KVConnector):
         self._queue: FairQueue[_Job, LocalBlock] = FairQueue()
         self._threads: list[threading.Thread] = []
         self._space: StoreSpace | None = None
-        self._failures = Failures()
+        self._failures = Failures("KV blocks could not be stored", "num_blocks")
 
     def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
         self._view = CacheView(cache, spec)
@@ -161,10 +161,14 @@ class SharedStorageConnector(KVConnector):
         return job.kind is TransferKind.FETCH or self._space is None or self._space.has_room()
 
     def _write(self, job: _Job, blocks: list[LocalBlock], staging: Staging) -> list[TransferResult]:
-        data = staging.load([block.block_id for block in blocks], job.after)
-        outcomes = self._write_within_limit(
-            [BlockData(block.block_hash, block.index, memory) for block, memory in zip(blocks, data, strict=True)]
-        )
+        outcomes: list[int | TransferError]
+        if self._files.own.are_used(block.block_hash for block in blocks):  # nothing has to be copied, nor room made
+            outcomes = [0] * len(blocks)
+        else:
+            data = staging.load([block.block_id for block in blocks], job.after)
+            outcomes = self._write_within_limit(
+                [BlockData(block.block_hash, block.index, memory) for block, memory in zip(blocks, data, strict=True)]
+            )
         results: list[TransferResult] = []
         for block, outcome in zip(blocks, outcomes, strict=True):
             if isinstance(outcome, TransferError):
@@ -221,22 +225,3 @@ class SharedStorageConnector(KVConnector):
         else:
             if num_deleted:
                 log.info("deleted what killed writers left", extra={"num_files": num_deleted})
-
-
-class Failures:
-    """Blocks that could not be written, logged together: a full disk fails all of them, for as long as it lasts."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_blocks = 0  # not logged yet
-        self._next_log = 0.0  # time.monotonic()
-
-    def add(self, num_blocks: int, reason: str) -> None:
-        now = time.monotonic()
-        with self._lock:
-            self._num_blocks += num_blocks
-            if now < self._next_log:
-                return
-            self._next_log = now + FAILURE_LOG_S
-            num_blocks, self._num_blocks = self._num_blocks, 0
-        log.warning("KV blocks could not be stored", extra={"num_blocks": num_blocks, "reason": reason})

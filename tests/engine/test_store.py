@@ -19,7 +19,7 @@ from common import metrics
 from common.block_hash import block_hashes, extra_keys, root_hash
 from common.types import SamplingParams
 from engine import messages as m
-from engine.core import EngineCore
+from engine.core import VERIFY_STORED_S, EngineCore
 from kv_store.base import ConnectorConfig, LocalBlock, Lookup
 from kv_store.memory import MemoryConnector
 from kv_store.shared_storage import SharedStorageConnector
@@ -97,8 +97,7 @@ def test_what_is_gone_since_the_lookup_is_computed(tmp_path: Path) -> None:
     fill(tmp_path, PROMPT)
     with engine(tmp_path) as (core, runner):
         add(core, "a", PROMPT, max_tokens=4)
-        for folder in tmp_path.iterdir():
-            shutil.rmtree(folder, ignore_errors=True)
+        wipe(tmp_path)
         events = run(core)
         assert tokens_of(events)["a"] == reference(PROMPT, 4)
         assert runner.num_tokens_per_step[0] == 30
@@ -229,6 +228,92 @@ def test_what_is_stored_is_not_written_again(tmp_path: Path) -> None:
         add(core, "b", [*turn, *range(50, 60)], max_tokens=2)
         run(core)
         assert written == [10, 11, 12]
+
+
+def wipe(folder: Path) -> None:
+    """As when others filled the store meanwhile."""
+    for layout in folder.iterdir():
+        shutil.rmtree(layout, ignore_errors=True)
+
+
+def pass_time(core: EngineCore, clock: list[float]) -> None:
+    clock[0] += VERIFY_STORED_S
+    core.step()
+
+
+@contextmanager
+def engine_at(folder: Path, **settings: object) -> Iterator[tuple[EngineCore, FakeRunner, list[float]]]:
+    """Its clock stands still but where the test moves it."""
+    with engine(folder, **settings) as (core, runner):
+        clock = [1e6]
+        core._clock = lambda: clock[0]
+        pass_time(core, clock)
+        yield core, runner, clock
+
+
+def test_what_the_store_evicts_is_written_again_when_it_is_used(tmp_path: Path) -> None:
+    """All of the prompt is found on the device, so that nobody asks the store for it."""
+    with engine_at(tmp_path) as (core, runner, clock):
+        written = record_writes(core)
+        for turn, expected in enumerate([range(8), [], range(8), range(8)]):
+            add(core, str(turn), PROMPT, max_tokens=3)
+            assert tokens_of(run(core)) == {str(turn): reference(PROMPT, 3)}
+            assert written == [*expected], turn
+            assert core.load.num_unstored_blocks == 0
+            written.clear()
+            if turn == 1:
+                wipe(tmp_path)
+                pass_time(core, clock)
+            elif turn == 2:  # nothing is gone: it is looked at, and no byte moves
+                assert num_computed_first(tmp_path, PROMPT) == 2
+                pass_time(core, clock)
+        assert runner.num_tokens_per_step[0] == 30
+        assert max(runner.num_tokens_per_step[1:]) == 2
+        assert_idle(core)
+
+
+def test_looking_again_counts_as_no_write(tmp_path: Path) -> None:
+    with engine_at(tmp_path) as (core, _, clock):
+        counts = []
+        for turn in range(2):
+            before = count(metrics.worker_kv_tier_moves, "stored")
+            add(core, str(turn), PROMPT, max_tokens=3)
+            run(core)
+            core.step()
+            counts.append(count(metrics.worker_kv_tier_moves, "stored") - before)
+            pass_time(core, clock)
+        assert counts == [8, 0]
+
+
+def test_a_lookup_that_misses_what_was_stored_has_it_written_again(tmp_path: Path) -> None:
+    """At once: no time passes."""
+    longer = [*PROMPT, *range(50, 70)]
+    with engine_at(tmp_path) as (core, runner, _):
+        add(core, "a", PROMPT, max_tokens=3)
+        run(core)
+        wipe(tmp_path)
+        written = record_writes(core)
+        runner.num_tokens_per_step.clear()
+        add(core, "b", longer, max_tokens=2)
+        assert tokens_of(run(core)) == {"b": reference(longer, 2)}
+        assert runner.num_tokens_per_step[0] == 22  # the device still had seven blocks
+        assert written == list(range(12))
+    assert num_computed_first(tmp_path, longer) == 2
+
+
+def test_a_store_that_does_not_answer_is_not_taken_to_have_lost_anything(tmp_path: Path) -> None:
+    longer = [*PROMPT, *range(50, 70)]
+    connector = LateLookups(ConnectorConfig(kv_dir=str(tmp_path), epoch="e", worker_id="w"))
+    core, _ = make_core(connector=connector)
+    core._clock = lambda: 1e6
+    core.step()
+    for number, prompt in enumerate([PROMPT, longer]):
+        written = record_writes(core)
+        add(core, str(number), prompt, max_tokens=2)
+        connector.open[number][1].num_blocks = 0
+        assert tokens_of(run(core))[str(number)] == reference(prompt, 2)
+    assert written == [*range(7, 12)]
+    core.close()
 
 
 def test_blocks_evicted_before_their_turn_are_counted(tmp_path: Path) -> None:

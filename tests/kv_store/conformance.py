@@ -379,6 +379,7 @@ class ConnectorConformance:
         while started.num_blocks is None and time.monotonic() < give_up:
             time.sleep(0.01)
         assert started.num_blocks == consumer.connector.lookup(names)
+        assert started.is_certain
 
     def test_release_of_an_unknown_job_is_ignored(self, pair: tuple[Worker, Worker]) -> None:
         producer, consumer = pair

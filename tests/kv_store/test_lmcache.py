@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from common import metrics
 from common.errors import StartupError, TransferError
 from kv_store import lmcache
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, KVConnector, LocalBlock, TransferResult
@@ -240,11 +241,14 @@ def test_lookups_of_a_server_that_hangs(
     """They don't hold up who asks, and end after the time of one, however many they are."""
     worker = make_worker(running_server, 4)
     monkeypatch.setattr(lmcache, "LOOKUP_TIMEOUT_S", 0.5)
+    num_failed = metrics.kv_store_failed_lookups._value.get()
     with running_server.stopped():
         started = time.monotonic()
         lookups = [worker.connector.start_lookup([name_of(number)]) for number in range(100)]
         assert [lookup.num_blocks for lookup in lookups] == [None] * 100
         wait_until(lambda: all(lookup.num_blocks == 0 for lookup in lookups))
+        assert not any(lookup.is_certain for lookup in lookups)
+        assert metrics.kv_store_failed_lookups._value.get() == num_failed + 100
         assert time.monotonic() - started < 100 * 0.5 / 2
 
 

@@ -15,6 +15,7 @@ import torch
 from common.errors import StartupError
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, KVConnector, LocalBlock
 from kv_store.block_files import STALE_TEMP_S
+from kv_store.cache_view import Staging
 from kv_store.run_file import HEADER_BYTES
 from kv_store.shared_storage import SharedStorageConnector
 from tests.kv_store.conformance import (
@@ -66,6 +67,18 @@ class TestSharedStorage(ConnectorConformance):
         assert path.stat().st_size == HEADER_BYTES + SPEC.block_bytes
         (run,) = runs_of(kv_dir)
         assert run.samefile(path)
+
+    def test_writing_what_is_there_costs_a_look_and_notes_the_use(
+        self, pair: tuple[Worker, Worker], kv_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        producer, consumer = pair
+        producer.published({3: name_of(1), 4: name_of(2)})
+        (run,) = runs_of(kv_dir)
+        os.utime(run, (0, 0))
+        monkeypatch.setattr(Staging, "load", None)  # nothing is copied from the device
+        consumer.publish([LocalBlock(0, 8, name_of(1)), LocalBlock(1, 9, name_of(2))])
+        assert [(result.error, result.num_bytes) for result in consumer.results()] == [(None, 0)] * 2
+        assert run.stat().st_mtime > 0
 
     def test_blocks_outlive_all_workers(self, workers: Callable[..., Worker]) -> None:
         producer = workers("producer")
