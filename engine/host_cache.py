@@ -10,6 +10,7 @@ from common.config import EngineSettings
 from common.errors import StartupError
 from common.types import KVCacheSpec
 from engine.host_memory import available_bytes
+from kv_store.host_pages import prepare_pages
 
 GIB = 1 << 30
 
@@ -31,6 +32,8 @@ def allocate_host_cache(settings: EngineSettings, spec: KVCacheSpec, device: tor
     cache = torch.empty((num_blocks, *spec.block_shape), dtype=getattr(torch, spec.dtype))
     if num_blocks and device.type == "cuda":
         _page_lock(cache)
+    else:
+        prepare_pages(cache)
     return cache
 
 

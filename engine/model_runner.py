@@ -20,7 +20,7 @@ from engine.models.base import CausalLM
 from engine.models.registry import build_model, max_positions
 from engine.sampler import sample
 from engine.weights import load_weights
-from kv_store.huge_pages import advise_huge_pages
+from kv_store.host_pages import prepare_pages
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class ModelRunner:
         self.num_blocks = self._num_blocks(settings)
         self.max_model_len = _fit_max_model_len(self.max_model_len, self.num_blocks, settings)
         self.kv_cache = torch.empty((self.num_blocks, *self.spec.block_shape), dtype=self.dtype, device=self.device)
-        advise_huge_pages(self.kv_cache)
+        prepare_pages(self.kv_cache)
         shape = AttentionShape(num_heads=self._model.num_heads, softmax_scale=self._model.softmax_scale)
         self._attention = attention_backend(self.kv_cache, self.spec, shape, attention)
         log.info(

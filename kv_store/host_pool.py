@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kv_store.cache_view import CacheView
-from kv_store.huge_pages import advise_huge_pages
+from kv_store.host_pages import prepare_pages
 
 
 class HostPool:
@@ -20,7 +20,7 @@ class HostPool:
         is_pinned = not view.is_on_host
         # [num_slots, block_bytes] uint8
         self.rows = torch.empty((num_slots, view.block_bytes), dtype=torch.uint8, pin_memory=is_pinned)
-        advise_huge_pages(self.rows)
+        prepare_pages(self.rows)
         self.memory = self.rows.numpy()
         self._stream = torch.cuda.Stream(view.device) if is_pinned else None  # type: ignore[no-untyped-call]
 

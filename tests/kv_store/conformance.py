@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+import msgspec
 import pytest
 import torch
 
 from common.errors import IncompatibleError, TransferError
 from common.types import KVCacheSpec
 from kv_store.base import BlockRef, FetchBlock, KVConnector, LocalBlock, TransferKind, TransferResult
-from kv_store.huge_pages import advise_huge_pages
+from kv_store.host_pages import prepare_pages
 from kv_store.peers import join_peers, join_refs
 from kv_store.shards import shard_of
 
@@ -111,7 +112,7 @@ class Worker:
 def random_cache(num_blocks: int, spec: KVCacheSpec, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     values = torch.empty((num_blocks, spec.block_bytes), dtype=torch.uint8)
-    advise_huge_pages(values)
+    prepare_pages(values)
     values.random_(0, 256, generator=generator)
     return values.view(DTYPES[spec.dtype]).view(num_blocks, *spec.block_shape)
 
@@ -228,7 +229,7 @@ class ConnectorConformance:
         producer, consumer = pair
         (good,) = producer.published({3: name_of(1)})
         bad = BlockRef(index=9, block_hash=name_of(99), peer="stranger", epoch="e1", block_id=1)
-        consumer.fetch([FetchBlock(bad, 1), FetchBlock(good, 2), FetchBlock(replace(bad, index=10), 3)])
+        consumer.fetch([FetchBlock(bad, 1), FetchBlock(good, 2), FetchBlock(msgspec.structs.replace(bad, index=10), 3)])
         errors = {result.block_id: result.error for result in consumer.results()}
         assert errors[2] is None
         assert errors[1]

@@ -1,0 +1,59 @@
+"""Pages under large tensors in host memory: huge ones where Linux has some, and there before a request needs them.
+
+Reading another process's memory costs the kernel one look-up per page: with pages of 2 MiB instead of 4 KiB, blocks
+move about twice as fast through shared memory (9.5 GB/s, not 4.1, in blocks of 1 MiB).
+
+A page is made when it is first written to, which a transfer into a fresh part of the cache would wait for. In a virtual
+machine, whose own host has to find the memory, that is many times slower than the transfer: 0.4 GB/s, not 10.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import sys
+import threading
+
+import torch
+
+log = logging.getLogger(__name__)
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; changes no content
+_SLICE_BYTES = 2 << 20  # of one call, which holds a lock that allocations of other threads need
+_NICE = 10  # whatever has work to do comes first
+
+
+def prepare_pages(tensor: torch.Tensor) -> None:
+    """Asks for huge pages under `tensor`, which has to be contiguous, and has a thread of low priority make them.
+
+    For memory not written yet: pages that are there stay as they are. `tensor` may be used meanwhile. Does nothing on
+    other devices and systems; the kernel may decline.
+    """
+    if sys.platform != "linux" or tensor.device.type != "cpu":
+        return
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
+    if end - start < mmap.PAGESIZE:
+        return
+    if error := _advise(start, end, mmap.MADV_HUGEPAGE):
+        log.debug("no huge pages", extra={"reason": error})
+    # The thread keeps `tensor`, so that nobody else's memory is ever at its place.
+    threading.Thread(target=_populate, args=(tensor, start, end), name="kv-pages", daemon=True).start()
+
+
+def _populate(tensor: torch.Tensor, start: int, end: int) -> None:  # noqa: ARG001
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    for begin in range(start, end, _SLICE_BYTES):
+        if error := _advise(begin, min(begin + _SLICE_BYTES, end), _POPULATE_WRITE):
+            log.debug("pages are made when they are first used", extra={"reason": error})
+            return
+
+
+def _advise(start: int, end: int, advice: int) -> str:
+    """The kernel's reason where it declines."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice) == 0:
+        return ""
+    return os.strerror(ctypes.get_errno())
