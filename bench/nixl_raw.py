@@ -65,7 +65,7 @@ class RawNixlReads:
             stdout=subprocess.PIPE,
         )
         try:
-            self._agent, self._cache = _agent_with_blocks(library, num_blocks, block_bytes)
+            self._agent, self._cache = _agent_with_blocks(library, num_blocks, block_bytes, is_producer=False)
             self._cache.fill(0)
             assert self._producer.stdout is not None
             described = json.loads(self._producer.stdout.readline())
@@ -124,9 +124,14 @@ def _pattern(block_id: int, block_bytes: int) -> np.ndarray[Any, np.dtype[np.uin
     return np.random.default_rng(block_id).integers(0, 256, block_bytes, dtype=np.uint8)
 
 
-def _agent_with_blocks(library: ModuleType, num_blocks: int, block_bytes: int) -> tuple[Any, Any]:
-    """An agent, and the `[num_blocks, block_bytes]` uint8 that it has registered."""
-    config = library.nixl_agent_config(backends=["UCX"], sync_mode=library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT)
+def _agent_with_blocks(library: ModuleType, num_blocks: int, block_bytes: int, *, is_producer: bool) -> tuple[Any, Any]:
+    """An agent, and the `[num_blocks, block_bytes]` uint8 that it has registered. The consumer makes its own progress,
+    which is faster (see `kv_store.nixl_agent`)."""
+    config = library.nixl_agent_config(
+        enable_prog_thread=is_producer,
+        backends=["UCX"],
+        sync_mode=library.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+    )
     agent = library.nixl_agent(f"raw-{uuid.uuid4().hex}", config)
     cache = np.empty((num_blocks, block_bytes), dtype=np.uint8)
     agent.register_memory([(cache.ctypes.data, cache.nbytes, 0, "")], "DRAM")
@@ -144,7 +149,7 @@ def _rows(cache: np.ndarray[Any, Any], address: int | None = None) -> np.ndarray
 
 
 def _serve(num_blocks: int, block_bytes: int) -> None:
-    agent, cache = _agent_with_blocks(load_library(), num_blocks, block_bytes)
+    agent, cache = _agent_with_blocks(load_library(), num_blocks, block_bytes, is_producer=True)
     for block_id in range(num_blocks):
         cache[block_id] = _pattern(block_id, block_bytes)
     metadata = base64.b64encode(agent.get_agent_metadata()).decode()

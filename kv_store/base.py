@@ -27,14 +27,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
+import msgspec
+
 from common.types import KVCacheSpec
 
 if TYPE_CHECKING:
     import torch  # a worker's gRPC front uses these types without loading torch
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class BlockRef:
+class BlockRef(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a producer announces: one block, readable until the producer's lease on it ends.
 
     `peer`, `epoch` and `block_id` say where a P2P block lies: on every rank of that worker. Stores go by `block_hash`
@@ -50,8 +51,7 @@ class BlockRef:
     staged_slots: tuple[int, ...] = ()  # by rank: where the bytes are to be read instead (see `kv_store.nixl_slots`)
 
 
-@dataclass(slots=True, frozen=True)
-class LocalBlock:
+class LocalBlock(msgspec.Struct, frozen=True, gc=False):
     """One block of this worker's own cache, to be published."""
 
     index: int  # position in the request's block table
@@ -59,8 +59,7 @@ class LocalBlock:
     block_hash: bytes
 
 
-@dataclass(slots=True, frozen=True)
-class FetchBlock:
+class FetchBlock(msgspec.Struct, frozen=True, gc=False):
     """One block to be brought: from `ref`, into `block_id` of this worker's cache."""
 
     ref: BlockRef
@@ -80,8 +79,7 @@ class TransferKind(StrEnum):
     FETCH = "fetch"
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class TransferResult:
+class TransferResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The end of one block's transfer.
 
     `error` is None where it went well, else one line that says why. `ref` is set for a published block: what to

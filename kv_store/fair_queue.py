@@ -42,10 +42,15 @@ class FairQueue(Generic[Job, Item]):
                 self._changed.notify_all()
 
     def take(
-        self, limit: int, timeout_s: float | None = None, accepts: Callable[[Job], bool] = lambda _: True
+        self,
+        limit: int,
+        timeout_s: float | None = None,
+        accepts: Callable[[Job], bool] = lambda _: True,
+        spare: int = 0,
     ) -> tuple[Job, list[Item]] | None:
-        """Up to `limit` items of the next job in turn that `accepts`; waits for one. None once closed, or after
-        `timeout_s`. `accepts` is asked again when something is put, or after `recheck`."""
+        """Up to `limit` items of the next job in turn that `accepts`, and `spare` more where those are its last; waits
+        for one. None once closed, or after `timeout_s`. `accepts` is asked again when something is put, or after
+        `recheck`."""
         with self._changed:
             found = self._changed.wait_for(lambda: self._is_closed or self._next(accepts) is not None, timeout_s)
             position = self._next(accepts)
@@ -53,7 +58,8 @@ class FairQueue(Generic[Job, Item]):
                 return None
             job, queued = self._jobs[position]
             del self._jobs[position]
-            items = [queued.popleft() for _ in range(min(limit, len(queued)))]
+            size = len(queued) if len(queued) <= limit + spare else limit
+            items = [queued.popleft() for _ in range(size)]
             if queued:
                 self._jobs.append((job, queued))
             return job, items

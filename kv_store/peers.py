@@ -66,7 +66,7 @@ def join_refs(ranks: Sequence[BlockRef]) -> BlockRef:
         (ref.index, ref.block_hash, ref.block_id) != (first.index, first.block_hash, first.block_id) for ref in ranks
     ):
         raise ValueError("the ranks of a worker refer to different blocks")
-    return replace(
+    return msgspec.structs.replace(
         first,
         checksums=tuple(checksum for ref in ranks for checksum in ref.checksums),
         staged_slots=tuple(slot for ref in ranks for slot in ref.staged_slots),

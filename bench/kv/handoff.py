@@ -24,7 +24,8 @@ from common.types import KVCacheSpec
 from kv_store.base import ConnectorConfig
 
 PART = "handoff"
-P2P_BAR = 10.0  # percent slower than raw NIXL
+P2P_BAR = 10.0  # percent that a fetch takes longer than a raw NIXL read of the same blocks
+FETCH_OVER_RAW, WHOLE_OVER_RAW = "fetch, % over raw", "whole, % over raw"
 LMCACHE_GB = 2.0
 _SHM = Path("/dev/shm")
 
@@ -83,9 +84,10 @@ def measure(
         )
     raw = figures.get(RAW_NIXL)
     if raw is not None and "nixl" in figures:  # repeat by repeat: both had the same machine at that moment
-        pairs = zip(figures["nixl"]["whole ms"], raw["whole ms"], strict=True)
-        slower = [(1 - raw_ms / own_ms) * 100 for own_ms, raw_ms in pairs]
-        results.add(PART, {"% below raw NIXL": slower}, system="nixl", shape=shape, block_size=spec.block_size)
+        for quantity, own in ((FETCH_OVER_RAW, "fetch ms"), (WHOLE_OVER_RAW, "whole ms")):
+            pairs = zip(figures["nixl"][own], raw["whole ms"], strict=True)
+            longer = [(own_ms / raw_ms - 1) * 100 for own_ms, raw_ms in pairs]
+            results.add(PART, {quantity: longer}, system="nixl", shape=shape, block_size=spec.block_size)
 
 
 def make_spec(shape: str, block_size: int, dtype: str) -> KVCacheSpec:
@@ -102,7 +104,7 @@ def make_spec(shape: str, block_size: int, dtype: str) -> KVCacheSpec:
 
 def add_bar(results: Results) -> None:
     """The worst shape and block size counts."""
-    found = list(results.find(PART, "% below raw NIXL"))
+    found = list(results.find(PART, FETCH_OVER_RAW))
     if not found:
         return
     worst = max(found, key=lambda record: record.samples.median)
@@ -114,7 +116,7 @@ def add_bar(results: Results) -> None:
     results.bars.append(
         Bar(
             part=PART,
-            name="nixl, publish to last result, below a raw NIXL read",
+            name="nixl, a fetch longer than a raw NIXL read of the same blocks",
             value=max(worst.samples.median, 0.0),
             limit=P2P_BAR,
             unit="%",

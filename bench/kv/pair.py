@@ -8,6 +8,7 @@
 
 The consumer takes turns: memcpy, raw NIXL, each connector, then again, so that what disturbs one disturbs all. Block
 ids are shuffled, the same way for everything that is compared: no transport profits from blocks that lie side by side.
+Each process has a core of its own, as the workers of `baton up` have.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from baton.stack import usable_cores
 from bench.nixl_raw import RawNixlReads
 from common.errors import BatonError, TransferError
 from common.types import KVCacheSpec
 from engine.process import Wakeup
 from kv_store.base import ConnectorConfig, FetchBlock, KVConnector, LocalBlock, TransferResult
-from kv_store.huge_pages import advise_huge_pages
+from kv_store.host_pages import prepare_pages
 from kv_store.registry import create_connector
 
 MEMCPY, RAW_NIXL = "memcpy", "raw NIXL read"
@@ -110,9 +112,11 @@ class _Side:
 
     def __init__(self, config: PairConfig, side: str) -> None:
         spec = config.spec
+        cores = usable_cores()
+        os.sched_setaffinity(0, {cores[0 if side == "producer" else -1]})
         self._wakeup = Wakeup()
         self.cache = torch.empty((config.num_blocks, *spec.block_shape), dtype=getattr(torch, spec.dtype))
-        advise_huge_pages(self.cache)  # as the engine does
+        prepare_pages(self.cache)  # as the engine does
         self.cache.zero_()
         self.rows = self.cache.view(-1).view(torch.uint8).view(config.num_blocks, spec.block_bytes)
         self.connectors: dict[str, KVConnector] = {}

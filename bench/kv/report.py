@@ -14,7 +14,7 @@ TABLES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "handoff": (
         "Handoff of a prompt's blocks, process to process",
         ("shape", "block_size", "system"),
-        ("GB/s", "fetch ms", "publish ms", "% below raw NIXL"),
+        ("GB/s", "fetch ms", "publish ms", "fetch, % over raw", "whole, % over raw"),
     ),
     "exposed": (
         "From first to second token, less one decode step",

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -338,7 +339,7 @@ def test_a_store_that_takes_nothing_disturbs_nobody(tmp_path: Path, caplog: pyte
     with engine(tmp_path) as (core, _):
         poll = core._connector.poll
         core._connector.poll = lambda: [  # type: ignore[method-assign]
-            replace(result, ref=None, error="no space left on device") for result in poll()
+            msgspec.structs.replace(result, ref=None, error="no space left on device") for result in poll()
         ]
         add(core, "a", PROMPT, max_tokens=11)
         assert tokens_of(run(core))["a"] == reference(PROMPT, 11)

@@ -21,6 +21,15 @@ def test_jobs_take_turns() -> None:
     assert queue.take(2, timeout_s=0.0) is None
 
 
+def test_a_job_s_last_items_go_with_the_rest() -> None:
+    queue: FairQueue[str, int] = FairQueue()
+    queue.put("one", range(8))
+    assert queue.take(4, spare=1) == ("one", [0, 1, 2, 3])
+    queue.put("one", range(5))
+    assert queue.take(3, spare=1) == ("one", [4, 5, 6, 7])
+    assert queue.take(4, spare=1) == ("one", [0, 1, 2, 3, 4])
+
+
 def test_jobs_that_are_not_accepted_keep_their_turn() -> None:
     queue: FairQueue[str, int] = FairQueue()
     queue.put("stuck", [1])

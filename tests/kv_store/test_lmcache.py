@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from common import metrics
@@ -103,8 +104,11 @@ class TestLMCache(ConnectorConformance):
     def test_hints_of_others_and_unknown_blocks(self, pair: tuple[Worker, Worker]) -> None:
         producer, consumer = pair
         (ref,) = producer.published({3: name_of(1)})
-        bad = replace(ref, index=1, block_hash=name_of(9))
-        results = fetch(consumer, [replace(ref, peer="prefill-1"), bad, replace(bad, index=2, peer="")])
+        bad = msgspec.structs.replace(ref, index=1, block_hash=name_of(9))
+        results = fetch(
+            consumer,
+            [msgspec.structs.replace(ref, peer="prefill-1"), bad, msgspec.structs.replace(bad, index=2, peer="")],
+        )
         assert [result.error for result in results] == [
             None,
             "corrupt in LMCache: not what its name says",

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
+import msgspec
 import pytest
 
 from common.errors import TransferError
@@ -64,5 +64,5 @@ class TestMemory(ConnectorConformance):
     def test_a_reference_to_another_hash_fails(self, pair: tuple[Worker, Worker]) -> None:
         producer, consumer = pair
         (ref,) = producer.published({3: name_of(1)})
-        consumer.fetch([FetchBlock(replace(ref, block_hash=name_of(2)), 5)])
+        consumer.fetch([FetchBlock(msgspec.structs.replace(ref, block_hash=name_of(2)), 5)])
         assert [bool(result.error) for result in consumer.results()] == [True]

@@ -6,7 +6,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -45,7 +44,7 @@ class TestNixl(ConnectorConformance):
         producer, consumer = pair
         refs = producer.published({3: name_of(1), 4: name_of(2)})
         if refs[0].staged_slots:
-            refs[0] = replace(refs[0], checksums=(1, 2))
+            refs[0] = msgspec.structs.replace(refs[0], checksums=(1, 2))
         producer.fill(3, 0x11)
         consumer.fetch([FetchBlock(ref, ref.index) for ref in refs])
         errors = {result.index: result.error for result in consumer.results()}
@@ -55,7 +54,7 @@ class TestNixl(ConnectorConformance):
     def test_a_block_beyond_the_peers_cache(self, pair: tuple[Worker, Worker]) -> None:
         producer, consumer = pair
         (ref,) = producer.published({3: name_of(1)})
-        consumer.fetch([FetchBlock(replace(ref, block_id=16), 1), FetchBlock(ref, 2)])
+        consumer.fetch([FetchBlock(msgspec.structs.replace(ref, block_id=16), 1), FetchBlock(ref, 2)])
         errors = {result.block_id: result.error for result in consumer.results()}
         assert errors == {1: "peer 'producer' has no block 16", 2: None}
 
@@ -71,7 +70,7 @@ class TestNixl(ConnectorConformance):
         consumer.connector.add_peer(
             encode_peer(msgspec.structs.replace(info, name="other", transports={0: msgspec.msgpack.encode(memory)}))
         )
-        consumer.fetch([FetchBlock(replace(ref, peer="other"), 1), FetchBlock(ref, 2)])
+        consumer.fetch([FetchBlock(msgspec.structs.replace(ref, peer="other"), 1), FetchBlock(ref, 2)])
         errors = {result.block_id: result.error for result in consumer.results()}
         assert errors[2] is None
         assert errors[1] == "peer 'other' was lost"
@@ -175,7 +174,7 @@ class TestSmallPool:
         producer, consumer = make("producer"), make("consumer")
         consumer.connector.add_peer(producer.connector.describe())
         (ref,) = producer.published({1: name_of(1)})
-        consumer.fetch([FetchBlock(replace(ref, staged_slots=()), 5)])
+        consumer.fetch([FetchBlock(msgspec.structs.replace(ref, staged_slots=()), 5)])
         (result,) = consumer.results()
         assert result.error is not None
         assert "where on each rank" in result.error

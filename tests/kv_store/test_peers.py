@@ -71,6 +71,6 @@ def test_one_reference_for_all_ranks() -> None:
         )
         for rank in range(2)
     ]
-    assert join_refs(refs) == replace(refs[0], checksums=(0, 10, 1, 11), staged_slots=(0, 1))
+    assert join_refs(refs) == msgspec.structs.replace(refs[0], checksums=(0, 10, 1, 11), staged_slots=(0, 1))
     with pytest.raises(ValueError, match="different blocks"):
-        join_refs([refs[0], replace(refs[1], block_id=8)])
+        join_refs([refs[0], msgspec.structs.replace(refs[1], block_id=8)])
