@@ -109,13 +109,21 @@ class PrefillLeg:
         outbox.put_nowait(prefill_pb2.PrefillRequest(start=self._start(first_block)))
         stub = prefill_pb2_grpc.PrefillServiceStub(self._worker.channels.get(address))
         timeout = None if deadline is None else max(deadline - asyncio.get_running_loop().time(), 0.0)
-        call = stub.Prefill(_until_none(outbox), timeout=timeout)
+        call = stub.Prefill(self._messages(outbox), timeout=timeout)
         try:
             async for event in call:
                 self._take_in(address, event)
         finally:
             call.cancel()
             outbox.put_nowait(None)  # the call's own task still waits for a message
+
+    async def _messages(
+        self, outbox: asyncio.Queue[prefill_pb2.PrefillRequest | None]
+    ) -> AsyncIterator[prefill_pb2.PrefillRequest]:
+        """Until None. Half-closing acknowledges the last blocks as well, so then they need no message."""
+        while (message := await outbox.get()) is not None:
+            if not (self._is_finished and message.HasField("received")):
+                yield message
 
     def _start(self, first_block: int) -> prefill_pb2.PrefillStart:
         request, worker = self._request, self._worker
@@ -132,18 +140,19 @@ class PrefillLeg:
         )
 
     def _take_in(self, address: str, event: prefill_pb2.PrefillEvent) -> None:
-        engine_id = self._stream.engine_id
         match event.WhichOneof("event"):
             case "accepted":
                 if event.accepted.peer:
                     self._stream.send(m.AddPeer(event.accepted.peer))
             case "blocks_ready":
-                ready = event.blocks_ready
-                self.report.publish_ms = ready.publish_ms
-                refs = [convert.block_ref(block) for block in ready.blocks]
-                self._stream.send(m.BlocksAnnounced(engine_id, refs, list(ready.failed_indexes), ready.failure))
+                self._stream.send(self._announced(event.blocks_ready))
             case "first_token":
                 self._take_in_first_token(address, event.first_token)
+
+    def _announced(self, ready: prefill_pb2.BlocksReady) -> m.BlocksAnnounced:
+        self.report.publish_ms = ready.publish_ms
+        refs = [convert.block_ref(block) for block in ready.blocks]
+        return m.BlocksAnnounced(self._stream.engine_id, refs, list(ready.failed_indexes), ready.failure)
 
     def _take_in_first_token(self, address: str, first: prefill_pb2.FirstToken) -> None:
         token = token_of(first.token)
@@ -152,13 +161,8 @@ class PrefillLeg:
         self.report.num_cached_tokens = first.num_cached_tokens
         self.report.queue_ms = first.queue_ms
         self.report.prefill_ms = first.prefill_ms
+        # The engine first: the token's way to the client takes longer than the blocks' way here.
+        announced = [self._announced(first.blocks_ready)] if first.HasField("blocks_ready") else []
+        self._stream.send(*announced, m.RemoteFirstToken(self._stream.engine_id, token))
         if not self._request.output_token_ids:  # else the client has it already, from an earlier decode worker
             self._stream.put(m.TokensGenerated(request_id=self._stream.engine_id, tokens=[token]))
-        self._stream.send(m.RemoteFirstToken(self._stream.engine_id, token))
-
-
-async def _until_none(
-    outbox: asyncio.Queue[prefill_pb2.PrefillRequest | None],
-) -> AsyncIterator[prefill_pb2.PrefillRequest]:
-    while (message := await outbox.get()) is not None:
-        yield message

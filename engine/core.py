@@ -362,7 +362,7 @@ class EngineCore:
         elif remote.lost:  # a lookup is a hint: what has gone since is computed like any other token
             log.info("stored KV was gone", extra={"request_id": request_id, "reason": remote.failure})
         if request.mode is m.RequestMode.REMOTE:
-            self._events.append(m.PrefillReceived(request_id))
+            self._events.append(m.PrefillReceived(request_id, self._clock()))
 
     # ----------------------------------------------------------------------------------------------- step
 
@@ -375,7 +375,8 @@ class EngineCore:
         for request in output.remote_needed:
             if request.remote is not None:
                 self._events.append(m.RemotePrefillNeeded(request.request_id, request.remote.ask_from))
-        self._events.extend(m.PrefillReceived(request.request_id) for request in output.remote_not_needed)
+        now = self._clock()
+        self._events.extend(m.PrefillReceived(request.request_id, now) for request in output.remote_not_needed)
         for request in output.preempted:
             log.warning(
                 "preempted: KV blocks ran out; raise --kv-cache-memory-gb or --num-blocks, or lower --max-num-seqs",

@@ -145,6 +145,7 @@ class PrefillReceived(msgspec.Struct, tag=True, frozen=True):
     """REMOTE: nothing more is needed from the prefill worker; its stream can end."""
 
     request_id: str
+    time: float  # seconds of the monotonic clock, which all processes of a machine share
 
 
 class TokensGenerated(msgspec.Struct, tag=True, frozen=True, kw_only=True):

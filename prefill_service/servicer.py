@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from typing import Any
 
 import grpc
@@ -19,7 +20,7 @@ from engine import messages as m
 from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc
 from protos.convert import token_to_proto
 from worker import convert
-from worker.engine_client import EngineStream
+from worker.engine_client import EngineStream, RequestEvent
 from worker.shell import Work, Worker, error_from, errors_as_status
 
 log = logging.getLogger(__name__)
@@ -88,12 +89,17 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
 async def _relay(stream: EngineStream, context: Context, begin: float) -> None:
     """Sends the engine's events for ever; raises `BatonError` where the engine gives the request up."""
+    events: deque[RequestEvent] = deque()
     while True:
-        match event := await stream.next():
+        events = events or await stream.next_all()
+        match event := events.popleft():
             case m.BlocksPublished():
-                await context.write(_blocks_ready(event))
+                await context.write(prefill_pb2.PrefillEvent(blocks_ready=_blocks_ready(event)))
             case m.TokensGenerated():
-                await context.write(_first_token(event, time.monotonic() - begin))
+                first_token = _first_token(event, time.monotonic() - begin)
+                if events and isinstance(events[0], m.BlocksPublished):  # one message less between the two tokens
+                    first_token.blocks_ready.CopyFrom(_blocks_ready(events.popleft()))
+                await context.write(prefill_pb2.PrefillEvent(first_token=first_token))
             case m.BlocksFetched():  # the prompt's beginning was in the store; nobody was promised these blocks
                 metrics.worker_kv_blocks_moved.inc(len(event.indexes))
                 metrics.worker_kv_blocks_lost.inc(len(event.failed_indexes))
@@ -110,25 +116,21 @@ async def _read_to_end(context: Context) -> None:
         pass
 
 
-def _blocks_ready(event: m.BlocksPublished) -> prefill_pb2.PrefillEvent:
-    return prefill_pb2.PrefillEvent(
-        blocks_ready=prefill_pb2.BlocksReady(
-            blocks=[convert.block_ref_message(ref) for ref in event.blocks],
-            failed_indexes=event.failed_indexes,
-            failure=event.failure,
-            publish_ms=event.elapsed_s * 1000,
-        )
+def _blocks_ready(event: m.BlocksPublished) -> prefill_pb2.BlocksReady:
+    return prefill_pb2.BlocksReady(
+        blocks=[convert.block_ref_message(ref) for ref in event.blocks],
+        failed_indexes=event.failed_indexes,
+        failure=event.failure,
+        publish_ms=event.elapsed_s * 1000,
     )
 
 
-def _first_token(event: m.TokensGenerated, elapsed_s: float) -> prefill_pb2.PrefillEvent:
-    return prefill_pb2.PrefillEvent(
-        first_token=prefill_pb2.FirstToken(
-            token=token_to_proto(event.tokens[0]),
-            num_cached_tokens=event.num_cached_tokens,
-            queue_ms=event.queue_s * 1000,
-            prefill_ms=(elapsed_s - event.queue_s) * 1000,
-        )
+def _first_token(event: m.TokensGenerated, elapsed_s: float) -> prefill_pb2.FirstToken:
+    return prefill_pb2.FirstToken(
+        token=token_to_proto(event.tokens[0]),
+        num_cached_tokens=event.num_cached_tokens,
+        queue_ms=event.queue_s * 1000,
+        prefill_ms=(elapsed_s - event.queue_s) * 1000,
     )
 
 

@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +63,9 @@ class EngineStream:
         self._client = client
         self._events: asyncio.Queue[RequestEvent] = asyncio.Queue()
 
-    def send(self, command: m.Command) -> None:
-        """Sends a command; its `request_id` should be `engine_id`."""
-        self._client.send(command)
+    def send(self, *commands: m.Command) -> None:
+        """Sends commands, together; their `request_id` should be `engine_id`."""
+        self._client.send(*commands)
 
     def release(self) -> None:
         """Ends the request in the engine, whatever its state. Leaving `EngineClient.open` does it too."""
@@ -75,6 +76,13 @@ class EngineStream:
 
     async def next(self) -> RequestEvent:
         return await self._events.get()
+
+    async def next_all(self) -> deque[RequestEvent]:
+        """All events that there are, at least one: what the engine gave at the same moment comes together."""
+        events = deque([await self._events.get()])
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
+        return events
 
 
 class EngineClient:

@@ -117,7 +117,7 @@ def _wait_for_all(events: Iterator[prefill_pb2.PrefillEvent], num_blocks: int) -
     has_token = False
     while num_blocks or not has_token:
         event = next(events)
-        num_blocks -= len(event.blocks_ready.blocks)
+        num_blocks -= len(event.blocks_ready.blocks) + len(event.first_token.blocks_ready.blocks)
         has_token |= event.HasField("first_token")
 
 

@@ -2,6 +2,7 @@
 
 Exposed handoff: time from first to second token, less one decode step. Orchestration: the decode worker's handoff time
 (first token to last block) less what the connector took to move the last blocks (`Timings.transfer_ms`).
+Cores are kept awake (`bench.kv.awake`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 
+from bench.kv.awake import awake_cores
 from bench.kv.client import Prompts, StackClient
 from bench.kv.results import Bar, Results, Samples
 from bench.kv.settings import BenchSettings, Progress
@@ -30,7 +32,7 @@ P50_BAR, P99_BAR = 3.0, 10.0  # ms of orchestration
 
 def run(settings: BenchSettings, results: Results, progress: Progress) -> None:
     for connector in settings.connectors:
-        with contextlib.ExitStack() as stacks:
+        with awake_cores(), contextlib.ExitStack() as stacks:
             try:
                 clients = {
                     name: stacks.enter_context(stack(settings, f"--connector={connector}", f"--announce={announce}"))
@@ -52,7 +54,7 @@ def measure(
     for length in sorted({min(length, limit) for length in (QUICK_LENGTHS if settings.quick else LENGTHS)}):
         progress(f"{PART}: {connector}, prompts of {length} tokens")
         figures: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for _ in range(settings.repeats * (2 if length < LONG else 1)):
+        for _ in range(settings.repeats * (2 if length <= LONG else 1)):
             for name, client in clients.items():
                 timed = client.generate(prompts.new(length), NUM_NEW)
                 timings = timed.report.timings

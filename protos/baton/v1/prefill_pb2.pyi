@@ -225,12 +225,17 @@ class FirstToken(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     PREFILL_MS_FIELD_NUMBER: _builtins.int
+    BLOCKS_READY_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """found in the prefill worker's prefix cache"""
     queue_ms: _builtins.float
     prefill_ms: _builtins.float
     @_builtins.property
     def token(self) -> _types_pb2.SampledToken: ...
+    @_builtins.property
+    def blocks_ready(self) -> Global___BlocksReady:
+        """what became readable at the same moment, if anything did"""
+
     def __init__(
         self,
         *,
@@ -238,10 +243,11 @@ class FirstToken(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         queue_ms: _builtins.float = ...,
         prefill_ms: _builtins.float = ...,
+        blocks_ready: Global___BlocksReady | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks_ready", b"blocks_ready", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_ready", b"blocks_ready", "num_cached_tokens", b"num_cached_tokens", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
