@@ -97,8 +97,9 @@ async def _relay(stream: EngineStream, context: Context, begin: float) -> None:
                 await context.write(prefill_pb2.PrefillEvent(blocks_ready=_blocks_ready(event)))
             case m.TokensGenerated():
                 first_token = _first_token(event, time.monotonic() - begin)
-                if events and isinstance(events[0], m.BlocksPublished):  # one message less between the two tokens
-                    first_token.blocks_ready.CopyFrom(_blocks_ready(events.popleft()))
+                if events and isinstance(published := events[0], m.BlocksPublished):
+                    first_token.blocks_ready.CopyFrom(_blocks_ready(published))  # spares a message between two tokens
+                    events.popleft()
                 await context.write(prefill_pb2.PrefillEvent(first_token=first_token))
             case m.BlocksFetched():  # the prompt's beginning was in the store; nobody was promised these blocks
                 metrics.worker_kv_blocks_moved.inc(len(event.indexes))
