@@ -9,6 +9,7 @@ from __future__ import annotations
 MAX_MESSAGE_BYTES = 64 * 2**20
 KEEPALIVE_TIME_MS = 2_000
 KEEPALIVE_TIMEOUT_MS = 3_000
+LOSS_NOTICED_S = (KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS) / 1000  # at the latest, by each end of a broken connection
 
 Options = list[tuple[str, int | str]]
 

@@ -90,6 +90,10 @@ worker_requests_waiting = Gauge("baton_worker_requests_waiting", "Requests that 
 worker_queued_prompt_tokens = Gauge("baton_worker_queued_prompt_tokens", "Prompt tokens whose KV is not computed yet.")
 worker_kv_blocks = Gauge("baton_worker_kv_blocks", "KV blocks that are empty, cached or owned.", ["state"])
 worker_leases = Gauge("baton_worker_leases", "Finished prefills whose blocks are held for a decode worker.")
+worker_leases_kept = Counter(
+    "baton_worker_leases_kept",
+    "Prefill streams that ended otherwise than by their decode worker's word, and whose blocks were kept for a while.",
+)
 worker_streams = Counter("baton_worker_streams", "Streams that ended, by service and gRPC status.", ["service", "code"])
 worker_streams_cut = Counter("baton_worker_streams_cut", "Streams that the drain timeout cut, by service.", ["service"])
 worker_engine_hangs = Counter("baton_worker_engine_hangs", "Engine processes killed because they gave no sign of life.")

@@ -1,8 +1,10 @@
 """One request's way to a prefill worker and back: opens the stream, passes on what it announces, closes it.
 
-The stream is the lease on the prefill worker's blocks, so it stays open until the engine has what it needs, and
-not longer. A worker that fails before the first token is followed by the next in the list; when none is left, or the
-first token is known already, the engine computes the rest itself.
+The stream is the lease on the prefill worker's blocks, so it stays open until the engine has what it needs, and not
+longer. However the request ends, the leg says `release` and half-closes: a stream that just breaks off tells a
+prefill worker nothing of what is still being read, so it would keep the blocks for a while. A worker that fails
+before the first token is followed by the next in the list; when none is left, or the first token is known already,
+the engine computes the rest itself.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from worker.shell import Worker
 log = logging.getLogger(__name__)
 
 DEADLINE_SLACK_S = 0.05  # gRPC's clock and the event loop's may differ by so much
+END_WAIT_S = 2.0  # for a prefill worker to end the stream; it does so at once
 
 
 @dataclass(slots=True)
@@ -42,7 +45,7 @@ class PrefillReport:
 
 
 class PrefillLeg:
-    """Runs as one task; `acknowledge` and `finish` are called beside it, from the same event loop."""
+    """Its way is one task, from `start` to `end`; everything is called from the same event loop."""
 
     def __init__(self, worker: Worker, request: decode_pb2.DecodeRequest, stream: EngineStream) -> None:
         self.report = PrefillReport()
@@ -53,10 +56,49 @@ class PrefillLeg:
         self._arrived: set[int] = set()
         self._has_first_token = False
         self._is_finished = False
+        self._task: asyncio.Task[None] | None = None
 
-    async def run(self, first_block: int, deadline: float | None) -> None:
+    def start(self, first_block: int, deadline: float | None) -> None:
         """Asks the workers in turn. `deadline` is in the event loop's time; None for none."""
+        self._task = asyncio.create_task(self._run(first_block, deadline))
+
+    @property
+    def is_started(self) -> bool:
+        return self._task is not None
+
+    def acknowledge(self, indexes: Sequence[int]) -> None:
+        self._arrived.update(indexes)
+        received = prefill_pb2.BlocksReceived(indexes=indexes)
+        self._outbox.put_nowait(prefill_pb2.PrefillRequest(received=received))
+
+    def finish(self) -> None:
+        """Nothing more is needed: releases the blocks and half-closes the stream, which ends the lease.
+
+        By now the engine reads none of them, or has been told that it does so for nobody.
+        """
+        if not self._is_finished:
+            self._is_finished = True
+            self._outbox.put_nowait(prefill_pb2.PrefillRequest(release=prefill_pb2.ReleaseBlocks()))
+            self._outbox.put_nowait(None)
+
+    async def end(self) -> None:
+        """After `finish`: returns once the stream has ended, which it is made to where that takes too long."""
+        if self._task is None:
+            return
+        extra = {"request_id": self._request.request_id}
+        try:
+            await asyncio.wait_for(self._task, END_WAIT_S)
+        except TimeoutError:
+            log.warning("a prefill worker does not end its stream, cancelling it", extra=extra)
+        except Exception:
+            log.exception("the prefill leg failed", extra=extra)
+
+    # ------------------------------------------------------------------------------------------ internals
+
+    async def _run(self, first_block: int, deadline: float | None) -> None:
         for number, address in enumerate(self._request.prefill_addresses):
+            if self._is_finished:
+                return
             try:
                 await self._run_on(address, self._first_missing(first_block), deadline)
                 if self._is_finished:
@@ -73,18 +115,6 @@ class PrefillLeg:
                 self.report.num_retries += 1
         reason = self.report.failures[-1] if self.report.failures else "no prefill worker"
         self._stream.send(m.RemotePrefillFailed(self._stream.engine_id, reason))
-
-    def acknowledge(self, indexes: Sequence[int]) -> None:
-        self._arrived.update(indexes)
-        received = prefill_pb2.BlocksReceived(indexes=indexes)
-        self._outbox.put_nowait(prefill_pb2.PrefillRequest(received=received))
-
-    def finish(self) -> None:
-        """Nothing more is needed: half-closes the stream, which ends the lease."""
-        self._is_finished = True
-        self._outbox.put_nowait(None)
-
-    # ------------------------------------------------------------------------------------------ internals
 
     def _first_missing(self, first_block: int) -> int:
         while first_block in self._arrived:
@@ -108,11 +138,13 @@ class PrefillLeg:
         outbox = self._outbox = asyncio.Queue()
         outbox.put_nowait(prefill_pb2.PrefillRequest(start=self._start(first_block)))
         stub = prefill_pb2_grpc.PrefillServiceStub(self._worker.channels.get(address))
-        timeout = None if deadline is None else max(deadline - asyncio.get_running_loop().time(), 0.0)
+        # A request whose deadline passes is ended like any other, by its own call's; this one is for when it is not.
+        timeout = None if deadline is None else max(deadline - asyncio.get_running_loop().time(), 0.0) + END_WAIT_S
         call = stub.Prefill(self._messages(outbox), timeout=timeout)
         try:
             async for event in call:
-                self._take_in(address, event)
+                if not self._is_finished:
+                    self._take_in(address, event)
         finally:
             call.cancel()
             outbox.put_nowait(None)  # the call's own task still waits for a message
@@ -120,7 +152,7 @@ class PrefillLeg:
     async def _messages(
         self, outbox: asyncio.Queue[prefill_pb2.PrefillRequest | None]
     ) -> AsyncIterator[prefill_pb2.PrefillRequest]:
-        """Until None. Half-closing acknowledges the last blocks as well, so then they need no message."""
+        """Until None. Releasing acknowledges the last blocks as well, so then they need no message."""
         while (message := await outbox.get()) is not None:
             if not (self._is_finished and message.HasField("received")):
                 yield message

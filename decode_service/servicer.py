@@ -7,7 +7,6 @@ stream that is the lease; without, or when none of them can, the engine computes
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +22,6 @@ from protos.convert import finish_reason_to_proto, token_to_proto
 from worker import convert
 from worker.engine_client import EngineStream, HandoverDue
 from worker.shell import Work, Worker, error_from, errors_as_status
-
-log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -76,7 +73,6 @@ class DecodeRun:
         self._stream = stream
         self._context = context
         self._leg = PrefillLeg(worker, request, stream)
-        self._leg_task: asyncio.Task[None] | None = None
         self._marks = _Marks(time.monotonic())
         self._num_blocks_moved = 0
         self._num_bytes_moved = 0
@@ -100,16 +96,17 @@ class DecodeRun:
             while not await self._take_in(await self._stream.next()):
                 pass
         finally:
-            if self._leg_task is not None:
+            if self._leg.is_started:
                 self._stream.release()  # before the lease ends: nothing that arrives after that is to be trusted
-                await self._end_leg(self._leg_task)
+                self._leg.finish()
+                self._worker.finish_later(self._leg.end())
 
     async def _take_in(self, event: object) -> bool:
         """Acts on one event; True where it was the last."""
         match event:
             case m.RemotePrefillNeeded(_, first_block):
                 self._marks.queue_s = time.monotonic() - self._marks.start
-                self._leg_task = asyncio.create_task(self._leg.run(first_block, self._deadline()))
+                self._leg.start(first_block, self._deadline())
             case m.BlocksFetched(_, indexes, failed_indexes, _, num_bytes, elapsed_s):
                 self._marks.last_fetch_s = elapsed_s
                 self._num_blocks_moved += len(indexes)
@@ -138,7 +135,7 @@ class DecodeRun:
     async def _send(self, event: m.TokensGenerated) -> None:
         if event.tokens:
             self._marks.token(time.monotonic())
-        if self._leg_task is None:
+        if not self._leg.is_started:
             self._marks.queue_s = event.queue_s
         message = decode_pb2.DecodeEvent(
             tokens=[token_to_proto(token) for token in event.tokens],
@@ -189,17 +186,6 @@ class DecodeRun:
         """The request's own deadline, in the event loop's time."""
         remaining = self._context.time_remaining()
         return None if remaining is None else asyncio.get_running_loop().time() + remaining
-
-    async def _end_leg(self, task: asyncio.Task[None]) -> None:
-        """Ends the Prefill stream, however this request ended."""
-        self._leg.finish()
-        task.cancel()
-        try:
-            await task
-        except asyncio.CancelledError:
-            return
-        except Exception:
-            log.exception("the prefill leg failed", extra={"request_id": self._request.request_id})
 
 
 def add_service(worker: Worker, server: grpc.aio.Server) -> str:

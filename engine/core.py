@@ -119,6 +119,7 @@ class EngineCore:
         runner = self._runner
         return m.EngineReady(
             spec=runner.spec,
+            is_read_from_memory=not self._connector.is_store,
             num_blocks=runner.num_blocks,
             max_model_len=runner.max_model_len,
             vocab_size=runner.vocab_size,
@@ -149,6 +150,9 @@ class EngineCore:
                 self._lookups.pop(request_id, None)
                 self.scheduler.release(request_id)
                 self._transfers.release(request_id)
+            case m.StopPrefill(request_id):
+                self._lookups.pop(request_id, None)
+                self._stop(request_id)
             case m.AddPeer(peer):
                 try:
                     self._connector.add_peer(peer)
@@ -410,10 +414,13 @@ class EngineCore:
             # One batch is lost, not the worker: its requests fail with their ids, all others go on.
             log.exception("a step failed", extra={"num_requests": len(sequences)})
             for request in list(output.num_tokens):
-                self.scheduler.release(request.request_id)
-                self._transfers.release(request.request_id)
+                self._stop(request.request_id)  # blocks of a prefill that were announced may be being read
                 self._fail(request.request_id, "INTERNAL", "the engine failed to compute this request")
             return [None] * len(sequences)
+
+    def _stop(self, request_id: str) -> None:
+        if not self.scheduler.stop(request_id):
+            self._transfers.release(request_id)
 
     def _sequence(self, request: Request, num_new: int) -> SequenceInput:
         start = request.num_computed_tokens

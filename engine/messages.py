@@ -72,6 +72,13 @@ class Release(msgspec.Struct, tag=True, frozen=True):
     request_id: str
 
 
+class StopPrefill(msgspec.Struct, tag=True, frozen=True):
+    """Nobody waits for this prefill any more: no more of it is computed. Blocks that were announced may still be being
+    read, so they stay as they are until `Release`."""
+
+    request_id: str
+
+
 class AddPeer(msgspec.Struct, tag=True, frozen=True):
     """Bytes of a peer's `KVConnector.describe()`."""
 
@@ -89,6 +96,7 @@ Command = (
     | PrefillLeaseEnded
     | RemotePrefillFailed
     | Release
+    | StopPrefill
     | AddPeer
     | GetStatus
 )
@@ -100,6 +108,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """First event of an engine that started."""
 
     spec: KVCacheSpec
+    is_read_from_memory: bool  # other workers read what it announces from its memory, and not from a store
     num_blocks: int
     max_model_len: int
     vocab_size: int

@@ -19,7 +19,7 @@ class RequestStatus(StrEnum):
     FINISHED_STOPPED = "finished_stopped"
     FINISHED_LENGTH = "finished_length"
     FINISHED_ABORTED = "finished_aborted"
-    FINISHED_LEASED = "finished_leased"  # a prefill whose blocks are held until its stream ends
+    FINISHED_LEASED = "finished_leased"  # a prefill that computes no more; its blocks are held until it is released
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

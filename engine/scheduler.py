@@ -103,6 +103,21 @@ class Scheduler:
         if request is not None:
             self._finish(request, RequestStatus.FINISHED_ABORTED)
 
+    def stop(self, request_id: str) -> bool:
+        """Ends a request, but for blocks that its decode worker may be reading: with those it is leased, until it is
+        released, and this is True."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        if not request.num_published_blocks:
+            self._finish(request, RequestStatus.FINISHED_ABORTED)
+            return False
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+            self._offer(request)
+            request.status = RequestStatus.FINISHED_LEASED
+        return True
+
     @property
     def has_work(self) -> bool:
         """Whether a step could compute something now or once blocks are free."""

@@ -248,16 +248,18 @@ class Fetcher:
     def _check_flights(self) -> bool:
         """Reports what is done, and fails what failed or is overdue. True where there was something."""
         is_busy = False
-        now = time.monotonic()
         for flight in list(self._flights):
             if flight.agent is None or not flight.reads:
                 continue
             try:
                 are_done = [flight.agent.check(read) for read in flight.reads]
+                is_late = time.monotonic() >= flight.job.deadline  # looked at last: a read seen done in time was
+                late = f"not done within {self._timeout_s} s"
                 if all(are_done):
-                    self._report(flight)
-                elif now >= flight.job.deadline:
-                    self._fail(flight, f"not done within {self._timeout_s} s")
+                    # Who notices only now may have been stopped, and the peer keeps blocks for a time, not for ever.
+                    self._report(flight, late if is_late else None)
+                elif is_late:
+                    self._fail(flight, late)
                 else:
                     continue
             except TransferError as failure:

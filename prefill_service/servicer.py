@@ -1,7 +1,9 @@
 """PrefillService: turns a prompt into KV blocks and one token, and holds the blocks while the stream lives.
 
-The stream is the lease. Whatever ends it (the decode worker half-closes, cancels, dies, or its deadline passes) ends
-`Prefill` below, and with it the engine's hold on the blocks.
+The stream is the lease. Whatever ends it ends `Prefill` below, and with it the engine's hold on the blocks: at once
+where the decode worker says that it reads no more (`release`). A stream that ends otherwise (a broken connection, a
+call that was cancelled or failed) may look alive to the decode worker still, whose reads would find other bytes in
+blocks that are used again. So blocks that are read from this worker's memory are kept for `lease_grace_s` longer.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from typing import Any
 import grpc
 
 from common import metrics
+from common.config import WorkerSettings
 from common.errors import IncompatibleError, InvalidArgumentError
+from common.grpc_options import LOSS_NOTICED_S
 from engine import messages as m
 from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc
 from protos.convert import token_to_proto
@@ -26,6 +30,17 @@ from worker.shell import Work, Worker, error_from, errors_as_status
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+LEASE_MARGIN_S = 3.0  # what the other end's event loop and engine may take to act on what they have noticed
+
+
+def lease_grace_s(settings: WorkerSettings) -> float:
+    """How long blocks in memory outlive a stream that no decode worker ended.
+
+    Long enough for the decode worker to notice, and for each read that it began before that to have been done or given
+    up (with the same --transfer-timeout-s as here), even where it hangs and notices nothing.
+    """
+    return max(LOSS_NOTICED_S, settings.transfer_timeout_s) + LEASE_MARGIN_S
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
@@ -59,7 +74,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             raise IncompatibleError(f"connector {start.connector!r} cannot read from {ours!r}")
 
     async def _run(self, start: prefill_pb2.PrefillStart, stream: EngineStream, context: Context) -> None:
-        """Serves one prompt until the decode worker half-closes."""
+        """Serves one prompt until the decode worker releases its blocks, or half-closes without a word."""
         worker, begin = self._worker, time.monotonic()
         if start.peer:
             stream.send(m.AddPeer(start.peer))
@@ -76,22 +91,26 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         )
         accepted = prefill_pb2.PrefillAccepted(worker_id=worker.worker_id, epoch=worker.epoch, peer=worker.ready.peer)
         await context.write(prefill_pb2.PrefillEvent(accepted=accepted))
-        relay = asyncio.create_task(_relay(stream, context, begin))
-        half_closed = asyncio.create_task(_read_to_end(context))
+        grace_s = lease_grace_s(worker.settings) if worker.ready.is_read_from_memory else 0.0
+        relay = asyncio.create_task(_relay(stream, context, begin, grace_s))
+        ended = asyncio.create_task(_read_to_end(context))
         try:
-            await asyncio.wait((relay, half_closed), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((relay, ended), return_when=asyncio.FIRST_COMPLETED)
             if relay.done():
                 relay.result()  # only ever ends by raising
         finally:
             relay.cancel()
-            half_closed.cancel()
+            if not ended.cancel() and ended.exception() is None and ended.result():
+                stream.keep_s = 0.0
 
 
-async def _relay(stream: EngineStream, context: Context, begin: float) -> None:
+async def _relay(stream: EngineStream, context: Context, begin: float, grace_s: float) -> None:
     """Sends the engine's events for ever; raises `BatonError` where the engine gives the request up."""
     events: deque[RequestEvent] = deque()
     while True:
         events = events or await stream.next_all()
+        if any(isinstance(event, m.BlocksPublished) and event.blocks for event in events):
+            stream.keep_s = grace_s  # from now on somebody may read them
         match event := events.popleft():
             case m.BlocksPublished():
                 await context.write(prefill_pb2.PrefillEvent(blocks_ready=_blocks_ready(event)))
@@ -111,10 +130,15 @@ async def _relay(stream: EngineStream, context: Context, begin: float) -> None:
                 raise TypeError(f"a prefill has no event {type(event).__name__}")
 
 
-async def _read_to_end(context: Context) -> None:
-    """Returns when the decode worker half-closes. Acknowledgements need no action: the lease is the whole stream."""
-    while await context.read() is not grpc.aio.EOF:
-        pass
+async def _read_to_end(context: Context) -> bool:
+    """Whether the decode worker released its blocks. Where the stream just ends it did not: so do broken ones.
+
+    Acknowledgements need no action: the lease is the whole stream.
+    """
+    while (message := await context.read()) is not grpc.aio.EOF:
+        if message.HasField("release"):
+            return True
+    return False
 
 
 def _blocks_ready(event: m.BlocksPublished) -> prefill_pb2.BlocksReady:

@@ -179,9 +179,10 @@ class Dispatcher:
     async def _pick(
         self, request: DispatchRequest, avoided: _Avoided, lost: _WorkerLostError | None
     ) -> RoutingDecision:
-        """A first attempt finds a worker now or never. One that lost its worker prefers another, takes the same one
-        where it is back and no other is there, and waits a little for either."""
-        give_up_at = self._clock() + (self._limits.recovery_wait_s if lost else 0)
+        """A first attempt finds a worker now, or waits a moment for one whose connection broke just now. One that lost
+        its worker prefers another, takes the same one where it is back and no other is there, and waits a little for
+        either."""
+        give_up_at = self._clock() + (self._limits.recovery_wait_s if lost else self._registry.reconnect_wait_s())
         while True:
             try:
                 decision = self._pick_once(request, avoided)

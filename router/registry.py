@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ INFO_TIMEOUT_S = 5.0
 SILENCE_S = 5.0  # workers report at least once a second
 REPORT_LAG_S = 0.05  # workers report at most this often: a younger request may not be in a report
 RETRY_S = 0.2
+RECONNECT_WAIT_S = 2.0  # a request waits this long for workers that were there a moment ago
+LOST_LATELY_S = 3.0  # what "a moment ago" is, counted from when the loss was noticed
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,6 +62,7 @@ class _Worker:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     state: WorkerState = WorkerState.UNREACHABLE
     problem: str = ""
+    lost_at: float = -math.inf  # time.monotonic() when it was last found to be gone after it had been ready
     sent: dict[object, float] = field(default_factory=dict)  # running requests that no report counts: when sent
     running: set[object] = field(default_factory=set)  # requests, reported or not
 
@@ -189,6 +193,22 @@ class Registry:
         reasons = [f"{e.address}: {self._why_not(e)}" for e in self.endpoints() if e.can_decode]
         return f"no decode worker is ready ({'; '.join(reasons) or 'none is configured'})"
 
+    def reconnect_wait_s(self) -> float:
+        """How long a request that finds no decode worker should wait for one, in seconds: 0 where none was lost lately.
+
+        A router that stood still (a paused machine) finds all its connections broken the moment it goes on, and has new
+        ones a moment later. It is counted from when it noticed, so what it slept through does not count.
+        """
+        lost_after = time.monotonic() - LOST_LATELY_S
+        is_back_soon = any(
+            worker.role is not WorkerRole.PREFILL
+            and worker.state is WorkerState.UNREACHABLE
+            and worker.lost_at > lost_after
+            and not self._excluded(worker)
+            for worker in self._workers.values()
+        )
+        return RECONNECT_WAIT_S if is_back_soon else 0.0
+
     def _why_not(self, endpoint: Endpoint) -> str:
         if endpoint.excluded:
             return endpoint.excluded
@@ -280,6 +300,8 @@ class Registry:
             excluded = self._excluded(worker)
             level = logging.INFO if state is WorkerState.READY and not excluded else logging.WARNING
             log.log(level, "worker %s", state.value, extra={**extra, "reason": excluded or problem})
+            if worker.state is WorkerState.READY and state is WorkerState.UNREACHABLE:
+                worker.lost_at = time.monotonic()
         worker.state, worker.problem = state, problem
         self._count_states()
         self._tell()

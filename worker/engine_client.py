@@ -1,8 +1,8 @@
 """The gRPC front's side of the engine process: starts it, sends commands, hands each request its own events.
 
 A request is a stream: `with engine.open(request_id) as stream: stream.send(...); await stream.next()`. Leaving the
-block releases the request, whatever its state. Engine-side ids get a suffix, so that two requests that bring the
-same id don't meet.
+block releases the request, whatever its state (a prefill's blocks maybe later). Engine-side ids get a suffix, so that
+two requests that bring the same id don't meet.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class EngineStream:
     def __init__(self, client: EngineClient, request_id: str, engine_id: str) -> None:
         self.request_id = request_id
         self.engine_id = engine_id
+        self.keep_s = 0.0  # for so long the engine keeps a prefill's announced blocks after `EngineClient.open` is left
         self._client = client
         self._events: asyncio.Queue[RequestEvent] = asyncio.Queue()
 
@@ -93,6 +94,7 @@ class EngineClient:
         self._worker_id = worker_id
         self._epoch = epoch
         self._streams: dict[str, EngineStream] = {}
+        self._kept: dict[str, asyncio.TimerHandle] = {}  # engine ids of streams that are gone: when to release them
         self._numbers = itertools.count(1)
         self._statuses: dict[int, asyncio.Future[m.Status]] = {}
         self._load_changed = asyncio.Condition()
@@ -143,6 +145,8 @@ class EngineClient:
         process, self._process = self._process, None
         for task in self._tasks:
             task.cancel()
+        for timer in self._kept.values():
+            timer.cancel()
         if process is not None and process.returncode is None:
             assert process.stdin is not None  # noqa: S101
             process.stdin.close()
@@ -172,7 +176,26 @@ class EngineClient:
             raise
         finally:
             del self._streams[stream.engine_id]
-            self.release(stream.engine_id)
+            if stream.keep_s and not self.died.is_set():
+                self._keep(stream)
+            else:
+                self.release(stream.engine_id)
+
+    def _keep(self, stream: EngineStream) -> None:
+        """Releases the request later. Nobody waits for that: neither a drain nor the end of this process, with which
+        the blocks are gone for their readers too."""
+        metrics.worker_leases_kept.inc()
+        log.warning(
+            "its decode worker did not end the lease, keeping its blocks for a while",
+            extra={"request_id": stream.request_id, "keep_s": stream.keep_s},
+        )
+        self.send(m.StopPrefill(stream.engine_id))
+        later = asyncio.get_running_loop().call_later(stream.keep_s, self._end_keep, stream.engine_id)
+        self._kept[stream.engine_id] = later
+
+    def _end_keep(self, engine_id: str) -> None:
+        del self._kept[engine_id]
+        self.release(engine_id)
 
     def release(self, engine_id: str) -> None:
         if not self.died.is_set():

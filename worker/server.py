@@ -80,6 +80,7 @@ async def serve(
         await server.stop(CLOSE_GRACE_S)
         if probed is not None:
             await probed.stop(None)
+        await worker.wait_finished()
         await worker.channels.close()
         await worker.engine.stop()
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ class Worker:
         self.drain_requested = asyncio.Event()
         self.drain_timeout = settings.drain_timeout
         self.active: set[Work] = set()
+        self._finishing: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._ready: EngineReady | None = None
@@ -89,6 +90,16 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), max(timeout_s, 0.0))
         return not self.active
+
+    def finish_later(self, work: Coroutine[None, None, None]) -> None:
+        """Runs what no caller has to wait for: short, and it does not raise. The process ends after it."""
+        task = asyncio.create_task(work)
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
+
+    async def wait_finished(self) -> None:
+        while self._finishing:
+            await asyncio.wait(self._finishing)
 
     async def wait_stored(self, deadline: float) -> int:
         """Waits until `deadline`, in `time.monotonic`, for computed KV to reach the store; how many blocks are left."""

@@ -3,7 +3,7 @@
 A tiny model makes blocks of 1 KiB and computes next to nothing. Without overlap all blocks of a prompt are announced
 after the first token, so the handoff less the transfer is the control plane's: the line through several numbers of
 blocks has what each block costs as its slope and what each request costs as its beginning. Releasing is measured
-likewise, by playing a decode worker: half-close, until the prefill worker says that it holds no lease.
+likewise, by playing a decode worker: release and half-close, until the prefill worker says that it holds no lease.
 
 `stages` takes the same path apart, in this process: what a block costs in each encoding on its way.
 """
@@ -87,7 +87,7 @@ def line(points: dict[int, float]) -> tuple[float, float]:
 
 
 def release_ms(address: str, prompt: list[int]) -> float:
-    """Has a prefill worker compute a prompt, takes nothing, and half-closes: time until the lease is over there.
+    """Has a prefill worker compute a prompt, takes nothing, and releases it: time until the lease is over there.
 
     Raises `TransferError` where it is not.
     """
@@ -103,6 +103,7 @@ def release_ms(address: str, prompt: list[int]) -> float:
         events = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(iter(outbox.get, None), timeout=_GIVE_UP_S)
         _wait_for_all(events, -(-len(prompt) // BLOCK_SIZE))
         before = time.perf_counter()
+        outbox.put(prefill_pb2.PrefillRequest(release=prefill_pb2.ReleaseBlocks()))
         outbox.put(None)
         for _ in events:  # until the worker ends the stream
             continue

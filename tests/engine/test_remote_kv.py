@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.types import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
-from tests.engine.fakes import BLOCK_SIZE, add, assert_idle, make_core, reference, run
+from tests.engine.fakes import BLOCK_SIZE, add, assert_idle, make_core, reference, run, tokens_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
@@ -255,3 +255,61 @@ def test_any_mixture_gives_the_reference_answers_whenever_prefill_dies(
         pair.run()
         pair.assert_idle()
     assert_idle(pair.decode)
+
+
+@pytest.mark.parametrize("is_failure", [True, False])
+def test_announced_blocks_outlive_a_prefill_that_ends_early(is_failure: bool) -> None:
+    """Whether a step fails or nobody waits any more: a decode worker may be reading them until the lease is over."""
+    core, runner = make_core(num_blocks=8, chunk_size=BLOCK_SIZE)
+    add(core, "a", list(range(22)), mode=m.RequestMode.PREFILL)
+    for _ in range(3):
+        core.step()
+    events = core.take_events()
+    announced = [ref for event in events if isinstance(event, m.BlocksPublished) for ref in event.blocks]
+    block_ids = core.scheduler.requests["a"].block_ids[: len(announced)]
+    before = runner.kv_cache[block_ids].clone()
+    assert [ref.index for ref in announced] == [0, 1, 2]
+    if is_failure:
+        runner.fail_next = True
+        core.step()
+        assert [event.request_id for event in core.take_events() if isinstance(event, m.RequestFailed)] == ["a"]
+    else:
+        core.handle(m.StopPrefill("a"))
+    num_steps = len(runner.num_tokens_per_step)
+    add(core, "b", list(range(50, 72)))  # needs more blocks than there are beside
+    run(core)
+    assert len(runner.num_tokens_per_step) == num_steps
+    assert core.load.num_leases == 1
+    assert runner.kv_cache[block_ids].equal(before)
+    core.handle(m.Release("a"))
+    events = run(core)
+    assert tokens_of(events)["b"] == reference(list(range(50, 72)), 8)
+    assert_idle(core)
+
+
+def test_a_prefill_that_ends_before_it_announced_anything_leaves_nothing_behind() -> None:
+    core, runner = make_core(chunk_size=BLOCK_SIZE)
+    add(core, "failed", list(range(22)), mode=m.RequestMode.PREFILL)
+    runner.fail_next = True
+    core.step()
+    add(core, "waiting", list(range(22)), mode=m.RequestMode.PREFILL)
+    core.handle(m.StopPrefill("waiting"))
+    core.handle(m.StopPrefill("unknown"))
+    assert core.load.num_leases == 0
+    assert_idle(core)
+
+
+def test_a_prefill_stopped_in_mid_step_or_when_it_is_done_stays_leased() -> None:
+    core, _ = make_core(chunk_size=BLOCK_SIZE)
+    add(core, "a", list(range(22)), mode=m.RequestMode.PREFILL)
+    core.step()
+    output = core.prepare()
+    core.execute(output, lambda: core.handle(m.StopPrefill("a")))
+    add(core, "b", list(range(9)), mode=m.RequestMode.PREFILL)
+    run(core)
+    core.handle(m.StopPrefill("b"))
+    run(core)
+    assert core.load.num_leases == 2
+    for name in ("a", "b"):
+        core.handle(m.Release(name))
+    assert_idle(core)

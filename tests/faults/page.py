@@ -22,7 +22,8 @@ at random under load. [architecture.md](architecture.md) says how each is notice
 After every cell, whatever it was:
 
 - every block of every living worker is free or cached again, and no lease is left, at the latest a keepalive interval
-  (5 s, [`common/grpc_options.py`](../common/grpc_options.py)) and a transfer's timeout after the fault, while it lasts;
+  (5 s, [`common/grpc_options.py`](../common/grpc_options.py)) and a transfer's timeout after the fault, while it lasts
+  (with nixl 3 s more: [the end of a lease](kv-plane.md#the-end-of-a-lease));
 - `check_integrity()` holds on every worker;
 - the next request gets the right answer;
 - what happened was counted where the table says so, and nothing else was; a log line with the request's id tells of it.

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from common.grpc_options import SERVER_OPTIONS
 from common.grpc_transport import add_port
 from common.tls import TlsFiles
 from common.types import WorkerRole
@@ -55,7 +56,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
         self._changed = asyncio.Event()
 
     async def start(self, address: str = "127.0.0.1:0", tls: TlsFiles | None = None) -> str:
-        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server)
         port = add_port(self._server, address, tls)

@@ -10,6 +10,7 @@ import pytest
 
 from common.types import WorkerRole
 from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2, worker_pb2
+from router import registry
 from router.dispatch import DispatchLimits
 from router.retry_budget import RetryBudget
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches, sample
@@ -133,6 +134,45 @@ async def test_a_restarted_worker_takes_over_from_itself(worker: FakeWorker, rou
     await worker.start(worker.address)
     text, _, _ = await asking
     assert text == ANSWER
+
+
+async def lost(worker: FakeWorker) -> None:
+    await worker.stop()
+    await reaches("baton_router_endpoints", 1, role="decode", state="unreachable")
+
+
+async def test_a_request_waits_for_a_worker_that_was_there_a_moment_ago(
+    worker: FakeWorker, router: RunningRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "RECONNECT_WAIT_S", 60.0)
+    monkeypatch.setattr(registry, "LOST_LATELY_S", 60.0)
+    await lost(worker)
+    asking = asyncio.create_task(ask(router))
+    await reaches("baton_router_requests_running", 1)
+    await worker.start(worker.address)
+    text, _, last = await asking
+    assert text == ANSWER
+    assert (last.report.num_retries, last.report.num_migrations) == (0, 0)
+
+
+async def test_a_request_does_not_wait_for_a_worker_that_was_lost_long_ago(
+    worker: FakeWorker, router: RunningRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "RECONNECT_WAIT_S", 3600.0)
+    monkeypatch.setattr(registry, "LOST_LATELY_S", 0.0)
+    await lost(worker)
+    with pytest.raises(grpc.aio.AioRpcError, match="no decode worker is ready"):
+        await ask(router)
+
+
+async def test_the_wait_for_a_lost_worker_is_bounded(
+    worker: FakeWorker, router: RunningRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "RECONNECT_WAIT_S", 0.2)
+    monkeypatch.setattr(registry, "LOST_LATELY_S", 3600.0)
+    await lost(worker)
+    with pytest.raises(grpc.aio.AioRpcError, match="no decode worker is ready"):
+        await ask(router)
 
 
 async def test_an_end_that_was_not_announced(worker: FakeWorker, router: RunningRouter) -> None:

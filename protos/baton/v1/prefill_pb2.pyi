@@ -26,6 +26,7 @@ class PrefillRequest(_message.Message):
 
     START_FIELD_NUMBER: _builtins.int
     RECEIVED_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___PrefillStart:
         """first message, once"""
@@ -34,17 +35,22 @@ class PrefillRequest(_message.Message):
     def received(self) -> Global___BlocksReceived:
         """any number of times after it"""
 
+    @_builtins.property
+    def release(self) -> Global___ReleaseBlocks:
+        """last message"""
+
     def __init__(
         self,
         *,
         start: Global___PrefillStart | None = ...,
         received: Global___BlocksReceived | None = ...,
+        release: Global___ReleaseBlocks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "received", b"received", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "received", b"received", "release", b"release", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "received", b"received", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "received", b"received", "release", b"release", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["start", "received"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["start", "received", "release"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -120,6 +126,25 @@ class BlocksReceived(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BlocksReceived: _TypeAlias = BlocksReceived  # noqa: Y015
+
+@_typing.final
+class ReleaseBlocks(_message.Message):
+    """The caller reads no block any more, and none that it has read since is believed. Half-closing alone does not say
+    so: to a server, a connection that breaks may look the same.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseBlocks: _TypeAlias = ReleaseBlocks  # noqa: Y015
 
 @_typing.final
 class PrefillEvent(_message.Message):

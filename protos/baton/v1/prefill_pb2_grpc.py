@@ -46,8 +46,10 @@ class PrefillServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Prefill(self, request_iterator, context):
-        """One prompt. THE STREAM IS THE LEASE: blocks that it announced stay readable until it ends, however it
-        ends, and no longer. The caller half-closes when it has what it needs.
+        """One prompt. THE STREAM IS THE LEASE: blocks that it announced stay readable until it ends. The caller sends
+        `release` and half-closes when it reads nothing more, and the blocks are free at once. Where the stream ends in
+        any other way, they are free at once where they lie in a store; those that are read from memory are kept for as
+        long as the caller may take to notice.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
