@@ -14,7 +14,7 @@ import pytest
 from tests.helm.chart import render
 
 IMAGES = Path(__file__).parents[2] / "images"
-NAMES = ("router", "cpu", "cuda")
+NAMES = ("router", "cpu", "cuda", "lmcache")
 HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
 
 

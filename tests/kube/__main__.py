@@ -17,14 +17,17 @@ from tests.kube.user_cluster import MAY_USE_VARIABLE, ask_to_use
 TESTS = Path(__file__).parents[1]
 PLACES = (TESTS / "kube", TESTS / "router" / "autoscaler" / "test_kube.py")
 LEFT_OUT = """left to make test-kube-full:
-  upgrade, rollback, deleted workers and routers, a restarted API server, under load       test_release.py
-  memory that runs out, a silent kubelet, a lost node, killed routers, under load          test_faults.py
-  HPAs on Baton's own metrics; the autoscaler's leader                       test_scaling.py, test_leader.py
-  KEDA's operator, to and from zero                                                        test_keda.py
-  groups of LeaderWorkerSet                                                                test_lws.py
-  every permission in use                                                                  test_permissions.py
-  TLS on every hop, API keys                                                               test_secured.py
-  a user's cluster                                                                         test_user_cluster.py
+  upgrade, rollback, deleted workers and routers, a restarted API server, under load                   test_release.py
+  memory that runs out, a silent kubelet, lost pods, killed routers, under load                         test_faults.py
+  a second node: drained, and lost, under load                                                           test_nodes.py
+  workers of both roles                                                                                   test_both.py
+  HPAs on Baton's own metrics                                                                           test_scaling.py
+  the autoscaler's leader                                                                               test_leader.py
+  KEDA's operator, to and from zero                                                                       test_keda.py
+  groups of LeaderWorkerSet                                                                                test_lws.py
+  every permission in use                                                                          test_permissions.py
+  TLS on every hop, API keys                                                         test_secured.py, test_security.py
+  a user's cluster                                                                                test_user_cluster.py
 """
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,11 +90,34 @@ def _request(event: Json) -> Request | None:
 
 def granted(cluster: Kubectl, release: str, user: str) -> set[Permission]:
     """What the release's own Roles and ClusterRoles give to `user`; roles that come with Kubernetes are left out."""
+    return {one for role, namespace in _roles(cluster, release, user) for one in _permissions(role, namespace)}
+
+
+@contextmanager
+def taken_away(cluster: Kubectl, release: str, user: str, permission: Permission) -> Iterator[None]:
+    """`user` may do all that the release gives but this."""
+    roles = [
+        role for role, namespace in _roles(cluster, release, user) if permission in set(_permissions(role, namespace))
+    ]
+    assert roles, f"nobody gives {permission}"
+    for role in roles:
+        namespace = permission.namespace
+        rest = [_rule(one) for one in _permissions(role, namespace) if one != permission]
+        cluster.kubectl("replace", "-f", "-", stdin=json.dumps(_bare(role) | {"rules": rest}))
+    try:
+        yield
+    finally:
+        for role in roles:
+            cluster.kubectl("replace", "-f", "-", stdin=json.dumps(_bare(role)))
+
+
+def _roles(cluster: Kubectl, release: str, user: str) -> list[tuple[Json, str]]:
+    """The release's roles that are bound to `user`, each with the namespace where it holds."""
     kinds = "roles,rolebindings,clusterroles,clusterrolebindings"
     listed = cluster.kubectl("get", kinds, "-A", "-l", f"app.kubernetes.io/instance={release}", "-o", "json")
     objects: list[Json] = json.loads(listed)["items"]
     roles = {(one["kind"], one["metadata"].get("namespace", ""), one["metadata"]["name"]): one for one in objects}
-    found: set[Permission] = set()
+    found = []
     for binding in objects:
         if not any(_is(subject, user) for subject in binding.get("subjects") or ()):
             continue
@@ -101,21 +125,32 @@ def granted(cluster: Kubectl, release: str, user: str) -> set[Permission]:
         reference = binding["roleRef"]
         role = roles.get((reference["kind"], namespace if reference["kind"] == "Role" else "", reference["name"]))
         if role is not None:
-            found |= set(_permissions(role["rules"] or (), namespace))
+            found.append((role, namespace))
     return found
+
+
+def _bare(role: Json) -> Json:
+    """To be written back whatever has happened to it since."""
+    metadata = {key: value for key, value in role["metadata"].items() if key != "resourceVersion"}
+    return {**role, "metadata": metadata}
 
 
 def _is(subject: Mapping[str, str], user: str) -> bool:
     return subject["kind"] == "ServiceAccount" and account(subject["namespace"], subject["name"]) == user
 
 
-def _permissions(rules: Sequence[Json], namespace: str) -> Iterator[Permission]:
-    for rule in rules:
+def _permissions(role: Json, namespace: str) -> Iterator[Permission]:
+    for rule in role["rules"] or ():
         for verb in rule["verbs"]:
             for group in rule["apiGroups"]:
                 for resource in rule["resources"]:
                     for name in rule.get("resourceNames") or (EVERYWHERE,):
                         yield Permission(verb, group, resource, name, namespace)
+
+
+def _rule(one: Permission) -> Json:
+    rule: Json = {"verbs": [one.verb], "apiGroups": [one.group], "resources": [one.resource]}
+    return rule | ({"resourceNames": [one.name]} if one.name != EVERYWHERE else {})
 
 
 def policy() -> Json:

@@ -4,6 +4,8 @@
         cluster.load_image(archive)
         cluster.kubectl("create", "deployment", ...)
         port = cluster.forward("router.default", 8000)       # on 127.0.0.1
+        with cluster.another_node("spare") as node:          # a second machine, which may be lost
+            ...
 
 Nothing of the machine's network is touched, and all of it is gone when the process that started it ends, however it
 ends. It needs root, and of Debian: runc containernetworking-plugins iptables conntrack iproute2. What it does not have:
@@ -20,8 +22,9 @@ import os
 import shutil
 import signal
 import sys
-import tarfile
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -29,12 +32,10 @@ from tests.kube import certificates, images
 from tests.kube.control_plane import BINARIES, NODE_ADDRESS, ControlPlane, assets, tool
 from tests.kube.control_plane import why_not as why_no_control_plane
 from tests.kube.forward import Forwarder
-from tests.kube.processes import Namespaces, wait_until
+from tests.kube.node import CNI_PLUGINS, DNS_ADDRESS, FORWARDING, Node
+from tests.kube.processes import Namespaces
 
 NODE = "laptop"
-DNS_ADDRESS = "10.0.0.10"
-POD_RANGE = "10.244.0.0/16"
-CNI_PLUGINS = Path("/usr/lib/cni")
 NODE_BINARIES = ("kubelet", "kube-proxy", "containerd", "containerd-shim-runc-v2", "ctr", "coredns")
 NODE_COMMANDS = ("runc", "iptables", "conntrack", "ip", "nsenter", "unshare")
 
@@ -65,6 +66,8 @@ class Cluster(ControlPlane):
         self._store, self._lock = _locked(store) if store else (None, None)
         namespaces = Namespaces(folder)
         super().__init__(folder, namespaces)
+        self.node = Node(self, NODE, 1, namespaces, self._store)
+        self._archives: list[Path] = []
         self._forwarder = Forwarder(namespaces.target)
         self._reach = f"https://127.0.0.1:{self._forwarder.forward('127.0.0.1', self.ports['api'])}"
         self.kubeconfig = folder / "outside.kubeconfig"
@@ -78,18 +81,24 @@ class Cluster(ControlPlane):
         return self
 
     def start(self) -> None:
-        self._make_network()
+        assert self.namespaces is not None
+        self.namespaces.shell(
+            f"""
+            ip link set lo up
+            ip link add node0 type veth peer name up0
+            ip addr add {NODE_ADDRESS}/24 dev node0
+            ip link set node0 up
+            ip link set up0 up
+            ip route add default via 10.250.0.254 dev node0
+            {FORWARDING}
+            """
+        )
         super().start()
-        self.start_containerd()
-        self.start_kubelet()
-        self._start_kube_proxy()
-        for tag, program, entrypoint in (
-            (images.PAUSE, images.pause_program(), ["/pause"]),
-            (images.COREDNS, (self._binaries / "coredns").read_bytes(), ["/coredns"]),
-        ):
-            name = tag.split("/")[1].split(":")[0]
-            self.load_image(images.tiny_image(self.folder / f"{name}.tar", tag, program, entrypoint))
-        self.kubectl("wait", "--for=condition=Ready", f"node/{NODE}", "--timeout=60s")
+        self.node.start()
+        coredns = (self.binaries / "coredns").read_bytes()
+        archive = images.tiny_image(self.folder / "coredns.tar", images.COREDNS, coredns, ["/coredns"])
+        self.node.load_image(archive)
+        self.node.wait_until_ready()
         self.apply(_coredns())
         self.kubectl("-n", "kube-system", "rollout", "status", "deployment/coredns", "--timeout=60s")
 
@@ -98,15 +107,12 @@ class Cluster(ControlPlane):
         super().close()
         assert self.namespaces is not None
         self.namespaces.close()
-        # What the node's processes had mounted went with their mount namespace.
-        shutil.rmtree(self.folder / "containerd", ignore_errors=True)
+        self.node.remove()
         if self._lock is not None:
             self._lock.close()
 
     def make_certificates(self) -> None:
         super().make_certificates()
-        certificates.make_leaf(self.certs, "node", "ca", f"/O=system:nodes/CN=system:node:{NODE}")
-        certificates.write_kubeconfig(self.kubeconfig_of("node"), self.server, self.certs, "node")
         certificates.write_kubeconfig(self.kubeconfig, self.reach, self.certs, "admin")
 
     def forward(self, service: str, port: int) -> int:
@@ -119,164 +125,37 @@ class Cluster(ControlPlane):
         """A port on 127.0.0.1 that leads to a pod or whatever else has an address in the cluster."""
         return self._forwarder.forward(address, port)
 
-    # ------------------------------------------------------------------------------------------------- node
+    # ------------------------------------------------------------------------------------------------ nodes
 
     def load_image(self, archive: Path) -> None:
-        """Imports a docker archive into the node, unless its store has the image already."""
-        with tarfile.open(archive) as tar:
-            manifest = tar.extractfile("manifest.json")
-            assert manifest is not None
-            content = manifest.read()
-        tags = ",".join(json.loads(content)[0]["RepoTags"])
-        loaded = self._root / "loaded" / tags.replace("/", "_")
-        if not loaded.exists() or loaded.read_bytes() != content:
-            self.ctr(f"images import {archive}")
-            loaded.parent.mkdir(exist_ok=True)
-            loaded.write_bytes(content)
+        """Into every node, those that come later too."""
+        self._archives.append(archive)
+        self.node.load_image(archive)
 
     def kill_container(self, container_id: str) -> None:
-        """SIGKILL to its first process, as the kernel does when memory runs out."""
-        self.ctr(f"task kill -s SIGKILL {container_id}")
+        """On the first node: see `Node.kill_container`."""
+        self.node.kill_container(container_id)
 
-    def ctr(self, command: str) -> str:
-        """containerd's own command line, in the namespace that the kubelet uses."""
+    @contextmanager
+    def another_node(self, name: str) -> Iterator[Node]:
+        """A second machine, ready; gone in the end, if the test has not lost it before."""
         assert self.namespaces is not None
-        return self.namespaces.shell(f"{self._binaries}/ctr -a {self._socket} -n k8s.io {command}")
-
-    @property
-    def _root(self) -> Path:
-        return self._store or self.folder / "containerd" / "root"
-
-    @property
-    def _socket(self) -> Path:
-        return self.folder / "containerd.sock"
-
-    def _make_network(self) -> None:
-        assert self.namespaces is not None
-        self.namespaces.shell(
-            f"""
-            ip link set lo up
-            ip link add node0 type veth peer name up0
-            ip addr add {NODE_ADDRESS}/24 dev node0
-            ip link set node0 up
-            ip link set up0 up
-            ip route add default via 10.250.0.254 dev node0
-            echo 1 > /proc/sys/net/ipv4/ip_forward
-            bridge=/proc/sys/net/bridge/bridge-nf-call-iptables
-            [ ! -e $bridge ] || echo 1 > $bridge
-            """
-        )
-
-    def start_containerd(self) -> None:
-        folder = self.folder
-        network = {
-            "cniVersion": "1.0.0",
-            "name": "pods",
-            "plugins": [
-                {
-                    "type": "bridge",
-                    "bridge": "cni0",
-                    "isGateway": True,
-                    "ipMasq": True,
-                    "hairpinMode": True,
-                    "ipam": {
-                        "type": "host-local",
-                        "ranges": [[{"subnet": "10.244.0.0/24"}]],
-                        "routes": [{"dst": "0.0.0.0/0"}],
-                        "dataDir": str(folder / "cni-addresses"),
-                    },
-                },
-                {"type": "portmap", "capabilities": {"portMappings": True}},
-            ],
-        }
-        (folder / "cni").mkdir(exist_ok=True)
-        (folder / "cni" / "10-bridge.conflist").write_text(json.dumps(network))
-        config = folder / "containerd.toml"
-        config.write_text(
-            f"""
-version = 3
-root = "{self._root}"
-state = "{folder}/containerd/state"
-[grpc]
-  address = "{self._socket}"
-[plugins."io.containerd.cri.v1.images".pinned_images]
-  sandbox = "{images.PAUSE}"
-[plugins."io.containerd.cri.v1.runtime"]
-  restrict_oom_score_adj = true
-[plugins."io.containerd.cri.v1.runtime".cni]
-  bin_dirs = ["{CNI_PLUGINS}"]
-  conf_dir = "{folder}/cni"
-[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
-  runtime_type = "io.containerd.runc.v2"
-[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
-  SystemdCgroup = false
-"""
-        )
-        self._spawn_containerd(config)
-        if self._forget_containers():
-            # It has read of them, and would tell the kubelet.
-            self.processes["containerd"].kill()
-            self._socket.unlink()
-            self._spawn_containerd(config)
-
-    def _spawn_containerd(self, config: Path) -> None:
-        process = self.spawn("containerd", "containerd", "--config", str(config))
-        wait_until("containerd", self._socket.exists, 60, [process])
-
-    def _forget_containers(self) -> bool:
-        """Removes what an earlier cluster has left in the store. Its processes ended with it."""
-        found = False
-        for kind in ("containers", "sandboxes"):
-            _, *rows = self.ctr(f"{kind} list").splitlines()
-            if old := [row.split()[0] for row in rows if row.strip()]:
-                self.ctr(f"{kind} rm {' '.join(old)}")
-                found = True
-        return found
-
-    def start_kubelet(self) -> None:
-        """Also restarts one that was killed."""
-        folder = self.folder
-        (folder / "resolv.conf").write_text("")
-        config = {
-            "apiVersion": "kubelet.config.k8s.io/v1beta1",
-            "kind": "KubeletConfiguration",
-            "containerRuntimeEndpoint": f"unix://{self._socket}",
-            "authentication": {
-                "anonymous": {"enabled": False},
-                "webhook": {"enabled": True},
-                "x509": {"clientCAFile": str(self.certs / "ca.crt")},
-            },
-            "authorization": {"mode": "Webhook"},
-            "clusterDNS": [DNS_ADDRESS],
-            "clusterDomain": "cluster.local",
-            "volumePluginDir": str(folder / "volume-plugins"),
-            "podLogsDir": str(folder / "pod-logs"),
-            "resolvConf": str(folder / "resolv.conf"),
-            # Inside a container, on either version of cgroups.
-            "cgroupDriver": "cgroupfs",
-            "failCgroupV1": False,
-            "featureGates": {"KubeletInUserNamespace": True},
-            "enforceNodeAllocatable": [],
-            "localStorageCapacityIsolation": False,
-            "failSwapOn": False,
-            "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
-            "imageGCHighThresholdPercent": 100,
-        }
-        path = folder / "kubelet.json"
-        path.write_text(json.dumps(config))
-        self.spawn(
-            "kubelet", "kubelet", "--config", str(path), "--kubeconfig", str(self.kubeconfig_of("node")),
-            "--hostname-override", NODE, "--node-ip", NODE_ADDRESS, "--root-dir", str(folder / "kubelet"),
-            "--cert-dir", str(folder / "kubelet" / "pki"),
-        )  # fmt: skip
-        self.kubectl_until("the node", "get", "node", NODE, processes=[self.processes["kubelet"]])
-
-    def _start_kube_proxy(self) -> None:
-        self.spawn(
-            "kube-proxy", "kube-proxy", "--kubeconfig", str(self.kubeconfig_of("admin")), "--hostname-override", NODE,
-            "--proxy-mode", "iptables", "--cluster-cidr", POD_RANGE, "--conntrack-max-per-core", "0",
-            "--healthz-bind-address", "127.0.0.1:20256", "--metrics-bind-address", "127.0.0.1:20249",
-        )  # fmt: skip
+        logs = self.folder / name
+        logs.mkdir(exist_ok=True)
+        namespaces = Namespaces(logs)
+        store = self._store.with_name(f"{self._store.name}-{name}") if self._store else None
+        node = Node(self, name, 2, namespaces, store)
+        try:
+            node.connect(self.namespaces)
+            node.start()
+            for archive in self._archives:
+                node.load_image(archive)
+            node.wait_until_ready()
+            yield node
+        finally:
+            node.power_off()
+            self.kubectl("delete", "node", name, "--ignore-not-found")
+            node.remove()
 
 
 def _locked(store: Path) -> tuple[Path | None, IO[bytes] | None]:

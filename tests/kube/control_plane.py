@@ -101,7 +101,7 @@ class ControlPlane(Kubectl):
         super().__init__(folder / "admin.kubeconfig")
         self.processes: dict[str, Process] = {}
         self.address = NODE_ADDRESS if namespaces else "127.0.0.1"
-        self._binaries = assets() or folder
+        self.binaries = assets() or folder
         names = ("etcd", "etcd-peer", "api", "manager", "scheduler")
         fixed = dict(zip(names, (2379, 2380, 6443, 10257, 10259), strict=True))
         self.ports = fixed if namespaces else {name: _free_port() for name in names}
@@ -136,13 +136,17 @@ class ControlPlane(Kubectl):
 
     # -------------------------------------------------------------------------------------------- processes
 
-    def spawn(self, name: str, *argv: str, environ: dict[str, str] | None = None) -> Process:
-        binary = self._binaries / argv[0]
+    def spawn(
+        self, name: str, *argv: str, environ: dict[str, str] | None = None, namespaces: Namespaces | None = None
+    ) -> Process:
+        """In the control plane's namespaces, if it has any, where no others are given."""
+        inside = namespaces or self.namespaces
+        binary = self.binaries / argv[0]
         command = [str(binary) if binary.exists() else argv[0], *argv[1:]]
-        path = f"{self._binaries}:{os.environ.get('PATH', '')}"
+        path = f"{self.binaries}:{os.environ.get('PATH', '')}"
         process = Process(
             name,
-            self.namespaces.command(*command) if self.namespaces else command,
+            inside.command(*command) if inside else command,
             self.logs / f"{name}.log",
             {**os.environ, "PATH": path, **(environ or {})},
         )

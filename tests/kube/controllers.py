@@ -34,7 +34,7 @@ def why_not(binaries: tuple[str, ...]) -> str:
 @contextmanager
 def keda(cluster: Cluster, crds: Path) -> Iterator[None]:
     """The operator and its metrics API. Nobody else may serve external metrics meanwhile."""
-    _establish(cluster, crds / "keda")
+    establish(cluster, crds / "keda")
     certs = _certificates(cluster, f"DNS:keda-metrics-apiserver.{_KEDA_NAMESPACE}.svc")
     cluster.run("kubectl", "create", "namespace", _KEDA_NAMESPACE)
     admin = cluster.kubeconfig_of("admin")
@@ -92,7 +92,7 @@ def keda(cluster: Cluster, crds: Path) -> Iterator[None]:
 def leader_worker_sets(cluster: Cluster, crds: Path) -> Iterator[None]:
     """The manager with its webhooks, without which the groups' pods do not learn who is who."""
     # First: a manager that finds no definition looks again only after ten seconds.
-    _establish(cluster, crds / "lws")
+    establish(cluster, crds / "lws")
     certs = _certificates(cluster, "")
     config = {
         "apiVersion": "config.lws.x-k8s.io/v1alpha1",
@@ -144,7 +144,8 @@ def _hooks(certs: Path, kind: str, path: str) -> dict[str, Any]:
     }
 
 
-def _establish(cluster: Cluster, folder: Path) -> None:
+def establish(cluster: Cluster, folder: Path) -> None:
+    """Custom resource definitions, ready for objects."""
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(folder))
     # Again and again: kubectl does not wait for definitions that have no conditions at all yet.
     wait = ("wait", "--for=condition=Established", "-f", str(folder), "--timeout=10s")

@@ -20,6 +20,7 @@ FOLDER = ROOT / "build" / "images"
 TAG = "dev"
 PAUSE = "registry.local/pause:1"
 COREDNS = "registry.local/coredns:1"
+LMCACHE = f"baton-lmcache:{TAG}"
 _PACKAGES = (
     "baton", "bench", "common", "decode_service", "engine", "kv_store", "prefill_service", "protos", "router", "worker",
 )  # fmt: skip
@@ -45,11 +46,7 @@ def archive(name: str) -> Path:
     path = FOLDER / f"baton-{name}-{built}-{_hash_of(_code())}.tar"
     if path.exists():
         return path
-    environ = {
-        **os.environ,
-        "STORAGE_DRIVER": os.environ.get("STORAGE_DRIVER", "overlay"),
-        "BUILDAH_ISOLATION": "chroot",  # needs no more than root in a container has
-    }
+    environ = _environ()
     image, kept = f"baton-{name}:{TAG}", f"baton-{name}-built:{built}"
     if _run_quietly(["buildah", "inspect", "--type", "image", kept], environ):
         _replace_code(kept, image, environ)
@@ -58,13 +55,49 @@ def archive(name: str) -> Path:
         build = {"BUILDER": "buildah", "TAG": TAG, "PYTHON": sys.executable, "BUILD_OPTIONS": pull}
         _run([str(ROOT / "images" / "build"), name], {**environ, **build})
         _run(["buildah", "tag", image, kept], environ)
+    _push(image, path, environ)
+    return path
+
+
+def why_no_lmcache() -> str:
+    """Why there is no image of LMCache; empty where there is one. It is not built here: what goes into it is large, and
+    nothing of Baton is."""
+    if os.environ.get("KUBE_IMAGES"):
+        return "" if lmcache().exists() else "KUBE_IMAGES has no baton-lmcache.tar"
+    if _run_quietly(["buildah", "inspect", "--type", "image", LMCACHE], _environ()):
+        return ""
+    return f"there is no image {LMCACHE}: images/build lmcache makes it"
+
+
+def lmcache() -> Path:
+    """The archive of an image that images/build has made."""
+    if folder := os.environ.get("KUBE_IMAGES"):
+        return Path(folder) / "baton-lmcache.tar"
+    environ = _environ()
+    made = _run(["buildah", "inspect", "--type", "image", "--format", "{{.FromImageID}}", LMCACHE], environ).strip()
+    path = FOLDER / f"baton-lmcache-{made[:12]}.tar"
+    if not path.exists():
+        _push(LMCACHE, path, environ)
+    return path
+
+
+def _push(image: str, path: Path, environ: dict[str, str]) -> None:
+    """Replaces earlier archives of the image."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.unlink(missing_ok=True)
     _run(["buildah", "push", "-q", image, f"docker-archive:{partial}:{image}"], environ)
-    for old in FOLDER.glob(f"baton-{name}-*.tar"):
+    for old in FOLDER.glob(f"{image.partition(':')[0]}-*.tar"):
         old.unlink()
-    return partial.rename(path)
+    partial.rename(path)
+
+
+def _environ() -> dict[str, str]:
+    return {
+        **os.environ,
+        "STORAGE_DRIVER": os.environ.get("STORAGE_DRIVER", "overlay"),
+        "BUILDAH_ISOLATION": "chroot",  # needs no more than root in a container has
+    }
 
 
 def _replace_code(kept: str, image: str, environ: dict[str, str]) -> None:
@@ -112,7 +145,7 @@ def _hash_of(parts: Sequence[Path | str]) -> str:
 
 def _make_base() -> bool:
     """Where Debian's debootstrap is installed, a stand-in for the base image, so that no registry is needed."""
-    environ = {**os.environ, "STORAGE_DRIVER": os.environ.get("STORAGE_DRIVER", "overlay")}
+    environ = _environ()
     base = _BASE.format(f"{sys.version_info.major}.{sys.version_info.minor}")
     if _run_quietly(["buildah", "inspect", base], environ):
         return True

@@ -47,6 +47,8 @@ class Process:
         return int(children[0]) if self._wrapped and children else self.popen.pid
 
     def kill(self) -> None:
+        if not self.running:  # its number may be another's by now
+            return
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             os.kill(self.pid(), signal.SIGKILL)
         self.popen.kill()

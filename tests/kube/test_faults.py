@@ -1,7 +1,7 @@
 """What a cluster does to pods beyond deleting them, under load: no request fails, and no answer is wrong.
 
-One node can show this much of a node's loss: a kubelet that is silent, and pods that do not answer any more while the
-API server still lists them. It cannot show the other nodes' pods being replaced.
+Here with one node: a kubelet that is silent, and pods that do not answer any more while the API server still lists
+them. A whole node's loss, with another left, is in test_nodes.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.kube.cluster import NODE, Cluster
+from tests.kube.cluster import Cluster
 from tests.kube.load import Load
 from tests.kube.processes import wait_until
 from tests.kube.release import Release, container_of, is_ready
@@ -129,12 +129,12 @@ def test_killed_router_breaks_connections_and_nothing_else(
 @contextmanager
 def _no_kubelet(cluster: Cluster) -> Iterator[None]:
     """Shorter than the grace period after which the node counts as lost: here that is every node, with every pod."""
-    cluster.processes["kubelet"].kill()
+    cluster.node.process("kubelet").kill()
     try:
         yield
     finally:
-        cluster.start_kubelet()
-        cluster.kubectl("wait", "--for=condition=Ready", f"node/{NODE}", "--timeout=90s")
+        cluster.node.start_kubelet()
+        cluster.node.wait_until_ready(90)
 
 
 def _on_node(cluster: Cluster, script: str) -> None:

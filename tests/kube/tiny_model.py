@@ -18,7 +18,7 @@ VALUES: dict[str, Any] = {
     "model__volume": {"type": "pvc", "claimName": CLAIM},
     **{
         f"{role}__{key}": value
-        for role in ("prefill", "decode")
+        for role in ("prefill", "decode", "both")
         for key, value in {
             "settings__dtype": "float32",
             "settings__kv_cache_memory_gb": 0.03,
