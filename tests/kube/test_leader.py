@@ -1,14 +1,18 @@
-"""The autoscaler that sets replicas itself: one of two acts, and when it goes the other goes on where it was."""
+"""The autoscaler that sets replicas itself: one of two acts, and when it goes the other goes on where it was. Of the
+workers the emptiest goes first."""
 
 from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
+import grpc
 import pytest
 
+from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from router.autoscaler.leader import EVERY_S, LEASE_S
 from tests.kube.cluster import Cluster
 from tests.kube.load import busy
@@ -88,6 +92,59 @@ def test_another_leads_and_leaves_replicas_alone(
             wait_until("both autoscalers", lambda: _both_ready(release), 120)
         assert seen == [2], "the new leader begins by leaving things as they are"
     wait_until("its decision", lambda: release.replicas("decode") == 1, 240)
+
+
+@contextmanager
+def _streams_at(cluster: Cluster, address: str, number: int) -> Iterator[None]:
+    """Long answers of one decode worker, asked of it directly. Raises RuntimeError where any failed."""
+    stop, failures = threading.Event(), []
+
+    def ask(number: int) -> None:
+        params = types_pb2.SamplingParams(temperature=0, max_tokens=1500, seed=1, ignore_eos=True)
+        with grpc.insecure_channel(f"127.0.0.1:{cluster.forward_to(address, 50061)}") as channel:
+            while not stop.is_set():
+                request = decode_pb2.DecodeRequest(
+                    request_id=f"direct-{number}-{time.monotonic_ns()}",
+                    prompt_token_ids=[100 + number] * 20,
+                    sampling_params=params,
+                )
+                try:
+                    *_, last = decode_pb2_grpc.DecodeServiceStub(channel).Decode(request, timeout=300)
+                except grpc.RpcError as error:
+                    failures.append(str(error))
+                    return
+                if last.finish_reason != types_pb2.FINISH_REASON_LENGTH:
+                    failures.append(str(last))
+
+    threads = [threading.Thread(target=ask, args=(one,)) for one in range(number)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    if failures:
+        raise RuntimeError(f"streams failed: {failures}")
+
+
+def test_emptiest_worker_goes_first(release: Release, local_cluster: Cluster, grpc_port: int) -> None:
+    """The newer one has the streams: without deletion costs it is what would go."""
+
+    def workers() -> list[str]:
+        return [pod["metadata"]["name"] for pod in release.pods("decode", going=True) if is_ready(pod)]
+
+    wait_until("one decode worker", lambda: len(workers()) == 1 == release.replicas("decode"), 240)
+    [old] = workers()
+    with ExitStack() as stack:
+        stack.enter_context(busy(grpc_port, num_clients=10, num_prompt_tokens=17, num_output_tokens=1000))
+        wait_until("a second decode worker", lambda: len(workers()) == 2, 240)
+        [new] = [pod for pod in release.pods("decode") if pod["metadata"]["name"] != old]
+        with _streams_at(local_cluster, new["status"]["podIP"], 3):
+            stack.close()
+            wait_until("one to go", lambda: len(workers()) == 1, 240)
+            assert workers() == [new["metadata"]["name"]]
 
 
 def _both_ready(release: Release) -> bool:
