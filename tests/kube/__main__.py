@@ -25,6 +25,7 @@ LEFT_OUT = """left to make test-kube-full:
   the autoscaler's leader                                                                               test_leader.py
   KEDA's operator, to and from zero                                                                       test_keda.py
   groups of LeaderWorkerSet                                                                                test_lws.py
+  KV on a claim; LMCache in the pods, Redis behind them                                                  test_tiers.py
   every permission in use                                                                          test_permissions.py
   TLS on every hop, API keys                                                         test_secured.py, test_security.py
   a user's cluster                                                                                test_user_cluster.py
