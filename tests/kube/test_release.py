@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
+import socket
+import sys
+import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from tests.helm.chart import render
 from tests.kube.cluster import Cluster
 from tests.kube.load import Load, ask_rest
 from tests.kube.processes import wait_until
@@ -43,6 +49,33 @@ def ports(cluster: Cluster | UserCluster, release: Release) -> tuple[int, int]:
 
 def test_helm_test_passes(release: Release) -> None:
     assert "Phase:          Succeeded" in release.helm("test", release.name, "--timeout", "3m")
+
+
+def test_notes_say_how_to_ask(release: Release) -> None:
+    """Its commands, as they stand there but for the ports here, which others may have taken."""
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    notes = release.helm("get", "notes", release.name).replace("\\\n", "")
+    commands = [line.strip() for line in notes.splitlines() if line.startswith("  ")]
+    [forward] = [one for one in commands if one.startswith("kubectl") and "port-forward" in one]
+    asking = [one for one in commands if one.startswith(("curl", "baton"))]
+    assert [one.split()[0] for one in asking] == ["curl", "baton"]
+    script = f"""
+        export PATH={Path(sys.executable).parent}:$PATH
+        {forward} > /dev/null &
+        trap "kill $!" EXIT
+        until {asking[0]}; do sleep 0.2; done
+        {asking[1]}
+        """
+    for port in (8000, 50051):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            script = script.replace(f" {port}:", f" {free.getsockname()[1]}:")
+            script = script.replace(f"127.0.0.1:{port}", f"127.0.0.1:{free.getsockname()[1]}")
+    done = release.cluster.run("bash", "-euc", script)
+    assert done.returncode == 0, done.stderr
+    answer, end = json.JSONDecoder().raw_decode(done.stdout.strip())
+    assert "Paris" in answer["choices"][0]["message"]["content"]
+    assert done.stdout.strip()[end:].strip(), "what was said to Hello"
 
 
 def test_openai_client(ports: tuple[int, int]) -> None:
@@ -94,6 +127,23 @@ def test_pods_run_as_promised(release: Release) -> None:
         )
         seen = release.cluster.kubectl("-n", release.namespace, "exec", pod, "--", "python3", "-c", script).strip()
         assert seen == f"65532 False False {component == 'router'} []"
+
+
+def test_metrics_are_where_the_monitors_look(release: Release, local_cluster: Cluster) -> None:
+    """What the chart's monitors select is scraped, by hand."""
+    values = {"metrics.serviceMonitor.enabled": True, "metrics.podMonitor.enabled": True}
+    wanted = {"router": "baton_router_requests", "prefill": "baton_worker_requests", "decode": "baton_worker_requests"}
+    for monitor in render(values, file="values-laptop.yaml", release=release.name):
+        if monitor["kind"] in ("ServiceMonitor", "PodMonitor"):
+            [endpoint] = monitor["spec"].get("endpoints") or monitor["spec"]["podMetricsEndpoints"]
+            component = monitor["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"]
+            pod = release.pods(component)[0]
+            [container] = pod["spec"]["containers"]
+            [port] = [one["containerPort"] for one in container["ports"] if one["name"] == endpoint["port"]]
+            url = f"http://127.0.0.1:{local_cluster.forward_to(pod['status']['podIP'], port)}{endpoint['path']}"
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                assert f"\n{wanted.pop(component)}" in answer.read().decode()
+    assert not wanted
 
 
 # ------------------------------------------------------------------------------------- while pods come and go
