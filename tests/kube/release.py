@@ -87,6 +87,8 @@ def inventory(cluster: Kubectl) -> set[str]:
     found = set()
     for line in listed.splitlines():
         kind, namespace, name = line.split()
+        if namespace == "kube-node-lease":  # a kubelet makes its node's some seconds after the node is ready
+            continue
         if kind not in ("Event", "Endpoints") and name not in ("default", "kube-root-ca.crt"):
             found.add(f"{kind} {namespace}/{name}")
     return found
