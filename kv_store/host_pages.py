@@ -15,6 +15,7 @@ import mmap
 import os
 import sys
 import threading
+import time
 
 import torch
 
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; changes no content
 _SLICE_BYTES = 2 << 20  # of one call, which holds a lock that allocations of other threads need
 _NICE = 10  # whatever has work to do comes first
+_DELAY_S = 5.0  # a worker that starts has better things to do, and its first answers, too
+_SHARE = 0.1  # of a core's time: 40 MB/s where pages are slowest, and prompts fill a cache more slowly
 
 
 def prepare_pages(tensor: torch.Tensor) -> None:
@@ -44,11 +47,14 @@ def prepare_pages(tensor: torch.Tensor) -> None:
 
 
 def _populate(tensor: torch.Tensor, start: int, end: int) -> None:  # noqa: ARG001
+    time.sleep(_DELAY_S)
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
     for begin in range(start, end, _SLICE_BYTES):
+        before = time.perf_counter()
         if error := _advise(begin, min(begin + _SLICE_BYTES, end), _POPULATE_WRITE):
             log.debug("pages are made when they are first used", extra={"reason": error})
             return
+        time.sleep((time.perf_counter() - before) * (1 / _SHARE - 1))
 
 
 def _advise(start: int, end: int, advice: int) -> str:

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 
+from kv_store import host_pages
 from kv_store.host_pages import prepare_pages
 
 NUM_BYTES = 32 << 20
@@ -25,28 +26,30 @@ def num_resident(tensor: torch.Tensor) -> int:
     return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
-def wait_for_pages() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "kv-pages":
-            thread.join(60.0)
-            assert not thread.is_alive()
+def page_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "kv-pages"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for pages")
-def test_pages_are_made_and_keep_what_was_written() -> None:
+def test_pages_are_made_and_keep_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pages, "_DELAY_S", 0.0)
     tensor = torch.empty(NUM_BYTES, dtype=torch.uint8)
     tensor[: 4 << 20] = 7  # written before, and while the thread runs
     assert num_resident(tensor) < NUM_BYTES // 2
+    others = page_threads()  # of tests before
     prepare_pages(tensor)
     tensor[-(4 << 20) :] = 9
-    wait_for_pages()
+    for thread in page_threads() - others:
+        thread.join(60.0)
+        assert not thread.is_alive()
     assert num_resident(tensor) >= NUM_BYTES - mmap.PAGESIZE
     assert tensor[: 4 << 20].eq(7).all()
     assert tensor[-(4 << 20) :].eq(9).all()
 
 
 def test_other_memory_is_left_alone() -> None:
+    others = page_threads()
     prepare_pages(torch.empty(0))
     prepare_pages(torch.empty(10))
     prepare_pages(torch.empty(NUM_BYTES, dtype=torch.uint8, device="meta"))
-    assert not [thread for thread in threading.enumerate() if thread.name == "kv-pages"]
+    assert page_threads() <= others
