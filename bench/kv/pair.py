@@ -112,8 +112,8 @@ class _Side:
 
     def __init__(self, config: PairConfig, side: str) -> None:
         spec = config.spec
-        cores = usable_cores()
-        os.sched_setaffinity(0, {cores[0 if side == "producer" else -1]})
+        if cores := usable_cores():
+            os.sched_setaffinity(0, {cores[0 if side == "producer" else -1]})
         self._wakeup = Wakeup()
         self.cache = torch.empty((config.num_blocks, *spec.block_shape), dtype=getattr(torch, spec.dtype))
         prepare_pages(self.cache)  # as the engine does
