@@ -115,15 +115,20 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
+def tethered(argv: Sequence[str]) -> list[str]:
+    """A command that becomes `argv` and, on Linux, ends with this process."""
+    tether = [sys.executable, "-I", "-S", _TETHER, str(os.getpid())] if sys.platform == "linux" else []
+    return [*tether, *argv]
+
+
 def start(name: str, argv: Sequence[str], events: Events, *, environ: Mapping[str, str]) -> Child:
     """Starts a command and watches it. Raises StartupError when there can be no more processes.
 
     Must run in the main thread: the kernel ties a child's life to the thread that started it.
     """
-    tether = [sys.executable, "-I", "-S", _TETHER, str(os.getpid())] if sys.platform == "linux" else []
     try:
         process = subprocess.Popen(  # noqa: S603 - our own commands
-            [*tether, *argv],
+            tethered(argv),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

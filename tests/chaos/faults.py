@@ -52,6 +52,7 @@ class Faults:
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.why_not: dict[str, str] = {}
+        self._victim = ""  # of the last fault
         self._kinds: dict[str, Callable[[], bool]] = {
             "kill worker": lambda: self._on_member(self._kill_worker),
             "kill engine": lambda: self._on_member(self._kill_engine),
@@ -76,9 +77,10 @@ class Faults:
     def one(self) -> None:
         """Repairs what is due, then harms something."""
         self._repair(time.monotonic())
-        kind = self._rng.choice(list(self._kinds))
+        kind, self._victim = self._rng.choice(list(self._kinds)), ""
         if self._kinds[kind]():
             self.counts[kind] += 1
+            print(f"{time.strftime('%H:%M:%S', time.gmtime())} {kind} {self._victim}", file=sys.stderr, flush=True)
 
     def repair_all(self) -> None:
         """Raises `AssertionError` where a worker does not come back."""
@@ -103,6 +105,7 @@ class Faults:
         victim = self._rng.choice(candidates)
         self._harmed.add(victim.address)
         harm(victim)
+        self._victim = victim.name
         return True
 
     def _kill_worker(self, member: Member) -> None:
@@ -165,7 +168,8 @@ class Faults:
             if member.process.running or self._is_pending(member.address):
                 continue
             if time.monotonic() > self._excused.get(member.address, 0.0):
-                self.problems.append(f"{member.name} ended by itself:\n{member.process.tail(10)}")
+                code = member.process.popen.returncode
+                self.problems.append(f"{member.name} ended by itself with {code}:\n{member.process.tail(10)}")
                 print(self.problems[-1], file=sys.stderr, flush=True)
             self._fleet.restart(member)
 

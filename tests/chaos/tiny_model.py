@@ -15,7 +15,7 @@ TIE = 1e-5  # float32 logits of one token differ by about 1e-6 between batches
 
 
 def write_tiny_model(
-    folder: Path, *, hidden_size: int = 64, num_layers: int = 4, initializer_range: float = 0.3
+    folder: Path, *, hidden_size: int = 64, num_layers: int = 4, initializer_range: float = 0.3, max_len: int = 4096
 ) -> None:
     """A Hugging Face directory. Weights are large, so that the likeliest token wins by far."""
     torch.manual_seed(20)
@@ -26,7 +26,7 @@ def write_tiny_model(
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=4096,
+        max_position_embeddings=max_len,
         initializer_range=initializer_range,
         eos_token_id=None,
         bos_token_id=None,

@@ -238,8 +238,9 @@ def test_the_leader_is_cancelled_in_mid_prefill_and_the_next_one_asks() -> None:
     pair.assert_idle()
 
 
+@pytest.mark.parametrize("known", ["at once", "when the reads have ended", "by the time that has passed"])
 @pytest.mark.parametrize("is_replaced", [True, False])
-def test_what_is_read_after_the_lease_has_ended_is_not_believed(is_replaced: bool) -> None:
+def test_what_is_read_after_the_lease_has_ended_is_not_believed(is_replaced: bool, known: str) -> None:
     """The prefill worker has overwritten it, and the transport saw nothing wrong. Another worker brings it, or none."""
     pair, slow = make_heedless_pair()
     pair.add("a", PROMPT)
@@ -250,7 +251,20 @@ def test_what_is_read_after_the_lease_has_ended_is_not_believed(is_replaced: boo
     pair.prefill.handle(m.Release("a"))
     pair.prefill.blocks.reset_prefix_cache()
     pair.prefill._runner.kv_cache.fill_(-7.0)
-    pair.decode.handle(m.PrefillLeaseEnded("a", "prefill worker: cut off"))
+    ended = m.PrefillLeaseEnded("a", "prefill worker: cut off")
+    match known:
+        case "at once":
+            pair.decode.handle(ended)
+        case "when the reads have ended":  # it came before them, but nobody looked
+            unread = [ended]
+
+            def read_commands() -> None:
+                while unread:
+                    pair.decode.handle(unread.pop())
+
+            pair.decode._read_commands = read_commands
+        case _:
+            pair.decode.stood_still(9.0)
     if is_replaced:
         slow.deliver()
         pair.round()

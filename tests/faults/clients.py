@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
+from baton.processes import tethered
 from tests.faults.client_process import Ask, Told
 from tests.integration.stack import CALL_TIMEOUT_S, wait_for
-from tests.kube.processes import die_with_parent
 
 _decoder = msgspec.json.Decoder(Told)
 
@@ -28,11 +28,10 @@ class ClientProcess:
         self.log = log
         with log.open("ab") as errors:
             self._popen = subprocess.Popen(
-                command([sys.executable, "-m", "tests.faults.client_process"]),
+                tethered(command([sys.executable, "-m", "tests.faults.client_process"])),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                preexec_fn=die_with_parent,
                 start_new_session=True,
             )
         self.told = Told(num_tokens=0)

@@ -22,8 +22,9 @@ at random under load. [architecture.md](architecture.md) says how each is notice
 After every cell, whatever it was:
 
 - every block of every living worker is free or cached again, and no lease is left, at the latest a keepalive interval
-  (5 s, [`common/grpc_options.py`](../common/grpc_options.py)) and a transfer's timeout after the fault, while it lasts
-  (with nixl 3 s more: [the end of a lease](kv-plane.md#the-end-of-a-lease));
+  (5 s within the fleet, 20 s for a client that vanished: [`common/grpc_options.py`](../common/grpc_options.py)) and a
+  transfer's timeout after the fault, while it lasts (with nixl 3 s more:
+  [the end of a lease](kv-plane.md#the-end-of-a-lease));
 - `check_integrity()` holds on every worker;
 - the next request gets the right answer;
 - what happened was counted where the table says so, and nothing else was; a log line with the request's id tells of it.
@@ -47,11 +48,12 @@ took, in the answer's report and in the metrics; with a question mark where it d
 `timeout_error`) and **UNAVAILABLE** are the status that the client gets; after UNAVAILABLE it may ask again, at another
 router. A dash is a cell that cannot be, for the reason below its table.
 
-Cuts are tested in three ways: the link goes down, or the packets of one direction only are dropped. A client or router
-that hangs or is cut off is given up by its peers after the keepalive interval, not before; an answer that is complete
-by then is delivered when it comes back. HTTP/1.1 has no pings: a REST client is given up 30 s after its host was last
-heard of ([`router/rest/listener.py`](../router/rest/listener.py)), and one that hangs goes on being answered until it
-has taken nothing for as long. A hung engine is ended by its front after `--engine-timeout`.
+Cuts are tested in three ways: the link goes down, or the packets of one direction only are dropped. A router that hangs
+or is cut off is given up by its workers after the keepalive interval, and a gRPC client by its router after 20 s, not
+before; an answer that is complete by then is delivered when it comes back. HTTP/1.1 has no pings: a REST client is
+given up 30 s after its host was last heard of ([`router/rest/listener.py`](../router/rest/listener.py)), and one that
+hangs goes on being answered until it has taken nothing for as long. A hung engine is ended by its front after
+`--engine-timeout`.
 
 """
 

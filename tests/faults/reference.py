@@ -14,6 +14,7 @@ import msgspec
 from tests.faults.scene import CHUNK_SIZE, NUM_CHUNKS
 
 NUM_TOKENS = 48  # of the answer
+MAX_LEN = 10_240  # tokens
 TIE = 1e-3  # logits of one token differ by less than a tenth of it between batches, here
 
 
@@ -29,7 +30,7 @@ def make(folder: Path) -> Reference:
 
     from tests.chaos.tiny_model import random_prompt, reference_answer, write_tiny_model
 
-    write_tiny_model(folder, hidden_size=192, num_layers=16, initializer_range=0.12)
+    write_tiny_model(folder, hidden_size=192, num_layers=16, initializer_range=0.12, max_len=MAX_LEN)
     torch.set_num_threads(1)  # two that share busy cores spend their time waiting for each other
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for seed in range(20):

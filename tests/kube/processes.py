@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -11,13 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
+from baton.processes import tethered
+
 _HOLD = "while :; do sleep 3600 & wait $!; done"  # process 1 of the namespace; a shell reaps orphans while it waits
-
-
-def die_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Process:
@@ -28,13 +23,12 @@ class Process:
         self._wrapped = argv[0] in ("nsenter", "unshare")
         with log.open("ab") as output:
             self.popen = subprocess.Popen(
-                argv,
+                tethered(argv),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=dict(environ) if environ is not None else None,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
             )
 
     @property
