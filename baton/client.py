@@ -34,7 +34,7 @@ from common.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from common.grpc_options import MAX_MESSAGE_BYTES, NO_OTHER_PINGS
+from common.grpc_options import CLIENT_CHANNEL_OPTIONS
 from common.grpc_transport import channel_credentials, name_options
 from common.tls import TlsFiles
 from common.types import WorkerRole
@@ -46,18 +46,6 @@ from protos.baton.v1 import (
     types_pb2,
 )
 from protos.convert import finish_reason_of, role_of, state_of, token_of
-
-_CHANNEL_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.enable_http_proxy", 0),  # routers are neighbours; a proxy meant for the web only gets in the way
-    # A router that vanished without a word, or hangs, is noticed within 20 s of silence while an answer is awaited.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),
-    *NO_OTHER_PINGS,
-    ("grpc.http2.max_pings_without_data", 0),
-)
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
@@ -159,7 +147,7 @@ class Client:
         if api_key is not None and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
             raise ConfigError("api_key", "is of printable ASCII without spaces")
         self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
-        options = [*_CHANNEL_OPTIONS, *name_options(tls_server_name)]
+        options = [*CLIENT_CHANNEL_OPTIONS, *name_options(tls_server_name)]
         if tls or tls_ca is not None or tls_cert is not None or tls_key is not None:
             credentials = channel_credentials(TlsFiles(tls_cert, tls_key, tls_ca))
             self._channel = grpc.secure_channel(router, credentials, options=options)

@@ -1,7 +1,8 @@
 """gRPC channel and server options that every hop of Baton shares. Plain tuples: this package knows no grpc.
 
 Keepalive is what ends a lease when a peer vanishes without closing its connection: a ping after KEEPALIVE_TIME of
-silence, and the connection is dead when no answer came within KEEPALIVE_TIMEOUT.
+silence, and the connection is dead when no answer came within KEEPALIVE_TIMEOUT. Within the fleet that is quick, as a
+request waits for it; with clients, whose networks and machines are not ours, it is patient.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 KEEPALIVE_TIME_MS = 2_000
 KEEPALIVE_TIMEOUT_MS = 3_000
 LOSS_NOTICED_S = (KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS) / 1000  # at the latest, by each end of a broken connection
+CLIENT_KEEPALIVE_TIME_MS = 10_000
+CLIENT_KEEPALIVE_TIMEOUT_MS = 10_000
+CLIENT_LOSS_NOTICED_S = (CLIENT_KEEPALIVE_TIME_MS + CLIENT_KEEPALIVE_TIMEOUT_MS) / 1000
 
 Options = list[tuple[str, int | str]]
 
@@ -20,19 +24,23 @@ NO_OTHER_PINGS: Options = [
     ("grpc.http2.lookahead_bytes", 4 * 2**20),  # what a stream may have in flight, now that nobody measures the link
 ]
 
-_COMMON: Options = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # gRPC gives keepalive pings this, not keepalive_timeout
-    *NO_OTHER_PINGS,
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-]
+
+def _common(time_ms: int, timeout_ms: int) -> Options:
+    return [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", time_ms),
+        ("grpc.keepalive_timeout_ms", timeout_ms),  # of what was sent and is not acknowledged: TCP_USER_TIMEOUT
+        ("grpc.http2.ping_timeout_ms", timeout_ms),  # gRPC gives keepalive pings this, not keepalive_timeout
+        *NO_OTHER_PINGS,
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+_FLEET: Options = [*_common(KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS), ("grpc.keepalive_permit_without_calls", 1)]
 
 CHANNEL_OPTIONS: Options = [
-    *_COMMON,
+    *_FLEET,
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -40,9 +48,21 @@ CHANNEL_OPTIONS: Options = [
     ("grpc.enable_http_proxy", 0),  # workers are neighbours
 ]
 
-SERVER_OPTIONS: Options = [
-    *_COMMON,
+_SERVER: Options = [
     ("grpc.so_reuseport", 0),  # a taken port is an error, not a share of its connections
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
+]
+
+SERVER_OPTIONS: Options = [*_FLEET, *_SERVER]
+
+# Between a client and a router. A router pings connections without calls too: their clients may be gone for good.
+CLIENT_CHANNEL_OPTIONS: Options = [
+    *_common(CLIENT_KEEPALIVE_TIME_MS, CLIENT_KEEPALIVE_TIMEOUT_MS),
+    ("grpc.enable_http_proxy", 0),  # routers are neighbours; a proxy meant for the web only gets in the way
+]
+CLIENT_SERVER_OPTIONS: Options = [
+    *_common(CLIENT_KEEPALIVE_TIME_MS, CLIENT_KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    *_SERVER,
 ]

@@ -74,13 +74,15 @@ class EngineCore:
         clock: Callable[[], float],
         wake: Callable[[], None],
         store: KVConnector | None = None,
+        read_commands: Callable[[], None] = lambda: None,
     ) -> None:
         """`connector` hands over what a prefill computes. `store` keeps what any worker computed; where it is None and
-        `connector` is a store, that is it."""
+        `connector` is a store, that is it. `read_commands` calls `handle` with what has come until now."""
         self._runner = runner
         self._connector = connector
         self._store = connector if store is None and connector.is_store else store
         self._clock = clock
+        self._read_commands = read_commands
         self._host_cache = allocate_host_cache(settings, runner.spec, runner.kv_cache.device)
         self.blocks = BlockManager(
             runner.num_blocks,
@@ -162,6 +164,11 @@ class EngineCore:
                 problems = self.scheduler.check_integrity()
                 self._events.append(m.Status(call_id, self.load, "; ".join(problems[:5]) or "ok"))
         self._settle_touched()
+
+    def stood_still(self, seconds: float) -> None:
+        """This process did nothing for that long. Whoever announced blocks may have given it up, and have overwritten
+        them, and its front may have stood still with it and not know yet: what is being read counts as lost."""
+        self.scheduler.all_leases_ended(f"the worker stood still for {seconds:.1f} s")
 
     def step(self) -> bool:
         """One whole step; False where there was nothing to compute. Loops that send events use the two halves."""
@@ -291,7 +298,10 @@ class EngineCore:
     def take_in_transfers(self) -> None:
         """Passes on the results of KV transfers. Safe at any time between two calls, also in mid-step."""
         news: defaultdict[str, _TransferNews] = defaultdict(_TransferNews)
-        for ended in self._transfers.poll():
+        results = list(self._transfers.poll())
+        if results:
+            self._read_commands()  # the end of a lease that came before a result makes that result worthless
+        for ended in results:
             if isinstance(ended, WrittenBlock):
                 self._take_in_written(ended)
                 continue

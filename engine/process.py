@@ -23,6 +23,7 @@ import zmq
 from common import metrics
 from common.config import WorkerSettings
 from common.errors import BatonError
+from common.grpc_options import LOSS_NOTICED_S
 from common.logs import setup_logging
 from common.metric_relay import MetricRelay
 from common.types import WorkerLoad
@@ -123,19 +124,43 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     store = create_store(settings.connector, settings.store, config)
     runner = ModelRunner(Path(bootstrap.model_dir), settings)
     runner.warm_up()
-    core = EngineCore(settings, runner, connector, time.monotonic, wakeup.set, store)
+    commands = _Commands(socket)
+    core = EngineCore(settings, runner, connector, time.monotonic, wakeup.set, store, commands.read)
+    commands.core = core
     socket.send(m.encode([core.ready()]))
-    loop = _Loop(core, socket, wakeup)
+    loop = _Loop(core, commands, socket, wakeup)
     while True:
         loop.turn()
+
+
+class _Commands:
+    """What the front says. Who reads also learns whether this process was frozen meanwhile."""
+
+    core: EngineCore
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._last_read = time.monotonic()
+
+    def read(self) -> None:
+        """Hands all that has come to the engine."""
+        now = time.monotonic()
+        stood_still_s, self._last_read = now - self._last_read, now
+        while self._socket.poll(0):
+            for command in m.decode_commands(self._socket.recv()):
+                self.core.handle(command)
+        if stood_still_s > LOSS_NOTICED_S:
+            log.warning("the engine stood still", extra={"seconds": round(stood_still_s, 1)})
+            self.core.stood_still(stood_still_s)
 
 
 class _Loop:
     """Commands in, one step, events out. In mid-step messages pass too, so that a chunk of a long prompt delays
     neither the announcement of the chunk before it nor the fetches of other requests."""
 
-    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes], wakeup: Wakeup) -> None:
+    def __init__(self, core: EngineCore, commands: _Commands, socket: zmq.Socket[bytes], wakeup: Wakeup) -> None:
         self._core = core
+        self._commands = commands
         self._socket = socket
         self._wakeup = wakeup
         self._reporter = _LoadReporter()
@@ -150,7 +175,7 @@ class _Loop:
         """Waits for something to do, unless the last turn left work, and does one step of it."""
         self._poller.poll(0 if self._is_busy else self._reporter.ms_until_due(time.monotonic()))
         self._wakeup.clear()
-        self._receive()
+        self._commands.read()
         output = self._core.prepare()
         self._send()
         self._is_busy = self._core.execute(output, self._pass_messages)
@@ -158,14 +183,9 @@ class _Loop:
         self._send([*([m.LoadChanged(load)] if load is not None else []), *self._metrics.due(time.monotonic())])
 
     def _pass_messages(self) -> None:
-        self._receive()
+        self._commands.read()
         self._core.take_in_transfers()
         self._send()
-
-    def _receive(self) -> None:
-        while self._socket.poll(0):
-            for command in m.decode_commands(self._socket.recv()):
-                self._core.handle(command)
 
     def _send(self, more: Sequence[m.Event] = ()) -> None:
         events = [*self._core.take_events(), *more]

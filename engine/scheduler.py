@@ -344,6 +344,10 @@ class Scheduler:
         if (remote := self._remote_of(request_id)) and not self.config.handoff_is_store:
             remote.end_lease(reason)
 
+    def all_leases_ended(self, reason: str) -> None:
+        for request_id in self._remote:
+            self.lease_ended(request_id, reason)
+
     def remote_failed(self, request_id: str, failure: str) -> None:
         self.lease_ended(request_id, failure)
         if remote := self._remote_of(request_id):

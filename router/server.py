@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from common.config import RouterSettings
 from common.errors import StartupError
-from common.grpc_options import SERVER_OPTIONS
+from common.grpc_options import CLIENT_SERVER_OPTIONS
 from common.grpc_transport import Channels, add_port, health_server
 from common.logs import setup_logging
 from common.reflection import ReflectionPool
@@ -72,7 +72,7 @@ async def serve(
     async with contextlib.AsyncExitStack() as stack:
         http_socket = stack.enter_context(contextlib.closing(listen(settings.http_listen)))
         interceptors = [] if keys is None else [KeyInterceptor(keys)]
-        grpc_server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
+        grpc_server = grpc.aio.server(options=CLIENT_SERVER_OPTIONS, interceptors=interceptors)
         grpc_port = _bind(grpc_server, settings.grpc_listen, tls)
         _add_services(grpc_server, front, registry, health)
         probed = _bind_health(settings.health_listen, health)

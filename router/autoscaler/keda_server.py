@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from common.errors import StartupError
-from common.grpc_options import SERVER_OPTIONS
+from common.grpc_options import CLIENT_SERVER_OPTIONS
 from common.grpc_transport import add_port
 from common.tls import TlsFiles
 from router.autoscaler.board import Board
@@ -23,7 +23,7 @@ class KedaServer:
 
     def __init__(self, address: str, board: Board, targets: Targets, tls: TlsFiles | None = None) -> None:
         """Raises `StartupError` where it cannot listen."""
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(options=CLIENT_SERVER_OPTIONS)
         add_service(self._server, SERVICE, ExternalScaler(board, targets))
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
