@@ -282,7 +282,10 @@ class Dispatcher:
             try:
                 async for event in call:
                     if event.HasField("summary"):
+                        num_retries = report.summary.num_prefill_retries
                         report.take_in(event.summary, earlier)
+                        for _ in range(report.summary.num_prefill_retries - num_retries):
+                            self._budget.spend(self._clock())
                     new = NewTokens(
                         [token_of(token) for token in event.tokens],
                         finish_reason_of(event.finish_reason),
@@ -305,6 +308,8 @@ class Dispatcher:
         self, request: DispatchRequest, decision: RoutingDecision, sent: list[int], timeout_s: float
     ) -> grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeEvent]:
         stub = decode_pb2_grpc.DecodeServiceStub(self._registry.channel(decision.decode.address))
+        # Those after the first one are asked where that fails. Without them the decode worker computes the prompt.
+        num_named = None if self._budget.allows(self._clock()) else 1
         return stub.Decode(
             decode_pb2.DecodeRequest(
                 request_id=request.request_id,
@@ -313,7 +318,7 @@ class Dispatcher:
                 sampling_params=sampling_to_proto(request.sampling_params),
                 cache_salt=request.cache_salt,
                 priority=request.priority,
-                prefill_addresses=[endpoint.address for endpoint in decision.prefill],
+                prefill_addresses=[endpoint.address for endpoint in decision.prefill[:num_named]],
                 output_token_ids=sent,
             ),
             timeout=timeout_s,

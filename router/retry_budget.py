@@ -1,4 +1,4 @@
-"""Keeps retries from becoming the load. A token bucket; pure, time comes in."""
+"""Keeps retries, of decode and of prefill workers, from becoming the load. A token bucket; pure, time comes in."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ class RetryBudget:
         self._balance = self._capacity
         self._refilled_at: float | None = None
 
-    @property
-    def balance(self) -> float:
-        """Retries that may start now."""
-        return self._balance
+    def allows(self, now: float) -> bool:
+        """Whether a retry may start now. `now` in seconds, of any monotonic clock."""
+        if self._refilled_at is not None:
+            refill = (now - self._refilled_at) * self._floor_per_s
+            self._balance = min(self._capacity, self._balance + refill)
+        self._refilled_at = now
+        return self._balance >= 1
 
     def request(self) -> None:
         """A new request came."""
         self._balance = min(self._capacity, self._balance + self._ratio)
 
     def spend(self, now: float) -> bool:
-        """Takes one retry out; False where none is left. `now` in seconds, of any monotonic clock."""
-        if self._refilled_at is not None:
-            refill = (now - self._refilled_at) * self._floor_per_s
-            self._balance = min(self._capacity, self._balance + refill)
-        self._refilled_at = now
-        if self._balance < 1:
+        """Takes one retry out; False where none is left."""
+        if not self.allows(now):
             return False
         self._balance -= 1
         return True

@@ -319,6 +319,26 @@ async def test_prefill_workers_are_named_to_the_decode_worker(
     assert list(decode.requests[-1].prefill_addresses) == [prefill.address]
 
 
+async def test_prefill_retries_have_a_budget_too(start_worker: StartWorker, start_router: StartRouter) -> None:
+    """Where it is spent the decode worker has but one to ask; where time has filled it again it has all."""
+    decode = await start_worker()
+    prefill = [await start_worker(WorkerRole.PREFILL) for _ in range(2)]
+    router = await start_router(decode, prefill=prefill)
+
+    async def num_named() -> int:
+        await ask(router)
+        return len(decode.requests[-1].prefill_addresses)
+
+    assert await num_named() == 2
+    decode.first_summary = decode_pb2.DecodeSummary(num_prefill_retries=200)
+    async with asyncio.timeout(60):
+        while await num_named() > 1:
+            pass
+        decode.first_summary = None
+        while await num_named() < 2:
+            pass
+
+
 async def test_workers_of_both_roles_prefill_in_place(start_worker: StartWorker, start_router: StartRouter) -> None:
     workers = (await start_worker(WorkerRole.BOTH), await start_worker(WorkerRole.BOTH))
     router = await start_router(*workers, prefill=workers)
