@@ -26,7 +26,7 @@ LEFT_OUT = """left to make test-kube-full:
   KEDA's operator, to and from zero                                                                       test_keda.py
   groups of LeaderWorkerSet                                                                                test_lws.py
   KV on a claim; LMCache in the pods, Redis behind them                                                  test_tiers.py
-  every permission in use                                                                          test_permissions.py
+  every permission in use, and missed when it is taken away                                        test_permissions.py
   TLS on every hop, API keys                                                         test_secured.py, test_security.py
   a user's cluster                                                                                test_user_cluster.py
 """
