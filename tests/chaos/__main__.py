@@ -107,7 +107,7 @@ class Run:
         address, log = f"127.0.0.1:{port}", self.folder / "lmcache.log"
         server = StoreServer(lmcache_server.wrapper(address, 0.25, None), log)
         stack.callback(server.kill)
-        wait_for("the LMCache server is up", lambda: "ready lmcache=" in log.read_text(), 120)
+        wait_for("the LMCache server is up", lambda: server.is_up, 120)
         flags.append(f"--lmcache-address={address}")
         return server
 

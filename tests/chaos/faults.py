@@ -26,10 +26,17 @@ class StoreServer:
 
     def __init__(self, command: list[str], log: Path) -> None:
         self._command, self._log = command, log
+        self._num_starts = 0
         self.start()
 
     def start(self) -> None:
         self.process = Process("store", self._command, self._log)
+        self._num_starts += 1
+
+    @property
+    def is_up(self) -> bool:
+        """It takes its time to start, and a worker that starts needs it: one that is never up is no fault of theirs."""
+        return self._log.read_text(errors="replace").count("ready lmcache=") == self._num_starts
 
     def kill(self) -> None:
         pid = self.process.popen.pid
@@ -202,7 +209,7 @@ class Faults:
         return True
 
     def _kill_server(self) -> bool:
-        if self._server is None or self._is_pending("store"):
+        if self._server is None or self._is_pending("store") or not self._server.is_up:
             return False
         self._server.kill()
         self._later.append((time.monotonic() + self._rng.uniform(0.5, 3.0), "store", self._server.start))
