@@ -60,17 +60,22 @@ class BlockData:
 
 
 def prepare_directory(kv_dir: str) -> Path:
-    """Makes `kv_dir` where its parent exists, and tries to write there. Raises `StartupError`."""
+    """Makes `kv_dir` where its parent exists, and tries to write there. Raises `StartupError`; not where its disk is
+    full, which workers that run already live with too: they read what is there, and evict."""
     if not kv_dir:
         raise StartupError("kv_dir: shared_storage needs a directory that all workers share")
     path = Path(kv_dir)
     probe = path / f".probe-{writer_id()}"
     try:
         path.mkdir(exist_ok=True)
-        probe.write_bytes(b"baton")
-        probe.unlink()
+        try:
+            probe.write_bytes(b"baton")
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
-        raise StartupError(f"kv_dir: cannot write to {kv_dir!r}: {error.strerror or error}") from error
+        if error.errno not in _FULL or not path.is_dir():
+            raise StartupError(f"kv_dir: cannot write to {kv_dir!r}: {error.strerror or error}") from error
+        log.warning("the store's disk is full", extra={"directory": kv_dir, "reason": error.strerror})
     return path
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -234,6 +235,20 @@ class TestStart:
         if is_root:
             os.seteuid(0)
         directory.rmdir()
+
+    def test_a_full_disk_is_no_reason_not_to_start(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A worker that runs lives with it as well. Where there is no directory it is one."""
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_bytes", full)
+        connector = SharedStorageConnector(ConnectorConfig(kv_dir=str(tmp_path)))
+        assert list(tmp_path.glob(".probe*")) == []
+        assert connector.is_store
+        monkeypatch.setattr(Path, "mkdir", full)
+        with pytest.raises(StartupError, match=r"^kv_dir: cannot write to .*No space left"):
+            SharedStorageConnector(ConnectorConfig(kv_dir=str(tmp_path / "kv")))
 
     def test_read_only(self, read_only_dir: Path) -> None:
         with pytest.raises(StartupError, match=r"^kv_dir: cannot write to .*Permission denied"):
