@@ -239,7 +239,7 @@ class TestStart:
     def test_a_full_disk_is_no_reason_not_to_start(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A worker that runs lives with it as well. Where there is no directory it is one."""
 
-        def full(*_: object) -> None:
+        def full(*_: object, **__: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(Path, "write_bytes", full)
