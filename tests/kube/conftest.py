@@ -13,6 +13,7 @@ from tests.kube import control_plane as alone
 from tests.kube import images
 from tests.kube.cluster import Cluster
 from tests.kube.control_plane import ControlPlane
+from tests.kube.release import Release
 from tests.kube.user_cluster import UserCluster, allowed_cluster
 
 CRDS_VARIABLE = "KUBE_CRDS"
@@ -58,3 +59,10 @@ def local_cluster(cluster: Cluster | UserCluster) -> Cluster:
     if not isinstance(cluster, Cluster):
         pytest.skip("runs on a local cluster only")
     return cluster
+
+
+@pytest.fixture(scope="module")
+def ports(cluster: Cluster | UserCluster, release: Release) -> tuple[int, int]:
+    """REST and gRPC of the router's Service, on 127.0.0.1. `release` is the module's own."""
+    service = f"{release.name}-router.{release.namespace}"
+    return cluster.forward(service, 8000), cluster.forward(service, 50051)

@@ -8,10 +8,12 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
+
+import grpc
 
 from baton.client import Client
 from common.errors import BatonError, UnavailableError
@@ -132,20 +134,33 @@ class Load:
 @contextmanager
 def busy(port: int, *, num_clients: int, num_prompt_tokens: int, num_output_tokens: int) -> Iterator[None]:
     """Requests of one shape, without end, over gRPC. Raises RuntimeError where any failed."""
-    stop, failures = threading.Event(), []
 
-    def ask(number: int) -> None:
+    def ask(number: int, stop: threading.Event) -> None:
         with Client(f"127.0.0.1:{port}", timeout=600) as client:
             while not stop.is_set():
                 number += 100
                 prompt = [100 + (number * 7 + i * number) % 290 for i in range(num_prompt_tokens)]
-                try:
-                    client.generate(prompt, max_tokens=num_output_tokens, ignore_eos=True, temperature=0.0).result()
-                except BatonError as error:
-                    failures.append(f"{error.grpc_code}: {error.message}")
-                    return
+                client.generate(prompt, max_tokens=num_output_tokens, ignore_eos=True, temperature=0.0).result()
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(num_clients)]
+    with at_once(num_clients, ask):
+        yield
+
+
+@contextmanager
+def at_once(num_clients: int, ask: Callable[[int, threading.Event], None]) -> Iterator[None]:
+    """Clients in threads, each with its number, which ask until the event is set, as it is on leaving.
+
+    Raises RuntimeError where any failed; the others go on meanwhile.
+    """
+    stop, failures = threading.Event(), []
+
+    def run(number: int) -> None:
+        try:
+            ask(number, stop)
+        except (BatonError, grpc.RpcError) as error:
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(num_clients)]
     for thread in threads:
         thread.start()
     try:

@@ -32,12 +32,6 @@ def release(local_cluster: Cluster) -> Iterator[Release]:
     release.remove()
 
 
-@pytest.fixture(scope="module")
-def ports(local_cluster: Cluster, release: Release) -> tuple[int, int]:
-    service = f"baton-router.{NAMESPACE}"
-    return local_cluster.forward(service, 8000), local_cluster.forward(service, 50051)
-
-
 def _addresses(release: Release) -> set[str]:
     return {f"{pod['status']['podIP']}:50061" for pod in release.pods("both") if is_ready(pod)}
 

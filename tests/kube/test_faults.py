@@ -33,12 +33,6 @@ def release(local_cluster: Cluster) -> Iterator[Release]:
     release.remove()
 
 
-@pytest.fixture(scope="module")
-def ports(local_cluster: Cluster, release: Release) -> tuple[int, int]:
-    service = f"baton-router.{NAMESPACE}"
-    return local_cluster.forward(service, 8000), local_cluster.forward(service, 50051)
-
-
 @pytest.fixture
 def load(release: Release, ports: tuple[int, int]) -> Iterator[Load]:
     """Long answers, so that faults meet streams under way. What failed is told when the test is done."""

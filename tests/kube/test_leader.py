@@ -12,10 +12,11 @@ from contextlib import ExitStack, contextmanager
 import grpc
 import pytest
 
+from common.errors import InternalError
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from router.autoscaler.leader import EVERY_S, LEASE_S
 from tests.kube.cluster import Cluster
-from tests.kube.load import busy
+from tests.kube.load import at_once, busy
 from tests.kube.processes import wait_until
 from tests.kube.release import Release, container_of, is_ready
 from tests.kube.tiny_model import offer_tiny_model
@@ -97,9 +98,8 @@ def test_another_leads_and_leaves_replicas_alone(
 @contextmanager
 def _streams_at(cluster: Cluster, address: str, number: int) -> Iterator[None]:
     """Long answers of one decode worker, asked of it directly. Raises RuntimeError where any failed."""
-    stop, failures = threading.Event(), []
 
-    def ask(number: int) -> None:
+    def ask(number: int, stop: threading.Event) -> None:
         params = types_pb2.SamplingParams(temperature=0, max_tokens=1500, seed=1, ignore_eos=True)
         with grpc.insecure_channel(f"127.0.0.1:{cluster.forward_to(address, 50061)}") as channel:
             while not stop.is_set():
@@ -108,25 +108,12 @@ def _streams_at(cluster: Cluster, address: str, number: int) -> Iterator[None]:
                     prompt_token_ids=[100 + number] * 20,
                     sampling_params=params,
                 )
-                try:
-                    *_, last = decode_pb2_grpc.DecodeServiceStub(channel).Decode(request, timeout=300)
-                except grpc.RpcError as error:
-                    failures.append(str(error))
-                    return
+                *_, last = decode_pb2_grpc.DecodeServiceStub(channel).Decode(request, timeout=300)
                 if last.finish_reason != types_pb2.FINISH_REASON_LENGTH:
-                    failures.append(str(last))
+                    raise InternalError(f"a stream ended early: {last}")
 
-    threads = [threading.Thread(target=ask, args=(one,)) for one in range(number)]
-    for thread in threads:
-        thread.start()
-    try:
+    with at_once(number, ask):
         yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    if failures:
-        raise RuntimeError(f"streams failed: {failures}")
 
 
 def test_emptiest_worker_goes_first(release: Release, local_cluster: Cluster, grpc_port: int) -> None:

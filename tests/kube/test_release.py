@@ -41,12 +41,6 @@ def release(cluster: Cluster | UserCluster) -> Iterator[Release]:
     release.remove()
 
 
-@pytest.fixture(scope="module")
-def ports(cluster: Cluster | UserCluster, release: Release) -> tuple[int, int]:
-    """REST and gRPC of the router's Service, on 127.0.0.1."""
-    return cluster.forward("baton-router.baton-tests", 8000), cluster.forward("baton-router.baton-tests", 50051)
-
-
 def test_helm_test_passes(release: Release) -> None:
     assert "Phase:          Succeeded" in release.helm("test", release.name, "--timeout", "3m")
 
