@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self, TypedDict, TypeVar, Unpack
 
 import grpc
+from google.protobuf import any_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
@@ -247,8 +248,7 @@ def to_baton_error(error: grpc.RpcError, router: str) -> BatonError:
         return InternalError(str(error))
     code, message = error.code(), error.details() or error.code().name
     retry_after_s, field, reason = 1.0, "", ""
-    status = rpc_status.from_call(error)
-    for detail in status.details if status is not None else ():
+    for detail in _status_details(error):
         retry, bad = error_details_pb2.RetryInfo(), error_details_pb2.BadRequest()
         if detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
@@ -282,6 +282,15 @@ def to_baton_error(error: grpc.RpcError, router: str) -> BatonError:
             return UnavailableError(f"what answers at {router} is not a Baton router: {message}")
         case _:
             return InternalError(message)
+
+
+def _status_details(call: grpc.Call) -> Sequence[any_pb2.Any]:
+    """What the server says beyond code and words."""
+    try:
+        status = rpc_status.from_call(call)
+    except ValueError:
+        return ()  # the call had ended here, by its deadline, when the server's own status came: not what ended it
+    return () if status is None else status.details
 
 
 def _tls_problem(message: str, router: str) -> str:

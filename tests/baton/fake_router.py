@@ -87,6 +87,10 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
             "RESOURCE_EXHAUSTED": error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=7)),
         }
         packed = any_pb2.Any()
+        if code == "LATE":  # a client that had given up gets the server's details and its own words
+            late = status_pb2.Status(code=grpc.StatusCode.DEADLINE_EXCEEDED.value[0], message="the server's words")
+            context.set_trailing_metadata(rpc_status.to_status(late).trailing_metadata)
+            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "why")
         if code not in details:
             context.abort(grpc.StatusCode[code], "top_p: as the message says" if code == "INVALID_ARGUMENT" else "why")
         packed.Pack(details[code])

@@ -93,6 +93,11 @@ def test_each_status_is_an_error_of_the_tree(code: str, error: type[BatonError],
         assert caught.value.message == "why"
 
 
+def test_details_that_came_too_late_do_not_count(client: Client) -> None:
+    with pytest.raises(DeadlineError, match="why"):
+        client.generate("!LATE").result()
+
+
 def test_wrong_types_name_the_option_before_anything_is_sent(client: Client, router: tuple[FakeRouter, str]) -> None:
     with pytest.raises(InvalidArgumentError, match=r"^top_k: 'many'"):
         client.generate("x", temperature=1.0, top_k="many")  # type: ignore[arg-type]
