@@ -21,6 +21,7 @@ LEFT_OUT = """left to make test-kube-full:
   memory that runs out, a silent kubelet, lost pods, killed routers, under load                         test_faults.py
   a second node: drained, and lost, under load                                                           test_nodes.py
   workers of both roles                                                                                   test_both.py
+  what a local cluster leaves on the machine                                                           test_cluster.py
   HPAs on Baton's own metrics; the planner behind them                         test_scaling.py, test_follow_planner.py
   the autoscaler's leader                                                                               test_leader.py
   KEDA's operator, to and from zero                                                                       test_keda.py

@@ -8,8 +8,9 @@
             ...
 
 Nothing of the machine's network is touched, and all of it is gone when the process that started it ends, however it
-ends. It needs root, and of Debian: runc containernetworking-plugins iptables conntrack iproute2. What it does not have:
-enforced network policies, load balancers, a storage provisioner.
+ends; one that is killed leaves its folder and empty cgroups. It needs root, and of Debian: runc
+containernetworking-plugins iptables conntrack iproute2. What it does not have: enforced network policies, load
+balancers, a storage provisioner.
 
 `python -m tests.kube.cluster` starts one with Baton installed, says how to reach it, and waits for Ctrl-C.
 """

@@ -6,7 +6,8 @@ The first node shares its namespaces with the control plane. Another one is a ma
     cni0 10.244.1.0/24                           cni0 10.244.2.0/24
     10.250.0.1 (NAME-cable) ──────────────────── 10.250.0.2 (node0)
 
-Each has a cgroup of its own under the same root, since a kubelet ends what it does not know in its cgroup.
+Each has a cgroup of its own, since a kubelet ends what it does not know in its cgroup: a node's beside it, another
+cluster's, or the machine's own pods.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import shutil
 import subprocess
 import tarfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +29,9 @@ DNS_ADDRESS = "10.0.0.10"
 POD_RANGE = "10.244.0.0/16"
 CNI_PLUGINS = Path("/usr/lib/cni")
 _CGROUPS = Path("/sys/fs/cgroup")
+_CONTROLLERS = ("cpu", "cpuset", "hugetlb", "memory", "pids")  # that a kubelet asks for, of those that there are
+# Where containerd, its shims, CNI plugins and kubelets write whatever their settings are.
+_FIXED_FOLDERS = ("/run/containerd", "/run/netns", "/var/lib/cni", "/var/lib/kubelet", "/var/log/containers")
 
 
 class Node:
@@ -42,9 +47,15 @@ class Node:
         self.pods = f"10.244.{number}.0/24"
         self._images = images_in or self.folder / "containerd" / "root"
         self._socket = self.folder / "containerd.sock"
+        self._cgroup = f"baton-{name}-{uuid.uuid4().hex[:8]}"
 
     def start(self) -> None:
         """Returns when the API server has heard of it. The network has to be there."""
+        self.namespaces.shell(
+            "\n".join(f"mkdir -p {folder}; mount -t tmpfs tmpfs {folder}" for folder in _FIXED_FOLDERS)
+        )
+        for root in _cgroup_roots():
+            _make_cgroup(root / self._cgroup)
         certs = self.plane.certs
         certificates.make_leaf(certs, self.name, "ca", f"/O=system:nodes/CN=system:node:{self.name}")
         for user in (self.name, "admin"):
@@ -184,6 +195,7 @@ state = "{folder}/containerd/state"
             # Inside a container, on either version of cgroups.
             "cgroupDriver": "cgroupfs",
             "failCgroupV1": False,
+            "cgroupRoot": f"/{self._cgroup}",
             "featureGates": {"KubeletInUserNamespace": True},
             "enforceNodeAllocatable": [],
             "localStorageCapacityIsolation": False,
@@ -191,8 +203,6 @@ state = "{folder}/containerd/state"
             "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
             "imageGCHighThresholdPercent": 100,
         }
-        if self.number > 1:
-            config["cgroupRoot"] = f"/{self._cgroup}"
         path = folder / "kubelet.json"
         path.write_text(json.dumps(config))
         kubelet = self._spawn(
@@ -212,15 +222,10 @@ state = "{folder}/containerd/state"
         """What is left of it when all its processes have ended."""
         # What they had mounted went with their mount namespace.
         shutil.rmtree(self.folder / "containerd", ignore_errors=True)
-        if self.number > 1:
-            for root in _cgroup_roots():
-                wait_until("empty cgroups", lambda root=root: _remove_cgroup(root / self._cgroup), 30)  # type: ignore[misc]
+        for root in _cgroup_roots():
+            wait_until("empty cgroups", lambda root=root: _remove_cgroup(root / self._cgroup), 30)  # type: ignore[misc]
 
     # ---------------------------------------------------------------------------------------- another machine
-
-    @property
-    def _cgroup(self) -> str:
-        return f"baton-{self.name}"
 
     @property
     def _cable(self) -> str:
@@ -251,13 +256,8 @@ state = "{folder}/containerd/state"
             ip link set node0 up
             ip route add default via {NODE_ADDRESS} dev node0
             {FORWARDING}
-            # A kubelet's folder at a fixed place, whatever its --root-dir.
-            mkdir -p /var/lib/kubelet
-            mount -t tmpfs tmpfs /var/lib/kubelet
             """
         )
-        for root in _cgroup_roots():
-            _make_cgroup(root / self._cgroup)
 
     @contextlib.contextmanager
     def unreachable(self, first: Namespaces) -> Iterator[None]:
@@ -291,6 +291,11 @@ def _cgroup_roots() -> list[Path]:
 
 
 def _make_cgroup(path: Path) -> None:
+    """Just below a hierarchy's root."""
+    if (_CGROUPS / "cgroup.controllers").exists():  # version 2: a group has the controllers that the one above hands on
+        there = (path.parent / "cgroup.controllers").read_text().split()
+        for controller in set(_CONTROLLERS) & set(there):
+            (path.parent / "cgroup.subtree_control").write_text(f"+{controller}")
     path.mkdir(exist_ok=True)
     for file in ("cpuset.cpus", "cpuset.mems"):  # of version 1: without them no process can be in it
         if (path / file).exists() and not (path / file).read_text().strip():
