@@ -128,9 +128,9 @@ UNTOUCHED = same()
 CANCELLED = Outcome(End.CANCELLED, frozenset({Counted.CANCELLED}))
 DEADLINE = Outcome(End.DEADLINE, frozenset({Counted.DEADLINE}))
 LOST = Outcome(End.LOST_WITH_ROUTER)
-# A router that is cut off loses sight of its workers and of its client at about the same time.
-LOST_AND_COUNTED = Outcome(
-    End.LOST_WITH_ROUTER, frozenset({Counted.CANCELLED}), frozenset({Counted.RETRY, Counted.MIGRATION})
+# A router that is cut off loses sight of its workers, looks for others for a while, and then of its client.
+LOST_WITH_CUT = Outcome(
+    End.LOST_WITH_ROUTER, may_count=frozenset({Counted.RETRY, Counted.MIGRATION, Counted.CANCELLED})
 )
 RETRY = same(Counted.RETRY)
 MIGRATION = same(Counted.MIGRATION)
@@ -148,7 +148,9 @@ FALLBACK_P2P = same(Counted.FALLBACK, may=_STREAM_OR_READ)
 READ_ALL_THE_SAME = same(may=(Counted.FALLBACK, *_STREAM_OR_READ))  # an engine is read from while its front hangs
 ANNOUNCED = same(may=(Counted.FALLBACK,))  # the last announcement is later than the first token
 
-PREFILL_LOST = row(PREFILL_RETRY, PREFILL_RETRY, PREFILL_RETRY, PREFILL_RETRY, ANNOUNCED, UNTOUCHED)
+# The engine may have read all that the store holds, and have let the worker go, before its stream is seen to break.
+READ_OR_BROKEN = same(may=(Counted.PREFILL_RETRY, Counted.FALLBACK))
+PREFILL_LOST = row(PREFILL_RETRY, PREFILL_RETRY, PREFILL_RETRY, PREFILL_RETRY, READ_OR_BROKEN, UNTOUCHED)
 PREFILL_LOST_P2P = row(PREFILL_RETRY, PREFILL_RETRY, PREFILL_RETRY_P2P, PREFILL_RETRY_P2P, FALLBACK_P2P, UNTOUCHED)
 DECODE_LOST = row(RETRY, RETRY, RETRY, RETRY, MIGRATION, MIGRATION)
 
@@ -178,7 +180,7 @@ _TABLE: dict[tuple[Process, Fault], Row] = {
     (Process.CLIENT, Fault.CUT): always(CANCELLED),
     (Process.ROUTER, Fault.SIGKILL): always(LOST),
     (Process.ROUTER, Fault.SIGSTOP): always(MOVED),
-    (Process.ROUTER, Fault.CUT): always(LOST_AND_COUNTED),
+    (Process.ROUTER, Fault.CUT): always(LOST_WITH_CUT),
     **{(Process.PREFILL_FRONT, fault): PREFILL_LOST for fault in (Fault.SIGKILL, Fault.SIGSTOP, Fault.CUT)},
     **{(Process.PREFILL_ENGINE, fault): PREFILL_LOST for fault in (Fault.SIGKILL, Fault.SIGSTOP)},
     (Process.PREFILL_ENGINE, Fault.CUT): always(ONE_LINK),

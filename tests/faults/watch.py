@@ -123,6 +123,11 @@ class Counters:
         """`router` is the URL of the one that is asked."""
         self._fleet, self._router = fleet, router
         self._before = self._read()
+        self._ended_before = self._read_ended()
+
+    def num_ended(self) -> float:
+        """Requests that the router has ended, in whatever way."""
+        return self._read_ended() - self._ended_before
 
     def since(self) -> dict[Counted, float]:
         after = self._read()
@@ -131,6 +136,9 @@ class Counters:
             for what, value in values.items():
                 counted[what] += value - self._before.get(process, {}).get(what, 0.0)
         return counted
+
+    def _read_ended(self) -> float:
+        return total(scrape(f"{self._router}/metrics"), "baton_router_requests_total")
 
     def _read(self) -> dict[str, dict[Counted, float]]:
         """By process and its life."""
