@@ -97,8 +97,12 @@ def _is_decided(member: Member) -> bool:
     return not member.process.running or len(alive(member.pids)) == 2
 
 
-def revive(fleet: Fleet) -> None:
-    """Starts again what has died, and waits until the router uses every worker."""
+def revive(fleet: Fleet, *, may_end: bool = False) -> None:
+    """Starts again what has died, and waits until the router uses every worker.
+
+    `may_end`: also who ends meanwhile, as what supervises workers does. UCX over TCP ends a producer whose connection
+    broke in mid-transfer, at times when the other end is back (docs/kv-plane.md).
+    """
     if not fleet.router.running:
         fleet.restart_router()
     for member in list(fleet.members):
@@ -106,4 +110,11 @@ def revive(fleet: Fleet) -> None:
         wait_for(f"{member.name} runs whole, or ends", functools.partial(_is_decided, member), 30)
         if not member.process.running:
             fleet.restart(member)
-    wait_for("every worker is ready", fleet.all_ready, START_TIMEOUT_S)
+
+    def is_whole() -> bool:
+        for member in list(fleet.members):
+            if may_end and not member.process.running:
+                fleet.restart(member)
+        return fleet.all_ready()
+
+    wait_for("every worker is ready", is_whole, START_TIMEOUT_S)

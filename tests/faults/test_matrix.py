@@ -14,7 +14,7 @@ from tests.faults.client_process import Ask, Told
 from tests.faults.conftest import HASTY_TIMEOUT_S, Stage, Stages
 from tests.faults.disk import corrupt
 from tests.faults.harm import Harm, revive
-from tests.faults.matrix import CELLS, Cell, Counted, End, Fault, Moment, Outcome, Process, expected
+from tests.faults.matrix import CELLS, Cell, Counted, End, Fault, Moment, Outcome, Process, expected, heard_all_the_same
 from tests.faults.network import Cut
 from tests.faults.reference import NUM_TOKENS
 from tests.faults.scene import MAX_TRIES, MissedError, Scene
@@ -119,6 +119,8 @@ class Trial:
     def __init__(self, stage: Stage, case: Case) -> None:
         self._stage, self._case, self._cell = stage, case, case.cell
         self._outcome = expected(case.cell, case.connector)
+        if case.cut is Cut.INCOMING:
+            self._outcome = heard_all_the_same(self._outcome)
         self._url = stage.fleet.http
         if case.interface == "rest" and case.cell.fault is Fault.DEADLINE:
             self._url = stage.hasty  # over REST it is the router that sets the deadline
@@ -247,7 +249,7 @@ class Trial:
             self._check_counters(counters)
             for what in self._outcome.counted & set(LOGGED):
                 wait_for(f"the log tells of the {what}", lambda what=what: _is_logged(stage, ask, LOGGED[what]))  # type: ignore[misc]
-        revive(stage.fleet)
+        revive(stage.fleet, may_end=self._case.connector == "nixl" and self._cell.fault in (Fault.CUT, Fault.SIGSTOP))
         self._settle()
         next_answer = stage.answer("next")
         assert next_answer.token_ids == stage.reference.token_ids, next_answer
