@@ -269,6 +269,8 @@ async def test_drain_finishes_what_runs_and_takes_nothing_new(router: RunningRou
     await watch.read()
     router.stop.set()
     assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    # A request that is on its way when the connection is called back is cancelled by gRPC itself.
+    await asyncio.wait_for(router.channel.wait_for_state_change(grpc.ChannelConnectivity.READY), 20)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await collect(router, inference_pb2.GenerateRequest(prompt="b"))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
