@@ -24,6 +24,7 @@ SETTLE_S = 15.0  # twice as long as workers without work need to make their page
 NUM_NEW = 12  # tokens: enough for the median of a decode step
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 QUICK_LENGTHS = (128, 512, 2048)
+SHORT = 512  # cheap to repeat: a decode step differs from the next by more than the bar
 LONG = 2048  # from here on the handoff is compared with TTFT
 OVERLAP = {"overlap": "chunk", "no overlap": "end"}  # what figures are called, and --announce
 
@@ -57,7 +58,7 @@ def measure(
     for length in sorted({min(length, limit) for length in (QUICK_LENGTHS if settings.quick else LENGTHS)}):
         progress(f"{PART}: {connector}, prompts of {length} tokens")
         figures: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for _ in range(settings.repeats * (2 if length <= LONG else 1)):
+        for _ in range(settings.repeats * (8 if length <= SHORT else 2 if length <= LONG else 1)):
             for name, client in clients.items():
                 timed = client.generate(prompts.new(length), NUM_NEW)
                 timings = timed.report.timings
