@@ -18,11 +18,12 @@ from tests.faults import watch
 from tests.faults.client_process import Ask, Told
 from tests.faults.clients import ClientProcess
 from tests.faults.disk import Disk
-from tests.faults.matrix import Moment
+from tests.faults.matrix import ONE_HOST, Moment
 from tests.faults.network import Network
 from tests.faults.reference import NUM_TOKENS, Reference
 from tests.faults.scene import CHUNK_SIZE, NUM_CHUNKS, Setting, new_id
 from tests.integration.stack import CALL_TIMEOUT_S, Fleet, OneHost
+from tests.kv_store.lmcache_process import LMCacheProcess
 from tests.nixl import skip_without_nixl
 
 HOSTS = ["router", "prefill-0", "prefill-1", "decode-0", "decode-1", "client"]
@@ -129,17 +130,22 @@ def _opened(connector: str, reference: Reference, folder: Path) -> Iterator[Stag
     with contextlib.ExitStack() as stack:
         disk = Disk(folder / "kv")
         stack.callback(disk.close)
-        why = networks.why_not(folder)
+        server = LMCacheProcess() if connector == "lmcache" else None
+        if server is not None:
+            stack.callback(server.close)
+        why = networks.why_not(folder) if server is None else ONE_HOST.why
         network = None if why else Network(folder, HOSTS)
         if network is not None:
             stack.callback(network.close)
         # As between machines, whatever else is there between these processes.
         environ = networks.UCX_ENVIRON if network is not None else {"UCX_TLS": "tcp"}
-        flags = (f"--model={reference.model_dir}", f"--connector={connector}", *FLAGS)
+        flags = [f"--model={reference.model_dir}", f"--connector={connector}", *FLAGS]
+        if server is not None:
+            flags.append(f"--lmcache-address={server.address}")
         fleet = Fleet(folder, *flags, prefill=2, decode=2, hosts=network, environ=environ)
         stack.callback(fleet.stop)
         hasty = fleet.another_router("hasty", f"--request-timeout={HASTY_TIMEOUT_S}")
-        setting = Setting(fleet, disk, reference.prompt, 0.0, is_store=connector == "shared_storage")
+        setting = Setting(fleet, disk, reference.prompt, 0.0, is_store=connector != "nixl", server=server)
         stage = Stage(connector, setting, network, why, reference, hasty, folder)
         stack.callback(stage.close)
         stage.setting = replace(setting, chunk_cpu_s=_chunk_cpu_s(stage))

@@ -13,6 +13,7 @@ from tests.faults.matrix import Cell, Fault, Process
 from tests.faults.network import Cut, Network
 from tests.faults.scene import Scene
 from tests.integration.stack import START_TIMEOUT_S, Fleet, Member, alive, wait_for
+from tests.kv_store.lmcache_process import LMCacheProcess
 
 _FRONTS = {Process.PREFILL_FRONT, Process.DECODE_FRONT}
 _PREFILL = {Process.PREFILL_FRONT, Process.PREFILL_ENGINE}
@@ -26,6 +27,7 @@ class Harm:
         self._cell, self._scene, self._disk, self._network, self._cut = cell, scene, disk, network, cut
         self._stopped: set[int] = set()
         self._cut_off = ""
+        self._is_server_dead = False
 
     @property
     def victim(self) -> Member | None:
@@ -60,7 +62,8 @@ class Harm:
         return [member for member in self._scene.fleet.members if not (is_deadly and member is self.victim)]
 
     def undo(self) -> None:
-        """The network is whole, the disk has room, whoever hung goes on. What died stays dead; see `revive`."""
+        """The network is whole, the disk has room, the store runs, whoever hung goes on. Workers that died stay dead;
+        see `revive`."""
         self._scene.thaw()
         for pid in self._stopped:
             with contextlib.suppress(ProcessLookupError):
@@ -70,11 +73,20 @@ class Harm:
             self._network.heal(self._cut_off)
             self._cut_off = ""
         (self._disk.path / FILLER).unlink(missing_ok=True)
+        if self._is_server_dead:
+            self._server().start()
+            self._is_server_dead = False
 
     # ------------------------------------------------------------------------------------------ internals
 
     def _signal(self, signum: signal.Signals) -> None:
-        if self._cell.process is Process.CLIENT:
+        if self._cell.process is Process.STORE and signum is signal.SIGKILL:
+            self._server().kill()
+            self._is_server_dead = True
+            return
+        if self._cell.process is Process.STORE:
+            pid = self._server().process.pid
+        elif self._cell.process is Process.CLIENT:
             pid = self._scene.client.pid
         elif self.victim is None:
             pid = self._scene.fleet.router.popen.pid
@@ -86,6 +98,11 @@ class Harm:
         self._scene.keep_stopped([pid])
         if signum is signal.SIGSTOP:
             self._stopped.add(pid)
+
+    def _server(self) -> LMCacheProcess:
+        server = self._scene.setting.server
+        assert server is not None, "this store is no process"
+        return server
 
     def _host(self) -> str:
         if self._cell.process is Process.CLIENT:

@@ -168,8 +168,10 @@ ONLY_CLIENTS = not_possible(
 )
 NO_FILES = not_possible("holds no files: the store does")
 ONE_LINK = not_possible("has no link of its own: the worker's is the row of its front")
-NO_PROCESS = not_possible("a directory, and no process")
-NO_STORE = not_possible("this connector has no store")
+NO_PROCESS = not_possible("shared_storage is a directory, and no process")
+NO_STORE = not_possible("nixl has no store")
+IN_MEMORY = not_possible("lmcache keeps blocks in memory here")
+ONE_HOST = not_possible("an LMCache server and its workers share one host's memory")
 NO_FILE_YET = not_possible("the request has no file yet; those of an earlier request are read before it is computed")
 
 _TABLE: dict[tuple[Process, Fault], Row] = {
@@ -205,6 +207,19 @@ _P2P: dict[tuple[Process, Fault], Row] = {
 }
 _P2P[Process.PREFILL_FRONT, Fault.SIGSTOP] = {**PREFILL_LOST_P2P, Moment.AFTER_FIRST_TOKEN: READ_ALL_THE_SAME}
 
+# A server that holds the blocks can die or hang, unlike a directory. What it held is computed by the decode worker.
+_SERVER_LOST = same(Counted.FALLBACK, may=(Counted.LOST_BLOCKS,))
+_LMCACHE: dict[tuple[Process, Fault], Row] = {
+    **{
+        (Process.STORE, fault): {**always(_SERVER_LOST), Moment.MID_DECODE: UNTOUCHED}
+        for fault in (Fault.SIGKILL, Fault.SIGSTOP)
+    },
+    **{(Process.STORE, fault): always(IN_MEMORY) for fault in (Fault.FULL_DISK, Fault.CORRUPT_FILE)},
+    **{(process, Fault.CUT): always(ONE_HOST) for process in Process},
+}
+
+CONNECTORS = ("shared_storage", "nixl", "lmcache")
+
 
 @dataclass(slots=True, frozen=True)
 class Cell:
@@ -228,13 +243,15 @@ def heard_all_the_same(outcome: Outcome) -> Outcome:
 
 
 def expected(cell: Cell, connector: str) -> Outcome:
-    """`connector` is shared_storage or nixl."""
+    """`connector` is one of CONNECTORS."""
     key = cell.process, cell.fault
     if connector == "nixl":
         if cell.process is Process.STORE:
             return NO_STORE
         if key in _P2P:
             return _P2P[key][cell.moment]
+    if connector == "lmcache" and key in _LMCACHE:
+        return _LMCACHE[key][cell.moment]
     if key in _TABLE:
         return _TABLE[key][cell.moment]
     return ONLY_CLIENTS if cell.fault in (Fault.CANCEL, Fault.DEADLINE) else NO_FILES

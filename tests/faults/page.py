@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.faults.matrix import FAULTS, MOMENTS, Cell, End, Fault, Moment, Outcome, Process, expected
+from tests.faults.matrix import CONNECTORS, FAULTS, MOMENTS, Cell, End, Fault, Moment, Outcome, Process, expected
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 
@@ -56,6 +56,9 @@ client is given up 30 s after its host was last heard of ([`router/rest/listener
 one that hangs goes on being answered until it has taken nothing for as long. A hung engine is ended by its front after
 `--engine-timeout`.
 
+With `lmcache` nothing is cut: its server and the workers share one host's memory. Where it has no line of its own, what
+holds for a store holds for it.
+
 """
 
 
@@ -77,16 +80,18 @@ def _section(process: Process) -> str:
     lines = [f"### {process.value.capitalize()}\n", _line(head), _line(["---"] * len(head))]
     reasons: dict[str, list[str]] = {}
     for fault in Fault:
-        outcomes = {connector: _row(process, fault, connector) for connector in ("shared_storage", "nixl")}
-        stored, direct = outcomes["shared_storage"], outcomes["nixl"]
-        for outcome in [*stored, *direct]:
-            if outcome.end is End.NOT_POSSIBLE and fault.value not in reasons.setdefault(outcome.why, []):
-                reasons[outcome.why].append(fault.value)
-        if all(outcome.end is End.NOT_POSSIBLE for outcome in stored):
-            continue
-        lines.append(_line([fault.value, *(outcome.words() for outcome in stored)]))
-        if direct != stored and any(outcome.end is not End.NOT_POSSIBLE for outcome in direct):
-            lines.append(_line([f"{fault.value}, with nixl", *(outcome.words() for outcome in direct)]))
+        outcomes = {connector: _row(process, fault, connector) for connector in CONNECTORS}
+        stored = outcomes["shared_storage"]
+        for connector, found in outcomes.items():
+            for outcome in found if connector == "shared_storage" or process is Process.STORE else []:
+                if outcome.end is End.NOT_POSSIBLE and fault.value not in reasons.setdefault(outcome.why, []):
+                    reasons[outcome.why].append(fault.value)
+            if all(outcome.end is End.NOT_POSSIBLE for outcome in found):
+                continue
+            if connector == "shared_storage":
+                lines.append(_line([fault.value, *(outcome.words() for outcome in stored)]))
+            elif found != stored:
+                lines.append(_line([f"{fault.value}, with {connector}", *(outcome.words() for outcome in found)]))
     lines.append("")
     lines += [f"- {', '.join(faults)}: {why}." for why, faults in reasons.items()]
     return "\n".join(lines) + ("\n\n" if reasons else "\n")

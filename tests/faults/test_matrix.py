@@ -14,7 +14,19 @@ from tests.faults.client_process import Ask, Told
 from tests.faults.conftest import HASTY_TIMEOUT_S, Stage, Stages
 from tests.faults.disk import corrupt
 from tests.faults.harm import Harm, revive
-from tests.faults.matrix import CELLS, Cell, Counted, End, Fault, Moment, Outcome, Process, expected, heard_all_the_same
+from tests.faults.matrix import (
+    CELLS,
+    CONNECTORS,
+    Cell,
+    Counted,
+    End,
+    Fault,
+    Moment,
+    Outcome,
+    Process,
+    expected,
+    heard_all_the_same,
+)
 from tests.faults.network import Cut
 from tests.faults.reference import NUM_TOKENS
 from tests.faults.scene import MAX_TRIES, MissedError, Scene
@@ -74,11 +86,13 @@ class Case:
 def cases() -> list[Case]:
     """By connector, so that each fleet is started once."""
     found: list[Case] = []
-    for connector in ("shared_storage", "nixl"):
+    for connector in CONNECTORS:
         for cell in CELLS:
             if expected(cell, connector).end is End.NOT_POSSIBLE:
                 continue
             if connector == "nixl" and not _matters_to_p2p(cell):
+                continue
+            if connector == "lmcache" and not _matters_to_server(cell):
                 continue
             found.append(Case(cell, connector))
             if connector == "shared_storage" and cell.fault in (Fault.CANCEL, Fault.DEADLINE):
@@ -92,6 +106,10 @@ def _matters_to_p2p(cell: Cell) -> bool:
     if cell.fault is Fault.DEADLINE and cell.moment is Moment.BETWEEN_CHUNKS:
         return False  # the producer is stopped so long that the read is overdue: UCX may end it, see `kv_store.nixl`
     return cell.moment in P2P_MOMENTS or cell.process in P2P_PROCESSES
+
+
+def _matters_to_server(cell: Cell) -> bool:
+    return cell.moment in (Moment.MID_TRANSFER, Moment.AFTER_FIRST_TOKEN) or cell.process is Process.STORE
 
 
 def _param(case: Case) -> object:

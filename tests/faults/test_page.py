@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults.matrix import CELLS, Counted, End, Fault, Process, expected
+from tests.faults.matrix import CELLS, CONNECTORS, Counted, End, Fault, Process, expected
 from tests.faults.page import PATH, text
 from tests.faults.test_matrix import QUICK, cases
 
@@ -13,7 +13,7 @@ def test_the_page_is_current() -> None:
 
 def test_every_cell_has_an_outcome_or_a_reason() -> None:
     assert len(CELLS) == len(set(CELLS)) == 7 * 6 * 7
-    for connector in ("shared_storage", "nixl"):
+    for connector in CONNECTORS:
         for cell in CELLS:
             outcome = expected(cell, connector)
             assert bool(outcome.why) == (outcome.end is End.NOT_POSSIBLE), cell
@@ -28,6 +28,9 @@ def test_every_possible_cell_is_tested() -> None:
     direct = {case.cell for case in cases() if case.connector == "nixl"}
     differing = {cell for cell in tested if expected(cell, "nixl") != expected(cell, "shared_storage")}
     assert direct >= {cell for cell in differing if cell.process is not Process.STORE}
+    by_server = {case.cell for case in cases() if case.connector == "lmcache"}
+    of_server = {cell for cell in CELLS if cell.process is Process.STORE}
+    assert by_server >= {cell for cell in of_server if expected(cell, "lmcache").end is not End.NOT_POSSIBLE}
 
 
 def test_what_is_counted_fits_the_end() -> None:
