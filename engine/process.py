@@ -125,8 +125,9 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     runner = ModelRunner(Path(bootstrap.model_dir), settings)
     runner.warm_up()
     commands = _Commands(socket)
-    core = EngineCore(settings, runner, connector, time.monotonic, wakeup.set, store, commands.read)
-    commands.core = core
+    core = EngineCore(
+        settings, runner, connector, time.monotonic, wakeup.set, store, read_commands=lambda: commands.hand_to(core)
+    )
     socket.send(m.encode([core.ready()]))
     loop = _Loop(core, commands, socket, wakeup)
     while True:
@@ -136,22 +137,20 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
 class _Commands:
     """What the front says. Who reads also learns whether this process was frozen meanwhile."""
 
-    core: EngineCore
-
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._last_read = time.monotonic()
 
-    def read(self) -> None:
-        """Hands all that has come to the engine."""
+    def hand_to(self, core: EngineCore) -> None:
+        """All that has come."""
         now = time.monotonic()
         stood_still_s, self._last_read = now - self._last_read, now
         while self._socket.poll(0):
             for command in m.decode_commands(self._socket.recv()):
-                self.core.handle(command)
+                core.handle(command)
         if stood_still_s > LOSS_NOTICED_S:
             log.warning("the engine stood still", extra={"seconds": round(stood_still_s, 1)})
-            self.core.stood_still(stood_still_s)
+            core.stood_still(stood_still_s)
 
 
 class _Loop:
@@ -175,7 +174,7 @@ class _Loop:
         """Waits for something to do, unless the last turn left work, and does one step of it."""
         self._poller.poll(0 if self._is_busy else self._reporter.ms_until_due(time.monotonic()))
         self._wakeup.clear()
-        self._commands.read()
+        self._commands.hand_to(self._core)
         output = self._core.prepare()
         self._send()
         self._is_busy = self._core.execute(output, self._pass_messages)
@@ -183,7 +182,7 @@ class _Loop:
         self._send([*([m.LoadChanged(load)] if load is not None else []), *self._metrics.due(time.monotonic())])
 
     def _pass_messages(self) -> None:
-        self._commands.read()
+        self._commands.hand_to(self._core)
         self._core.take_in_transfers()
         self._send()
 
