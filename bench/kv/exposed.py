@@ -3,20 +3,31 @@
 Exposed handoff: time from first to second token, less one decode step. Orchestration: the decode worker's handoff time
 (first token to last block) less what the connector took to move the last blocks (`Timings.transfer_ms`).
 Cores are kept awake (`bench.kv.awake`), and workers have made their cache's pages (`kv_store.host_pages`) before.
+
+A decode step of a model of use differs from the next by more than the bar for what is exposed beyond the transfer. So
+that is measured once more, with a swift model, where the decode engine shares its cores with nobody: what is left is
+Baton's own. The first figures have all that in them, as a user of the same machine does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
 
+from baton.stack import usable_cores
 from bench.kv.awake import awake_cores
 from bench.kv.client import Prompts, StackClient
 from bench.kv.results import Bar, Results, Samples
 from bench.kv.settings import BenchSettings, Progress
 from bench.kv.stacks import stack
+from bench.kv.tiny_model import SWIFT, make_tiny_model
 from common.errors import StartupError
+from engine.embedded_model import ensure_model
 
 PART = "exposed"
 ORCHESTRATION = "orchestration"
@@ -27,6 +38,8 @@ QUICK_LENGTHS = (128, 512, 2048)
 SHORT = 512  # cheap to repeat: a decode step differs from the next by more than the bar
 LONG = 2048  # from here on the handoff is compared with TTFT
 OVERLAP = {"overlap": "chunk", "no overlap": "end"}  # what figures are called, and --announce
+ALONE = "overlap, swift model, engines alone"
+ALONE_FACTOR = 3  # times as many repeats, as they are short
 
 TTFT_SHARE_BAR = 5.0  # percent
 TAIL_BAR = 3.0  # ms beyond the transfer of the last chunk
@@ -34,31 +47,79 @@ P50_BAR, P99_BAR = 3.0, 10.0  # ms of orchestration
 
 
 def run(settings: BenchSettings, results: Results, progress: Progress) -> None:
-    for connector in settings.connectors:
-        with awake_cores(), contextlib.ExitStack() as stacks:
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
+        tokenizer_of = ensure_model(settings.model, settings.cache_dir, progress)
+        swift = make_tiny_model(Path(folder), tokenizer_of, shape=SWIFT)
+        for connector in settings.connectors:
             try:
-                clients = {
-                    name: stacks.enter_context(stack(settings, f"--connector={connector}", f"--announce={announce}"))
-                    for name, announce in OVERLAP.items()
-                }
+                with awake_cores():
+                    run_both(settings, results, progress, connector)
+                    run_alone(settings, results, progress, connector, swift)
             except StartupError as error:
                 results.skipped[f"{PART}: {connector}"] = error.message
-                continue
-            time.sleep(SETTLE_S)
-            measure(clients, results, settings, progress, connector)
     add_bars(results)
 
 
+def run_both(settings: BenchSettings, results: Results, progress: Progress, connector: str) -> None:
+    """With and without overlap, on cores that all processes share. Raises `StartupError`."""
+    with contextlib.ExitStack() as stacks:
+        clients = {
+            name: stacks.enter_context(stack(settings, f"--connector={connector}", f"--announce={announce}"))
+            for name, announce in OVERLAP.items()
+        }
+        time.sleep(SETTLE_S)
+        measure(clients, results, settings, progress, connector)
+
+
+def run_alone(settings: BenchSettings, results: Results, progress: Progress, connector: str, swift: Path) -> None:
+    """With overlap, the decode engine on cores of its own. Raises `StartupError`."""
+    with (
+        beside_the_decode_engine() as flags,
+        stack(settings, f"--connector={connector}", *flags, model=str(swift)) as it,
+    ):
+        time.sleep(SETTLE_S)
+        measure({ALONE: it}, results, settings, progress, connector, factor=ALONE_FACTOR)
+
+
+@contextlib.contextmanager
+def beside_the_decode_engine() -> Iterator[list[str]]:
+    """This process, and all that start within, run on the first half of the cores: fronts, the router, this client.
+    Gives flags for `baton up`, with which the engines use all: the prefill engine the first half, the decode engine the
+    other. On one core, and where processes cannot be pinned, nothing changes."""
+    cores = usable_cores()
+    if len(cores) < 2:
+        yield []
+        return
+    _pin(cores[: len(cores) // 2])
+    try:
+        yield [f"--cpu-cores={','.join(map(str, cores))}"]
+    finally:
+        _pin(cores)
+
+
+def _pin(cores: tuple[int, ...]) -> None:
+    """Every thread: those of gRPC are there already."""
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread.name), cores)
+
+
 def measure(
-    clients: dict[str, StackClient], results: Results, settings: BenchSettings, progress: Progress, connector: str
+    clients: dict[str, StackClient],
+    results: Results,
+    settings: BenchSettings,
+    progress: Progress,
+    connector: str,
+    *,
+    factor: int = 1,
 ) -> None:
-    """Stacks with and without overlap take turns, prompt by prompt."""
+    """Stacks take turns, prompt by prompt."""
     limit = min(client.max_model_len() for client in clients.values()) - NUM_NEW
     prompts = Prompts(settings.seed, PART)
     for length in sorted({min(length, limit) for length in (QUICK_LENGTHS if settings.quick else LENGTHS)}):
         progress(f"{PART}: {connector}, prompts of {length} tokens")
         figures: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for _ in range(settings.repeats * (8 if length <= SHORT else 2 if length <= LONG else 1)):
+        for _ in range(factor * settings.repeats * (8 if length <= SHORT else 2 if length <= LONG else 1)):
             for name, client in clients.items():
                 timed = client.generate(prompts.new(length), NUM_NEW)
                 timings = timed.report.timings
@@ -81,11 +142,11 @@ def measure(
 
 def add_bars(results: Results) -> None:
     """The worst length counts, with overlap, which is how Baton runs."""
+    share = ("exposed handoff, share of TTFT from 2,048 tokens on", "overlap", "% of TTFT", TTFT_SHARE_BAR, "%", LONG)
+    tail = ("exposed handoff beyond the last chunk's transfer", ALONE, "beyond transfer ms", TAIL_BAR, "ms", 0)
     for connector in results.labels(PART, "connector"):
-        labels = {"connector": connector, "mode": "overlap"}
-        bars = [("exposed handoff, share of TTFT from 2,048 tokens on", "% of TTFT", TTFT_SHARE_BAR, "%", LONG)]
-        bars += [("exposed handoff beyond the last chunk's transfer", "beyond transfer ms", TAIL_BAR, "ms", 0)]
-        for name, quantity, limit, unit, shortest in bars:
+        for name, mode, quantity, limit, unit, shortest in (share, tail):
+            labels = {"connector": connector, "mode": mode}
             # The longest prompt may be a little shorter than a round number: the model's context ends there.
             found = [one for one in results.find(PART, quantity, **labels) if int(one.labels["length"]) >= shortest]
             if not found:

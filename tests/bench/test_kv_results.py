@@ -10,7 +10,7 @@ from rich.console import Console
 
 from bench.kv.colocated import poisson
 from bench.kv.control import line
-from bench.kv.exposed import add_bars
+from bench.kv.exposed import ALONE, OVERLAP, add_bars
 from bench.kv.report import print_results
 from bench.kv.results import Bar, Results, Samples
 
@@ -58,10 +58,10 @@ def test_a_bar_says_by_how_much(value: float, is_met: bool, sentence: str) -> No
 def exposed_results() -> Results:
     results = Results()
     for length, share, beyond in ((128, 9.0, 1.0), (2048, 2.0, 4.0), (8180, 1.0, 0.5)):
-        for mode, factor in (("overlap", 1), ("no overlap", 10)):
+        for mode in (*OVERLAP, ALONE):
             figures = {
-                "% of TTFT": [share * factor],
-                "beyond transfer ms": [beyond * factor],
+                "% of TTFT": [share if mode == "overlap" else 50.0],
+                "beyond transfer ms": [beyond if mode == ALONE else 50.0],
                 "transfer ms": [0.5],
                 "orchestration ms": [1.0, 2.0],
             }
