@@ -209,7 +209,14 @@ _P2P[Process.PREFILL_FRONT, Fault.SIGSTOP] = {**PREFILL_LOST_P2P, Moment.AFTER_F
 
 # A server that holds the blocks can die or hang, unlike a directory. What it held is computed by the decode worker.
 _SERVER_LOST = same(Counted.FALLBACK, may=(Counted.LOST_BLOCKS,))
+# A writer that dies keeps others from writing the same blocks for a while: another prefill worker may not get them in.
+_WRITER_LOST = {**PREFILL_LOST, Moment.BETWEEN_CHUNKS: PREFILL_RETRY_P2P, Moment.MID_TRANSFER: PREFILL_RETRY_P2P}
 _LMCACHE: dict[tuple[Process, Fault], Row] = {
+    **{
+        (process, fault): _WRITER_LOST
+        for process in (Process.PREFILL_FRONT, Process.PREFILL_ENGINE)
+        for fault in (Fault.SIGKILL, Fault.SIGSTOP)
+    },
     **{
         (Process.STORE, fault): {**always(_SERVER_LOST), Moment.MID_DECODE: UNTOUCHED}
         for fault in (Fault.SIGKILL, Fault.SIGSTOP)

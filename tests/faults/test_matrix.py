@@ -38,7 +38,7 @@ FREE_WITHIN_S = 60.0  # keepalive, what leases are kept for, and a busy machine
 LONG_ANSWER = 8_000  # tokens; lasts longer than keepalive takes to notice that a client or a router hangs
 TIMEOUTS_S = (4.0, 9.0)  # of requests whose deadline is to pass; the next where the moment came too late
 
-# With memory-to-memory connectors it matters what becomes of blocks on their way, and of whoever holds them.
+# Where blocks are on their way, it matters how they travel; with memory-to-memory connectors, also who holds them.
 P2P_MOMENTS = (Moment.BETWEEN_CHUNKS, Moment.MID_TRANSFER, Moment.AFTER_FIRST_TOKEN)
 P2P_PROCESSES = (Process.PREFILL_FRONT, Process.PREFILL_ENGINE)
 
@@ -109,7 +109,7 @@ def _matters_to_p2p(cell: Cell) -> bool:
 
 
 def _matters_to_server(cell: Cell) -> bool:
-    return cell.moment in (Moment.MID_TRANSFER, Moment.AFTER_FIRST_TOKEN) or cell.process is Process.STORE
+    return cell.moment in P2P_MOMENTS or cell.process is Process.STORE
 
 
 def _param(case: Case) -> object:

@@ -108,7 +108,7 @@ def answer(local_cluster: Cluster, release: Release) -> list[int]:
 def ask(cluster: Cluster, release: Release) -> tuple[list[int], int, int]:
     """The answer, how many prompt tokens were not computed for it, and how many blocks were moved."""
     router = f"127.0.0.1:{cluster.forward(f'baton-router.{release.namespace}', 50051)}"
-    with grpc.insecure_channel(router) as channel:  # the Service has nobody until the router sees both its workers again
+    with grpc.insecure_channel(router) as channel:  # the Service has nobody until the router sees its workers again
         grpc.channel_ready_future(channel).result(60)
     with Client(router, timeout=120) as client:
         done = client.generate(PROMPT, max_tokens=8, temperature=0.0, ignore_eos=True).result()
