@@ -16,6 +16,7 @@ import pytest
 from common.errors import UnavailableError
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from tests.chaos.tiny_model import random_prompt
+from tests.faults import watch
 from tests.integration.ask import Salt
 from tests.integration.stack import CALL_TIMEOUT_S, START_TIMEOUT_S, Fleet, Member, descendants, running, wait_for
 from tests.integration.tiny import Case, make_cases, tiny_fleet
@@ -53,6 +54,9 @@ def test_streams_that_will_not_end_in_time_are_handed_over(fleet: Fleet, cases: 
         results = [pool.submit(answer.result) for answer in answers]
         victim = fleet.busy("decode")
         with slowed_down(engine_of(victim)):
+            num_there = watch.total(
+                watch.scrape(f"{fleet.http}/metrics"), "baton_router_endpoint_requests", address=victim.address
+            )
             victim.process.popen.send_signal(signal.SIGTERM)
             code = victim.process.popen.wait(START_TIMEOUT_S)
         log = victim.process.log.read_text()
@@ -62,7 +66,7 @@ def test_streams_that_will_not_end_in_time_are_handed_over(fleet: Fleet, cases: 
         assert result.token_ids == cases[number % 2].answer, f"long-{number}: {result.report}"
         assert result.report.num_retries == 0
     moved = [result for result in done if result.report.num_handovers]
-    assert len(moved) == NUM_STREAMS // 2  # those of the worker that ended
+    assert len(moved) == num_there > 0
     assert {result.report.num_migrations for result in moved} == {1}
     assert victim.address not in {result.report.decode_worker for result in moved}
     assert code == 0, log
