@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench.kv.exposed import ALONE, TAIL_BAR, TTFT_SHARE_BAR
 from bench.kv.results import Results, Samples
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ _COLOURS = {
     "shared_storage, disk": "#b35806", "shared_storage": "#e08214", "lmcache": "#4d9221",
     "colocated": "#b2182b", "disaggregated": "#1f6fb4",
 }  # fmt: skip
+_MODES = {"overlap": "o-", "no overlap": "s:"}
 
 
 def draw(results: Results, path: Path, title: str) -> None:
@@ -30,7 +32,7 @@ def draw(results: Results, path: Path, title: str) -> None:
     for shape in results.labels("handoff", "shape"):
         panels.append(partial(_handoff, results, shape=str(shape)))
     if results.labels("exposed", "length"):
-        panels += [partial(_exposed, results), partial(_share, results)]
+        panels += [partial(_exposed, results), partial(_share, results), partial(_beyond, results)]
     if results.labels("control", "stage"):
         panels.append(partial(_stages, results))
     if results.labels("store", "length"):
@@ -95,21 +97,35 @@ def _exposed(results: Results, axes: Axes) -> None:
 
 def _share(results: Results, axes: Axes) -> None:
     _by_length(results, axes, "% of TTFT")
-    axes.axhline(5, color="#b2182b", linewidth=0.9, linestyle="--", label="bar from 2,048 tokens on")
+    _bar(axes, TTFT_SHARE_BAR, "bar from 2,048 tokens on")
     axes.set(title="Exposed handoff as a share of TTFT", xlabel="prompt tokens", ylabel="%")
     axes.legend(fontsize=7, frameon=False)
 
 
-def _by_length(results: Results, axes: Axes, quantity: str) -> None:
+def _beyond(results: Results, axes: Axes) -> None:
+    _by_length(results, axes, "beyond transfer ms", {ALONE: "o-"})
+    _bar(axes, TAIL_BAR, "bar")
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.set(title="Exposed beyond the last transfer, engines alone", xlabel="prompt tokens", ylabel="ms")
+    axes.legend(fontsize=7, frameon=False)
+
+
+def _bar(axes: Axes, limit: float, label: str) -> None:
+    axes.axhline(limit, color="#b2182b", linewidth=0.9, linestyle="--", label=label)
+
+
+def _by_length(results: Results, axes: Axes, quantity: str, modes: Mapping[str, str] = _MODES) -> None:
+    """`modes` with their line styles."""
     for connector in results.labels("exposed", "connector"):
-        for mode, style in (("overlap", "o-"), ("no overlap", "s:")):
+        for mode, style in modes.items():
             found = list(results.find("exposed", quantity, connector=connector, mode=mode))
             if not found:
                 continue
             lengths = [float(one.labels["length"]) for one in found]
             medians, error = _spread([one.samples for one in found])
             colour = _COLOURS.get(str(connector))
-            axes.errorbar(lengths, medians, error, fmt=style, color=colour, capsize=2, label=f"{connector}, {mode}")
+            label = f"{connector}, {mode.removesuffix(', engines alone')}"
+            axes.errorbar(lengths, medians, error, fmt=style, color=colour, capsize=2, label=label)
     _lengths_axis(axes)
 
 
