@@ -129,9 +129,14 @@ def revive(fleet: Fleet, *, may_end: bool = False) -> None:
             fleet.restart(member)
 
     def is_whole() -> bool:
-        for member in list(fleet.members):
-            if may_end and not member.process.running:
-                fleet.restart(member)
+        if may_end:
+            restart_ended(fleet)
         return fleet.all_ready()
 
     wait_for("every worker is ready", is_whole, START_TIMEOUT_S)
+
+
+def restart_ended(fleet: Fleet) -> None:
+    for member in list(fleet.members):
+        if not member.process.running:
+            fleet.restart(member)

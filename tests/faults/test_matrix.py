@@ -13,7 +13,7 @@ from tests.faults import watch
 from tests.faults.client_process import Ask, Told
 from tests.faults.conftest import HASTY_TIMEOUT_S, Stage, Stages
 from tests.faults.disk import corrupt
-from tests.faults.harm import Harm, revive
+from tests.faults.harm import Harm, restart_ended, revive
 from tests.faults.matrix import (
     CELLS,
     CONNECTORS,
@@ -139,6 +139,8 @@ class Trial:
         self._outcome = expected(case.cell, case.connector)
         if case.cut is Cut.INCOMING:
             self._outcome = heard_all_the_same(self._outcome)
+        # A producer that UCX ends, see `revive`: at times some seconds after the other end is back.
+        self._may_end = case.connector == "nixl" and case.cell.fault in (Fault.CUT, Fault.SIGSTOP)
         self._url = stage.fleet.http
         if case.interface == "rest" and case.cell.fault is Fault.DEADLINE:
             self._url = stage.hasty  # over REST it is the router that sets the deadline
@@ -245,11 +247,13 @@ class Trial:
         for what in set(reported) - possible - (retries if retries & possible else set()):
             assert not reported[what], told
 
-    def _free(self, members: list[Member]) -> None:
+    def _free(self, members: list[Member], *, may_end: bool = False) -> None:
         """Every block of `members` is free or cached, every lease has ended, and their books are right."""
         last: list[str] = []
 
         def are_free() -> bool:
+            if may_end:
+                restart_ended(self._stage.fleet)
             last[:] = [reason for member in members if (reason := watch.unsettled(member))]
             return not last
 
@@ -267,7 +271,7 @@ class Trial:
             self._check_counters(counters)
             for what in self._outcome.counted & set(LOGGED):
                 wait_for(f"the log tells of the {what}", lambda what=what: _is_logged(stage, ask, LOGGED[what]))  # type: ignore[misc]
-        revive(stage.fleet, may_end=self._case.connector == "nixl" and self._cell.fault in (Fault.CUT, Fault.SIGSTOP))
+        revive(stage.fleet, may_end=self._may_end)
         self._settle()
         next_answer = stage.answer("next")
         assert next_answer.token_ids == stage.reference.token_ids, next_answer
@@ -290,7 +294,7 @@ class Trial:
             raise AssertionError(f"counted {found}, expected {outcome.words()}") from None
 
     def _settle(self) -> None:
-        self._free(self._stage.fleet.members)
+        self._free(self._stage.fleet.members, may_end=self._may_end)
         self._stage.setting.disk.empty()
 
     # --------------------------------------------------------------------------------------- stored prefix
