@@ -142,10 +142,14 @@ def measure(
 
 def add_bars(results: Results) -> None:
     """The worst length counts, with overlap, which is how Baton runs."""
-    share = ("exposed handoff, share of TTFT from 2,048 tokens on", "overlap", "% of TTFT", TTFT_SHARE_BAR, "%", LONG)
-    tail = ("exposed handoff beyond the last chunk's transfer", ALONE, "beyond transfer ms", TAIL_BAR, "ms", 0)
+    tail = "exposed handoff beyond the last chunk's transfer"
+    bars = (
+        ("exposed handoff, share of TTFT from 2,048 tokens on", "overlap", "% of TTFT", TTFT_SHARE_BAR, "%", LONG),
+        (tail, "overlap", "beyond transfer ms", TAIL_BAR, "ms", 0),
+        (f"{tail}, engines alone", ALONE, "beyond transfer ms", TAIL_BAR, "ms", 0),
+    )
     for connector in results.labels(PART, "connector"):
-        for name, mode, quantity, limit, unit, shortest in (share, tail):
+        for name, mode, quantity, limit, unit, shortest in bars:
             labels = {"connector": connector, "mode": mode}
             # The longest prompt may be a little shorter than a round number: the model's context ends there.
             found = [one for one in results.find(PART, quantity, **labels) if int(one.labels["length"]) >= shortest]

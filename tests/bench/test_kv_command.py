@@ -120,7 +120,7 @@ def test_the_parts_with_workers(tiny_model: Path, tmp_path: Path) -> None:
     assert {length for _, length in moved} == {128, 512, 2048}
     for (_, length), values in moved.items():
         assert set(values) == {length * 2 * 16 * 2 / 1e6}  # one layer, K and V, one head of 16 dimensions, bfloat16
-    assert len(found["bars"]) == 4
+    assert len(found["bars"]) == 5
     assert (tmp_path / "kv.svg").stat().st_size > 0
 
 
