@@ -115,20 +115,24 @@ class Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def tethered(argv: Sequence[str]) -> list[str]:
-    """A command that becomes `argv` and, on Linux, ends with this process."""
-    tether = [sys.executable, "-I", "-S", _TETHER, str(os.getpid())] if sys.platform == "linux" else []
-    return [*tether, *argv]
+def tethered(argv: Sequence[str], cores: Sequence[int] = ()) -> list[str]:
+    """A command that becomes `argv` and, on Linux, ends with this process. On `cores`, if there are any."""
+    if sys.platform != "linux":
+        return list(argv)
+    return [sys.executable, "-I", "-S", _TETHER, str(os.getpid()), ",".join(map(str, cores)), *argv]
 
 
-def start(name: str, argv: Sequence[str], events: Events, *, environ: Mapping[str, str]) -> Child:
-    """Starts a command and watches it. Raises StartupError when there can be no more processes.
+def start(
+    name: str, argv: Sequence[str], events: Events, *, environ: Mapping[str, str], cores: Sequence[int] = ()
+) -> Child:
+    """Starts a command on `cores` (anywhere where empty) and watches it. Raises StartupError when there can be no more
+    processes.
 
     Must run in the main thread: the kernel ties a child's life to the thread that started it.
     """
     try:
         process = subprocess.Popen(  # noqa: S603 - our own commands
-            tethered(argv),
+            tethered(argv, cores),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -72,6 +72,7 @@ class Stack:
     start_timeout: float  # seconds
     router: str = "router"
     max_restarts: int = 0  # of each worker, within WINDOW_S
+    front_cores: Sequence[int] = ()  # for all but the engines, which choose their own; anywhere where empty
     not_ready: Callable[[Addresses], str] = lambda _: ""  # why the whole does not answer yet; empty where it does
     events: Events = field(default_factory=Events)
     children: list[Child] = field(default_factory=list)
@@ -146,7 +147,8 @@ class Stack:
     def _spawn(self, name: str) -> Child:
         environ = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
         environ["PYTHONUNBUFFERED"] = "1"
-        return start(name, self.commands[name], self.events, environ=environ)
+        cores = () if name == _LMCACHE else self.front_cores  # it copies KV, for prefill and decode alike
+        return start(name, self.commands[name], self.events, environ=environ, cores=cores)
 
     def _workers(self) -> list[Child]:
         return [child for child in self.children if child.name not in (self.router, _LMCACHE)]
@@ -295,6 +297,7 @@ def plan(settings: UpSettings, kv_dir: Path) -> Stack:
         settings.drain_timeout,
         settings.start_timeout,
         max_restarts=settings.max_restarts,
+        front_cores=front_cores(roles, cores),
         not_ready=fleet_not_ready,
     )
 
@@ -328,6 +331,15 @@ def divide_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]
         return [(cores[i % len(cores)],) if cores else () for i in range(num_workers)]
     bounds = [len(cores) * i // num_workers for i in range(num_workers + 1)]
     return [tuple(cores[start:stop]) for start, stop in itertools.pairwise(bounds)]
+
+
+def front_cores(roles: Sequence[str], cores: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Where the workers' gRPC servers and the router run, given each worker's role and the cores of its engine: beside
+    engines that only prefill. Each of a stream's tokens waits for a decode step, of 30 ms perhaps, and a millisecond
+    that another process takes of it is felt; in a chunk of a long prompt it is lost. None, so anywhere, where every
+    core decodes."""
+    decoding = {core for role, own in zip(roles, cores, strict=True) if role != "prefill" for core in own}
+    return tuple(sorted({core for own in cores for core in own} - decoding))
 
 
 def free_ports(count: int) -> list[int]:

@@ -22,7 +22,7 @@ import zmq
 
 from common import metrics
 from common.config import WorkerSettings
-from common.errors import BatonError
+from common.errors import BatonError, ConfigError
 from common.grpc_options import LOSS_NOTICED_S
 from common.logs import setup_logging
 from common.metric_relay import MetricRelay
@@ -77,14 +77,15 @@ def main() -> int:
     bootstrap = msgspec.json.decode(sys.stdin.readline(), type=Bootstrap)
     settings = WorkerSettings.model_validate_json(bootstrap.settings)
     setup_logging(bootstrap.name, level=settings.log_level, log_format=settings.log_format)
-    if settings.cpu_cores:
-        os.sched_setaffinity(0, settings.cpu_cores)
+    is_pinned = _pin(settings.cpu_cores)
     _die_with_parent()
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.set(zmq.LINGER, 1000)
     socket.connect(bootstrap.address)
     try:
+        if not is_pinned:
+            raise ConfigError("--cpu-cores", f"none of {', '.join(map(str, settings.cpu_cores))} is for this process")
         _serve(bootstrap, settings, socket)
     except BatonError as error:
         socket.send(m.encode([m.EngineFailed(error.message)]))
@@ -99,6 +100,16 @@ def main() -> int:
     finally:
         socket.close()
     return 0
+
+
+def _pin(cores: Sequence[int]) -> bool:
+    """This thread, and all that it starts from now on. False where the system has none of `cores` for it."""
+    try:
+        if cores:
+            os.sched_setaffinity(0, cores)
+    except OSError:
+        return False
+    return True
 
 
 def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[bytes]) -> None:

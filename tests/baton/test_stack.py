@@ -52,6 +52,22 @@ def test_cores_are_divided(cores: tuple[int, ...], num_workers: int, expected: l
     assert stack.divide_cores(cores, num_workers) == expected
 
 
+@pytest.mark.parametrize(
+    ("roles", "cores", "expected"),
+    [
+        (["prefill", "decode"], [(0, 1), (2, 3)], (0, 1)),
+        (["prefill", "prefill", "decode", "worker"], [(0,), (1,), (2,), (3,)], (0, 1)),
+        (["prefill", "decode", "decode"], [(0,), (1,), (0,)], ()),
+        (["worker"], [(0, 1)], ()),
+        (["prefill", "decode"], [(), ()], ()),
+    ],
+)
+def test_fronts_leave_the_cores_of_decode_engines_alone(
+    roles: list[str], cores: list[tuple[int, ...]], expected: tuple[int, ...]
+) -> None:
+    assert stack.front_cores(roles, cores) == expected
+
+
 def test_ports_that_are_taken_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
