@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 MAX_READS_PER_PEER = 4  # in flight: enough to keep a link busy, and a peer that hangs holds up no other
 _LONE_FACTOR = 8  # slices that a job gets at once while no other waits: 0.2 ms between two are 3 % of one such read
 _MIN_PAUSE_S, _MAX_PAUSE_S = 50e-6, 300e-6  # between two looks at reads in flight
-_MIN_IDLE_S, _MAX_IDLE_S = 1e-3, 1.0  # between two looks at connections while there are none
+_MIN_IDLE_S, _MAX_IDLE_S = 1e-3, 1.0  # between two looks at connections while there are none, since something was begun
 _JOIN_TIMEOUT_S = 5.0
 
 
@@ -106,6 +106,7 @@ class Fetcher:
         self._flights: list[_Flight] = []
         self._doomed: dict[ReadingAgent, list[tuple[_Flight, str]]] = {}  # agents with a failed read, and those reads
         self._staging: Staging | None = None  # for checksums
+        self._idle_s = _MIN_IDLE_S
         self._free_slots = deque(range(pool.num_slots if pool is not None else 0))
         self._thread = threading.Thread(target=self._run, name="kv-nixl-fetch", daemon=True)
         self._thread.start()
@@ -144,7 +145,7 @@ class Fetcher:
     def _run(self) -> None:
         if not self._view.is_on_host:
             torch.cuda.set_device(self._view.device)
-        pause_s, idle_s = _MIN_PAUSE_S, _MIN_IDLE_S
+        pause_s = _MIN_PAUSE_S
         while not self._queue.is_closed:
             try:
                 is_lone = self._queue.num_jobs <= 1
@@ -153,7 +154,7 @@ class Fetcher:
                     room = min(room, len(self._free_slots))
                 taken = self._queue.take(
                     max(room, 1),
-                    timeout_s=pause_s if self._flights or self._doomed else idle_s if self._reading else None,
+                    timeout_s=pause_s if self._flights or self._doomed else self._idle_s if self._reading else None,
                     accepts=lambda job, room=room: room > 0 and job.peer.num_reads < MAX_READS_PER_PEER,  # type: ignore[misc]
                     spare=self._slice_blocks if is_lone and self._pool is None else 0,
                 )
@@ -162,9 +163,9 @@ class Fetcher:
                 is_busy = self._check_flights() or taken is not None
                 self._end_doomed_agents()
                 pause_s = _MIN_PAUSE_S if is_busy else min(2 * pause_s, _MAX_PAUSE_S)
-                idle_s = _MIN_IDLE_S if is_busy else min(4 * idle_s, _MAX_IDLE_S)
                 if not is_busy and not self._flights:
                     self._progress()
+                    self._idle_s = min(4 * self._idle_s, _MAX_IDLE_S)
             except Exception as error:
                 # A defect. The blocks under way get their results all the same, and the thread lives on.
                 log.exception("fetching KV blocks failed")
@@ -198,6 +199,8 @@ class Fetcher:
             for part, memory in job.peer.sources:
                 positions, report = self._positions(part, memory, blocks)
                 flight.reads.append(agent.start(memory.agent, positions, targets, report))
+                if report:
+                    self._idle_s = _MIN_IDLE_S
         except TransferError as failure:
             self._fail(flight, failure.message)
 
@@ -225,6 +228,7 @@ class Fetcher:
             if memory.agent not in self._reading.connected:
                 self._forget_former_peers(self._reading)
                 self._reading.connect(memory, runs(part, self._spec, peer.info.spec))
+                self._idle_s = _MIN_IDLE_S
         return self._reading
 
     def _progress(self) -> None:
