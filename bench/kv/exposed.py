@@ -12,6 +12,7 @@ Baton's own. The first figures have all that in them, as a user of the same mach
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import tempfile
 import time
@@ -35,7 +36,9 @@ SETTLE_S = 15.0  # twice as long as workers without work need to make their page
 NUM_NEW = 12  # tokens: enough for the median of a decode step
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 QUICK_LENGTHS = (128, 512, 2048)
-SHORT = 512  # cheap to repeat: a decode step differs from the next by more than the bar
+# Lengths up to the first are repeated as many times as the second: a decode step differs from the next by more than the
+# bar, and short prompts are cheap.
+REPEATS = ((512, 8), (2048, 4), (4096, 2), (math.inf, 1))
 LONG = 2048  # from here on the handoff is compared with TTFT
 OVERLAP = {"overlap": "chunk", "no overlap": "end"}  # what figures are called, and --announce
 ALONE = "overlap, swift model, engines alone"
@@ -61,14 +64,12 @@ def run(settings: BenchSettings, results: Results, progress: Progress) -> None:
 
 
 def run_both(settings: BenchSettings, results: Results, progress: Progress, connector: str) -> None:
-    """With and without overlap, on cores that all processes share. Raises `StartupError`."""
-    with contextlib.ExitStack() as stacks:
-        clients = {
-            name: stacks.enter_context(stack(settings, f"--connector={connector}", f"--announce={announce}"))
-            for name, announce in OVERLAP.items()
-        }
-        time.sleep(SETTLE_S)
-        measure(clients, results, settings, progress, connector)
+    """With and without overlap, on the cores that `baton up` gives each process. One after the other: an idle stack's
+    threads would run in the other's decode steps. Raises `StartupError`."""
+    for name, announce in OVERLAP.items():
+        with stack(settings, f"--connector={connector}", f"--announce={announce}") as it:
+            time.sleep(SETTLE_S)
+            measure(it, name, results, settings, progress, connector)
 
 
 def run_alone(settings: BenchSettings, results: Results, progress: Progress, connector: str, swift: Path) -> None:
@@ -78,7 +79,7 @@ def run_alone(settings: BenchSettings, results: Results, progress: Progress, con
         stack(settings, f"--connector={connector}", *flags, model=str(swift)) as it,
     ):
         time.sleep(SETTLE_S)
-        measure({ALONE: it}, results, settings, progress, connector, factor=ALONE_FACTOR)
+        measure(it, ALONE, results, settings, progress, connector, factor=ALONE_FACTOR)
 
 
 @contextlib.contextmanager
@@ -105,7 +106,8 @@ def _pin(cores: tuple[int, ...]) -> None:
 
 
 def measure(
-    clients: dict[str, StackClient],
+    client: StackClient,
+    mode: str,
     results: Results,
     settings: BenchSettings,
     progress: Progress,
@@ -113,31 +115,29 @@ def measure(
     *,
     factor: int = 1,
 ) -> None:
-    """Stacks take turns, prompt by prompt."""
-    limit = min(client.max_model_len() for client in clients.values()) - NUM_NEW
+    """Every length, as often as it takes for a median that is good to a millisecond or so."""
+    limit = client.max_model_len() - NUM_NEW
     prompts = Prompts(settings.seed, PART)
     for length in sorted({min(length, limit) for length in (QUICK_LENGTHS if settings.quick else LENGTHS)}):
-        progress(f"{PART}: {connector}, prompts of {length} tokens")
-        figures: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for _ in range(factor * settings.repeats * (8 if length <= SHORT else 2 if length <= LONG else 1)):
-            for name, client in clients.items():
-                timed = client.generate(prompts.new(length), NUM_NEW)
-                timings = timed.report.timings
-                for quantity, value in {
-                    "TTFT ms": timed.ttft_ms,
-                    "decode step ms": timed.step_ms,
-                    "exposed ms": timed.exposed_ms,
-                    "% of TTFT": timed.exposed_ms / timed.ttft_ms * 100,
-                    "beyond transfer ms": timed.exposed_ms - timings.transfer_ms,
-                    "handoff ms": timings.handoff_ms,
-                    "transfer ms": timings.transfer_ms,
-                    "orchestration ms": timings.handoff_ms - timings.transfer_ms,
-                    "first decode ms": timings.first_decode_ms,
-                    "MB moved": timed.report.num_bytes_moved / 1e6,
-                }.items():
-                    figures[name][quantity].append(value)
-        for name, found in figures.items():
-            results.add(PART, found, connector=connector, mode=name, length=length)
+        progress(f"{PART}: {connector}, {mode}, prompts of {length} tokens")
+        figures: defaultdict[str, list[float]] = defaultdict(list)
+        for _ in range(factor * settings.repeats * next(times for most, times in REPEATS if length <= most)):
+            timed = client.generate(prompts.new(length), NUM_NEW)
+            timings = timed.report.timings
+            for quantity, value in {
+                "TTFT ms": timed.ttft_ms,
+                "decode step ms": timed.step_ms,
+                "exposed ms": timed.exposed_ms,
+                "% of TTFT": timed.exposed_ms / timed.ttft_ms * 100,
+                "beyond transfer ms": timed.exposed_ms - timings.transfer_ms,
+                "handoff ms": timings.handoff_ms,
+                "transfer ms": timings.transfer_ms,
+                "orchestration ms": timings.handoff_ms - timings.transfer_ms,
+                "first decode ms": timings.first_decode_ms,
+                "MB moved": timed.report.num_bytes_moved / 1e6,
+            }.items():
+                figures[quantity].append(value)
+        results.add(PART, figures, connector=connector, mode=mode, length=length)
 
 
 def add_bars(results: Results) -> None:
