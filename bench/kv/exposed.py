@@ -6,7 +6,8 @@ Cores are kept awake (`bench.kv.awake`), and workers have made their cache's pag
 
 A decode step of a model of use differs from the next by more than the bar for what is exposed beyond the transfer. So
 that is measured once more, with a swift model, where the decode engine shares its cores with nobody: what is left is
-Baton's own. The first figures have all that in them, as a user of the same machine does.
+Baton's own. The first figures have all that in them, as a user of the same machine does. For long prompts there is
+also what the machine alone adds for memory that has lain idle (`bench.kv.idle_memory`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from pathlib import Path
 from baton.stack import usable_cores
 from bench.kv.awake import awake_cores
 from bench.kv.client import Prompts, StackClient
-from bench.kv.results import Bar, Results, Samples
+from bench.kv.idle_memory import idle_memory_ms
+from bench.kv.results import Bar, Label, Results, Samples
 from bench.kv.settings import BenchSettings, Progress
 from bench.kv.stacks import stack
 from bench.kv.tiny_model import SWIFT, make_tiny_model
@@ -42,6 +44,7 @@ REPEATS = ((512, 8), (2048, 4), (4096, 2), (math.inf, 1))
 LONG = 2048  # from here on the handoff is compared with TTFT
 OVERLAP = {"overlap": "chunk", "no overlap": "end"}  # what figures are called, and --announce
 ALONE = "overlap, swift model, engines alone"
+IDLE = "control: memory left idle"
 ALONE_FACTOR = 3  # times as many repeats, as they are short
 
 TTFT_SHARE_BAR = 5.0  # percent
@@ -60,6 +63,8 @@ def run(settings: BenchSettings, results: Results, progress: Progress) -> None:
                     run_alone(settings, results, progress, connector, swift)
             except StartupError as error:
                 results.skipped[f"{PART}: {connector}"] = error.message
+    with awake_cores():
+        measure_idle_memory(settings, results, progress)
     add_bars(results)
 
 
@@ -140,6 +145,18 @@ def measure(
         results.add(PART, figures, connector=connector, mode=mode, length=length)
 
 
+def measure_idle_memory(settings: BenchSettings, results: Results, progress: Progress) -> None:
+    """As much as each long prompt's KV, idle for as long as it took to be computed."""
+    for length in results.labels(PART, "length", mode="overlap"):
+        labels: dict[str, Label] = {"mode": "overlap", "length": length}
+        moved, ttft = results.get(PART, "MB moved", **labels), results.get(PART, "TTFT ms", **labels)
+        if int(length) < LONG or moved is None or ttft is None:
+            continue
+        progress(f"{PART}: {moved.median:.0f} MB of memory that lie idle for {ttft.median / 1000:.0f} s")
+        values = [idle_memory_ms(int(moved.median * 1e6), ttft.median / 1000) for _ in range(settings.repeats)]
+        results.add(PART, {"idle memory ms": values}, mode=IDLE, length=length)
+
+
 def add_bars(results: Results) -> None:
     """The worst length counts, with overlap, which is how Baton runs."""
     tail = "exposed handoff beyond the last chunk's transfer"
@@ -156,7 +173,12 @@ def add_bars(results: Results) -> None:
             if not found:
                 continue
             worst = max(found, key=lambda record: record.samples.median)
-            bound = results.get(PART, "transfer ms", **labels, length=worst.labels["length"])
+            length = worst.labels["length"]
+            bounds = []
+            if transfer := results.get(PART, "transfer ms", **labels, length=length):
+                bounds.append(f"a transfer of {transfer.median:.2f} ms")
+            if idle := results.get(PART, "idle memory ms", mode=IDLE, length=length):
+                bounds.append(f"memory that lay idle as long, without Baton: {idle.median:.1f} ms")
             results.bars.append(
                 Bar(
                     part=PART,
@@ -164,8 +186,8 @@ def add_bars(results: Results) -> None:
                     value=worst.samples.median,
                     limit=limit,
                     unit=unit,
-                    where=f"at worst: {worst.labels['length']} tokens",
-                    bound=f"a transfer of {bound.median:.2f} ms" if bound else "",
+                    where=f"at worst: {length} tokens",
+                    bound=", ".join(bounds),
                 )
             )
         add_orchestration_bars(results, str(connector))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import math
 
 import pytest
 from rich.console import Console
 
 from bench.kv.colocated import poisson
 from bench.kv.control import line
-from bench.kv.exposed import ALONE, OVERLAP, add_bars
+from bench.kv.exposed import ALONE, IDLE, OVERLAP, add_bars
+from bench.kv.idle_memory import idle_memory_ms
 from bench.kv.report import print_results
 from bench.kv.results import Bar, Results, Samples
 
@@ -77,6 +79,19 @@ def test_the_worst_length_counts_and_overlap_alone() -> None:
     assert (tail.value, tail.where, tail.is_met) == (4.0, "at worst: 2048 tokens", False)
     assert (alone.value, alone.where, alone.is_met) == (2.0, "at worst: 2048 tokens", True)
     assert (p50.value, p99.value) == (1.5, 2.0)
+
+
+def test_a_bar_says_what_the_machine_alone_would_cost() -> None:
+    results = exposed_results()
+    results.add("exposed", {"idle memory ms": [12.0]}, mode=IDLE, length=2048)
+    add_bars(results)
+    _, tail, *_ = results.bars
+    assert tail.value == 4.0  # which is not taken off
+    assert tail.bound == "a transfer of 0.50 ms, memory that lay idle as long, without Baton: 12.0 ms"
+
+
+def test_memory_that_lay_idle_is_read() -> None:
+    assert math.isfinite(idle_memory_ms(4 << 20, 0.01))
 
 
 def test_the_table_has_a_row_for_each_set_of_labels() -> None:
