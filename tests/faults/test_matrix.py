@@ -199,7 +199,7 @@ class Trial:
         is_late = is_mute or (cell.process is Process.ROUTER and cell.fault in (Fault.SIGSTOP, Fault.CUT))
         if not is_late:
             self._check_told(client.outcome())
-        self._free(harm.living(), may_end=self._may_end)
+        self._free(harm.living())
         if cell.process is Process.ROUTER and cell.fault is not Fault.SIGKILL:
             if cell.fault is Fault.CUT:  # healed earlier, it might go on
                 wait_for("the router gives the request up", lambda: counters.num_ended() > 0, FREE_WITHIN_S)
