@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.processes import Child
-from baton.stack import Addresses, Stack, run
+from baton.processes import Child, tethered
+from baton.stack import Addresses, Stack, run, usable_cores
 from common.errors import StartupError, UnavailableError
 
 # A child that says it is ready, writes its pid (and that it was drained) to files, and ends on SIGTERM.
@@ -128,6 +128,24 @@ def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"^odd could not start: cannot run /no/such/command: No such file"):
         run(stack_of(tmp_path, {"odd": ["/no/such/command"]}), work=lambda _: 0)
     all_gone(tmp_path)
+
+
+FIRST_CORE = min(usable_cores())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for cores")
+@pytest.mark.parametrize(
+    ("wanted", "code", "out", "err"),
+    [
+        ((FIRST_CORE,), 0, f"[{FIRST_CORE}]", ""),
+        ((99_999,), 1, "", "baton: error: --cpu-cores: none of 99999 is for this process"),
+        ((99_998, 99_999), 1, "", "baton: error: --cpu-cores: none of 99998,99999 is for this process"),
+    ],
+)
+def test_cores_of_a_command(wanted: tuple[int, ...], code: int, out: str, err: str) -> None:
+    show = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
+    done = subprocess.run(tethered(show, wanted), check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (code, out, err)
 
 
 def test_a_child_that_dies_later_ends_all(tmp_path: Path) -> None:
