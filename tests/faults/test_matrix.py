@@ -13,7 +13,7 @@ from tests.faults import watch
 from tests.faults.client_process import Ask, Told
 from tests.faults.conftest import HASTY_TIMEOUT_S, Stage, Stages
 from tests.faults.disk import corrupt
-from tests.faults.harm import Harm, restart_ended, revive
+from tests.faults.harm import Harm, restart_whom_ucx_ended, revive
 from tests.faults.matrix import (
     CELLS,
     CONNECTORS,
@@ -139,7 +139,7 @@ class Trial:
         self._outcome = expected(case.cell, case.connector)
         if case.cut is Cut.INCOMING:
             self._outcome = heard_all_the_same(self._outcome)
-        # A producer that UCX ends, see `revive`: at times some seconds after the other end is back.
+        # A producer that UCX ends: while a cut lasts, or some seconds after the other end is back.
         self._may_end = case.connector == "nixl" and case.cell.fault in (Fault.CUT, Fault.SIGSTOP)
         self._url = stage.fleet.http
         if case.interface == "rest" and case.cell.fault is Fault.DEADLINE:
@@ -199,7 +199,7 @@ class Trial:
         is_late = is_mute or (cell.process is Process.ROUTER and cell.fault in (Fault.SIGSTOP, Fault.CUT))
         if not is_late:
             self._check_told(client.outcome())
-        self._free(harm.living())
+        self._free(harm.living(), may_end=self._may_end)
         if cell.process is Process.ROUTER and cell.fault is not Fault.SIGKILL:
             if cell.fault is Fault.CUT:  # healed earlier, it might go on
                 wait_for("the router gives the request up", lambda: counters.num_ended() > 0, FREE_WITHIN_S)
@@ -253,7 +253,7 @@ class Trial:
 
         def are_free() -> bool:
             if may_end:
-                restart_ended(self._stage.fleet)
+                restart_whom_ucx_ended(self._stage.fleet, {member.name for member in members})
             last[:] = [reason for member in members if (reason := watch.unsettled(member))]
             return not last
 

@@ -66,6 +66,10 @@ class LMCacheProcess:
         finally:
             client.close(0.0)
 
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
     def clear(self) -> None:
         client = LMCacheClient(self.address)
         client.clear(30.0)
