@@ -6,8 +6,12 @@ Cores are kept awake (`bench.kv.awake`), and workers have made their cache's pag
 
 A decode step of a model of use differs from the next by more than the bar for what is exposed beyond the transfer. So
 that is measured once more, with a swift model, where the decode engine shares its cores with nobody: what is left is
-Baton's own. The first figures have all that in them, as a user of the same machine does. For long prompts there is
-also what the machine alone adds for memory that has lain idle (`bench.kv.idle_memory`).
+Baton's own. The first figures have all that in them, as a user of the same machine does.
+
+A long prompt takes so long to be computed that few can be measured, and the decode worker's memory lies idle for all
+that time. So long prompts are measured once more as turns of a conversation, whose beginning both workers know: the
+same step over the same KV, after seconds instead of half a minute, and many times. And there is what the machine alone
+adds for memory that has lain idle (`bench.kv.idle_memory`).
 """
 
 from __future__ import annotations
@@ -18,12 +22,12 @@ import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from baton.stack import usable_cores
 from bench.kv.awake import awake_cores
-from bench.kv.client import Prompts, StackClient
+from bench.kv.client import Prompts, StackClient, Timed
 from bench.kv.idle_memory import idle_memory_ms
 from bench.kv.results import Bar, Label, Results, Samples
 from bench.kv.settings import BenchSettings, Progress
@@ -43,6 +47,9 @@ QUICK_LENGTHS = (128, 512, 2048)
 REPEATS = ((512, 8), (2048, 4), (4096, 2), (math.inf, 1))
 LONG = 2048  # from here on the handoff is compared with TTFT
 OVERLAP = {"overlap": "chunk", "no overlap": "end"}  # what figures are called, and --announce
+KNOWN = "overlap, beginning known"
+KNOWN_REPEATS = 8  # times as many repeats, from `LONG` on
+TURN = 512  # tokens at the end of such a prompt, which are new: one chunk
 ALONE = "overlap, swift model, engines alone"
 IDLE = "control: memory left idle"
 ALONE_FACTOR = 3  # times as many repeats, as they are short
@@ -75,6 +82,8 @@ def run_both(settings: BenchSettings, results: Results, progress: Progress, conn
         with stack(settings, f"--connector={connector}", f"--announce={announce}") as it:
             time.sleep(SETTLE_S)
             measure(it, name, results, settings, progress, connector)
+            if name == "overlap":
+                measure_known(it, results, settings, progress, connector)
 
 
 def run_alone(settings: BenchSettings, results: Results, progress: Progress, connector: str, swift: Path) -> None:
@@ -121,28 +130,55 @@ def measure(
     factor: int = 1,
 ) -> None:
     """Every length, as often as it takes for a median that is good to a millisecond or so."""
-    limit = client.max_model_len() - NUM_NEW
     prompts = Prompts(settings.seed, PART)
-    for length in sorted({min(length, limit) for length in (QUICK_LENGTHS if settings.quick else LENGTHS)}):
+    for length in lengths(client, settings):
         progress(f"{PART}: {connector}, {mode}, prompts of {length} tokens")
-        figures: defaultdict[str, list[float]] = defaultdict(list)
-        for _ in range(factor * settings.repeats * next(times for most, times in REPEATS if length <= most)):
-            timed = client.generate(prompts.new(length), NUM_NEW)
-            timings = timed.report.timings
-            for quantity, value in {
-                "TTFT ms": timed.ttft_ms,
-                "decode step ms": timed.step_ms,
-                "exposed ms": timed.exposed_ms,
-                "% of TTFT": timed.exposed_ms / timed.ttft_ms * 100,
-                "beyond transfer ms": timed.exposed_ms - timings.transfer_ms,
-                "handoff ms": timings.handoff_ms,
-                "transfer ms": timings.transfer_ms,
-                "orchestration ms": timings.handoff_ms - timings.transfer_ms,
-                "first decode ms": timings.first_decode_ms,
-                "MB moved": timed.report.num_bytes_moved / 1e6,
-            }.items():
-                figures[quantity].append(value)
-        results.add(PART, figures, connector=connector, mode=mode, length=length)
+        num = factor * settings.repeats * next(times for most, times in REPEATS if length <= most)
+        timed = [client.generate(prompts.new(length), NUM_NEW) for _ in range(num)]
+        results.add(PART, figures(timed), connector=connector, mode=mode, length=length)
+
+
+def measure_known(
+    client: StackClient, results: Results, settings: BenchSettings, progress: Progress, connector: str
+) -> None:
+    """Every long length, where all but the last `TURN` tokens were in a prompt before."""
+    prompts = Prompts(settings.seed, KNOWN)
+    for length in lengths(client, settings):
+        if length < LONG:
+            continue
+        progress(f"{PART}: {connector}, {KNOWN}, prompts of {length} tokens")
+        beginning = prompts.new(length - TURN)
+        client.generate(beginning, NUM_NEW)
+        num = KNOWN_REPEATS * settings.repeats
+        timed = [client.generate(beginning + prompts.new(TURN), NUM_NEW) for _ in range(num)]
+        results.add(PART, figures(timed), connector=connector, mode=KNOWN, length=length)
+
+
+def lengths(client: StackClient, settings: BenchSettings) -> list[int]:
+    """As many of them as the model has room for."""
+    limit = client.max_model_len() - NUM_NEW
+    return sorted({min(length, limit) for length in (QUICK_LENGTHS if settings.quick else LENGTHS)})
+
+
+def figures(answers: Sequence[Timed]) -> dict[str, list[float]]:
+    """Each quantity of every answer."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for timed in answers:
+        timings = timed.report.timings
+        for quantity, value in {
+            "TTFT ms": timed.ttft_ms,
+            "decode step ms": timed.step_ms,
+            "exposed ms": timed.exposed_ms,
+            "% of TTFT": timed.exposed_ms / timed.ttft_ms * 100,
+            "beyond transfer ms": timed.exposed_ms - timings.transfer_ms,
+            "handoff ms": timings.handoff_ms,
+            "transfer ms": timings.transfer_ms,
+            "orchestration ms": timings.handoff_ms - timings.transfer_ms,
+            "first decode ms": timings.first_decode_ms,
+            "MB moved": timed.report.num_bytes_moved / 1e6,
+        }.items():
+            found[quantity].append(value)
+    return found
 
 
 def measure_idle_memory(settings: BenchSettings, results: Results, progress: Progress) -> None:
@@ -163,6 +199,7 @@ def add_bars(results: Results) -> None:
     bars = (
         ("exposed handoff, share of TTFT from 2,048 tokens on", "overlap", "% of TTFT", TTFT_SHARE_BAR, "%", LONG),
         (tail, "overlap", "beyond transfer ms", TAIL_BAR, "ms", 0),
+        (f"{tail}, beginning known", KNOWN, "beyond transfer ms", TAIL_BAR, "ms", 0),
         (f"{tail}, engines alone", ALONE, "beyond transfer ms", TAIL_BAR, "ms", 0),
     )
     for connector in results.labels(PART, "connector"):
@@ -177,7 +214,8 @@ def add_bars(results: Results) -> None:
             bounds = []
             if transfer := results.get(PART, "transfer ms", **labels, length=length):
                 bounds.append(f"a transfer of {transfer.median:.2f} ms")
-            if idle := results.get(PART, "idle memory ms", mode=IDLE, length=length):
+            idle = results.get(PART, "idle memory ms", mode=IDLE, length=length)
+            if idle is not None and mode == "overlap":
                 bounds.append(f"memory that lay idle as long, without Baton: {idle.median:.1f} ms")
             results.bars.append(
                 Bar(

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.kv.exposed import ALONE, TAIL_BAR, TTFT_SHARE_BAR
+from bench.kv.exposed import ALONE, KNOWN, TAIL_BAR, TTFT_SHARE_BAR
 from bench.kv.results import Results, Samples
 
 if TYPE_CHECKING:
@@ -103,10 +103,10 @@ def _share(results: Results, axes: Axes) -> None:
 
 
 def _beyond(results: Results, axes: Axes) -> None:
-    _by_length(results, axes, "beyond transfer ms", {ALONE: "o-"})
+    _by_length(results, axes, "beyond transfer ms", {ALONE: "o-", KNOWN: "s:"})
     _bar(axes, TAIL_BAR, "bar")
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    axes.set(title="Exposed beyond the last transfer, engines alone", xlabel="prompt tokens", ylabel="ms")
+    axes.set(title="Exposed beyond the last transfer", xlabel="prompt tokens", ylabel="ms")
     axes.legend(fontsize=7, frameon=False)
 
 
@@ -124,7 +124,7 @@ def _by_length(results: Results, axes: Axes, quantity: str, modes: Mapping[str, 
             lengths = [float(one.labels["length"]) for one in found]
             medians, error = _spread([one.samples for one in found])
             colour = _COLOURS.get(str(connector))
-            label = f"{connector}, {mode.removesuffix(', engines alone')}"
+            label = f"{connector}, {mode.removeprefix('overlap, ')}"
             axes.errorbar(lengths, medians, error, fmt=style, color=colour, capsize=2, label=label)
     _lengths_axis(axes)
 

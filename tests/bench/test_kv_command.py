@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from importlib.metadata import EntryPoint, EntryPoints
+from itertools import product
 from pathlib import Path
 
 import psutil
@@ -16,7 +17,7 @@ import pytest
 
 from baton.cli import main as cli
 from bench.kv.command import BENCH, PARTS
-from bench.kv.exposed import OVERLAP
+from bench.kv.exposed import KNOWN, OVERLAP, TURN
 from bench.kv.picture import draw
 from bench.kv.tiny_model import make_tiny_model
 from common.config import DEFAULT_MODEL, default_cache_dir
@@ -115,12 +116,13 @@ def test_the_parts_with_workers(tiny_model: Path, tmp_path: Path) -> None:
     moved = {
         (record["labels"]["mode"], record["labels"]["length"]): record["values"]
         for record in found["records"]
-        if record["quantity"] == "MB moved" and record["labels"]["mode"] in OVERLAP
+        if record["quantity"] == "MB moved" and record["labels"]["mode"] in {*OVERLAP, KNOWN}
     }
-    assert {length for _, length in moved} == {128, 512, 2048}
-    for (_, length), values in moved.items():
-        assert set(values) == {length * 2 * 16 * 2 / 1e6}  # one layer, K and V, one head of 16 dimensions, bfloat16
-    assert len(found["bars"]) == 5
+    assert set(moved) == {*product(OVERLAP, (128, 512, 2048)), (KNOWN, 2048)}
+    for (mode, length), values in moved.items():
+        num_new = TURN if mode == KNOWN else length
+        assert set(values) == {num_new * 2 * 16 * 2 / 1e6}  # one layer, K and V, one head of 16 dimensions, bfloat16
+    assert len(found["bars"]) == 6
     assert (tmp_path / "kv.svg").stat().st_size > 0
 
 
