@@ -138,6 +138,6 @@ kv_store_failed_lookups = Counter(
 
 ENGINE_METRICS: tuple[Counter | Gauge, ...] = (
     kv_store_bytes, kv_store_runs, kv_store_evicted_runs, kv_store_evicted_bytes, kv_store_failed_blocks,
-    kv_store_failed_lookups, worker_kv_cache_hits, worker_kv_tier_moves,
+    kv_store_failed_lookups, worker_fallbacks, worker_kv_cache_hits, worker_kv_tier_moves,
 )  # fmt: skip
 """Those that an engine process counts, and its front shows."""

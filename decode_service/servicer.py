@@ -149,8 +149,6 @@ class DecodeRun:
         marks = self._marks
         metrics.worker_queue.observe(marks.queue_s)
         metrics.worker_preemptions.inc(event.num_preemptions)
-        if event.fallback_reason:
-            metrics.worker_fallbacks.inc()
         if marks.kv_complete is not None and marks.first_token is not None:
             metrics.worker_handoff.observe(max(marks.kv_complete - marks.first_token, 0.0))
 

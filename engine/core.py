@@ -364,6 +364,7 @@ class EngineCore:
             return
         request, remote = settled
         if request.fallback_reason:
+            metrics.worker_fallbacks.inc()
             log.warning(
                 "remote KV did not arrive, computing it here",
                 extra={

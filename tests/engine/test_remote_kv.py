@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common import metrics
 from common.types import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
@@ -182,14 +183,20 @@ def test_a_fully_cached_prompt_needs_no_prefill_worker() -> None:
     assert "b" in pair.received
 
 
+def num_fallbacks() -> float:
+    return metrics.worker_fallbacks._value.get()
+
+
 def test_lost_publications_are_computed_in_place() -> None:
     pair = make_pair(chunk_size=4)
     pair.lose_publications = True
     prompt = list(range(23))
+    before = num_fallbacks()
     pair.add("a", prompt)
     pair.run()
     assert pair.answers["a"] == reference(prompt, 8)
     assert pair.fallbacks["a"] == "disk full"
+    assert num_fallbacks() == before + 1
     pair.assert_idle()
 
 
