@@ -44,6 +44,7 @@ FLAGS = (
     "--log-level=warning",
     "--engine-timeout=5",
     f"--drain-timeout={DRAIN_TIMEOUT_S:g}",
+    "--host-cache-gb=0.01",
 )
 
 
@@ -64,13 +65,15 @@ class Run:
             stack.callback(disk.close)
             network = self._network(stack)
             flags = [f"--model={model_dir}", f"--connector={self.connector}", *FLAGS]
+            if self.connector == "nixl":  # keeps nothing; the files that are harmed are those of a store beside it
+                flags.append("--store=shared_storage")
             server = self._server(stack, flags)
             hosts = network if isinstance(network, Network) else OneHost()
             # Memory that two hosts share is no link that can be cut.
             environ = networks.UCX_ENVIRON if isinstance(network, Network) else {}
             fleet = Fleet(self.folder, *flags, prefill=2, decode=2, hosts=hosts, environ=environ)
             stack.callback(fleet.stop)
-            faults = Faults(fleet, disk, network, server, rng)
+            faults = Faults(fleet, self.connector, disk, network, server, rng)
             tally, memory = Tally(), Memory()
             end_at = time.monotonic() + self.seconds
             clients = [
@@ -87,7 +90,7 @@ class Run:
                 print(f"{end_at - time.monotonic():5.0f} s left, {dict(tally.outcomes)}", file=sys.stderr, flush=True)
             problems = self._end(fleet, faults, clients)
             memory.look(fleet)
-            return self._verdict(tally, faults, memory.growth_mb(fleet), problems)
+            return self._verdict(tally, faults, memory.growth_mb(), problems)
 
     def _network(self, stack: contextlib.ExitStack) -> Network | str:
         """The hosts of the fleet, or why there is but one."""

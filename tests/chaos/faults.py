@@ -12,12 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.types import WorkerState
+from tests.faults import watch
 from tests.faults.disk import FILLER, Disk, corrupt
 from tests.faults.network import Cut, Network
 from tests.integration.stack import START_TIMEOUT_S, Fleet, Member, alive, descendants
 from tests.kube.processes import Process
 
-EXCUSE_S = 45.0  # a worker that hung or was cut off may still end by itself for so long; see `kv_store.nixl`
+_HUNG = "gave no sign of life"  # what a front says of an engine that it has ended for that
 DRAIN_TIMEOUT_S = 20.0
 
 
@@ -48,14 +49,21 @@ class Faults:
     """`one` does the next; `why_not` says which kinds are left out here."""
 
     def __init__(
-        self, fleet: Fleet, disk: Disk, network: Network | str, server: StoreServer | None, rng: random.Random
+        self,
+        fleet: Fleet,
+        connector: str,
+        disk: Disk,
+        network: Network | str,
+        server: StoreServer | None,
+        rng: random.Random,
     ) -> None:
         """`network`: the hosts that the fleet runs on, or why there are none."""
         self._fleet, self._disk, self._server, self._rng = fleet, disk, server, rng
+        self._has_nixl = connector == "nixl"
         self._network = network if isinstance(network, Network) else None
         self._later: list[tuple[float, str, Callable[[], None]]] = []  # when, whose address, what
         self._harmed: set[str] = set()  # addresses
-        self._excused: dict[str, float] = {}  # addresses, until when they may end by themselves
+        self._stopped: set[str] = set()  # addresses whose engine stood still in their present life
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.why_not: dict[str, str] = {}
@@ -78,6 +86,9 @@ class Faults:
             self.why_not["full disk"] = disk.why_not
         if server is None:
             self.why_not["kill store"] = "only lmcache has a store that is a process"
+        else:
+            for kind in ("wipe store", "corrupt store", "full disk"):
+                self.why_not[kind] = "the LMCache server keeps all in memory"
         for kind in self.why_not:
             del self._kinds[kind]
 
@@ -126,12 +137,14 @@ class Faults:
     def _stop_worker(self, member: Member) -> None:
         pids = member.pids
         _signal(pids, signal.SIGSTOP)
+        self._stopped.add(member.address)
         self._after(self._rng.uniform(0.5, 9.0), member, lambda: self._resume(member, pids))
 
     def _stop_engine(self, member: Member) -> None:
         """For less than --engine-timeout, or until the front has ended it."""
         engine = descendants(member.process.popen.pid)
         _signal(engine, signal.SIGSTOP)
+        self._stopped.add(member.address)
         self._after(self._rng.uniform(0.5, 9.0), member, lambda: self._resume(member, engine))
 
     def _drain(self, member: Member) -> None:
@@ -156,29 +169,34 @@ class Faults:
         def heal() -> None:
             assert self._network is not None
             self._network.heal(member.name)
-            self._excused[member.address] = time.monotonic() + EXCUSE_S
 
         self._after(self._rng.uniform(0.5, 9.0), member, heal)
 
     def _resume(self, member: Member, pids: set[int]) -> None:
         _signal(pids, signal.SIGCONT)
-        self._excused[member.address] = time.monotonic() + EXCUSE_S
 
     def _restart(self, member: Member) -> None:
         _signal(alive(member.pids), signal.SIGKILL)
         member.process.popen.wait()
+        self._start_again(member)
+
+    def _start_again(self, member: Member) -> None:
+        self._stopped.discard(member.address)
         self._fleet.restart(member)
 
     def _replace_the_dead(self) -> None:
-        """Starts those again that ended by themselves. Only some have an excuse."""
+        """Starts those again that ended by themselves: whom UCX ended, and whose engine hung for too long. Any other
+        end is a problem."""
         for member in list(self._fleet.members):
             if member.process.running or self._is_pending(member.address):
                 continue
-            if time.monotonic() > self._excused.get(member.address, 0.0):
+            if self._has_nixl and watch.is_ended_by_ucx(member):
+                self.counts["(ended by UCX)"] += 1
+            elif not (member.address in self._stopped and watch.last_life(member, _HUNG)):
                 code = member.process.popen.returncode
                 self.problems.append(f"{member.name} ended by itself with {code}:\n{member.process.tail(10)}")
                 print(self.problems[-1], file=sys.stderr, flush=True)
-            self._fleet.restart(member)
+            self._start_again(member)
 
     # --------------------------------------------------------------------------------------------- store
 

@@ -36,13 +36,14 @@ class Memory:
                 life.warm_mb = held_mb
             life.last_mb = held_mb
 
-    def growth_mb(self, fleet: Fleet) -> dict[str, float]:
-        """Of processes that live and were warm at some time, by name."""
-        found = {}
-        for _, pid in _processes(fleet):
-            life = self._lives.get(pid)
-            if life is not None and life.warm_mb is not None:
-                found[life.name] = round(life.last_mb - life.warm_mb, 1)
+    def growth_mb(self) -> dict[str, float]:
+        """Of the life that grew most among those that were ever warm, by name. Of one that has ended, until it was last
+        looked at."""
+        found: dict[str, float] = {}
+        for life in self._lives.values():
+            if life.warm_mb is not None:
+                grown_mb = round(life.last_mb - life.warm_mb, 1)
+                found[life.name] = max(found.get(life.name, grown_mb), grown_mb)
         return found
 
 

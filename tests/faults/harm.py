@@ -18,7 +18,6 @@ from tests.kv_store.lmcache_process import LMCacheProcess
 _FRONTS = {Process.PREFILL_FRONT, Process.DECODE_FRONT}
 _PREFILL = {Process.PREFILL_FRONT, Process.PREFILL_ENGINE}
 _DECODE = {Process.DECODE_FRONT, Process.DECODE_ENGINE}
-_UCX_ABORTS = ("Assertion `0' failed", "Fatal: unexpected error: Endpoint timeout")  # what it says then
 
 
 class Harm:
@@ -141,7 +140,5 @@ def restart_whom_ucx_ended(fleet: Fleet, names: set[str]) -> None:
     for member in list(fleet.members):
         if member.process.running or member.name not in names:
             continue
-        log = member.process.log.read_text(errors="replace").rpartition("\nready ")[2]  # of its last life
-        is_ucx = any(place in log for place in _UCX_ABORTS) and f"killed by signal {signal.SIGABRT:d}" in log
-        assert is_ucx, f"{member.name} ended, and not by UCX:\n{member.process.tail(40)}"
+        assert watch.is_ended_by_ucx(member), f"{member.name} ended, and not by UCX:\n{member.process.tail(40)}"
         fleet.restart(member)

@@ -59,6 +59,12 @@ one that hangs goes on being answered until it has taken nothing for as long. A 
 With `lmcache` nothing is cut: its server and the workers share one host's memory. Where it has no line of its own, what
 holds for a store holds for it.
 
+Every cell is run with `shared_storage`. With the others those are in which it matters how blocks travel; what happens
+in the rest does not depend on it. With `nixl`: between chunks, in mid-transfer and after the first token, and for the
+prefill worker's processes at every moment. (Not the client's deadline between chunks: the test would hold the producer
+for so long that UCX may [end it](kv-plane.md#a-connection-that-breaks-in-mid-transfer-over-tcp).) With `lmcache`: at
+the same three moments, and for its server at every one.
+
 """
 
 

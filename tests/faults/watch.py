@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from tests.faults.matrix import Counted
 from tests.integration.stack import Fleet, Member, descendants
 
 LOOK_TIMEOUT_S = 5.0
+
+_UCX_ABORTS = ("Assertion `0' failed", "Fatal: unexpected error: Endpoint timeout")  # what it says then
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -164,3 +167,15 @@ class Counters:
                     Counted.LOST_BLOCKS: total(samples, "baton_worker_kv_blocks_lost_total"),
                 }
         return found
+
+
+def is_ended_by_ucx(member: Member) -> bool:
+    """Whether the engine's last life ended in UCX, which over TCP aborts a producer whose connection broke in
+    mid-transfer (docs/kv-plane.md)."""
+    return last_life(member, *_UCX_ABORTS) and last_life(member, f"killed by signal {signal.SIGABRT:d}")
+
+
+def last_life(member: Member, *words: str) -> bool:
+    """Whether the log says any of `words` since the worker was ready the last time."""
+    log = member.process.log.read_text(errors="replace").rpartition("\nready ")[2]
+    return any(word in log for word in words)
