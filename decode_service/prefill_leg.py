@@ -168,7 +168,6 @@ class PrefillLeg:
             priority=request.priority,
             first_block=first_block,
             connector=worker.settings.connector,
-            peer=worker.ready.peer,
         )
 
     def _take_in(self, address: str, event: prefill_pb2.PrefillEvent) -> None:

@@ -103,7 +103,7 @@ class ConnectorConfig:
     kv_dir_size_bytes: int | None = None  # shared_storage: limit of what it holds; none where None
     lmcache_address: str = ""  # lmcache: host:port of the server
     epoch: str = ""  # this worker's incarnation, new at each start of the process
-    worker_id: str = ""
+    worker_id: str = ""  # the same in its next life, where that can be known
     num_io_threads: int = 2
     transfer_timeout_s: float = 10.0  # one block's fetch fails after this
     verify_checksums: bool = False  # P2P: the producer computes checksums; stores always do. Consumers verify all
@@ -134,7 +134,8 @@ class KVConnector(ABC):
 
     @abstractmethod
     def add_peer(self, peer: bytes) -> None:
-        """Makes the connector behind `peer` (its `describe()`) reachable. Adding one twice does nothing.
+        """Makes the connector behind `peer` (its `describe()`) reachable, instead of a former life of the same name.
+        Called for each request that may fetch from it: peers that are not used for long may be forgotten.
 
         Raises `IncompatibleError` where the two can never exchange blocks, `TransferError` where the peer can't be
         reached now.

@@ -43,6 +43,8 @@ _LONE_FACTOR = 8  # slices that a job gets at once while no other waits: 0.2 ms 
 _MIN_PAUSE_S, _MAX_PAUSE_S = 50e-6, 300e-6  # between two looks at reads in flight
 _MIN_IDLE_S, _MAX_IDLE_S = 1e-3, 1.0  # between two looks at connections while there are none, since something was begun
 _JOIN_TIMEOUT_S = 5.0
+PEER_KEEP_S = 1200.0  # unused peers: a request's default deadline, twice, as its blocks may come long after `add_peer`
+_FORGET_INTERVAL_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +53,7 @@ class Peer:
     sources: list[tuple[Part, ServedMemory]]  # the ranks that hold something of ours
     is_lost: bool = False  # a read failed; until the peer is added again, so do all others, at once
     num_reads: int = 0  # in flight
+    used_at: float = field(default_factory=time.monotonic)  # added or fetched from
 
     @property
     def agents(self) -> list[str]:
@@ -100,6 +103,7 @@ class Fetcher:
         self._slice_blocks = slice_blocks
         self._timeout_s = timeout_s
         self._peers: dict[str, Peer] = {}  # by name, current epoch only
+        self._peers_lock = threading.Lock()  # held to change them, and by `fetch`
         self._queue: FairQueue[_Job, FetchBlock] = FairQueue()
         # The thread's own:
         self._reading: ReadingAgent | None = None
@@ -107,31 +111,41 @@ class Fetcher:
         self._doomed: dict[ReadingAgent, list[tuple[_Flight, str]]] = {}  # agents with a failed read, and those reads
         self._staging: Staging | None = None  # for checksums
         self._idle_s = _MIN_IDLE_S
+        self._forget_at = 0.0
         self._free_slots = deque(range(pool.num_slots if pool is not None else 0))
         self._thread = threading.Thread(target=self._run, name="kv-nixl-fetch", daemon=True)
         self._thread.start()
 
     def add_peer(self, info: PeerInfo, sources: list[tuple[Part, ServedMemory]]) -> None:
-        """Begins to connect. Adding a peer again after a failed read has it tried again."""
-        added, known = Peer(info, sources), self._peers.get(info.name)
-        if known is None or known.is_lost or known.agents != added.agents:
+        """Begins to connect. Adding a peer again after a failed read has it tried again. To be called for each request:
+        a peer of which nothing was heard for `PEER_KEEP_S` is forgotten."""
+        with self._peers_lock:
+            added, known = Peer(info, sources), self._peers.get(info.name)
+            if known is not None and not known.is_lost and known.agents == added.agents:
+                known.used_at = added.used_at
+                return
             self._peers[info.name] = added
-            # No blocks: connecting takes longer than a read, so it is begun before the first block is announced.
-            self._queue.put_turn(_Job(0, added, 0.0, None))
+        # No blocks: connecting takes longer than a read, so it is begun before the first block is announced.
+        self._queue.put_turn(_Job(0, added, 0.0, None))
 
     def fetch(self, job_id: int, blocks: Sequence[FetchBlock]) -> None:
-        deadline = time.monotonic() + self._timeout_s
+        begin = time.monotonic()
         after = self._view.mark()
         by_peer: dict[Peer, list[FetchBlock]] = {}
+        with self._peers_lock:
+            peers = {name: self._peers.get(name) for name in {block.ref.peer for block in blocks}}
+            for peer in peers.values():
+                if peer is not None:
+                    peer.used_at = begin
         for block in blocks:
-            peer = self._peers.get(block.ref.peer)
+            peer = peers[block.ref.peer]
             error = _refusal(block.ref, peer)
             if peer is None or error is not None:
                 self._results.add([fetched(job_id, block, error=error)])
             else:
                 by_peer.setdefault(peer, []).append(block)
         for peer, peer_blocks in by_peer.items():
-            self._queue.put(_Job(job_id, peer, deadline, after), peer_blocks)
+            self._queue.put(_Job(job_id, peer, begin + self._timeout_s, after), peer_blocks)
 
     def close(self) -> None:
         """Ends every read: no byte lands after this."""
@@ -166,6 +180,9 @@ class Fetcher:
                 if not is_busy and not self._flights:
                     self._progress()
                     self._idle_s = min(4 * self._idle_s, _MAX_IDLE_S)
+                if time.monotonic() >= self._forget_at:
+                    self._forget_unused_peers()
+                    self._forget_at = time.monotonic() + _FORGET_INTERVAL_S
             except Exception as error:
                 # A defect. The blocks under way get their results all the same, and the thread lives on.
                 log.exception("fetching KV blocks failed")
@@ -213,6 +230,8 @@ class Fetcher:
         return [ticket % memory.num_blocks for ticket in tickets], msgspec.msgpack.encode(report)
 
     def _connect_ahead(self, peer: Peer) -> None:
+        if self._peers.get(peer.info.name) is not peer:  # another was added since
+            return
         try:
             self._connected(peer)
         except TransferError as error:
@@ -239,7 +258,17 @@ class Fetcher:
         except TransferError as error:  # the next read from whoever it was says more
             log.warning("NIXL makes no progress", extra={"reason": error.message})
 
+    def _forget_unused_peers(self) -> None:
+        unused_since = time.monotonic() - PEER_KEEP_S - self._timeout_s  # so no read of theirs waits for its turn
+        with self._peers_lock:
+            for name, peer in list(self._peers.items()):
+                if peer.used_at < unused_since and not peer.num_reads:
+                    del self._peers[name]
+        if self._reading is not None:
+            self._forget_former_peers(self._reading)
+
     def _forget_former_peers(self, reading: ReadingAgent) -> None:
+        """Disconnects former lives and peers that are forgotten, once nothing is read from them."""
         current = {agent for peer in list(self._peers.values()) for agent in peer.agents}
         in_use = {agent for flight in self._flights for agent in flight.job.peer.agents}
         for agent in reading.connected - current - in_use:

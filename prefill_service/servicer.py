@@ -76,8 +76,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def _run(self, start: prefill_pb2.PrefillStart, stream: EngineStream, context: Context) -> None:
         """Serves one prompt until the decode worker releases its blocks, or half-closes without a word."""
         worker, begin = self._worker, time.monotonic()
-        if start.peer:
-            stream.send(m.AddPeer(start.peer))
         stream.send(
             m.AddRequest(
                 request_id=stream.engine_id,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -35,6 +36,23 @@ class Work:
 STORED_POLL_S = 0.02
 
 
+def worker_id(settings: WorkerSettings, role: WorkerRole, epoch: str) -> str:
+    """Of the address by which others reach the worker, so that peers know its next life for the same worker. Where
+    settings do not say it (any interface or port, or one of this machine alone), of the epoch: two workers that share
+    an id would take each other for a restart."""
+    address = settings.advertise or (settings.listen if _is_routable(settings.listen) else "")
+    return f"{role.value}-{address or epoch[:8]}"
+
+
+def _is_routable(listen: str) -> bool:
+    host, _, port = listen.rpartition(":")
+    try:
+        ip = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return port != "0" and not ip.is_unspecified and not ip.is_loopback
+
+
 class Worker:
     """One worker process. `epoch` is new at each start, so that references into an earlier life are recognised."""
 
@@ -44,7 +62,7 @@ class Worker:
         self.model_dir = model_dir
         self.model_name = model_name
         self.epoch = uuid.uuid4().hex[:16]
-        self.worker_id = f"{role.value}-{self.epoch[:8]}"
+        self.worker_id = worker_id(settings, role, self.epoch)
         self.address = ""  # as others reach it; set once the port is bound
         self.state = WorkerState.READY
         self.engine = EngineClient(settings, role.value, model_dir, self.worker_id, self.epoch)

@@ -11,14 +11,19 @@ import msgspec
 import pytest
 import torch
 
+from common.config import WorkerSettings
 from common.errors import StartupError, TransferError
+from common.types import WorkerRole
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, KVConnector, LocalBlock, TransferResult
+from kv_store.nixl import NixlConnector
 from kv_store.nixl_agent import MODULES
+from kv_store.nixl_fetch import PEER_KEEP_S, Fetcher
 from kv_store.peers import decode_peer, encode_peer
 from kv_store.registry import create_connector
 from tests.kv_store.conformance import PATIENCE_S, SPEC, ConnectorConformance, Create, Worker, name_of, random_cache
 from tests.kv_store.peer_process import BIG_SPEC, RELAY_SEED, PeerProcess, Published, make_worker
 from tests.nixl import needs_nixl
+from worker.shell import worker_id
 
 NUM_BLOCKS = 48  # of 1 MiB
 DEADLINE_S = 6.0  # long enough for a few blocks on a busy machine, short enough to wait for
@@ -308,6 +313,117 @@ def test_a_killed_and_restarted_peer(
     assert {result.error for result in fetch_all(consumer, again)} == {None}
     errors = {result.error for result in fetch_all(consumer, published)}
     assert errors == {"peer 'peer' has restarted since it announced the block"}
+
+
+def prefill_worker(epoch: str) -> Worker:
+    """A life of the prefill worker at one address."""
+    settings = WorkerSettings(listen="0.0.0.0:50061", advertise="10.0.0.5:50061")
+    return make_worker(worker_id(settings, WorkerRole.PREFILL, epoch), 4, epoch=epoch, seed=len(epoch), checksums=True)
+
+
+def fetcher_of(consumer: Worker) -> Fetcher:
+    assert isinstance(consumer.connector, NixlConnector)
+    return consumer.connector._fetcher
+
+
+def agent_of(peer: bytes) -> str:
+    agent: str = msgspec.msgpack.decode(decode_peer(peer).transports[0])["agent"]
+    return agent
+
+
+def wait_until_connected(consumer: Worker, agents: set[str]) -> None:
+    """To these agents of peers, and to no others."""
+    give_up = time.monotonic() + PATIENCE_S
+    while (reading := fetcher_of(consumer)._reading) is None or reading.connected != agents:
+        assert time.monotonic() < give_up, reading and reading.connected
+        time.sleep(0.01)
+
+
+@needs_nixl
+def test_each_life_of_a_worker_takes_the_place_of_the_one_before(
+    transport: str, make_consumer: Callable[..., Worker]
+) -> None:
+    consumer = make_consumer()
+    former: list[BlockRef] = []
+    for epoch in ("1f0c2a", "93b7", "d4"):
+        producer = prefill_worker(epoch)
+        consumer.connector.add_peer(producer.connector.describe())
+        (ref,) = producer.published({1: name_of(1)})
+        consumer.fetch([FetchBlock(ref, 0)])
+        assert [result.error for result in consumer.results()] == [None]
+        wait_until_connected(consumer, {agent_of(producer.connector.describe())})
+        assert len(fetcher_of(consumer)._peers) == 1
+        for old in former:
+            consumer.fetch([FetchBlock(old, 1)])
+            (result,) = consumer.results()
+            assert result.error == f"peer {ref.peer!r} has restarted since it announced the block"
+        former.append(ref)
+        producer.connector.close()
+
+
+@needs_nixl
+def test_a_peer_that_is_not_used_any_more_is_forgotten(transport: str, make_consumer: Callable[..., Worker]) -> None:
+    """And found again when a request adds it. One that is used stays."""
+    consumer, gone, used = make_consumer(), make_worker("gone", 4), make_worker("used", 4)
+    refs = [producer.published({1: name_of(1)})[0] for producer in (gone, used)]
+    for producer in (gone, used):
+        consumer.connector.add_peer(producer.connector.describe())
+    agents = [agent_of(producer.connector.describe()) for producer in (gone, used)]
+    wait_until_connected(consumer, set(agents))
+    for use in (
+        lambda: consumer.fetch([FetchBlock(refs[1], 2)]),
+        lambda: consumer.connector.add_peer(used.connector.describe()),
+    ):
+        for peer in fetcher_of(consumer)._peers.values():  # in an instant, as nobody looks at them more often
+            peer.used_at -= PEER_KEEP_S + PATIENCE_S - 10
+        use()
+        for peer in fetcher_of(consumer)._peers.values():
+            peer.used_at -= 20
+        wait_until_connected(consumer, {agents[1]})
+        assert set(fetcher_of(consumer)._peers) == {"used"}
+        assert [result.error for result in consumer.results()] in ([], [None])
+        consumer.fetch([FetchBlock(refs[0], 1)])
+        assert [result.error for result in consumer.results()] == ["peer 'gone' is not known here"]
+
+        consumer.connector.add_peer(gone.connector.describe())
+        consumer.fetch([FetchBlock(ref, block_id) for block_id, ref in enumerate(refs)])
+        assert [result.error for result in consumer.results()] == [None, None]
+        assert consumer.bytes_of(0) == gone.bytes_of(1)
+        assert consumer.bytes_of(1) == used.bytes_of(1)
+    for producer in (gone, used):
+        producer.connector.close()
+
+
+@needs_nixl
+def test_a_former_life_is_disconnected_after_its_last_read(
+    tcp: None, serve: Callable[..., PeerProcess], make_consumer: Callable[..., Worker]
+) -> None:
+    """Blocks that are on their way when the next life is added arrive."""
+    before, consumer = serve("e1"), make_consumer()
+    old = before.published()
+    consumer.connector.add_peer(old.peer)
+    consumer.fetch([FetchBlock(old.refs[0], 0)])
+    assert [result.error for result in consumer.results()] == [None]
+    before.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, before.process.pid, os.WSTOPPED | os.WNOWAIT)
+    stuck = consumer.fetch([FetchBlock(ref, ref.index) for ref in old.refs])
+    give_up = time.monotonic() + PATIENCE_S
+    while not fetcher_of(consumer)._flights:
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+
+    new = serve("e2").published()
+    consumer.connector.add_peer(new.peer)
+    wait_until_connected(consumer, {agent_of(old.peer), agent_of(new.peer)})
+    time.sleep(2.5)  # the fetcher looks for former peers every second
+    wait_until_connected(consumer, {agent_of(old.peer), agent_of(new.peer)})
+    assert consumer.is_due(stuck)
+    before.process.send_signal(signal.SIGCONT)
+    errors = {result.error for result in consumer.results()}
+    assert errors <= {None, "peer 'peer' has restarted since it announced the block"}
+    assert None in errors
+    wait_until_connected(consumer, {agent_of(new.peer)})
+    assert {result.error for result in fetch_all(consumer, new)} == {None}
 
 
 @needs_nixl
