@@ -10,12 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import ClassVar
 
 import torch
 
-from common import metrics
 from common.errors import StartupError, TransferError
 from common.types import KVCacheSpec
 from kv_store.base import (
@@ -29,10 +27,10 @@ from kv_store.base import (
     TransferResult,
 )
 from kv_store.cache_view import CacheView, Staging
-from kv_store.failures import Failures
 from kv_store.fair_queue import FairQueue
 from kv_store.lmcache_client import LMCacheClient
 from kv_store.lmcache_groups import Bytes, Group, GroupLayout, find_group, split_into_groups
+from kv_store.lookups import Lookups
 from kv_store.results import ResultQueue, block_result
 
 log = logging.getLogger(__name__)
@@ -50,13 +48,6 @@ class _Job:
     kind: TransferKind
     deadline: float  # time.monotonic(); what is not done by then fails
     after: torch.cuda.Event | None  # device work that comes before it
-
-
-@dataclass(slots=True, frozen=True)
-class _LookupJob:
-    block_hashes: Sequence[bytes]
-    deadline: float  # time.monotonic()
-    lookup: Lookup
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,8 +75,7 @@ class LMCacheConnector(KVConnector):
         self._config = config
         self._client = LMCacheClient(config.lmcache_address)
         self._queue: FairQueue[_Job, _Part] = FairQueue()
-        self._failed_lookups = Failures("LMCache did not answer whether it holds KV blocks", "num_lookups")
-        self._lookups: SimpleQueue[_LookupJob | None] = SimpleQueue()
+        self._lookups = Lookups(self._look_up, "LMCache did not answer whether it holds KV blocks")
         self._threads: list[threading.Thread] = []
         try:
             self._client.wait_until_up(START_TIMEOUT_S)
@@ -98,12 +88,11 @@ class LMCacheConnector(KVConnector):
         self._layout = GroupLayout(spec)
         self._client.register(self._layout, self._config.transfer_timeout_s)
         self._results = ResultQueue(wake)
-        self._wake = wake
         for number in range(self._config.num_io_threads):
             self._threads.append(threading.Thread(target=self._run, name=f"kv-lmcache-{number}", daemon=True))
-        self._threads.append(threading.Thread(target=self._run_lookups, name="kv-lmcache-lookup", daemon=True))
         for thread in self._threads:
             thread.start()
+        self._threads += self._lookups.run(wake)
 
     def describe(self) -> bytes:
         return b""
@@ -115,12 +104,10 @@ class LMCacheConnector(KVConnector):
         return self._look_up(block_hashes, time.monotonic() + LOOKUP_TIMEOUT_S)[0]
 
     def start_lookup(self, block_hashes: Sequence[bytes]) -> Lookup:
-        job = _LookupJob(block_hashes, time.monotonic() + LOOKUP_TIMEOUT_S, Lookup())
-        self._lookups.put(job)
-        return job.lookup
+        return self._lookups.start(block_hashes, LOOKUP_TIMEOUT_S)
 
-    def _look_up(self, block_hashes: Sequence[bytes], deadline: float) -> tuple[int, bool]:
-        """How many leading blocks were found by `deadline`, and whether the server had answered by then."""
+    def _look_up(self, block_hashes: Sequence[bytes], deadline: float) -> tuple[int, str | None]:
+        """See `kv_store.lookups.LookUp`."""
         hashes = dict(enumerate(block_hashes))
         num_found = 0
         try:
@@ -130,13 +117,8 @@ class LMCacheConnector(KVConnector):
                     break
                 num_found = found[1].stop
         except TransferError as error:
-            self._lookup_failed(error.message)
-            return num_found, False
-        return num_found, True
-
-    def _lookup_failed(self, reason: str) -> None:
-        metrics.kv_store_failed_lookups.inc()
-        self._failed_lookups.add(1, reason)
+            return num_found, error.message
+        return num_found, None
 
     def publish(self, job_id: int, blocks: Sequence[LocalBlock]) -> None:
         groups = split_into_groups(blocks, self._layout.sizes)
@@ -162,7 +144,7 @@ class LMCacheConnector(KVConnector):
     def close(self) -> None:
         """Waits for the copy under way, since the cache may go after it; a call to the server is cut off."""
         self._queue.close()
-        self._lookups.put(None)
+        self._lookups.close()
         for thread in self._threads:
             thread.join(_JOIN_TIMEOUT_S)
         self._client.close(_JOIN_TIMEOUT_S)
@@ -176,19 +158,6 @@ class LMCacheConnector(KVConnector):
             self._queue.put(_Job(job_id, kind, deadline, self._view.mark()), parts)
 
     # ------------------------------------------------------------------------------------- I/O threads
-
-    def _run_lookups(self) -> None:
-        while (job := self._lookups.get()) is not None:
-            num_blocks = 0
-            try:
-                if time.monotonic() < job.deadline:
-                    num_blocks, job.lookup.is_certain = self._look_up(job.block_hashes, job.deadline)
-                else:
-                    self._lookup_failed("the lookups before it took all the time")
-            except Exception:  # somebody waits for the answer
-                log.exception("lookup failed")
-            job.lookup.num_blocks = num_blocks  # last: it says that the answer is there
-            self._wake()
 
     def _run(self) -> None:
         staging: Staging | None = None

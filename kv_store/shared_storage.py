@@ -1,12 +1,13 @@
 """KV blocks through a directory that all workers share: a local disk, tmpfs, or any POSIX file system.
 
 The engine's thread only queues; a few threads do the I/O, in slices of several blocks, and report slice by slice. A
-slice that is published is one run file.
+slice that is published is one run file. Lookups have a thread of their own.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from kv_store.base import (
     FetchBlock,
     KVConnector,
     LocalBlock,
+    Lookup,
     TransferKind,
     TransferResult,
 )
@@ -32,6 +34,7 @@ from kv_store.cache_view import CacheView, Staging
 from kv_store.failures import Failures
 from kv_store.fair_queue import FairQueue
 from kv_store.file_clock import FileClock
+from kv_store.lookups import Lookups
 from kv_store.results import ResultQueue, block_result
 from kv_store.run_file import HEADER_BYTES, MAX_BLOCKS, RUN_BYTES
 from kv_store.sharded_files import ShardedFiles
@@ -40,6 +43,7 @@ from kv_store.store_space import StoreSpace
 
 log = logging.getLogger(__name__)
 
+LOOKUP_TIMEOUT_S = 0.5  # all the time that a lookup has, which is a hint; one that hangs is answered after twice that
 _ROOM_CHECK_S = 0.5  # while writes wait for room below the size limit
 _JOIN_TIMEOUT_S = 5.0  # of close(): a thread that hangs in a dead network file system is left behind
 
@@ -72,6 +76,7 @@ class SharedStorageConnector(KVConnector):
         except OSError as error:
             raise StartupError(f"kv_dir: cannot use {config.kv_dir!r}: {error.strerror or error}") from error
         self._queue: FairQueue[_Job, LocalBlock] = FairQueue()
+        self._lookups = Lookups(self._look_up, "kv_dir did not answer whether it holds KV blocks")
         self._threads: list[threading.Thread] = []
         self._space: StoreSpace | None = None
         self._failures = Failures("KV blocks could not be stored", "num_blocks")
@@ -90,6 +95,7 @@ class SharedStorageConnector(KVConnector):
             thread = threading.Thread(target=self._run, name=f"kv-io-{number}", args=(number == 0,), daemon=True)
             thread.start()
             self._threads.append(thread)
+        self._threads += self._lookups.run(wake)
 
     def describe(self) -> bytes:
         return b""
@@ -98,10 +104,19 @@ class SharedStorageConnector(KVConnector):
         """Does nothing: the directory is all that workers share."""
 
     def lookup(self, block_hashes: Sequence[bytes]) -> int:
+        return self._look_up(block_hashes, math.inf)[0]
+
+    def start_lookup(self, block_hashes: Sequence[bytes]) -> Lookup:
+        return self._lookups.start(block_hashes, LOOKUP_TIMEOUT_S)
+
+    def _look_up(self, block_hashes: Sequence[bytes], deadline: float) -> tuple[int, str | None]:
+        """See `kv_store.lookups.LookUp`."""
         for num_found, block_hash in enumerate(block_hashes):
+            if time.monotonic() > deadline:
+                return num_found, f"looked at {num_found} of {len(block_hashes)} blocks in time"
             if not self._files.contains(block_hash):
-                return num_found
-        return len(block_hashes)
+                return num_found, None
+        return len(block_hashes), None
 
     def publish(self, job_id: int, blocks: Sequence[LocalBlock]) -> None:
         self._queue.put(_Job(job_id, TransferKind.PUBLISH, None, self._view.mark()), blocks)
@@ -121,12 +136,13 @@ class SharedStorageConnector(KVConnector):
 
     def close(self) -> None:
         self._queue.close()
+        self._lookups.close()
         if self._space is not None and not self._space.close(_JOIN_TIMEOUT_S):
             log.warning("the cleaner still waits for the file system")
         for thread in self._threads:
             thread.join(_JOIN_TIMEOUT_S)
             if thread.is_alive():
-                log.warning("I/O thread still waits for the file system", extra={"thread": thread.name})
+                log.warning("I/O thread still waits for the file system", extra={"io_thread": thread.name})
         self._threads.clear()
 
     # ------------------------------------------------------------------------------------- I/O threads

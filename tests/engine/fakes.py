@@ -7,6 +7,7 @@ the answer. `reference` says what the answer has to be.
 from __future__ import annotations
 
 import hashlib
+import time
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,7 @@ from kv_store.memory import MemoryConnector
 
 VOCAB_SIZE = 97
 BLOCK_SIZE = 4
+PATIENCE_S = 60.0  # until a test gives up; nothing is expected to take that long
 SPEC = KVCacheSpec(model_id="fake", num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="float32")
 
 
@@ -108,11 +110,25 @@ def make_core(
     return core, runner
 
 
-def add(core: EngineCore, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **fields: object) -> None:
+def add(
+    core: EngineCore,
+    request_id: str,
+    prompt: Sequence[int],
+    max_tokens: int = 8,
+    *,
+    waits_for_lookup: bool = True,
+    **fields: object,
+) -> None:
+    """Returns when the request is admitted, but for where the test does not wait for what the store says."""
     params = fields.pop("params", None) or SamplingParams(temperature=0.0, max_tokens=max_tokens)
     core.handle(
         m.AddRequest(request_id=request_id, prompt_token_ids=list(prompt), sampling_params=params, **fields)  # type: ignore[arg-type]
     )
+    give_up = time.monotonic() + PATIENCE_S
+    while waits_for_lookup and any(lookup.num_blocks is None for _, lookup in core._lookups.values()):
+        assert time.monotonic() < give_up, "the store does not answer"
+        time.sleep(0.0005)
+    core._take_in_lookups()
 
 
 def tokens_of(events: Sequence[m.Event]) -> dict[str, list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,12 +22,20 @@ from common.block_hash import block_hashes, extra_keys, root_hash
 from common.types import SamplingParams
 from engine import messages as m
 from engine.core import VERIFY_STORED_S, EngineCore
+from kv_store import shared_storage
 from kv_store.base import ConnectorConfig, LocalBlock, Lookup
 from kv_store.memory import MemoryConnector
+from kv_store.sharded_files import ShardedFiles
 from kv_store.shared_storage import SharedStorageConnector
-from tests.engine.fakes import SPEC, FakeRunner, add, assert_idle, make_core, reference, tokens_of
+from tests.engine.fakes import PATIENCE_S, SPEC, FakeRunner, add, assert_idle, make_core, reference, tokens_of
 
 PROMPT = list(range(30))  # seven full blocks and a tail of two tokens
+
+
+@pytest.fixture(autouse=True)
+def patient_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups end when they know, however slow this machine is."""
+    monkeypatch.setattr(shared_storage, "LOOKUP_TIMEOUT_S", PATIENCE_S)
 
 
 @contextmanager
@@ -127,7 +136,7 @@ def test_a_lookup_that_takes_its_time_holds_up_nobody_else(tmp_path: Path) -> No
     connector = LateLookups(ConnectorConfig(kv_dir=str(tmp_path), epoch="e", worker_id="w"))
     core, runner = make_core(connector=connector)
     for name in ("late", "quick", "gone"):
-        add(core, name, PROMPT if name == "late" else PROMPT[::-1], max_tokens=4)
+        add(core, name, PROMPT if name == "late" else PROMPT[::-1], max_tokens=4, waits_for_lookup=False)
     assert not core.step()
     assert (core.load.num_requests_waiting, core.load.num_queued_prompt_tokens) == (3, 90)
     assert core.has_work
@@ -143,6 +152,42 @@ def test_a_lookup_that_takes_its_time_holds_up_nobody_else(tmp_path: Path) -> No
     assert not core.has_work
     assert_idle(core)
     core.close()
+
+
+def test_a_store_that_hangs_holds_up_only_who_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path, PROMPT)
+    with engine(tmp_path) as (core, runner):
+        add(core, "stream", [1, 2, 3], max_tokens=20)
+        core.step()
+        goes_on, asked = threading.Event(), threading.Event()
+        contains = ShardedFiles.contains
+
+        def hang(files: ShardedFiles, block_hash: bytes) -> bool:
+            asked.set()
+            return goes_on.wait(PATIENCE_S) and contains(files, block_hash)
+
+        monkeypatch.setattr(ShardedFiles, "contains", hang)
+        monkeypatch.setattr(shared_storage, "LOOKUP_TIMEOUT_S", 2.0)
+        try:
+            for name in ("asks", "gone"):
+                add(core, name, PROMPT, max_tokens=4, waits_for_lookup=False)
+            assert asked.wait(PATIENCE_S)
+            core.handle(m.Release("gone"))
+            assert core.load.num_requests_waiting == 1
+            core.step()
+            assert tokens_of(core.take_events())["stream"]
+            runner.num_tokens_per_step.clear()
+            give_up = time.monotonic() + PATIENCE_S
+            while "asks" not in core.scheduler.requests:
+                assert time.monotonic() < give_up
+                time.sleep(0.01)
+                core._take_in_lookups()
+            events = run(core)
+            assert tokens_of(events)["asks"] == reference(PROMPT, 4)
+            assert runner.num_tokens_per_step[0] == 31, "the prompt, and the stream's next token"
+        finally:
+            goes_on.set()
+        assert_idle(core)
 
 
 def test_another_salt_finds_nothing(tmp_path: Path) -> None:
@@ -310,7 +355,7 @@ def test_a_store_that_does_not_answer_is_not_taken_to_have_lost_anything(tmp_pat
     core.step()
     for number, prompt in enumerate([PROMPT, longer]):
         written = record_writes(core)
-        add(core, str(number), prompt, max_tokens=2)
+        add(core, str(number), prompt, max_tokens=2, waits_for_lookup=False)
         connector.open[number][1].num_blocks = 0
         assert tokens_of(run(core))[str(number)] == reference(prompt, 2)
     assert written == [*range(7, 12)]

@@ -4,8 +4,10 @@ import errno
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,17 @@ from typing import Any
 import pytest
 import torch
 
+from common import metrics
 from common.errors import StartupError
-from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, KVConnector, LocalBlock
+from kv_store import shared_storage
+from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, KVConnector, LocalBlock, Lookup
 from kv_store.block_files import STALE_TEMP_S
 from kv_store.cache_view import Staging
 from kv_store.run_file import HEADER_BYTES
+from kv_store.sharded_files import ShardedFiles
 from kv_store.shared_storage import SharedStorageConnector
 from tests.kv_store.conformance import (
+    PATIENCE_S,
     SPEC,
     WIDE_SPEC,
     ConnectorConformance,
@@ -41,7 +47,89 @@ def counted(calls: list[str], name: str, call: Callable[..., Any]) -> Callable[.
     return wrapper
 
 
+@contextmanager
+def hanging_lookups(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """As in a network file system whose server is gone, until the event or the end."""
+    goes_on = threading.Event()
+    contains = ShardedFiles.contains
+
+    def hang(files: ShardedFiles, block_hash: bytes) -> bool:
+        return goes_on.wait(PATIENCE_S) and contains(files, block_hash)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardedFiles, "contains", hang)
+        try:
+            yield goes_on
+        finally:
+            goes_on.set()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def answer(lookup: Lookup) -> tuple[int | None, bool]:
+    """Waits for it."""
+    wait_until(lambda: lookup.num_blocks is not None)
+    return lookup.num_blocks, lookup.is_certain
+
+
 class TestSharedStorage(ConnectorConformance):
+    @pytest.fixture(autouse=True)
+    def patient_lookups(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Lookups end when they know, however slow this machine is."""
+        monkeypatch.setattr(shared_storage, "LOOKUP_TIMEOUT_S", PATIENCE_S)
+
+    def test_lookups_in_a_file_system_that_hangs(
+        self, workers: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        worker = workers("w")
+        worker.published({3: name_of(1)})
+        names = [name_of(1), name_of(2)]
+        num_failed = metrics.kv_store_failed_lookups._value.get()
+        monkeypatch.setattr(shared_storage, "LOOKUP_TIMEOUT_S", 0.5)
+        with hanging_lookups(monkeypatch) as goes_on:
+            worker.woken.clear()
+            started = time.monotonic()
+            lookups = [worker.connector.start_lookup(names) for _ in range(10)]
+            assert [lookup.num_blocks for lookup in lookups] == [None] * 10
+            assert worker.woken.wait(PATIENCE_S)
+            assert [answer(lookup) for lookup in lookups] == [(0, False)] * 10
+            assert time.monotonic() - started < 10 * 0.5
+            for _ in range(3):
+                late = worker.connector.start_lookup(names)
+                assert (late.num_blocks, late.is_certain) == (0, False), "the first one still hangs"
+            assert metrics.kv_store_failed_lookups._value.get() == num_failed + 13
+            assert caplog.text.count("kv_dir did not answer") == 1
+            monkeypatch.setattr(shared_storage, "LOOKUP_TIMEOUT_S", PATIENCE_S)
+            goes_on.set()
+            wait_until(lambda: answer(worker.connector.start_lookup(names)) == (1, True))
+        assert lookups[0].num_blocks == 0, "an answer does not change"
+
+    def test_a_slow_lookup_has_found_what_it_found_in_time(
+        self, workers: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        worker = workers("w")
+        monkeypatch.setattr(shared_storage, "LOOKUP_TIMEOUT_S", 1.0)
+        monkeypatch.setattr(ShardedFiles, "contains", lambda *_: time.sleep(0.4) is None)
+        num_found, is_certain = answer(worker.connector.start_lookup([name_of(number) for number in range(10)]))
+        assert num_found in (1, 2, 3)
+        assert not is_certain
+
+    def test_close_does_not_wait_for_a_lookup_that_hangs(
+        self, workers: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        worker = workers("w")
+        monkeypatch.setattr(shared_storage, "_JOIN_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(shared_storage, "LOOKUP_TIMEOUT_S", 0.5)
+        with hanging_lookups(monkeypatch):
+            answer(worker.connector.start_lookup([name_of(1)]))
+            worker.connector.close()
+        assert "still waits for the file system" in caplog.text
+
     @pytest.fixture
     def kv_dir(self, tmp_path: Path) -> Path:
         return tmp_path / "kv"
