@@ -106,7 +106,7 @@ class Publisher:
         self._queue.close()
         self._thread.join(_JOIN_TIMEOUT_S)
         if self._thread.is_alive():
-            log.warning("NIXL thread does not end", extra={"thread": self._thread.name})
+            log.warning("NIXL thread does not end", extra={"nixl_thread": self._thread.name})
 
     # ---------------------------------------------------------------------------------------- the thread
 
