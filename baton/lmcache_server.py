@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import fcntl
 import json
+import mmap
 import os
 import secrets
 import shutil
@@ -80,16 +81,27 @@ def pool_path(shm_name: str) -> Path:
 
 
 def remove_abandoned() -> None:
-    """Frees the shared memory of servers that were killed."""
+    """Frees the shared memory of servers that were killed, even where workers have yet to unmap it."""
     for lock_path in _SHM.glob(f"{_NAME}*.lock"):
         with contextlib.suppress(OSError):  # another user's, in use (BlockingIOError), or removed just now
             fd = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                pool_path(lock_path.stem).unlink(missing_ok=True)
+                _free(pool_path(lock_path.stem))
                 lock_path.unlink()
             finally:
                 os.close(fd)
+
+
+def _free(pool: Path) -> None:
+    """Removes shared memory. Its pages go at once: mappings, which would keep them, see zeros from now on."""
+    with (
+        contextlib.suppress(OSError, ValueError),  # ValueError: it is empty
+        pool.open("r+b") as file,
+        mmap.mmap(file.fileno(), 0) as memory,
+    ):
+        memory.madvise(mmap.MADV_REMOVE)
+    pool.unlink(missing_ok=True)
 
 
 def _claim_name() -> str:

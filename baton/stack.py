@@ -1,7 +1,7 @@
 """A whole stack on this machine: workers and a router as child processes, started and ended together.
 
     up:    ports and cores chosen -> workers and router start at once -> every one has said that it is ready
-    then:  a worker that ends is started again, unless it does so too often; whatever else ends, ends the stack
+    then:  a worker or LMCache server that ends is started again, unless it does so too often; a router ends the stack
     down:  router ends (its answers finish first) -> workers end -> private KV directory goes away
 
 All processes start at once, since each needs about the same time to import what it needs. The router is told worker
@@ -71,13 +71,13 @@ class Stack:
     drain_timeout: float  # seconds
     start_timeout: float  # seconds
     router: str = "router"
-    max_restarts: int = 0  # of each worker, within WINDOW_S
+    max_restarts: int = 0  # of each child but the router, within WINDOW_S
     front_cores: Sequence[int] = ()  # for all but the engines, which choose their own; anywhere where empty
     not_ready: Callable[[Addresses], str] = lambda _: ""  # why the whole does not answer yet; empty where it does
     events: Events = field(default_factory=Events)
     children: list[Child] = field(default_factory=list)
     ready: dict[str, Mapping[str, str]] = field(default_factory=dict)  # child's name to the fields of its ready line
-    _starts: dict[str, float] = field(default_factory=dict)  # workers to be started again: time.monotonic()
+    _starts: dict[str, float] = field(default_factory=dict)  # children to be started again: time.monotonic()
 
     def start(self) -> Addresses | Signalled:
         """Starts all; waits for every ready line, and then until the whole answers. Returns a signal that came first.
@@ -109,8 +109,8 @@ class Stack:
         return f"waiting for {late}" if late else self.not_ready(self.addresses())
 
     def watch(self) -> Signalled | Finished:
-        """Waits for a signal or for the work beside the stack, and starts workers again that end. Raises StartupError
-        when one does so too often, or another child ends."""
+        """Waits for a signal or for the work beside the stack, and starts workers and LMCache's server again that end.
+        Raises StartupError when one does so too often, or the router ends."""
         restarts = Restarts(self.max_restarts)
         while True:
             due = min(self._starts.values(), default=None)
@@ -118,22 +118,25 @@ class Stack:
                 case None:
                     self._start_again()
                 case Ready(child):
-                    log.info("a worker is back", extra={"worker": child.name})
+                    kind = _kind(child)
+                    log.info("a %s is back", kind, extra={kind: child.name})
                 case Ended(child):
                     self._plan_restart(child, restarts)
                 case Signalled() | Finished() as event:
                     return event
 
     def _plan_restart(self, child: Child, restarts: Restarts) -> None:
-        now, is_worker = time.monotonic(), child in self._workers()
-        delay_s = restarts.delay_s(child.name, now) if is_worker else None
+        now, is_router = time.monotonic(), child.name == self.router
+        delay_s = None if is_router else restarts.delay_s(child.name, now)
         if delay_s is None:
-            often = is_worker and self.max_restarts > 0
+            often = not is_router and self.max_restarts > 0
             times = f" {self.max_restarts + 1} times in {WINDOW_S / 60:g} minutes" if often else ""
             raise StartupError(f"{child.name} went away{times}: {child.reason()}")
+        kind = _kind(child)
         log.warning(
-            "a worker went away, starting it again",
-            extra={"worker": child.name, "reason": child.reason(), "delay_s": delay_s},
+            "a %s went away, starting it again",
+            kind,
+            extra={kind: child.name, "reason": child.reason(), "delay_s": delay_s},
         )
         self._starts[child.name] = now + delay_s
 
@@ -188,6 +191,11 @@ class Stack:
             return self.events.get(timeout=None if timeout is None else max(0.0, timeout))
         except queue.Empty:
             return None
+
+
+def _kind(child: Child) -> str:
+    """What log lines call a child that may be started again."""
+    return "server" if child.name == _LMCACHE else "worker"
 
 
 def run(

@@ -236,7 +236,7 @@ class UpSettings(EngineSettings, ConnectorSettings, LogSettings):
     drain_timeout: float = Field(30.0, ge=0, description="seconds that Ctrl-C or SIGTERM waits for answers to end")
     start_timeout: float = Field(120.0, gt=0, description="seconds that the stack may take to become ready")
     max_restarts: int = Field(
-        5, ge=0, description="times in ten minutes that a worker that ended is started again; then the stack ends"
+        5, ge=0, description="times in ten minutes that a worker or LMCache is started again if it ends; then all ends"
     )
     lmcache_size_gb: float = Field(
         1.0, gt=0, description="lmcache: memory in GiB of the server, which is started where --lmcache-address is unset"

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -75,3 +77,17 @@ def test_memory_of_killed_servers_is_freed(shm: Path) -> None:
     os.close(lock)
     assert {state for state, pool in pools.items() if pool.exists()} == {"alive", "other"}
     assert sorted(path.name for path in shm.glob("*.lock")) == ["baton-lmcache-2.lock"]
+
+
+def test_memory_of_a_killed_server_is_freed_while_workers_map_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the next server might find no room for its own. Needs a real tmpfs."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        monkeypatch.setattr(lmcache_server, "_SHM", Path(folder))
+        pool, num_bytes = lmcache_server.pool_path("baton-lmcache-1"), 1 << 20
+        pool.write_bytes(b"x" * num_bytes)
+        (Path(folder) / "baton-lmcache-1.lock").touch()
+        with pool.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            lmcache_server.remove_abandoned()
+            assert not pool.exists()
+            assert os.fstat(file.fileno()).st_blocks == 0
+            assert memory[:] == bytes(num_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -192,6 +193,29 @@ def test_a_worker_that_ends_is_started_again_until_it_does_so_too_often(
     assert lives == ["prefill-1", "decode-1", "prefill-1"]
     delays = [(record.worker, record.delay_s) for record in caplog.records if hasattr(record, "delay_s")]
     assert delays == [("prefill-1", 0.5), ("decode-1", 0.5), ("prefill-1", 1.0)]
+    all_gone(tmp_path)
+
+
+def test_an_lmcache_server_that_ends_is_started_again_as_workers_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same command, so at the same address; workers and router go on."""
+    command = child(tmp_path, "lmcache", "lmcache=127.0.0.1:5555")
+    caplog.set_level(logging.INFO, "baton.stack")
+
+    def work(_: Addresses) -> int:
+        others = {name: (tmp_path / f"{name}.pid").read_text() for name in ("prefill-1", "decode-1", "router")}
+        kill_and_await_the_next(tmp_path, "lmcache")
+        wait_until(lambda: "a server is back" in caplog.messages)
+        assert {name: (tmp_path / f"{name}.pid").read_text() for name in others} == others
+        kill(tmp_path, "lmcache")
+        time.sleep(600)
+        return 0
+
+    with pytest.raises(StartupError, match=r"^lmcache went away 2 times in 10 minutes: ended by SIGKILL$"):
+        run(stack_of(tmp_path, {"lmcache": command}, max_restarts=1), work=work)
+    delays = [(record.message, record.server, record.delay_s) for record in caplog.records if "delay_s" in vars(record)]
+    assert delays == [("a server went away, starting it again", "lmcache", 0.5)]
     all_gone(tmp_path)
 
 

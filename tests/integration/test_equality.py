@@ -129,8 +129,11 @@ def test_chunk_sizes(chunk_size: int, model_dir: Path, tmp_path: Path, expected:
 
 
 @needs_nixl
-def test_blocks_read_from_the_other_worker(model_dir: Path, tmp_path: Path, expected: Answers, salt: Salt) -> None:
-    stack = Stack(tmp_path, "--connector=nixl", "--chunk-size=64")
+@pytest.mark.parametrize("flags", [(), ("--verify-checksums",)], ids=["plain", "checksums"])
+def test_blocks_read_from_the_other_worker(
+    model_dir: Path, tmp_path: Path, expected: Answers, salt: Salt, flags: tuple[str, ...]
+) -> None:
+    stack = Stack(tmp_path, "--connector=nixl", "--chunk-size=64", *flags)
     with running(stack):
         results = ask(stack, expected, FEWEST, salt)
         stack.settle()
