@@ -38,7 +38,7 @@ from protos.lmcache.mp import server_pb2_grpc as rpc
 log = logging.getLogger(__name__)
 
 _SHM = "/dev/shm"  # noqa: S108 - where POSIX shared memory is seen as files
-_RETRY_AFTER_S = (0.1, 2.0)  # first and longest time between two attempts to reach a lost server
+RETRY_AFTER_S = (0.1, 2.0)  # first and longest time between two attempts to reach a lost server
 _CLEAN_UP_TIMEOUT_S = 5.0
 _NUM_KEY_TOKENS = HASH_BYTES // 2
 _CHANNEL_OPTIONS = [
@@ -104,7 +104,7 @@ class LMCacheClient:
         self._pool: _Pool | None = None
         self._connecting = threading.Lock()
         self._retry_time = 0.0  # time.monotonic() of the next attempt
-        self._retry_after_s = _RETRY_AFTER_S[0]
+        self._retry_after_s = RETRY_AFTER_S[0]
 
     def wait_until_up(self, timeout_s: float) -> None:
         """Raises `StartupError` where no server answers in time."""
@@ -299,13 +299,13 @@ class LMCacheClient:
                 try:
                     self._pool = self._connect(deadline)
                 except TransferError as error:
-                    if self._retry_after_s == _RETRY_AFTER_S[0]:  # the first attempt since it was lost
+                    if self._retry_after_s == RETRY_AFTER_S[0]:  # the first attempt since it was lost
                         reason = {"address": self.address, "reason": error.message}
                         log.warning("LMCache cannot be reached, its blocks are computed instead", extra=reason)
                     self._retry_time = time.monotonic() + self._retry_after_s
-                    self._retry_after_s = min(2 * self._retry_after_s, _RETRY_AFTER_S[1])
+                    self._retry_after_s = min(2 * self._retry_after_s, RETRY_AFTER_S[1])
                     raise
-                self._retry_after_s = _RETRY_AFTER_S[0]
+                self._retry_after_s = RETRY_AFTER_S[0]
             return self._pool
         finally:
             self._connecting.release()

@@ -5,10 +5,12 @@ A few cells run with all tests; the others are marked `faults` (`make test-fault
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 import pytest
 
+from kv_store.lmcache_client import RETRY_AFTER_S
 from tests.faults import watch
 from tests.faults.client_process import Ask, Told
 from tests.faults.conftest import HASTY_TIMEOUT_S, Stage, Stages
@@ -273,6 +275,8 @@ class Trial:
                 wait_for(f"the log tells of the {what}", lambda what=what: _is_logged(stage, ask, LOGGED[what]))  # type: ignore[misc]
         revive(stage.fleet, may_end=self._may_end)
         self._settle()
+        if self._case.connector == "lmcache" and self._cell.process is Process.STORE:
+            time.sleep(RETRY_AFTER_S[1])  # then at the latest a worker asks again whether its lost server is back
         next_answer = stage.answer("next")
         assert next_answer.token_ids == stage.reference.token_ids, next_answer
         self._settle()
