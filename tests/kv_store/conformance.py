@@ -34,6 +34,13 @@ PATIENCE_S = 60.0  # until a test gives up; nothing is expected to take that lon
 Create = Callable[[str, str], KVConnector]  # worker_id, epoch
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
 def name_of(number: int) -> bytes:
     """A block hash."""
     return number.to_bytes(16, "big")

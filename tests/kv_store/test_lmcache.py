@@ -19,7 +19,7 @@ from kv_store.lmcache import LMCacheConnector
 from kv_store.lmcache_client import LMCacheClient
 from kv_store.lmcache_groups import Bytes, Group, GroupLayout
 from kv_store.registry import create_connector
-from tests.kv_store.conformance import PATIENCE_S, SPEC, ConnectorConformance, Create, Worker, name_of
+from tests.kv_store.conformance import PATIENCE_S, SPEC, ConnectorConformance, Create, Worker, name_of, wait_until
 from tests.kv_store.lmcache_process import LMCacheProcess, free_ports
 
 BIG_SPEC = replace(SPEC, num_layers=32, num_kv_heads=8, head_dim=64, block_size=16)  # 1 MiB per block
@@ -254,13 +254,6 @@ def test_lookups_of_a_server_that_hangs(
         assert not any(lookup.is_certain for lookup in lookups)
         assert metrics.kv_store_failed_lookups._value.get() == num_failed + 100
         assert time.monotonic() - started < 100 * 0.5 / 2
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
 
 
 def test_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,16 @@ from kv_store.nixl_agent import MODULES
 from kv_store.nixl_fetch import PEER_KEEP_S, Fetcher
 from kv_store.peers import decode_peer, encode_peer
 from kv_store.registry import create_connector
-from tests.kv_store.conformance import PATIENCE_S, SPEC, ConnectorConformance, Create, Worker, name_of, random_cache
+from tests.kv_store.conformance import (
+    PATIENCE_S,
+    SPEC,
+    ConnectorConformance,
+    Create,
+    Worker,
+    name_of,
+    random_cache,
+    wait_until,
+)
 from tests.kv_store.peer_process import BIG_SPEC, RELAY_SEED, PeerProcess, Published, make_worker
 from tests.nixl import needs_nixl
 from worker.shell import worker_id
@@ -407,10 +416,7 @@ def test_a_former_life_is_disconnected_after_its_last_read(
     before.process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, before.process.pid, os.WSTOPPED | os.WNOWAIT)
     stuck = consumer.fetch([FetchBlock(ref, ref.index) for ref in old.refs])
-    give_up = time.monotonic() + PATIENCE_S
-    while not fetcher_of(consumer)._flights:
-        assert time.monotonic() < give_up
-        time.sleep(0.001)
+    wait_until(lambda: bool(fetcher_of(consumer)._flights))
 
     new = serve("e2").published()
     consumer.connector.add_peer(new.peer)

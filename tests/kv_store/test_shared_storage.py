@@ -33,6 +33,7 @@ from tests.kv_store.conformance import (
     RankedWorker,
     Worker,
     name_of,
+    wait_until,
 )
 from tests.kv_store.stored import files_of, flip, path_of, runs_of
 
@@ -62,13 +63,6 @@ def hanging_lookups(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event
             yield goes_on
         finally:
             goes_on.set()
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
 
 
 def answer(lookup: Lookup) -> tuple[int | None, bool]:
