@@ -1,7 +1,7 @@
 """A small synchronous client of a router's gRPC API.
 
     with Client("127.0.0.1:50051") as client:
-        answer = client.chat("What is the capital of France?", temperature=0)
+        answer = client.chat("What is the capital of Japan?", temperature=0)
         for chunk in answer:
             print(chunk.text, end="", flush=True)
         print(answer.result().usage)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from baton.report import FleetWorker, Result
     from baton.stack import Addresses
 
-DEMO_QUESTION = "What is the capital of France?"
+DEMO_QUESTION = "What is the capital of Japan?"
 
 
 def connect(settings: ClientSettings) -> Client:
@@ -217,7 +217,7 @@ ASK_COMMANDS = (
         chat,
         about="Asks a running stack; a conversation where no question is given.",
         examples=[
-            'baton chat "What is the capital of France?"',
+            'baton chat "What is the capital of Japan?"',
             "baton chat --system 'You answer in rhymes.' --temperature 0.7",
             'baton chat --timeline --max-tokens 32 "Why is the sky blue?"',
         ],

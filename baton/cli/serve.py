@@ -18,7 +18,7 @@ HINTS = """
 Try it from another terminal (Ctrl-C here ends the stack):
 
   curl {http}/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"messages": [{{"role": "user", "content": "What is the capital of France?"}}], "temperature": 0}}'
+    -d '{{"messages": [{{"role": "user", "content": "What is the capital of Japan?"}}], "temperature": 0}}'
 
   grpcurl -plaintext -d '{{"messages": [{{"role": "user", "content": "Hello!"}}]}}' \\
     {grpc} baton.v1.InferenceService/Chat

@@ -13,7 +13,7 @@ import urllib.request
 from baton.client import Client
 from common.errors import UnauthenticatedError
 
-QUESTION = "What is the capital of France?"
+QUESTION = "What is the capital of Japan?"
 options: dict[str, str] = {}
 headers = {"Content-Type": "application/json"}
 context = None

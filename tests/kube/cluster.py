@@ -256,7 +256,7 @@ def main() -> int:
   export KUBECONFIG={cluster.kubeconfig} PATH={Path(tool("kubectl")).parent}:{assets()}:$PATH
   kubectl -n baton get pods
   curl http://127.0.0.1:{http}/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"messages": [{{"role": "user", "content": "What is the capital of France?"}}], "temperature": 0}}'
+    -d '{{"messages": [{{"role": "user", "content": "What is the capital of Japan?"}}], "temperature": 0}}'
   baton chat --router 127.0.0.1:{grpc} "Hello!"
 
 Ctrl-C here ends the cluster.""",

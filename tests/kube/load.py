@@ -18,7 +18,7 @@ import grpc
 from baton.client import Client
 from common.errors import BatonError, UnavailableError
 
-QUESTIONS = ("What is the capital of France?", "Name three colours.", "Count from one to ten.")
+QUESTIONS = ("What is the capital of Japan?", "Name three colours.", "Count from one to ten.")
 MAX_TOKENS = 16
 
 
