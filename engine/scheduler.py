@@ -455,6 +455,7 @@ class Scheduler:
                     index,
                     request.block_ids[index],
                     request.block_hashes[index] if index < num_full else self.blocks.tail_hash(request),
+                    is_partial=index >= num_full,
                 )
                 for index in range(start, stop)
             ],

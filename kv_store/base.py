@@ -57,6 +57,7 @@ class LocalBlock(msgspec.Struct, frozen=True, gc=False):
     index: int  # position in the request's block table
     block_id: int
     block_hash: bytes
+    is_partial: bool = False  # the tail of a prompt that fills it in part: no other prompt asks for its hash
 
 
 class FetchBlock(msgspec.Struct, frozen=True, gc=False):

@@ -9,6 +9,8 @@ tokens, found by the hash of its last block, which commits to the blocks before 
 
 A group's size is a power of two and its first index a multiple of the size. So a reader that knows only hashes finds
 the groups of any writer, whatever chunks that one computed in, and a prompt's tail takes no more room than its blocks.
+A last block that the prompt fills only in part is a group by itself: no other prompt has its hash, so the blocks before
+it must not need it to be found.
 
 A group starts with a header that says whose bytes follow, since a group that its writer left half-written may become
 readable. The server can't tell; the header and the blocks' checksums can.
@@ -70,8 +72,8 @@ def group_sizes(block_size: int) -> list[int]:
 
 
 def split_into_groups(blocks: Sequence[LocalBlock], sizes: Sequence[int]) -> list[list[LocalBlock]]:
-    """`blocks` in the largest groups that their indexes allow, sorted by index."""
-    ordered = sorted(blocks, key=lambda block: block.index)
+    """`blocks` in the largest groups that their indexes allow, sorted by index; one that is partial stays alone."""
+    ordered = sorted((block for block in blocks if not block.is_partial), key=lambda block: block.index)
     groups: list[list[LocalBlock]] = []
     start = 0
     while start < len(ordered):
@@ -79,7 +81,7 @@ def split_into_groups(blocks: Sequence[LocalBlock], sizes: Sequence[int]) -> lis
         size = next(size for size in reversed(sizes) if _is_run(ordered[start : start + size], first, size))
         groups.append(ordered[start : start + size])
         start += size
-    return groups
+    return groups + [[block] for block in blocks if block.is_partial]
 
 
 def _is_run(blocks: Sequence[LocalBlock], first: int, size: int) -> bool:

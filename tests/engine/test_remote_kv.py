@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,6 +14,7 @@ from common import metrics
 from common.types import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
+from kv_store.base import LocalBlock
 from tests.engine.fakes import BLOCK_SIZE, add, assert_idle, make_core, reference, run, tokens_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -233,6 +235,23 @@ def test_a_prefill_publishes_from_the_first_block_that_is_needed() -> None:
         events += core.take_events()
     published = [ref.index for event in events if isinstance(event, m.BlocksPublished) for ref in event.blocks]
     assert published == [2, 3, 4]
+
+
+@pytest.mark.parametrize(("num_tokens", "marks"), [(18, [False] * 4 + [True]), (16, [False] * 4)])
+def test_a_prefill_marks_the_tail_that_is_not_full(num_tokens: int, marks: list[bool]) -> None:
+    core, _ = make_core(chunk_size=2 * BLOCK_SIZE)
+    published: list[bool] = []
+    publish = core._connector.publish
+
+    def recorded(job_id: int, blocks: Sequence[LocalBlock]) -> None:
+        published.extend(block.is_partial for block in blocks)
+        publish(job_id, blocks)
+
+    core._connector.publish = recorded  # type: ignore[method-assign]
+    add(core, "a", list(range(num_tokens)), mode=m.RequestMode.PREFILL)
+    while core.step():
+        core.take_events()
+    assert published == marks
 
 
 @settings(max_examples=60, deadline=None)

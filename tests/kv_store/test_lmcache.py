@@ -101,6 +101,16 @@ class TestLMCache(ConnectorConformance):
             assert all(consumer.bytes_of(i) == producer.bytes_of(i) for i in range(first, 40))
             consumer.cache.zero_()
 
+    def test_another_prompt_finds_all_full_blocks_before_a_tail(self, workers: Callable[..., Worker]) -> None:
+        producer, consumer = workers("producer", 8), workers("consumer", 8)
+        names = [name_of(200 + index) for index in range(8)]
+        full = [LocalBlock(index, index, names[index]) for index in range(7)]
+        producer.publish([*full, LocalBlock(7, 7, names[7], is_partial=True)])
+        refs = [result.ref for result in producer.results()]
+        assert consumer.connector.lookup([*names[:7], name_of(9)]) == 7
+        assert {result.error for result in fetch(consumer, [ref for ref in refs if ref is not None])} == {None}
+        assert all(consumer.bytes_of(index) == producer.bytes_of(index) for index in range(8))
+
     def test_hints_of_others_and_unknown_blocks(self, pair: tuple[Worker, Worker]) -> None:
         producer, consumer = pair
         (ref,) = producer.published({3: name_of(1)})

@@ -47,6 +47,12 @@ def test_groups_are_aligned_powers_of_two() -> None:
     assert split_into_groups([], SIZES) == []
 
 
+def test_a_partial_block_is_a_group_by_itself() -> None:
+    """Else the full blocks before it would be found by its hash alone, which no other prompt has."""
+    tail = LocalBlock(19, 119, name_of(19), is_partial=True)
+    assert names(split_into_groups([*blocks(*range(16, 19)), tail], SIZES)) == [(16, 17), (18,), (19,)]
+
+
 def test_hashes_alone_find_every_block_of_any_writer() -> None:
     """Writers computed in any chunks; a reader that knows the hashes from some block to the end finds all of them."""
     dice = random.Random(7)
