@@ -102,13 +102,19 @@ class ModelRunner:
         return result
 
     def warm_up(self) -> None:
-        """Pays for what happens once (kernels chosen, workspaces allocated) before the first request has to."""
+        """Pays for what happens once (kernels chosen, workspaces allocated) before the first request has to: a prompt,
+        a token after it, and a token after the longest context."""
         num_tokens = min(WARM_UP_TOKENS, self.num_blocks * self.spec.block_size - 1, self.max_model_len - 1)
         blocks = list(range(-(-(num_tokens + 1) // self.spec.block_size)))
+        longest = [0] * -(-self.max_model_len // self.spec.block_size)
         sample = SampleInput(params=SamplingParams(temperature=0.0), num_output_tokens=0)
-        for start, token_ids in ((0, [0] * num_tokens), (num_tokens, [0])):
+        for start, token_ids, block_ids in (
+            (0, [0] * num_tokens, blocks),
+            (num_tokens, [0], blocks),
+            (self.max_model_len - 1, [0], longest),
+        ):
             self.execute(
-                [SequenceInput(token_ids=token_ids, num_computed_tokens=start, block_ids=blocks, sample=sample)]
+                [SequenceInput(token_ids=token_ids, num_computed_tokens=start, block_ids=block_ids, sample=sample)]
             )
 
     def _forward(

@@ -41,6 +41,16 @@ def test_what_a_runner_tells(model_dir: Path) -> None:
     assert (runner.vocab_size, runner.eos_token_ids, runner.max_model_len) == (VOCAB_SIZE, [2], 256)
 
 
+def test_warming_up_leaves_no_memory_to_be_had_for_the_longest_context(model_dir: Path) -> None:
+    """Else the first long prompt's first tokens wait for its pages."""
+    runner = start(model_dir, num_blocks=20)
+    runner.warm_up()
+    workspace = runner._attention._workspace.data_ptr()  # type: ignore[attr-defined]
+    last = runner.max_model_len - 1
+    runner.execute([SequenceInput(token_ids=[1], num_computed_tokens=last, block_ids=list(range(16)))])
+    assert runner._attention._workspace.data_ptr() == workspace  # type: ignore[attr-defined]
+
+
 def test_kv_cache_memory_decides_the_number_of_blocks(model_dir: Path) -> None:
     runner = start(model_dir, kv_cache_memory_gb=0.01)
     assert runner.num_blocks == int(0.01 * 2**30) // runner.spec.block_bytes
