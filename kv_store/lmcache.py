@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import torch
 
+from common.block_hash import HASH_BYTES
 from common.errors import StartupError, TransferError
 from common.types import KVCacheSpec
 from kv_store.base import (
@@ -29,7 +30,8 @@ from kv_store.base import (
 from kv_store.cache_view import CacheView, Staging
 from kv_store.fair_queue import FairQueue
 from kv_store.lmcache_client import LMCacheClient
-from kv_store.lmcache_groups import Bytes, Group, GroupLayout, find_group, split_into_groups
+from kv_store.lmcache_degrees import Degree, Degrees, Finder, LoadedGroup
+from kv_store.lmcache_groups import Group, GroupLayout, split_into_groups
 from kv_store.lookups import Lookups
 from kv_store.results import ResultQueue, block_result
 
@@ -56,6 +58,7 @@ class _Part:
 
     blocks: list[LocalBlock]
     group: Group | None
+    degree: Degree | None = None  # whose group it is, where a hint says so
 
 
 class LMCacheConnector(KVConnector):
@@ -86,7 +89,9 @@ class LMCacheConnector(KVConnector):
     def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
         self._view = CacheView(cache, spec)
         self._layout = GroupLayout(spec)
-        self._client.register(self._layout, self._config.transfer_timeout_s)
+        kinds = [self._layout.chunk(Group(size, bytes(HASH_BYTES))) for size in self._layout.sizes]
+        self._client.register(kinds, self._config.transfer_timeout_s)
+        self._degrees = Degrees(self._client, spec)
         self._results = ResultQueue(wake)
         for number in range(self._config.num_io_threads):
             self._threads.append(threading.Thread(target=self._run, name=f"kv-lmcache-{number}", daemon=True))
@@ -108,14 +113,11 @@ class LMCacheConnector(KVConnector):
 
     def _look_up(self, block_hashes: Sequence[bytes], deadline: float) -> tuple[int, str | None]:
         """See `kv_store.lookups.LookUp`."""
-        hashes = dict(enumerate(block_hashes))
+        finder = Finder(self._degrees, dict(enumerate(block_hashes)), self._layout.sizes, deadline)
         num_found = 0
         try:
-            while num_found < len(hashes):
-                found = find_group(num_found, hashes, self._layout.sizes, lambda g: self._client.contains(g, deadline))
-                if found is None:
-                    break
-                num_found = found[1].stop
+            while num_found < len(block_hashes) and (found := finder.find(num_found)) is not None:
+                num_found = found[2].stop
         except TransferError as error:
             return num_found, error.message
         return num_found, None
@@ -126,14 +128,16 @@ class LMCacheConnector(KVConnector):
         self._start(job_id, TransferKind.PUBLISH, parts)
 
     def fetch(self, job_id: int, blocks: Sequence[FetchBlock]) -> None:
-        by_group: dict[Group | None, list[LocalBlock]] = {}
+        by_group: dict[tuple[Group | None, Degree | None], list[LocalBlock]] = {}
         for block in blocks:
-            group = Group.from_hint(block.ref.peer)
-            if group is not None and group.num_blocks not in self._layout.sizes:
-                group = None
+            group, tp_size = Group.from_hint(block.ref.peer) or (None, 0)
+            degree = self._degrees.of_size(tp_size)
+            if degree is None or group is None or group.num_blocks not in self._layout.sizes:
+                group = degree = None
             local = LocalBlock(block.ref.index, block.block_id, block.ref.block_hash)
-            by_group.setdefault(group, []).append(local)
-        self._start(job_id, TransferKind.FETCH, [_Part(members, group) for group, members in by_group.items()])
+            by_group.setdefault((group, degree), []).append(local)
+        parts = [_Part(members, group, degree) for (group, degree), members in by_group.items()]
+        self._start(job_id, TransferKind.FETCH, parts)
 
     def poll(self) -> list[TransferResult]:
         return self._results.drain()
@@ -187,6 +191,7 @@ class LMCacheConnector(KVConnector):
 
     def _publish(self, job: _Job, blocks: list[LocalBlock], group: Group, staging: Staging) -> list[TransferResult]:
         _check_deadline(job)
+        self._degrees.leave_mark(job.deadline)
         hashes = [block.block_hash for block in blocks]
         data = staging.load([block.block_id for block in blocks], job.after)
         give_up = min(job.deadline, time.monotonic() + _PLACE_TIMEOUT_S)
@@ -198,7 +203,7 @@ class LMCacheConnector(KVConnector):
             block_result(
                 job,
                 block,
-                ref=BlockRef(index=block.index, block_hash=block.block_hash, peer=group.hint()),
+                ref=BlockRef(index=block.index, block_hash=block.block_hash, peer=group.hint(self._layout.tp_size)),
                 num_bytes=num_bytes,
             )
             for block in blocks
@@ -206,9 +211,10 @@ class LMCacheConnector(KVConnector):
 
     def _store(self, job: _Job, group: Group, hashes: list[bytes], data: list[memoryview]) -> int | None:
         """Bytes moved per block, 0 where the group was there; None where it neither is nor can be written now."""
-        if self._client.store(group, lambda slot: self._layout.write(slot, hashes, data), job.deadline):
+        chunk = self._layout.chunk(group)
+        if self._client.store(chunk, lambda slot: self._layout.write(slot, hashes, data), job.deadline):
             return self._view.block_bytes
-        with self._client.loaded(group, job.deadline) as slot:
+        with self._client.loaded(chunk, job.deadline) as slot:
             if slot is None:
                 return None
             if self._layout.holds(slot, hashes):
@@ -222,60 +228,51 @@ class LMCacheConnector(KVConnector):
         self, job: _Job, part: _Part, staging: Staging, settle: Callable[[Iterable[TransferResult]], None]
     ) -> None:
         if part.group is not None:
-            self._fetch_group(job, part.blocks, part.group, staging, settle)
+            for degree in self._degrees.to_ask(part.degree, job.deadline):
+                if self._fetch_group(job, part.blocks, degree, part.group, staging, settle):
+                    return
+            settle([_not_stored(job, block) for block in part.blocks])
             return
-        missed: set[Group] = set()
-
-        def contains(group: Group) -> bool:
-            _check_deadline(job)
-            if group not in missed and self._client.contains(group, job.deadline):
-                return True
-            missed.add(group)
-            return False
-
         hashes = {block.index: block.block_hash for block in part.blocks}
+        finder = Finder(self._degrees, hashes, self._layout.sizes, job.deadline)
         left = sorted(part.blocks, key=lambda block: block.index)
         while left:
-            found = find_group(left[0].index, hashes, self._layout.sizes, contains)
+            _check_deadline(job)
+            found = finder.find(left[0].index)
             if found is None:
                 settle([_not_stored(job, left.pop(0))])
                 continue
-            group, indexes = found
+            degree, group, indexes = found
             members = [block for block in left if block.index in indexes]
             left = [block for block in left if block.index not in indexes]
-            self._fetch_group(job, members, group, staging, settle)
+            if not self._fetch_group(job, members, degree, group, staging, settle):
+                settle([_not_stored(job, block) for block in members])
 
     def _fetch_group(
         self,
         job: _Job,
         blocks: list[LocalBlock],
+        degree: Degree,
         group: Group,
         staging: Staging,
         settle: Callable[[Iterable[TransferResult]], None],
-    ) -> None:
+    ) -> bool:
+        """False, and nothing settled, where that degree does not have the group."""
         _check_deadline(job)
-        with self._client.loaded(group, job.deadline) as slot:
-            if slot is None:
-                settle([_not_stored(job, block) for block in blocks])
-                return
+        with degree.loaded(group, job.deadline) as loaded:
+            if loaded is None:
+                return False
             # A job may want one block twice, and more blocks than the group has: then most of them are not in it.
             for start in range(0, len(blocks), group.num_blocks):
-                settle(self._read(job, blocks[start : start + group.num_blocks], group, slot, staging))
+                settle(self._read(job, blocks[start : start + group.num_blocks], loaded, staging))
+            return True
 
-    def _read(
-        self, job: _Job, blocks: list[LocalBlock], group: Group, slot: Bytes, staging: Staging
-    ) -> list[TransferResult]:
+    def _read(self, job: _Job, blocks: list[LocalBlock], loaded: LoadedGroup, staging: Staging) -> list[TransferResult]:
         block_ids = [block.block_id for block in blocks]
-        entries = self._layout.entries(slot, group.num_blocks)
         results: list[TransferResult] = []
         for block, buffer in zip(blocks, staging.buffers(block_ids), strict=True):
-            entry = (entries or {}).get(block.block_hash)
-            if entry is None:
-                results.append(block_result(job, block, error="corrupt in LMCache: not what its name says"))
-            elif not self._layout.read(slot, group.num_blocks, entry, buffer):
-                results.append(block_result(job, block, error="corrupt in LMCache: checksum differs"))
-            else:
-                results.append(block_result(job, block, num_bytes=self._view.block_bytes))
+            error = loaded.read(block.block_hash, buffer)
+            results.append(block_result(job, block, error=error, num_bytes=0 if error else self._view.block_bytes))
         staging.store(block_ids, [result.error is None for result in results], job.after)
         return results
 

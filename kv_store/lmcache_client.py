@@ -1,13 +1,14 @@
-"""One worker's connection to an LMCache server: whole groups in and out, over gRPC, bytes through shared memory.
+"""One worker's connection to an LMCache server: whole chunks in and out, over gRPC, bytes through shared memory.
 
 The server allots a place in its shared memory (a slot), the worker copies there itself, and says when it is done:
 
     store   PrepareStore -> slot -> copy -> CommitStore -> EndSession
     load    Lookup -> WaitPrefetchStatus -> PrepareRetrieve -> slot -> copy -> CommitRetrieve -> EndSession
 
-Groups of each size are registered with the server, which forgets that when it restarts. So what fails for that reason
-is registered again and tried once more. All errors are `TransferError`, each call ends by its deadline, and any thread
-may call; while the server is away, calls fail at once, but for one attempt every now and then.
+Each kind of chunks is registered with the server when the first of them is asked for, which forgets that when it
+restarts. So what fails for that reason is registered again and tried once more. All errors are `TransferError`, each
+call ends by its deadline, and any thread may call; while the server is away, calls fail at once, but for one attempt
+every now and then.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import grpc
@@ -31,7 +32,7 @@ import numpy as np
 
 from common.block_hash import HASH_BYTES
 from common.errors import StartupError, TransferError
-from kv_store.lmcache_groups import Bytes, Group, GroupLayout
+from kv_store.lmcache_groups import Bytes, Chunk
 from protos.lmcache.mp import server_pb2 as pb
 from protos.lmcache.mp import server_pb2_grpc as rpc
 
@@ -78,7 +79,9 @@ class _Pool:
     """One life of the server, as far as this worker has seen it."""
 
     memory: Bytes  # the server's shared memory
+    memory_id: tuple[int, int]  # of that memory alone, for as long as it is mapped
     chunk_size: int  # tokens
+    registered: set[str] = field(default_factory=set)  # model names
 
     def slot(self, encoded_context: bytes, num_bytes: int) -> Bytes:
         """The one slot of a prepared call. Raises `TransferError` where it makes no sense."""
@@ -99,8 +102,7 @@ class LMCacheClient:
         self._transfer = rpc.EngineDrivenServiceStub(self._channel)
         self._lookup = rpc.LookupServiceStub(self._channel)
         self._controller = rpc.ControllerServiceStub(self._channel)
-        self._layout: GroupLayout | None = None
-        self._instances: dict[int, int] = {}  # blocks of a group: id of the registration
+        self._instances: dict[str, int] = {}  # model name: id of the registration
         self._pool: _Pool | None = None
         self._connecting = threading.Lock()
         self._retry_time = 0.0  # time.monotonic() of the next attempt
@@ -115,34 +117,34 @@ class LMCacheClient:
                 f"lmcache_address: no LMCache server answers at {self.address!r} ({_why(error)})"
             ) from error
 
-    def register(self, layout: GroupLayout, timeout_s: float) -> None:
-        """To be called once, before any transfer. Raises `StartupError` where the server can't serve this worker."""
-        self._layout = layout
-        # Ids of other workers would be taken for this one's.
-        self._instances = {size: random.SystemRandom().getrandbits(62) for size in layout.sizes}
+    def register(self, chunks: Sequence[Chunk], timeout_s: float) -> None:
+        """Registers the kinds of `chunks`, as their first use would. Raises `StartupError` where the server can't
+        serve this worker."""
+        deadline = time.monotonic() + timeout_s
         try:
-            self._connected(time.monotonic() + timeout_s)
+            for chunk in chunks:
+                self._connected(chunk, deadline)
         except TransferError as error:
             raise StartupError(f"lmcache_address: {error.message}") from error
 
-    def store(self, group: Group, fill: Callable[[Bytes], None], deadline: float) -> bool:
-        """Stores a group, whose bytes `fill` writes. False where the server has no place for it: it holds the group
+    def store(self, chunk: Chunk, fill: Callable[[Bytes], None], deadline: float) -> bool:
+        """Stores a chunk, whose bytes `fill` writes. False where the server has no place for it: it holds the chunk
         already, somebody is about to write it, or its memory is full."""
-        return self._try_twice(lambda: self._store(group, fill, deadline), deadline)
+        return self._try_twice(lambda: self._store(chunk, fill, deadline), deadline)
 
-    def contains(self, group: Group, deadline: float) -> bool:
-        """Whether the server can serve `group`, from memory or a slower tier."""
+    def contains(self, chunk: Chunk, deadline: float) -> bool:
+        """Whether the server can serve `chunk`, from memory or a slower tier."""
 
         def once() -> bool:
-            pool = self._connected(deadline)
-            key = self._key(group, pool)
+            pool = self._connected(chunk, deadline)
+            key = self._key(chunk, pool)
             try:
                 found = self._locked_for_reading(key, deadline)
                 if found:
                     request = pb.FreeLookupLocksRequest(key=key)
                     _call(self._lookup.FreeLookupLocks, request, deadline)
                 else:
-                    self._check_registered(group, key, deadline)
+                    self._check_registered(chunk, key, deadline)
                 return found
             finally:
                 self._end(key)
@@ -150,17 +152,17 @@ class LMCacheClient:
         return self._try_twice(once, deadline)
 
     @contextmanager
-    def loaded(self, group: Group, deadline: float) -> Iterator[Bytes | None]:
-        """The group's bytes, where they lie; None where the server does not hold it. They stay for as long as the
+    def loaded(self, chunk: Chunk, deadline: float) -> Iterator[Bytes | None]:
+        """The chunk's bytes, where they lie; None where the server does not hold it. They stay for as long as the
         context is open."""
-        key, slot = self._try_twice(lambda: self._load(group, deadline), deadline)
+        key, slot = self._try_twice(lambda: self._load(chunk, deadline), deadline)
         try:
             yield slot
         finally:
             if slot is None:
                 self._end(key)
             else:
-                self._unlock(group, key)
+                self._unlock(chunk, key)
 
     def clear(self, timeout_s: float) -> None:
         """Empties the server, for all its workers."""
@@ -170,46 +172,46 @@ class LMCacheClient:
         """Lets go of what the server reserved for this worker. Calls under way fail."""
         deadline = time.monotonic() + timeout_s
         try:
-            for instance in self._instances.values():
+            for instance in list(self._instances.values()):
                 request = pb.UnregisterKvCacheEngineDrivenContextRequest(instance_id=instance)
                 _call(self._transfer.UnregisterKvCacheEngineDrivenContext, request, deadline)
         except TransferError as error:
             log.info("did not say good-bye to LMCache", extra={"reason": error.message})
-        self._instances, self._pool = {}, None
+        self._pool = None
         self._channel.close()
 
     # ---------------------------------------------------------------------------------------- transfers
 
-    def _store(self, group: Group, fill: Callable[[Bytes], None], deadline: float) -> bool:
-        pool = self._connected(deadline)
-        key, instance = self._key(group, pool, worker_id=0), self._instances[group.num_blocks]
+    def _store(self, chunk: Chunk, fill: Callable[[Bytes], None], deadline: float) -> bool:
+        pool = self._connected(chunk, deadline)
+        key, instance = self._key(chunk, pool, worker_id=0), self._instances[chunk.model_name]
         try:
             prepare = pb.PrepareStoreRequest(key=key, instance_id=instance)
             prepared = _call(self._transfer.PrepareStore, prepare, deadline)
             if not _decode(prepared.encoded_context).slots:
                 return False
-            fill(pool.slot(prepared.encoded_context, self._group_bytes(group)))
+            fill(pool.slot(prepared.encoded_context, chunk.num_bytes))
             commit = pb.CommitStoreRequest(key=key, instance_id=instance)
             if not _call(self._transfer.CommitStore, commit, deadline).success:
-                raise TransferError("LMCache gave the place of a group away before it was written")
+                raise TransferError("LMCache gave the place of a chunk away before it was written")
             return True
         finally:
             self._end(key)
 
-    def _load(self, group: Group, deadline: float) -> tuple[pb.IpcCacheServerKey, Bytes | None]:
-        """The session's key, and the slot, which is locked; None where the server does not hold the group."""
-        pool = self._connected(deadline)
-        lookup_key = self._key(group, pool)
-        key = self._key(group, pool, worker_id=0, session=lookup_key.request_id)
+    def _load(self, chunk: Chunk, deadline: float) -> tuple[pb.IpcCacheServerKey, Bytes | None]:
+        """The session's key, and the slot, which is locked; None where the server does not hold the chunk."""
+        pool = self._connected(chunk, deadline)
+        lookup_key = self._key(chunk, pool)
+        key = self._key(chunk, pool, worker_id=0, session=lookup_key.request_id)
         try:
             if not self._locked_for_reading(lookup_key, deadline):
-                self._check_registered(group, key, deadline)
+                self._check_registered(chunk, key, deadline)
                 return key, None
-            prepare = pb.PrepareRetrieveRequest(key=key, instance_id=self._instances[group.num_blocks])
+            prepare = pb.PrepareRetrieveRequest(key=key, instance_id=self._instances[chunk.model_name])
             prepared = _call(self._transfer.PrepareRetrieve, prepare, deadline)
             if not prepared.success:
                 return key, None  # evicted between the two calls
-            return key, pool.slot(prepared.encoded_context, self._group_bytes(group))
+            return key, pool.slot(prepared.encoded_context, chunk.num_bytes)
         except BaseException:
             self._end(key)
             raise
@@ -220,18 +222,18 @@ class LMCacheClient:
         wait = pb.WaitPrefetchStatusRequest(request_id=key.request_id, timeout=_left(deadline))
         found = _call(self._lookup.WaitPrefetchStatus, wait, deadline)
         if not found.HasField("chunk_count"):
-            raise TransferError("LMCache did not find a group in its slower tiers in time")
+            raise TransferError("LMCache did not find a chunk in its slower tiers in time")
         return found.chunk_count > 0
 
-    def _check_registered(self, group: Group, key: pb.IpcCacheServerKey, deadline: float) -> None:
+    def _check_registered(self, chunk: Chunk, key: pb.IpcCacheServerKey, deadline: float) -> None:
         """Lookups of a worker that the server does not know find nothing, without an error. This call, which does
         nothing where nothing was prepared, fails: `NotRegisteredError`."""
-        request = pb.CommitRetrieveRequest(key=key, instance_id=self._instances[group.num_blocks])
+        request = pb.CommitRetrieveRequest(key=key, instance_id=self._instances[chunk.model_name])
         _call(self._transfer.CommitRetrieve, request, deadline)
 
-    def _unlock(self, group: Group, key: pb.IpcCacheServerKey) -> None:
+    def _unlock(self, chunk: Chunk, key: pb.IpcCacheServerKey) -> None:
         """Ends a read. Nobody waits for it: a lock whose release is lost ends with the server's own time limit."""
-        request = pb.CommitRetrieveRequest(key=key, instance_id=self._instances[group.num_blocks])
+        request = pb.CommitRetrieveRequest(key=key, instance_id=self._instances[chunk.model_name])
         try:
             done = self._transfer.CommitRetrieve.future(request, timeout=_CLEAN_UP_TIMEOUT_S)
         except ValueError:
@@ -246,12 +248,12 @@ class LMCacheClient:
             return  # the channel was closed meanwhile
 
     def _key(
-        self, group: Group, pool: _Pool, *, worker_id: int | None = None, session: str | None = None
+        self, chunk: Chunk, pool: _Pool, *, worker_id: int | None = None, session: str | None = None
     ) -> pb.IpcCacheServerKey:
-        """A chunk whose tokens spell the group's name."""
-        tokens = struct.unpack(f"<{_NUM_KEY_TOKENS}H", group.last_hash)
+        """Tokens that spell the chunk's name."""
+        tokens = struct.unpack(f"<{_NUM_KEY_TOKENS}H", chunk.name)
         return pb.IpcCacheServerKey(
-            model_name=self._model(group.num_blocks),
+            model_name=chunk.model_name,
             world_size=1,
             worker_id=worker_id,
             token_ids=tokens + (0,) * (pool.chunk_size - len(tokens)),
@@ -259,18 +261,6 @@ class LMCacheClient:
             request_id=session or uuid.uuid4().hex,
             num_kv_readers=1,
         )
-
-    def _model(self, num_blocks: int) -> str:
-        return self._registered_layout.model_name(num_blocks)
-
-    def _group_bytes(self, group: Group) -> int:
-        return self._registered_layout.group_bytes(group.num_blocks)
-
-    @property
-    def _registered_layout(self) -> GroupLayout:
-        if self._layout is None:
-            raise TransferError("LMCache: no KV cache is registered")
-        return self._layout
 
     # --------------------------------------------------------------------------------------- connection
 
@@ -286,60 +276,67 @@ class LMCacheClient:
                 self._pool = None  # whatever it was: the next call finds out who answers there now
             raise
 
-    def _connected(self, deadline: float) -> _Pool:
-        """Registers with the server where that is not done yet."""
-        if (pool := self._pool) is not None:
+    def _connected(self, chunk: Chunk, deadline: float) -> _Pool:
+        """Registers with the server what `chunk` needs, where that is not done yet."""
+        if (pool := self._pool) is not None and chunk.model_name in pool.registered:
             return pool
         if not self._connecting.acquire(timeout=_left(deadline)):
             raise TransferError(f"LMCache at {self.address} does not answer")
         try:
-            if self._pool is None:
-                if time.monotonic() < self._retry_time:
-                    raise TransferError(f"LMCache at {self.address} cannot be reached")
-                try:
-                    self._pool = self._connect(deadline)
-                except TransferError as error:
-                    if self._retry_after_s == RETRY_AFTER_S[0]:  # the first attempt since it was lost
-                        reason = {"address": self.address, "reason": error.message}
-                        log.warning("LMCache cannot be reached, its blocks are computed instead", extra=reason)
-                    self._retry_time = time.monotonic() + self._retry_after_s
-                    self._retry_after_s = min(2 * self._retry_after_s, RETRY_AFTER_S[1])
-                    raise
-                self._retry_after_s = RETRY_AFTER_S[0]
+            if (pool := self._pool) is not None and chunk.model_name in pool.registered:
+                return pool  # by another thread
+            if pool is None and time.monotonic() < self._retry_time:
+                raise TransferError(f"LMCache at {self.address} cannot be reached")
+            try:
+                self._pool = self._register(chunk, pool, deadline)
+            except TransferError as error:
+                if self._retry_after_s == RETRY_AFTER_S[0]:  # the first attempt since it was lost
+                    reason = {"address": self.address, "reason": error.message}
+                    log.warning("LMCache cannot be reached, its blocks are computed instead", extra=reason)
+                self._retry_time = time.monotonic() + self._retry_after_s
+                self._retry_after_s = min(2 * self._retry_after_s, RETRY_AFTER_S[1])
+                raise
+            self._retry_after_s = RETRY_AFTER_S[0]
             return self._pool
         finally:
             self._connecting.release()
 
-    def _connect(self, deadline: float) -> _Pool:
-        layout = self._registered_layout
+    def _register(self, chunk: Chunk, known: _Pool | None, deadline: float) -> _Pool:
+        """Registers the kind of `chunk`. The pool is `known` unless the server has restarted since."""
         chunk_size = _call(self._controller.GetChunkSize, pb.GetChunkSizeRequest(), deadline).chunk_size
         if chunk_size < _NUM_KEY_TOKENS:
             raise TransferError(f"LMCache: chunks of {chunk_size} tokens are too short, use {_NUM_KEY_TOKENS} or more")
-        for size, instance in self._instances.items():
-            request = pb.RegisterKvCacheEngineDrivenContextRequest(
-                instance_id=instance,
-                model_name=layout.model_name(size),
-                world_size=1,
-                block_size=chunk_size,
-                # The server is told a shape that has a group's number of bytes.
-                num_layers=1,
-                num_physical_slots=1,
-                hidden_dim_size=layout.group_bytes(size),
-                dtype_str="uint8",
-                use_mla=True,
-            )
-            answer = _call(self._transfer.RegisterKvCacheEngineDrivenContext, request, deadline)
-        return _Pool(_map(answer.shm_name, answer.pool_size), chunk_size)
+        request = pb.RegisterKvCacheEngineDrivenContextRequest(
+            # Ids of other workers would be taken for this one's.
+            instance_id=self._instances.setdefault(chunk.model_name, random.SystemRandom().getrandbits(62)),
+            model_name=chunk.model_name,
+            world_size=1,
+            block_size=chunk_size,
+            # The server is told a shape that has a chunk's number of bytes.
+            num_layers=1,
+            num_physical_slots=1,
+            hidden_dim_size=chunk.num_bytes,
+            dtype_str="uint8",
+            use_mla=True,
+        )
+        answer = _call(self._transfer.RegisterKvCacheEngineDrivenContext, request, deadline)
+        pool = _Pool(*_map(answer.shm_name, answer.pool_size), chunk_size)
+        if known is not None and (known.memory_id, known.chunk_size) == (pool.memory_id, pool.chunk_size):
+            pool = known
+        pool.registered.add(chunk.model_name)
+        return pool
 
 
-def _map(shm_name: str, pool_size: int) -> Bytes:
-    """The server's shared memory; unmapped when the last view of it goes."""
+def _map(shm_name: str, pool_size: int) -> tuple[Bytes, tuple[int, int]]:
+    """The server's shared memory, unmapped when the last view of it goes, and what tells it from that of other lives,
+    which may have the same name."""
     if not shm_name or not pool_size:
         raise TransferError("LMCache has no shared memory: it needs --shm-name and --no-l1-use-lazy")
     try:
         fd = os.open(os.path.join(_SHM, shm_name.lstrip("/")), os.O_RDWR | os.O_CLOEXEC)
         try:
-            return np.frombuffer(mmap.mmap(fd, pool_size), np.uint8)
+            file = os.fstat(fd)
+            return np.frombuffer(mmap.mmap(fd, pool_size), np.uint8), (file.st_dev, file.st_ino)
         finally:
             os.close(fd)
     except (OSError, ValueError) as error:

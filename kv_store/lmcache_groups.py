@@ -42,25 +42,35 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(slots=True, frozen=True)
+class Chunk:
+    """What LMCache keeps, as its client names it."""
+
+    model_name: str  # says the kind: all chunks of a model have the same number of bytes
+    num_bytes: int
+    name: bytes  # HASH_BYTES
+
+
+@dataclass(slots=True, frozen=True)
 class Group:
-    """The name of a group."""
+    """The name of a group, the same for each rank of each tensor-parallel degree."""
 
     num_blocks: int
     last_hash: bytes
 
-    def hint(self) -> str:
-        """What a `BlockRef` carries, so that any block of the group is found without its neighbours' hashes."""
-        return f"{self.num_blocks}:{self.last_hash.hex()}"
+    def hint(self, tp_size: int) -> str:
+        """What a `BlockRef` carries, so that any block of the group is found without its neighbours' hashes, and
+        where workers of that degree keep it."""
+        return f"{self.num_blocks}:{self.last_hash.hex()}:{tp_size}"
 
     @staticmethod
-    def from_hint(hint: str) -> Group | None:
-        """None where it is no hint of ours."""
-        num_blocks, _, last_hash = hint.partition(":")
+    def from_hint(hint: str) -> tuple[Group, int] | None:
+        """The group and the degree; None where it is no hint of ours."""
         try:
-            group = Group(int(num_blocks), bytes.fromhex(last_hash))
+            num_blocks, last_hash, tp_size = hint.split(":")
+            group, degree = Group(int(num_blocks), bytes.fromhex(last_hash)), int(tp_size)
         except ValueError:
             return None
-        return group if len(group.last_hash) == HASH_BYTES and group.num_blocks > 0 else None
+        return (group, degree) if len(group.last_hash) == HASH_BYTES and group.num_blocks > 0 else None
 
 
 def group_sizes(block_size: int) -> list[int]:
@@ -109,12 +119,17 @@ class GroupLayout:
     """Header and places of a group's blocks, for one KV layout. Pure bytes: knows no server."""
 
     def __init__(self, spec: KVCacheSpec) -> None:
+        self.tp_size = spec.tp_size
         self.name = spec.fingerprint()
         if spec.tp_size > 1:
             self.name += f"-tp{spec.tp_rank}of{spec.tp_size}"
         self._digest = hashlib.blake2b(self.name.encode(), digest_size=16).digest()
         self.block_bytes = spec.block_bytes
         self.sizes = group_sizes(spec.block_size)
+
+    def chunk(self, group: Group) -> Chunk:
+        """The group of this layout."""
+        return Chunk(self.model_name(group.num_blocks), self.group_bytes(group.num_blocks), group.last_hash)
 
     def group_bytes(self, num_blocks: int) -> int:
         return _header_bytes(num_blocks) + num_blocks * self.block_bytes

@@ -160,8 +160,6 @@ class RankedWorker:
 
 
 class ConnectorConformance:
-    shares_unlike_degrees: ClassVar[bool] = True
-    """False for a connector to which blocks of another tensor-parallel degree do not exist."""
     takes_turns: ClassVar[bool] = True
     """False for a connector that is done when `fetch` returns."""
 
@@ -345,15 +343,13 @@ class ConnectorConformance:
         refs = producer.published({3: name_of(1), 11: name_of(2), 4: name_of(3), 5: name_of(4)})
         expected, source, targets = consumer.whole(), producer.whole(), (6, 0, 2, 3)
         results = consumer.fetch([FetchBlock(ref, target) for ref, target in zip(refs, targets, strict=True)])
-        is_readable = self.shares_unlike_degrees or producer_tp == consumer_tp
-        assert {result.error is None for result in results} == {is_readable}
-        if is_readable:
-            assert {result.num_bytes for result in results} == {consumer.ranks[0].spec.block_bytes}
-            expected[list(targets)] = source[[3, 11, 4, 5]]
+        assert {result.error for result in results} == {None}
+        assert {result.num_bytes for result in results} == {consumer.ranks[0].spec.block_bytes}
+        expected[list(targets)] = source[[3, 11, 4, 5]]
         assert torch.equal(consumer.whole(), expected)
         if producer.ranks[0].connector.is_store:
             found = {rank.connector.lookup([name_of(number) for number in range(1, 5)]) for rank in consumer.ranks}
-            assert found == {4 if is_readable else 0}
+            assert found == {4}
 
     def test_a_rank_that_is_gone(self, ranked: Callable[[str, int, int], RankedWorker]) -> None:
         """A block that needs it fails as a whole; a store has its files still."""
@@ -366,7 +362,7 @@ class ConnectorConformance:
         if not producer.ranks[0].connector.is_store:
             assert errors == [False, False, True, True]
         else:
-            assert errors == [not self.shares_unlike_degrees] * 4
+            assert errors == [False] * 4
 
     def test_a_worker_of_which_a_rank_is_missing(self, ranked: Callable[[str, int, int], RankedWorker]) -> None:
         producer, consumer = ranked("producer", 4, 2), ranked("consumer", 4, 1)

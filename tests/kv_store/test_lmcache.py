@@ -10,18 +10,29 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from common import metrics
 from common.errors import StartupError, TransferError
-from kv_store import lmcache
+from kv_store import lmcache, lmcache_marks
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, KVConnector, LocalBlock, TransferResult
 from kv_store.lmcache import LMCacheConnector
 from kv_store.lmcache_client import LMCacheClient
-from kv_store.lmcache_groups import Bytes, Group, GroupLayout
+from kv_store.lmcache_groups import Bytes, Chunk, Group, GroupLayout
 from kv_store.registry import create_connector
-from tests.kv_store.conformance import PATIENCE_S, SPEC, ConnectorConformance, Create, Worker, name_of, wait_until
+from tests.kv_store.conformance import (
+    PATIENCE_S,
+    SPEC,
+    ConnectorConformance,
+    Create,
+    RankedWorker,
+    Worker,
+    name_of,
+    wait_until,
+)
 from tests.kv_store.lmcache_process import LMCacheProcess, free_ports
 
+Ranked = Callable[[str, int, int], RankedWorker]
 BIG_SPEC = replace(SPEC, num_layers=32, num_kv_heads=8, head_dim=64, block_size=16)  # 1 MiB per block
 
 
@@ -62,6 +73,12 @@ def make_worker() -> Iterator[Callable[..., Worker]]:
         worker.connector.close()
 
 
+def by_rank(results: list[TransferResult]) -> list[list[str | None]]:
+    """Errors of a job of two blocks."""
+    errors = [(result.index, result.error) for result in results]
+    return [[error for _, error in sorted(errors[start : start + 2])] for start in range(0, len(errors), 2)]
+
+
 def fetch(worker: Worker, refs: list[BlockRef]) -> list[TransferResult]:
     """Each block goes where its index says."""
     worker.fetch([FetchBlock(ref, ref.index) for ref in refs])
@@ -69,8 +86,6 @@ def fetch(worker: Worker, refs: list[BlockRef]) -> list[TransferResult]:
 
 
 class TestLMCache(ConnectorConformance):
-    shares_unlike_degrees = False
-
     @pytest.fixture
     def create(self, server: LMCacheProcess) -> Create:
         def create(worker_id: str, epoch: str) -> KVConnector:
@@ -136,11 +151,113 @@ class TestLMCache(ConnectorConformance):
         assert fetch(consumer, [again.ref])[0].error is None
         assert consumer.bytes_of(0) == producer.bytes_of(3)
 
-    def test_shards_of_one_model_never_meet(self, workers: Callable[..., Worker]) -> None:
+    def test_ranks_of_one_worker_never_meet(self, workers: Callable[..., Worker]) -> None:
         first, second = (workers(f"w{rank}", spec=replace(SPEC, tp_size=2, tp_rank=rank)) for rank in (0, 1))
-        first.published({3: name_of(1)})
+        (ref,) = first.published({3: name_of(1)})
         assert first.connector.lookup([name_of(1)]) == 1
         assert second.connector.lookup([name_of(1)]) == 0
+        for hint in (ref.peer, ""):
+            (result,) = fetch(second, [msgspec.structs.replace(ref, peer=hint)])
+            assert result.error == f"block {name_of(1).hex()} is not in LMCache"
+
+    @pytest.mark.parametrize("consumer_tp", [1, 2, 4])
+    @pytest.mark.parametrize("producer_tp", [1, 2, 4])
+    def test_hashes_alone_find_what_another_degree_stored(
+        self, ranked: Ranked, producer_tp: int, consumer_tp: int
+    ) -> None:
+        producer, consumer = ranked("producer", 40, producer_tp), ranked("consumer", 40, consumer_tp)
+        names = [name_of(100 + index) for index in range(40)]
+        producer.published(dict(enumerate(names)))
+        assert {rank.connector.lookup([*names, name_of(9)]) for rank in consumer.ranks} == {40}
+        for first in (0, 5, 39):
+            refs = [BlockRef(index=index, block_hash=names[index]) for index in range(first, 40)]
+            assert {result.error for result in consumer.fetch([FetchBlock(ref, ref.index) for ref in refs])} == {None}
+            assert torch.equal(consumer.whole()[first:], producer.whole()[first:])
+            for rank in consumer.ranks:
+                rank.cache.zero_()
+
+    def test_a_prefix_of_several_degrees(self, ranked: Ranked) -> None:
+        """A prompt of one, its answer of another: found as one, whoever looks."""
+        first, second, reader = ranked("first", 8, 2), ranked("second", 8, 1), ranked("reader", 8, 4)
+        names = [name_of(index) for index in range(8)]
+        for worker, start, stop in ((first, 0, 6), (second, 6, 8)):
+            for rank in worker.ranks:
+                rank.publish([LocalBlock(index, index, names[index]) for index in range(start, stop)])
+                assert {result.error for result in rank.results()} == {None}
+        assert {rank.connector.lookup(names) for worker in (first, second, reader) for rank in worker.ranks} == {8}
+        results = reader.fetch([FetchBlock(BlockRef(index=i, block_hash=name), i) for i, name in enumerate(names)])
+        assert {result.error for result in results} == {None}
+        assert torch.equal(reader.whole(), torch.cat([first.whole()[:6], second.whole()[6:]]))
+
+    def test_own_blocks_come_before_another_degrees(self, ranked: Ranked) -> None:
+        other, own, reader = ranked("other", 4, 2), ranked("own", 4, 1), ranked("reader", 4, 1)
+        other.published({1: name_of(1)})
+        own.published({1: name_of(1)})
+        assert [result.error for result in reader.fetch([FetchBlock(BlockRef(index=0, block_hash=name_of(1)), 3)])] == [
+            None
+        ]
+        assert torch.equal(reader.whole()[3], own.whole()[1])
+
+    def test_a_hint_to_what_is_gone_finds_it_elsewhere(self, ranked: Ranked) -> None:
+        """The degree that a hint names is where the block is looked for first, not only."""
+        own, reader = ranked("own", 4, 2), ranked("reader", 4, 2)
+        (ref,) = own.published({1: name_of(1)})
+        for tp_size in (1, 4, 2):
+            hint = Group(1, name_of(1)).hint(tp_size)
+            results = reader.fetch([FetchBlock(msgspec.structs.replace(ref, peer=hint), 3)])
+            assert [result.error for result in results] == [None, None]
+            assert torch.equal(reader.whole()[3], own.whole()[1])
+
+    def test_a_block_without_one_of_its_ranks_is_not_there(self, ranked: Ranked) -> None:
+        producer, whole, quarter = ranked("producer", 4, 2), ranked("whole", 4, 1), ranked("quarter", 4, 4)
+        (ref,) = producer.ranks[0].published({1: name_of(1)})
+        missing = f"block {name_of(1).hex()} is not in LMCache"
+        assert [rank.connector.lookup([name_of(1)]) for rank in (*whole.ranks, *quarter.ranks)] == [0, 1, 1, 0, 0]
+        for hint in (ref.peer, ""):
+            fetched = [FetchBlock(msgspec.structs.replace(ref, peer=hint), 3)]
+            assert [result.error for result in whole.fetch(fetched)] == [missing]
+            assert [result.error for result in quarter.fetch(fetched)] == [None, None, missing, missing]
+
+    def test_another_degrees_shard_that_is_corrupt(self, ranked: Ranked, server: LMCacheProcess) -> None:
+        """Its checksum is that of the whole shard, so no rank takes heads out of it, whichever were changed."""
+        producer, whole, quarter = ranked("producer", 4, 2), ranked("whole", 4, 1), ranked("quarter", 4, 4)
+        refs = producer.published({1: name_of(1), 2: name_of(2)})
+        with server.pool.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            memory[memory.find(producer.ranks[1].bytes_of(1))] ^= 1
+        for hints in (True, False):
+            fetched = [
+                FetchBlock(ref if hints else msgspec.structs.replace(ref, peer=""), target)
+                for ref, target in zip(refs, (0, 3), strict=True)
+            ]
+            corrupt = "corrupt in LMCache: checksum differs"
+            assert by_rank(whole.fetch(fetched)) == [[corrupt, None]]
+            assert by_rank(quarter.fetch(fetched)) == [[None, None]] * 2 + [[corrupt, None]] * 2
+            assert torch.equal(whole.whole()[3], producer.whole()[2])
+
+    def test_a_miss_asks_for_marks_alone(self, ranked: Ranked, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where no other degree has stored anything, its groups are not looked for, and the marks only now and then."""
+        monkeypatch.setattr(lmcache_marks, "KNOWN_S", PATIENCE_S)
+        own, other = ranked("own", 4, 2), ranked("other", 4, 1)
+        own.published({1: name_of(1)})
+        reader = own.ranks[0].connector
+        asked: list[Chunk] = []
+        contains = LMCacheClient.contains
+
+        def counted(client: LMCacheClient, chunk: Chunk, deadline: float) -> bool:
+            asked.append(chunk)
+            return contains(client, chunk, deadline)
+
+        monkeypatch.setattr(LMCacheClient, "contains", counted)
+        for number, num_marks in ((5, 2), (6, 0)):
+            asked.clear()
+            assert reader.lookup([name_of(number)]) == 0
+            assert len([chunk for chunk in asked if chunk.model_name.endswith("-degrees")]) == num_marks
+            assert len(asked) == 1 + num_marks
+
+        other.published({1: name_of(5)})
+        assert reader.lookup([name_of(5)]) == 0
+        monkeypatch.setattr(lmcache_marks, "KNOWN_S", 0.0)
+        assert reader.lookup([name_of(5)]) == 1
 
     def test_corrupt_shared_memory_is_found_and_repaired(
         self, pair: tuple[Worker, Worker], server: LMCacheProcess
@@ -160,7 +277,6 @@ class TestLMCache(ConnectorConformance):
         """What it reserved is not served, and when the server makes it readable all the same, it is found out."""
         producer, consumer = pair
         lost, layout, group = LMCacheClient(server.address), GroupLayout(SPEC), Group(1, name_of(1))
-        lost.register(layout, PATIENCE_S)
 
         def half(slot: Bytes) -> None:
             layout.write(slot, [name_of(1)], [memoryview(b"\x11" * SPEC.block_bytes)])
@@ -168,8 +284,8 @@ class TestLMCache(ConnectorConformance):
             raise TransferError("lost")
 
         with pytest.raises(TransferError, match="lost"):
-            lost.store(group, half, time.monotonic() + PATIENCE_S)
-        ref = BlockRef(index=0, block_hash=name_of(1), peer=group.hint())
+            lost.store(layout.chunk(group), half, time.monotonic() + PATIENCE_S)
+        ref = BlockRef(index=0, block_hash=name_of(1), peer=group.hint(tp_size=1))
         assert consumer.connector.lookup([name_of(1)]) == 0
         assert fetch(consumer, [ref])[0].error == f"block {name_of(1).hex()} is not in LMCache"
         producer.publish([LocalBlock(0, 3, name_of(1))])
@@ -215,7 +331,7 @@ def test_a_killed_server(tmp_path: Path, make_worker: Callable[..., Worker]) -> 
         producer, consumer = make_worker(server, 64), make_worker(server, 64)
         names = [name_of(block_id) for block_id in range(64)]
         refs = producer.published(dict(enumerate(names)))
-        wait_until(lambda: len(list(tmp_path.glob("*.data"))) == 4)  # files are written in the background
+        wait_until(lambda: len(list(tmp_path.glob("*-x16*.data"))) == 4)  # files are written in the background
         consumer.fetch([FetchBlock(ref, ref.index) for ref in refs])
         consumer.woken.wait(PATIENCE_S)
         server.kill()
@@ -241,6 +357,29 @@ def test_a_killed_server(tmp_path: Path, make_worker: Callable[..., Worker]) -> 
         wait_until(lambda: publish_all(producer, names))
         assert {result.error for result in fetch(consumer, refs)} == {None}
     finally:
+        server.close()
+
+
+@pytest.mark.slow
+def test_a_kind_of_chunks_first_used_after_a_restart() -> None:
+    """Its place is one in the new server's memory, although nothing has said yet that the old one is gone."""
+    server = LMCacheProcess()
+    writer, reader = LMCacheClient(server.address), LMCacheClient(server.address)
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        assert writer.store(Chunk("old", 64, name_of(1)), lambda slot: slot.fill(1), deadline)
+        server.kill()
+        server.start()
+        writer.wait_until_up(PATIENCE_S)
+        new = Chunk("new", 64, name_of(1))
+        assert writer.store(new, lambda slot: slot.fill(2), deadline)
+        with reader.loaded(new, deadline) as slot:
+            assert slot is not None
+            assert slot.tolist() == [2] * 64
+        assert not writer.contains(Chunk("old", 64, name_of(1)), deadline)
+    finally:
+        for client in (writer, reader):
+            client.close(PATIENCE_S)
         server.close()
 
 

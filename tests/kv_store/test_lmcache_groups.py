@@ -81,8 +81,19 @@ def test_a_group_whose_last_hash_is_unknown_is_not_found() -> None:
 
 def test_hints() -> None:
     group = Group(16, name_of(77))
-    assert Group.from_hint(group.hint()) == group
-    for garbage in ("", "prefill-1", "16:", "16:zz", "16:00", f"x:{name_of(1).hex()}", f"-1:{name_of(1).hex()}"):
+    assert Group.from_hint(group.hint(tp_size=2)) == (group, 2)
+    name = name_of(1).hex()
+    for garbage in (
+        "",
+        "prefill-1",
+        "16:",
+        "16:zz:1",
+        "16:00:1",
+        f"x:{name}:1",
+        f"-1:{name}:1",
+        f"16:{name}",
+        f"1:{name}:",
+    ):
         assert Group.from_hint(garbage) is None
 
 
