@@ -7,24 +7,34 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import tomllib
+import uuid
 from importlib.metadata import EntryPoint, EntryPoints
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from baton import lmcache_server
 from baton.cli import main as cli
-from bench.kv.command import BENCH, PARTS
+from bench.kv.colocated import CHAT_NEW, STACKS
+from bench.kv.command import BENCH, CONNECTORS, PARTS
 from bench.kv.exposed import KNOWN, OVERLAP, TURN
+from bench.kv.handoff import FETCH_OVER_RAW, WHOLE_OVER_RAW
+from bench.kv.pair import MEMCPY, RAW_NIXL, TURNS
 from bench.kv.picture import draw
 from bench.kv.tiny_model import make_tiny_model
 from common.config import DEFAULT_MODEL, default_cache_dir
+from common.errors import StartupError
 from engine.embedded_model import ensure_model
 from tests.bench.test_kv_results import exposed_results
+from tests.nixl import HAS_NIXL
 
 ROOT = Path(__file__).parents[2]
+MARK = "MARK_OF_A_BENCH"  # in the environment of a command and of all that it starts
 
 
 @pytest.fixture
@@ -97,9 +107,55 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer_of)
 
 
-def command(tiny_model: Path, *arguments: str) -> list[str]:
+def command(tiny_model: Path, *arguments: str, connectors: tuple[str, ...] = ("shared_storage",)) -> list[str]:
     base = [sys.executable, "-m", "bench.kv", "--quick", "--repeats=1", f"--model={tiny_model}"]
-    return [*base, "--connectors=shared_storage", *arguments]
+    return [*base, f"--connectors={','.join(connectors)}", *arguments]
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Processes that run with `mark`, whoever started them."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark:
+                found.append(process)
+        except psutil.Error:  # it ended meanwhile, or is another user's
+            continue
+    return found
+
+
+def outcome(arguments: list[str], *, num_processes: int) -> Any:
+    """The JSON that the command printed. While it measured there were `num_processes` at least, and all have ended."""
+    mark, num_seen = uuid.uuid4().hex, 0
+    with (
+        tempfile.TemporaryFile() as printed,  # more than a pipe holds
+        subprocess.Popen(
+            [*arguments, "--json"],
+            cwd=ROOT,
+            env={**os.environ, MARK: mark},
+            stdout=printed,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.split(":")[0] in PARTS:
+                num_seen = max(num_seen, len(marked(mark)))
+        assert process.wait(120) == 0
+        printed.seek(0)
+        found = json.load(printed)
+    assert num_seen >= num_processes
+    _, alive = psutil.wait_procs(marked(mark), timeout=30)
+    assert alive == []
+    return found
+
+
+def check_bars(found: Any) -> None:
+    for bar in found["bars"]:
+        assert bar["met"] is (bar["value"] <= bar["limit"])
+        assert bar["value"] >= 0
+        assert bar["limit"] > 0
 
 
 @pytest.mark.slow
@@ -123,7 +179,76 @@ def test_the_parts_with_workers(tiny_model: Path, tmp_path: Path) -> None:
         num_new = TURN if mode == KNOWN else length
         assert set(values) == {num_new * 2 * 16 * 2 / 1e6}  # one layer, K and V, one head of 16 dimensions, bfloat16
     assert len(found["bars"]) == 6
+    check_bars(found)
     assert (tmp_path / "kv.svg").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_every_connector_hands_over_each_shape_and_block_size(tiny_model: Path) -> None:
+    found = outcome(command(tiny_model, "--only=handoff", connectors=CONNECTORS), num_processes=1)
+    systems = {MEMCPY, "shared_storage, tmpfs", "shared_storage, disk"}
+    systems |= {"nixl", RAW_NIXL} if HAS_NIXL else set()
+    systems |= {"lmcache"} if has_lmcache() else set()
+    skipped = {what.removeprefix("handoff: ") for what in found["skipped"]}
+    assert skipped == {MEMCPY, RAW_NIXL, "nixl", "shared_storage, tmpfs", "shared_storage, disk", "lmcache"} - systems
+    assert all(found["skipped"].values())
+    assert {record["part"] for record in found["records"]} == {"handoff"}
+    figures = {
+        (labels["system"], labels["shape"], labels["block_size"], record["quantity"]): record
+        for record in found["records"]
+        if (labels := record["labels"])
+    }
+    assert len(figures) == len(found["records"])
+    token_bytes = {"SmolLM2-135M": 23_040, "Llama-3-8B": 131_072}
+    for system, shape, block_size in product(systems, token_bytes, (16, 64)):
+        case = system, shape, block_size
+        speed, whole = figures.pop((*case, "GB/s")), figures.pop((*case, "whole ms"))
+        assert len(speed["values"]) == (1 if system.startswith(("shared_storage", "lmcache")) else TURNS)
+        assert speed["labels"]["block_bytes"] == block_size * token_bytes[shape]
+        moved = speed["labels"]["num_blocks"] * speed["labels"]["block_bytes"]
+        assert speed["values"] == pytest.approx([moved / ms / 1e6 for ms in whole["values"]])
+        assert min(speed["values"]) > 0
+        if system in {MEMCPY, RAW_NIXL}:
+            continue
+        for side in ("publish ms", "fetch ms"):
+            pairs = zip(figures.pop((*case, side))["values"], whole["values"], strict=True)
+            assert all(0 < part_ms <= whole_ms for part_ms, whole_ms in pairs)
+        if system == "nixl":
+            for quantity in (FETCH_OVER_RAW, WHOLE_OVER_RAW):
+                assert min(figures.pop((*case, quantity))["values"]) > -100  # percent: it took some time
+    assert figures == {}
+    assert [bar["part"] for bar in found["bars"]] == ["handoff"] * HAS_NIXL
+    check_bars(found)
+
+
+def has_lmcache() -> bool:
+    try:
+        lmcache_server.executable()
+    except StartupError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+def test_chats_beside_long_prompts_on_both_stacks(tiny_model: Path) -> None:
+    num_workers = 1 + 2
+    # The bench; of each stack `baton up` and a router; of each worker two processes.
+    found = outcome(command(tiny_model, "--only=colocated"), num_processes=1 + 2 * 2 + 2 * num_workers)
+    assert found["skipped"] == {}
+    assert {record["part"] for record in found["records"]} == {"colocated"}
+    figures = {(record["labels"]["system"], record["quantity"]): record for record in found["records"]}
+    assert len(figures) == len(found["records"])
+    assert set(figures) == {*product(STACKS, ("TTFT ms", "ITL ms", "long prompts' TTFT ms"))}
+    for record in figures.values():
+        assert min(record["values"]) >= 0  # two tokens may come at once
+        assert 0 < record["median"] <= record["p99"] <= max(record["values"])
+    for quantity in ("TTFT ms", "long prompts' TTFT ms"):  # the same arrivals
+        assert len({len(figures[name, quantity]["values"]) for name in STACKS}) == 1
+    for name in STACKS:
+        num_chats = len(figures[name, "TTFT ms"]["values"])
+        assert num_chats >= 10
+        assert len(figures[name, "ITL ms"]["values"]) == num_chats * (CHAT_NEW - 1)
+    assert found["bars"] == []
 
 
 @pytest.mark.slow
