@@ -24,6 +24,7 @@ from bench.kv.client import Prompts, StackClient, Timed
 from bench.kv.results import Results
 from bench.kv.settings import BenchSettings, Progress
 from bench.kv.stacks import stack
+from common.errors import StartupError
 
 PART = "colocated"
 STACKS = {
@@ -48,8 +49,17 @@ class Arrival:
 
 
 def run(settings: BenchSettings, results: Results, progress: Progress) -> None:
+    """With the first connector that is installed."""
+    for connector in settings.connectors:
+        try:
+            _run(settings, results, progress, connector)
+            return
+        except StartupError as error:
+            results.skipped[f"{PART}: {connector}"] = error.message
+
+
+def _run(settings: BenchSettings, results: Results, progress: Progress, connector: str) -> None:
     phase_s, num_phases = (12.0, 1) if settings.quick else (40.0, 3)
-    connector = settings.connectors[0]
     common = f"--connector={connector}"
     with (
         stack(settings, common, *STACKS["colocated"], num_blocks=NUM_BLOCKS) as colocated,
