@@ -178,6 +178,7 @@ class Trial:
             client.cancel()
             client.outcome()
             self._settle()
+            self._let_ask_store_again()
             raise
         finally:
             harm.undo()
@@ -275,8 +276,7 @@ class Trial:
                 wait_for(f"the log tells of the {what}", lambda what=what: _is_logged(stage, ask, LOGGED[what]))  # type: ignore[misc]
         revive(stage.fleet, may_end=self._may_end)
         self._settle()
-        if self._case.connector == "lmcache" and self._cell.process is Process.STORE:
-            time.sleep(RETRY_AFTER_S[1])  # then at the latest a worker asks again whether its lost server is back
+        self._let_ask_store_again()
         next_answer = stage.answer("next")
         assert next_answer.token_ids == stage.reference.token_ids, next_answer
         self._settle()
@@ -296,6 +296,11 @@ class Trial:
         except AssertionError:
             found = {what.value: number for what, number in last.items() if number}
             raise AssertionError(f"counted {found}, expected {outcome.words()}") from None
+
+    def _let_ask_store_again(self) -> None:
+        """Until a worker asks again whether its lost LMCache server is back, it computes instead."""
+        if self._case.connector == "lmcache" and self._cell.process is Process.STORE:
+            time.sleep(RETRY_AFTER_S[1])
 
     def _settle(self) -> None:
         self._free(self._stage.fleet.members, may_end=self._may_end)
