@@ -23,14 +23,14 @@ class FleetService:
         self, _request: router_pb2.GetFleetRequest, _context: grpc.aio.ServicerContext[object, object]
     ) -> router_pb2.GetFleetResponse:
         asked = [
-            _ask(endpoint, self._registry.info(endpoint.address), self._registry.channel(endpoint.address))
+            ask_worker(endpoint, self._registry.info(endpoint.address), self._registry.channel(endpoint.address))
             for endpoint in self._registry.endpoints()
         ]
         workers = await asyncio.gather(*asked)
         return router_pb2.GetFleetResponse(workers=workers)
 
 
-async def _ask(
+async def ask_worker(
     endpoint: Endpoint, info: worker_pb2.WorkerInfo | None, channel: grpc.aio.Channel
 ) -> router_pb2.FleetWorker:
     worker = router_pb2.FleetWorker(address=endpoint.address, info=info, role=role_to_proto(endpoint.role))
@@ -42,8 +42,10 @@ async def _ask(
         worker.integrity = f"not known: {error.code().name}"
         return worker
     worker.load.CopyFrom(status.load)
-    worker.state = status.load.state
-    worker.integrity = status.integrity
-    if endpoint.excluded:
+    worker.state, worker.integrity = status.load.state, status.integrity
+    if endpoint.state is WorkerState.UNREACHABLE:  # it answers, but requests go to those that report themselves
+        worker.state = state_to_proto(WorkerState.UNREACHABLE)
+        worker.integrity = f"{status.integrity}; not used: it has not reported to this router yet"
+    elif endpoint.excluded:
         worker.integrity = f"{status.integrity}; not used: {endpoint.excluded}"
     return worker

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -12,8 +13,10 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from common.config import RouterSettings
 from common.errors import StartupError
-from common.types import WorkerRole
+from common.types import WorkerRole, WorkerState
 from protos.baton.v1 import inference_pb2, router_pb2, types_pb2, worker_pb2
+from router.endpoint import Endpoint
+from router.fleet_service import ask_worker
 from router.grpc_errors import DETAILS_KEY, invalid_utf8_field
 from router.server import serve
 from tests.router.conftest import SETTINGS, RunningRouter, StartRouter, StartWorker
@@ -232,6 +235,18 @@ async def test_fleet(start_worker: StartWorker, start_router: StartRouter) -> No
     assert (ready.role, ready.info.model) == (worker_pb2.WORKER_ROLE_DECODE, "tiny")
     assert by_address[prefill.address].state == worker_pb2.WORKER_STATE_UNREACHABLE
     assert "KV of another kind" in by_address[wrong.address].integrity
+
+
+async def test_fleet_before_a_worker_has_reported(start_worker: StartWorker) -> None:
+    """It answers when it is asked, but no request would be sent to it."""
+    worker = await start_worker()
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        unseen = Endpoint(worker_id="w", role=WorkerRole.DECODE, address=worker.address)
+        listed = await ask_worker(unseen, None, channel)
+        seen = await ask_worker(replace(unseen, state=WorkerState.READY), None, channel)
+    assert listed.state == worker_pb2.WORKER_STATE_UNREACHABLE
+    assert listed.integrity == "ok; not used: it has not reported to this router yet"
+    assert (seen.state, seen.integrity) == (worker_pb2.WORKER_STATE_READY, "ok")
 
 
 async def test_not_ready_says_why(unused_port: int) -> None:
