@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -154,7 +155,7 @@ def outcome(arguments: list[str], *, num_processes: int) -> Any:
 def check_bars(found: Any) -> None:
     for bar in found["bars"]:
         assert bar["met"] is (bar["value"] <= bar["limit"])
-        assert bar["value"] >= 0
+        assert math.isfinite(bar["value"])  # a difference of times, of a tiny model, may be negative
         assert bar["limit"] > 0
 
 
