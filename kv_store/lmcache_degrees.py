@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from common.types import KVCacheSpec
 from kv_store.lmcache_client import LMCacheClient
 from kv_store.lmcache_groups import Bytes, Group, GroupLayout, find_group
 from kv_store.lmcache_marks import Marks
-from kv_store.shards import Part, parts, shard_of
+from kv_store.shards import Part, degrees, sources_of, take_heads
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,28 +49,18 @@ class LoadedGroup:
             if not source.layout.read(slot, self._num_blocks, entry, shard):
                 return "corrupt in LMCache: checksum differs"
             if not is_whole:
-                self._take_heads(source, shard, into)
+                take_heads(source.part, self._spec, source.spec, shard, into)
         return None
-
-    def _take_heads(self, source: _Source, shard: memoryview, into: memoryview) -> None:
-        part, num_rows = source.part, self._spec.num_layers * 2
-        ours = np.frombuffer(into, np.uint8).reshape(num_rows, self._spec.num_kv_heads, -1)
-        theirs = np.frombuffer(shard, np.uint8).reshape(num_rows, source.spec.num_kv_heads, -1)
-        ours[:, part.local_head : part.local_head + part.num_heads] = theirs[
-            :, part.remote_head : part.remote_head + part.num_heads
-        ]
 
 
 class Degree:
     """What workers of one degree have stored, as blocks of our rank."""
 
     def __init__(self, client: LMCacheClient, spec: KVCacheSpec, tp_size: int) -> None:
-        whole = replace(spec, num_kv_heads=spec.num_kv_heads * spec.tp_size, tp_size=1, tp_rank=0)
-        shards = [(part, shard_of(whole, tp_size, part.rank)) for part in parts(spec, shard_of(whole, tp_size, 0))]
         self.tp_size = tp_size
         self._client = client
         self._spec = spec
-        self._sources = [_Source(part, shard, GroupLayout(shard)) for part, shard in shards]
+        self._sources = [_Source(part, shard, GroupLayout(shard)) for part, shard in sources_of(spec, tp_size)]
 
     def contains(self, group: Group, deadline: float) -> bool:
         """Whether each of the ranks has the group. Raises `TransferError`, as everything here that asks the server."""
@@ -94,13 +84,11 @@ class Degrees:
     """All degrees that the model's heads allow. Any thread may call any method."""
 
     def __init__(self, client: LMCacheClient, spec: KVCacheSpec) -> None:
-        num_heads = spec.num_kv_heads * spec.tp_size
         self._marks = Marks(client, spec)
         self._own = Degree(client, spec, spec.tp_size)
         self._by_size = {
             tp_size: self._own if tp_size == spec.tp_size else Degree(client, spec, tp_size)
-            for tp_size in range(1, num_heads + 1)
-            if num_heads % tp_size == 0
+            for tp_size in degrees(spec)
         }
 
     def leave_mark(self, deadline: float) -> None:

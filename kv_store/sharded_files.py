@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from common.errors import TransferError
 from common.types import KVCacheSpec
 from kv_store.block_files import BlockFiles
 from kv_store.file_clock import FileClock
-from kv_store.shards import Part, parts, shard_of
+from kv_store.shards import Part, degrees, sources_of, take_heads
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +43,11 @@ class ShardedFiles:
     def __init__(self, kv_dir: Path, spec: KVCacheSpec, clock: FileClock) -> None:
         self.own = BlockFiles(kv_dir, spec, clock)
         self._spec = spec
-        num_heads = spec.num_kv_heads * spec.tp_size
-        whole = replace(spec, num_kv_heads=num_heads, tp_size=1, tp_rank=0)
-        self._others: list[list[_Source]] = []
-        for tp_size in range(1, num_heads + 1):
-            if num_heads % tp_size or tp_size == spec.tp_size:
-                continue
-            shards = [(part, shard_of(whole, tp_size, part.rank)) for part in parts(spec, shard_of(whole, tp_size, 0))]
-            self._others.append([_Source(part, shard, BlockFiles(kv_dir, shard, clock)) for part, shard in shards])
+        self._others = [
+            [_Source(part, shard, BlockFiles(kv_dir, shard, clock)) for part, shard in sources_of(spec, tp_size)]
+            for tp_size in degrees(spec)
+            if tp_size != spec.tp_size
+        ]
 
     def contains(self, block_hash: bytes) -> bool:
         """One stat where we wrote it ourselves; each other degree costs one more, and some where it has a folder."""
@@ -77,20 +74,14 @@ class ShardedFiles:
         self, sources: Sequence[_Source], wanted: Sequence[tuple[bytes, memoryview]]
     ) -> list[TransferError | None]:
         outcomes: list[TransferError | None] = [None] * len(wanted)
-        num_rows = self._spec.num_layers * 2
         for source in sources:
-            part = source.part
             blocks = np.empty((len(wanted), source.spec.block_bytes), dtype=np.uint8)
             errors = source.files.read([(block_hash, blocks[i].data) for i, (block_hash, _) in enumerate(wanted)])
             for i, error in enumerate(errors):
                 if error is not None:
                     outcomes[i] = error
                     continue
-                target = np.frombuffer(wanted[i][1], dtype=np.uint8).reshape(num_rows, self._spec.num_kv_heads, -1)
-                theirs = blocks[i].reshape(num_rows, source.spec.num_kv_heads, -1)
-                target[:, part.local_head : part.local_head + part.num_heads] = theirs[
-                    :, part.remote_head : part.remote_head + part.num_heads
-                ]
+                take_heads(source.part, self._spec, source.spec, blocks[i].data, wanted[i][1])
         return outcomes
 
 

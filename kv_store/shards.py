@@ -1,4 +1,4 @@
-"""Where one tensor-parallel rank's part of a KV block lies in the blocks of workers of another degree. Pure arithmetic.
+"""Where one tensor-parallel rank's part of a KV block lies in the blocks of workers of another degree. Knows no store.
 
 A whole block is `[num_layers, 2, heads, block_size, head_dim]`. Rank r of a worker of degree n holds the heads
 `[r * heads/n, (r+1) * heads/n)` of every layer, K and V, as a block of its own. So what two ranks have in common is,
@@ -13,6 +13,8 @@ Both may hold the same heads: then the runs meet, and the whole block is one.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from common.errors import ConfigError
 from common.types import KVCacheSpec
@@ -63,6 +65,28 @@ def parts(local: KVCacheSpec, remote: KVCacheSpec) -> list[Part]:
         begin, stop = max(first, rank * size), min(end, (rank + 1) * size)
         found.append(Part(rank, begin - rank * size, begin - first, stop - begin))
     return found
+
+
+def degrees(spec: KVCacheSpec) -> list[int]:
+    """All tensor-parallel degrees among whose ranks the model's heads can be dealt out evenly."""
+    num_heads = spec.num_kv_heads * spec.tp_size
+    return [tp_size for tp_size in range(1, num_heads + 1) if num_heads % tp_size == 0]
+
+
+def sources_of(spec: KVCacheSpec, tp_size: int) -> list[tuple[Part, KVCacheSpec]]:
+    """The ranks of a worker of degree `tp_size` that hold heads of our blocks: which ones, and that rank's spec."""
+    whole = replace(spec, num_kv_heads=spec.num_kv_heads * spec.tp_size, tp_size=1, tp_rank=0)
+    return [(part, shard_of(whole, tp_size, part.rank)) for part in parts(spec, shard_of(whole, tp_size, 0))]
+
+
+def take_heads(part: Part, local: KVCacheSpec, remote: KVCacheSpec, block: memoryview, into: memoryview) -> None:
+    """Copies the heads of `part` from one whole block of the remote rank into ours."""
+    num_rows = local.num_layers * 2
+    ours = np.frombuffer(into, np.uint8).reshape(num_rows, local.num_kv_heads, -1)
+    theirs = np.frombuffer(block, np.uint8).reshape(num_rows, remote.num_kv_heads, -1)
+    ours[:, part.local_head : part.local_head + part.num_heads] = theirs[
+        :, part.remote_head : part.remote_head + part.num_heads
+    ]
 
 
 def runs(part: Part, local: KVCacheSpec, remote: KVCacheSpec) -> list[Run]:
