@@ -181,6 +181,7 @@ class EngineCore:
         """
         self._take_in_lookups()
         self.take_in_transfers()
+        self._give_up_overdue()
         now = self._clock()
         if now >= self._verify_time:
             self.blocks.age_stored()
@@ -309,8 +310,7 @@ class EngineCore:
             item = news[request_id]
             item.num_bytes += result.num_bytes
             item.elapsed_s = max(item.elapsed_s, elapsed_s)
-            if result.error is not None:
-                item.failure = item.failure or result.error
+            item.failure = item.failure or result.error or ""
             if result.kind is TransferKind.FETCH:
                 (item.arrived if result.error is None else item.fetch_lost).append(result.index)
             elif result.ref is not None:
@@ -323,6 +323,22 @@ class EngineCore:
             self._report_transfers(request_id, item)
         self._settle_touched()
         self._write_back()
+
+    def _give_up_overdue(self) -> None:
+        """Transfers that hang count as failed, where there are other blocks to compute in. Not in mid-step: blocks that
+        are free by then may still be written to."""
+        news: defaultdict[str, _TransferNews] = defaultdict(_TransferNews)
+        for request_id, result, elapsed_s in self._transfers.overdue():
+            is_fetch = result.kind is TransferKind.FETCH
+            if is_fetch and not self.scheduler.replace_block(request_id, result.index, result.block_id):
+                continue
+            self._transfers.give_up(result)
+            item = news[request_id]
+            item.failure, item.elapsed_s = result.error or "", elapsed_s
+            (item.fetch_lost if is_fetch else item.published_lost).append(result.index)
+        for request_id, item in news.items():
+            self._report_transfers(request_id, item)
+        self._settle_touched()
 
     def _write_back(self) -> None:
         """Brings computed blocks to the store, a run at a time, while no request's transfer is under way."""

@@ -325,6 +325,14 @@ class Scheduler:
             if not self._fetches.lost(request_id, index, failure) and remote is not None:
                 remote.lose([index], failure)
 
+    def replace_block(self, request_id: str, index: int, block_id: int) -> bool:
+        """Puts another block in the place of one that the request fetched into, and whose bytes may change at any time,
+        whoever waits for it; False where there is none. Only between steps."""
+        request = self._fetches.leader_of(request_id, index) or self._remote.get(request_id)
+        if request is None or request.block_ids[index] != block_id:
+            return True
+        return self.blocks.replace(request, index)
+
     def block_arrived(self, request_id: str, index: int) -> str:
         """Why the block is lost all the same: nobody can say which bytes arrived. Empty where it is here."""
         remote = self._remote_of(request_id)

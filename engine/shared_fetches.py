@@ -82,6 +82,11 @@ class SharedFetches:
                 self._lead(request, index)
         return missing
 
+    def leader_of(self, owner_id: str, index: int) -> Request | None:
+        """In whose place a block lands that `owner_id` began to fetch; None where nobody waits for it by name."""
+        awaited = self._by_owner.get((owner_id, index))
+        return awaited.leader if awaited is not None else None
+
     def arrived(self, owner_id: str, index: int) -> bool:
         """A fetch that `owner_id` began went well; False where nobody here waits for it by name."""
         awaited = self._remove(owner_id, index)

@@ -2,8 +2,8 @@
 
 Two connectors: one hands a prompt's KV from a prefill worker to a decode worker, the other is the store. They may be
 the same one, and job ids are unique across both. A block that a connector reads or writes is held in the block manager
-until its result has come. So an aborted request's destination blocks stay quarantined for as long as bytes may land in
-them.
+until its final result has come. So an aborted request's destination blocks stay quarantined for as long as bytes may
+land in them. So do those of a transfer that hangs, whose request goes on with others meanwhile.
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ from dataclasses import dataclass
 from common.errors import InternalError
 from engine.block_manager import BlockManager
 from kv_store.base import FetchBlock, KVConnector, LocalBlock, TransferResult
+
+_Key = tuple[int, int, int]  # of a result: job, index, block
+
+
+def _key(result: TransferResult) -> _Key:
+    return result.job_id, result.index, result.block_id
 
 
 @dataclass(slots=True)
@@ -44,6 +50,8 @@ class Transfers:
         self._jobs: dict[int, _Job] = {}
         self._published: dict[str, list[int]] = {}  # request id: its publish jobs
         self._writing: dict[int, bytes] = {}  # block being written to the store: its name
+        self._overdue: dict[_Key, TransferResult] = {}  # results that are not final
+        self._given_up: set[_Key] = set()  # nobody waits for their final results
         self._num_requested = 0
 
     @property
@@ -82,16 +90,35 @@ class Transfers:
         if self._store is not None and self._store is not self._handoff:
             results += self._store.poll()
         for result in results:
-            job = self._jobs[result.job_id]
+            job, key = self._jobs[result.job_id], _key(result)
+            if not result.is_final:
+                self._overdue[key] = result
+                continue
+            self._overdue.pop(key, None)
             job.num_due -= 1
             if job.num_due == 0:
                 del self._jobs[result.job_id]
             self._blocks.unhold(result.block_id)
             if job.request_id:
                 self._num_requested -= 1
-                yield job.request_id, result, now - job.start
+                if key in self._given_up:
+                    self._given_up.remove(key)
+                else:
+                    yield job.request_id, result, now - job.start
             else:
                 yield WrittenBlock(self._writing.pop(result.block_id), result.error, result.num_bytes)
+
+    def overdue(self) -> list[tuple[str, TransferResult, float]]:
+        """Requests' transfers that failed, while bytes may still move: as `poll` gives them, each until it is given up
+        or has ended."""
+        now = self._clock()
+        jobs = [(self._jobs[result.job_id], result) for result in self._overdue.values()]
+        return [(job.request_id, result, now - job.start) for job, result in jobs if job.request_id]
+
+    def give_up(self, result: TransferResult) -> None:
+        """`poll` will not tell of the end of this one, which is overdue; its block is held until then."""
+        del self._overdue[_key(result)]
+        self._given_up.add(_key(result))
 
     def release(self, request_id: str) -> None:
         """The lease on everything that the request published has ended."""

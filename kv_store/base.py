@@ -11,7 +11,9 @@ Ownership, which is what keeps wrong bytes away:
 - `fetch`: the destination belongs to the connector until the block's result has come. A result, good or bad, means
   that no byte will land there any more. Until then the caller must not hand the block on, whatever happened to the
   request. There is no cancel: a fetch that is not wanted any more is waited for.
-- Every block given to `publish` or `fetch` gets exactly one result. Deadlines are the connector's own.
+- Every block given to `publish` or `fetch` gets exactly one final result. Deadlines are the connector's own.
+- A transfer that is overdue and cannot be stopped may first have a result that is not final: the block counts as failed
+  from then on, but stays the connector's until the final one.
 
 Tensor parallelism: a worker of degree n has n connectors, one per rank, each over its rank's cache (see
 `kv_store.shards`). All ranks have the same number of blocks, and a block has the same id on all of them; each is given
@@ -85,6 +87,7 @@ class TransferResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `error` is None where it went well, else one line that says why. `ref` is set for a published block: what to
     announce. `num_bytes` counts bytes moved; 0 where the store already held the block or nothing had to move.
+    Where `is_final` is False there is an error, and bytes may still be moved: the final result comes later.
     """
 
     job_id: int
@@ -94,6 +97,7 @@ class TransferResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     error: str | None = None
     ref: BlockRef | None = None
     num_bytes: int = 0
+    is_final: bool = True
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -64,6 +64,13 @@ class FairQueue(Generic[Job, Item]):
                 self._jobs.append((job, queued))
             return job, items
 
+    def drop_all(self) -> list[tuple[Job, list[Item]]]:
+        """Takes out all that is queued."""
+        with self._changed:
+            dropped = [(job, list(queued)) for job, queued in self._jobs]
+            self._jobs.clear()
+            return dropped
+
     def recheck(self) -> None:
         """`accepts` may have changed its answers."""
         with self._changed:

@@ -40,7 +40,13 @@ class Job(Protocol):
 
 
 def block_result(
-    job: Job, block: LocalBlock, *, error: str | None = None, ref: BlockRef | None = None, num_bytes: int = 0
+    job: Job,
+    block: LocalBlock,
+    *,
+    error: str | None = None,
+    ref: BlockRef | None = None,
+    num_bytes: int = 0,
+    is_final: bool = True,
 ) -> TransferResult:
     return TransferResult(
         job_id=job.job_id,
@@ -50,6 +56,7 @@ def block_result(
         error=error,
         ref=ref,
         num_bytes=num_bytes,
+        is_final=is_final,
     )
 
 

@@ -35,6 +35,7 @@ from kv_store.failures import Failures
 from kv_store.fair_queue import FairQueue
 from kv_store.file_clock import FileClock
 from kv_store.lookups import Lookups
+from kv_store.overdue import OverdueWatch
 from kv_store.results import ResultQueue, block_result
 from kv_store.run_file import HEADER_BYTES, MAX_BLOCKS, RUN_BYTES
 from kv_store.sharded_files import ShardedFiles
@@ -52,16 +53,24 @@ _JOIN_TIMEOUT_S = 5.0  # of close(): a thread that hangs in a dead network file 
 class _Job:
     job_id: int
     kind: TransferKind
-    deadline: float | None  # time.monotonic(); blocks not begun by then fail
+    deadline: float | None  # time.monotonic(); None for a publish, whose slices have one each
     after: torch.cuda.Event | None  # device work that comes before it
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class _Slice:
+    """Blocks of a job that a thread has taken."""
+
+    job: _Job
+    blocks: list[LocalBlock]
 
 
 class SharedStorageConnector(KVConnector):
     """A store: blocks are named by hash, outlive their producer, and need no peers.
 
-    A read that has begun can't be stopped, so a block's result waits for it, however long the file system takes.
-    `transfer_timeout_s` fails the blocks that were not begun in time. With a size limit, writes wait for room; reads
-    pass them by.
+    A read that has begun can't be stopped. One that is not done within `transfer_timeout_s` fails all the same, but its
+    blocks stay this connector's until it returns, however long the file system takes; so does a write. While all
+    threads hang, what is queued fails at once. With a size limit, writes wait for room; reads pass them by.
     """
 
     name: ClassVar[str] = "shared_storage"
@@ -80,6 +89,10 @@ class SharedStorageConnector(KVConnector):
         self._threads: list[threading.Thread] = []
         self._space: StoreSpace | None = None
         self._failures = Failures("KV blocks could not be stored", "num_blocks")
+        self._given_up = Failures("kv_dir did not answer in time: KV blocks were given up", "num_blocks")
+        self._watch: OverdueWatch[_Slice] = OverdueWatch(
+            config.num_io_threads, config.transfer_timeout_s, self._give_up, self._give_up_queued
+        )
 
     def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
         self._view = CacheView(cache, spec)
@@ -95,7 +108,7 @@ class SharedStorageConnector(KVConnector):
             thread = threading.Thread(target=self._run, name=f"kv-io-{number}", args=(number == 0,), daemon=True)
             thread.start()
             self._threads.append(thread)
-        self._threads += self._lookups.run(wake)
+        self._threads += [*self._lookups.run(wake), self._watch.start()]
 
     def describe(self) -> bytes:
         return b""
@@ -119,11 +132,11 @@ class SharedStorageConnector(KVConnector):
         return len(block_hashes), None
 
     def publish(self, job_id: int, blocks: Sequence[LocalBlock]) -> None:
-        self._queue.put(_Job(job_id, TransferKind.PUBLISH, None, self._view.mark()), blocks)
+        self._start(_Job(job_id, TransferKind.PUBLISH, None, self._view.mark()), blocks)
 
     def fetch(self, job_id: int, blocks: Sequence[FetchBlock]) -> None:
         deadline = time.monotonic() + self._config.transfer_timeout_s
-        self._queue.put(
+        self._start(
             _Job(job_id, TransferKind.FETCH, deadline, self._view.mark()),
             [LocalBlock(block.ref.index, block.block_id, block.ref.block_hash) for block in blocks],
         )
@@ -137,6 +150,7 @@ class SharedStorageConnector(KVConnector):
     def close(self) -> None:
         self._queue.close()
         self._lookups.close()
+        self._watch.close()
         if self._space is not None and not self._space.close(_JOIN_TIMEOUT_S):
             log.warning("the cleaner still waits for the file system")
         for thread in self._threads:
@@ -145,14 +159,39 @@ class SharedStorageConnector(KVConnector):
                 log.warning("I/O thread still waits for the file system", extra={"io_thread": thread.name})
         self._threads.clear()
 
+    def _start(self, job: _Job, blocks: Sequence[LocalBlock]) -> None:
+        self._queue.put(job, blocks)
+        if self._watch.is_stuck:
+            self._give_up_queued()
+
+    # ------------------------------------------------------------------------------------- what hangs
+
+    def _give_up(self, late: _Slice) -> None:
+        error = f"kv_dir hangs: not done within {self._config.transfer_timeout_s} s"
+        self._fail(late.job, late.blocks, error, is_final=False)
+
+    def _give_up_queued(self) -> None:
+        for job, blocks in self._queue.drop_all():
+            self._fail(job, blocks, "kv_dir hangs", is_final=True)
+
+    def _fail(self, job: _Job, blocks: list[LocalBlock], error: str, *, is_final: bool) -> None:
+        metrics.kv_store_failed_blocks.labels("write" if job.kind is TransferKind.PUBLISH else "read").inc(len(blocks))
+        self._given_up.add(len(blocks), error)
+        self._results.add(block_result(job, block, error=error, is_final=is_final) for block in blocks)
+
     # ------------------------------------------------------------------------------------- I/O threads
 
     def _run(self, is_cleaner: bool) -> None:
         if is_cleaner:
+            work = _Slice(_Job(0, TransferKind.PUBLISH, None, None), [])
+            self._watch.begin(work, time.monotonic() + self._config.transfer_timeout_s)
             self._clean_up()
+            self._watch.end(work)
         staging: Staging | None = None
         while (taken := self._take()) is not None:
             job, blocks = taken
+            work = _Slice(job, blocks)
+            self._watch.begin(work, job.deadline or time.monotonic() + self._config.transfer_timeout_s)
             try:
                 staging = staging or Staging(self._view, self._slice_blocks)
                 if job.kind is TransferKind.PUBLISH:
@@ -163,6 +202,7 @@ class SharedStorageConnector(KVConnector):
                 # Not a block's fault: the device, or a defect. Each block still gets its one result.
                 log.exception("KV transfer failed", extra={"job_id": job.job_id})
                 results = [block_result(job, block, error=f"{type(error).__name__}: {error}") for block in blocks]
+            self._watch.end(work)
             self._results.add(results)
 
     def _take(self) -> tuple[_Job, list[LocalBlock]] | None:

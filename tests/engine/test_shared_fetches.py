@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ class SlowMemory(MemoryConnector):
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
         self.waiting: list[tuple[int, FetchBlock]] = []
+        self.hung: list[tuple[int, FetchBlock]] = []  # of those
         self.num_fetched = 0
 
     def fetch(self, job_id: int, blocks: Sequence[FetchBlock]) -> None:
@@ -33,9 +35,26 @@ class SlowMemory(MemoryConnector):
 
     def deliver(self, number: int = 10**9) -> None:
         """Ends the oldest fetches, well or not, as the lease on their source says."""
+        for job_id, block in self.take_due(number):
+            super().fetch(job_id, [block])
+
+    def hang(self, number: int) -> None:
+        """The oldest fetches are overdue."""
+        late = [one for one in self.waiting if one not in self.hung][:number]
+        self.hung += late
+        results = [fetched(job_id, block, error="hangs") for job_id, block in late]
+        self._results.add(msgspec.structs.replace(result, is_final=False) for result in results)
+
+    def take_due(self, number: int) -> list[tuple[int, FetchBlock]]:
+        """The oldest fetches. Those that were overdue end here: bytes of whatever kind land, and that is that."""
         due, self.waiting = self.waiting[:number], self.waiting[number:]
         for job_id, block in due:
-            super().fetch(job_id, [block])
+            if (job_id, block) in self.hung:
+                self.hung.remove((job_id, block))
+                self._view.rows[block.block_id].fill_(0xAA)
+                self._results.add([fetched(job_id, block, error="was late")])
+                due = [one for one in due if one != (job_id, block)]
+        return due
 
 
 class HeedlessMemory(SlowMemory):
@@ -44,8 +63,7 @@ class HeedlessMemory(SlowMemory):
     source: MemoryConnector  # of which it reads
 
     def deliver(self, number: int = 10**9) -> None:
-        due, self.waiting = self.waiting[:number], self.waiting[number:]
-        for job_id, block in due:
+        for job_id, block in self.take_due(number):
             self._view.rows[block.block_id].copy_(self.source._view.rows[block.ref.block_id])
             self._results.add([fetched(job_id, block, error=None, num_bytes=self._view.block_bytes)])
 
@@ -78,8 +96,7 @@ class SlowStore(SlowMemory):
     def deliver(self, number: int = 10**9) -> None:
         import torch
 
-        due, self.waiting = self.waiting[:number], self.waiting[number:]
-        for job_id, block in due:
+        for job_id, block in self.take_due(number):
             data = self.contents.get(block.ref.block_hash)
             if data is not None:
                 row = self._view.rows[block.block_id]
@@ -325,6 +342,7 @@ ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("round"), st.integers(1, 4)),
         st.tuples(st.just("deliver"), st.integers(1, 6)),
+        st.tuples(st.just("hang"), st.integers(1, 12)),
         st.tuples(st.just("cancel"), st.integers(0, 5)),
         st.tuples(st.just("wipe"), st.integers(0, 9)),
         st.tuples(st.just("end prefill"), st.integers(0, 5)),
@@ -370,6 +388,8 @@ def test_any_order_of_events_gives_the_reference_answers(
                     pair.round()
             case "deliver":
                 slow.deliver(number)
+            case "hang":
+                slow.hang(number)
             case "cancel":
                 cancelled.add(name)
                 pair.decode.handle(m.Release(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -28,6 +29,7 @@ from kv_store.memory import MemoryConnector
 from kv_store.sharded_files import ShardedFiles
 from kv_store.shared_storage import SharedStorageConnector
 from tests.engine.fakes import PATIENCE_S, SPEC, FakeRunner, add, assert_idle, make_core, reference, tokens_of
+from tests.kv_store.stored import hanging, path_of
 
 PROMPT = list(range(30))  # seven full blocks and a tail of two tokens
 
@@ -188,6 +190,124 @@ def test_a_store_that_hangs_holds_up_only_who_asked(tmp_path: Path, monkeypatch:
         finally:
             goes_on.set()
         assert_idle(core)
+
+
+@contextmanager
+def a_hanging_fetch(folder: Path, **settings: object) -> Iterator[tuple[EngineCore, Callable[[], None]]]:
+    """An engine that reads the prompt's stored blocks for request "a", and a function that lets the read go on: all
+    blocks but the first are good then, however late."""
+    fill(folder, PROMPT)
+    (first, *_) = block_hashes(root_hash(SPEC.fingerprint()), PROMPT, SPEC.block_size)
+    connector = SharedStorageConnector(ConnectorConfig(kv_dir=str(folder), worker_id="w", transfer_timeout_s=0.5))
+    core, _ = make_core(connector=connector, **settings)
+    add(core, "a", PROMPT, max_tokens=4)
+    with hanging(path_of(folder, first, SPEC)) as go_on:
+        core.step()
+        assert core._transfers.num_in_flight == 7
+        yield core, go_on
+    run(core)
+    assert_idle(core)
+    core.close()
+
+
+def until_answered(core: EngineCore, *names: str) -> list[m.Event]:
+    """Steps while a transfer hangs."""
+    events: list[m.Event] = []
+    give_up = time.monotonic() + PATIENCE_S
+    while any(name in core.scheduler.requests for name in names):
+        assert time.monotonic() < give_up
+        if not core.step():
+            time.sleep(0.002)
+        assert core.scheduler.check_integrity() == []
+        running = [request for request in core.scheduler.requests.values() if request.num_computed_tokens]
+        assert not any(core.blocks._held.keys() & set(request.block_ids) for request in running)
+        events += core.take_events()
+    return events
+
+
+def test_a_read_that_hangs_is_computed_elsewhere(tmp_path: Path) -> None:
+    with a_hanging_fetch(tmp_path) as (core, go_on):
+        held = [block_id for block_id, block in enumerate(core.blocks._blocks) if block.ref_cnt > 1]
+        assert len(held) == 7
+        assert tokens_of(until_answered(core, "a")) == {"a": reference(PROMPT, 4)}
+        assert core.blocks.num_available_blocks == core.blocks.num_blocks - 7, "bytes may land in those"
+        go_on()
+        run(core)
+        assert core.blocks.num_available_blocks == core.blocks.num_blocks
+        add(core, "again", PROMPT, max_tokens=4)
+        assert tokens_of(run(core)) == {"again": reference(PROMPT, 4)}
+
+
+def test_who_follows_a_read_that_hangs_goes_on_too(tmp_path: Path) -> None:
+    with a_hanging_fetch(tmp_path) as (core, _):
+        longer = [*PROMPT, 1, 2, 3, 4, 5]
+        add(core, "follows", longer, max_tokens=4)
+        core.step()
+        answers = tokens_of(until_answered(core, "a", "follows"))
+        assert answers == {"a": reference(PROMPT, 4), "follows": reference(longer, 4)}
+
+
+def test_the_heir_of_a_read_that_hangs_gets_other_blocks(tmp_path: Path) -> None:
+    with a_hanging_fetch(tmp_path) as (core, _):
+        add(core, "heir", PROMPT, max_tokens=4)
+        core.step()
+        core.handle(m.Release("a"))
+        assert tokens_of(until_answered(core, "heir")) == {"heir": reference(PROMPT, 4)}
+        assert core.blocks.num_available_blocks == core.blocks.num_blocks - 7
+
+
+def test_who_is_gone_before_its_read_is_given_up(tmp_path: Path) -> None:
+    with a_hanging_fetch(tmp_path) as (core, _):
+        core.handle(m.Release("a"))
+        add(core, "b", PROMPT[::-1], max_tokens=4)
+        assert tokens_of(until_answered(core, "b")) == {"b": reference(PROMPT[::-1], 4)}
+        give_up = time.monotonic() + PATIENCE_S
+        while not core._transfers.overdue():
+            assert time.monotonic() < give_up
+            core.take_in_transfers()
+        core.step()
+        assert core._transfers.overdue() == []
+        assert core.blocks.num_available_blocks == core.blocks.num_blocks - 7
+
+
+def test_without_other_blocks_a_read_that_hangs_is_waited_for(tmp_path: Path) -> None:
+    with a_hanging_fetch(tmp_path, num_blocks=12) as (core, go_on):
+        give_up = time.monotonic() + 1.5
+        while time.monotonic() < give_up:
+            assert not core.step()
+            assert core.scheduler.check_integrity() == []
+        assert "a" in core.scheduler.requests
+        assert len(core._transfers.overdue()) == 3, "four had room elsewhere"
+        go_on()
+        assert tokens_of(run(core)) == {"a": reference(PROMPT, 4)}
+
+
+def test_a_publication_that_hangs_is_announced_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = SharedStorageConnector(ConnectorConfig(kv_dir=str(tmp_path), worker_id="w", transfer_timeout_s=0.5))
+    core, _ = make_core(connector=connector)
+    goes_on = threading.Event()
+    replace_file = os.replace
+
+    def hang(source: str, target: str) -> None:
+        assert goes_on.wait(PATIENCE_S)
+        replace_file(source, target)
+
+    monkeypatch.setattr(os, "replace", hang)
+    add(core, "a", PROMPT, mode=m.RequestMode.PREFILL)
+    events: list[m.Event] = []
+    give_up = time.monotonic() + PATIENCE_S
+    while not (lost := [event for event in events if isinstance(event, m.BlocksPublished)]):
+        assert time.monotonic() < give_up
+        core.step()
+        events += core.take_events()
+    assert sorted(index for event in lost for index in event.failed_indexes) == list(range(8))
+    assert all("kv_dir hangs" in event.failure for event in lost)
+    core.handle(m.Release("a"))
+    assert core.blocks.num_available_blocks == core.blocks.num_blocks - 8, "somebody reads them"
+    goes_on.set()
+    assert run(core) == [], "it was told before"
+    assert_idle(core)
+    core.close()
 
 
 def test_another_salt_finds_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A store on a file system of its own, which can be full, and files in it that go bad."""
+"""A store on a file system of its own, which can be full or hang, and files in it that go bad."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 FILLER = ".filler"
@@ -66,6 +67,41 @@ class Disk:
     def close(self) -> None:
         if self._guard is not None:
             self._guard.communicate()
+
+
+class FreezingDisk:
+    """A small ext4 that can be frozen: whoever writes to it hangs, and cannot even be killed, until it thaws. Raises
+    `OSError` with why there can be none."""
+
+    def __init__(self, path: Path, megabytes: int = 64) -> None:
+        path.mkdir()
+        image = path.with_suffix(".img")
+        with image.open("wb") as file:
+            file.truncate(megabytes << 20)
+        _run("mkfs.ext4", "-q", str(image))
+        _run("mount", "-o", "loop", str(image), str(path))
+        self._path = path
+        # Thaws and unmounts when this process closes the pipe, or ends in whatever way.
+        script = 'cat > /dev/null; fsfreeze -u "$1" 2> /dev/null; umount --lazy "$1"'
+        guard = ["sh", "-c", script, "sh", str(path)]
+        self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        _run("fsfreeze", "-f", str(self._path))
+        try:
+            yield
+        finally:
+            _run("fsfreeze", "-u", str(self._path))
+
+    def close(self) -> None:
+        self._guard.communicate()
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 def corrupt(path: Path, how: int) -> None:

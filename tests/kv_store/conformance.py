@@ -64,6 +64,7 @@ class Worker:
         self.woken = threading.Event()
         self.last_job = seed * 1_000_000
         self._due: dict[int, set[tuple[TransferKind, int, int]]] = {}
+        self._ahead: list[TransferResult] = []
         connector.register_kv_cache(self.cache, spec, self.woken.set)
 
     def publish(self, blocks: Sequence[LocalBlock]) -> int:
@@ -77,7 +78,7 @@ class Worker:
         return job_id
 
     def results(self) -> list[TransferResult]:
-        """Waits for every result that is due, and checks that there is exactly one of each."""
+        """Waits for every final result that is due, and checks that there is exactly one of each."""
         results: list[TransferResult] = []
         give_up = time.monotonic() + PATIENCE_S
         while any(self._due.values()):
@@ -86,12 +87,25 @@ class Worker:
         assert self.connector.poll() == []
         return results
 
+    def next_result(self) -> TransferResult:
+        """Waits for one result, final or not; those that come with it are given by the next calls."""
+        give_up = time.monotonic() + PATIENCE_S
+        while not self._ahead:
+            assert self.woken.wait(max(0, give_up - time.monotonic())), f"no wake; still due: {self._due}"
+            self._ahead = self.poll()
+        return self._ahead.pop(0)
+
     def poll(self) -> list[TransferResult]:
         """What has come, checked to be due."""
         self.woken.clear()
         results = self.connector.poll()
         for result in results:
-            self._due[result.job_id].remove((result.kind, result.index, result.block_id))
+            due = (result.kind, result.index, result.block_id)
+            if result.is_final:
+                self._due[result.job_id].remove(due)
+            else:
+                assert due in self._due[result.job_id]
+                assert result.error
         return results
 
     def is_due(self, job_id: int) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import TransferError
@@ -16,9 +19,9 @@ def files_of(kv_dir: Path, spec: KVCacheSpec = SPEC) -> BlockFiles:
     return BlockFiles(kv_dir, spec, FileClock(kv_dir.parent, "test"))
 
 
-def path_of(kv_dir: Path, block_hash: bytes) -> Path:
+def path_of(kv_dir: Path, block_hash: bytes, spec: KVCacheSpec = SPEC) -> Path:
     """The block's name in the store."""
-    return Path(files_of(kv_dir).layout.block(block_hash))
+    return Path(files_of(kv_dir, spec).layout.block(block_hash))
 
 
 def runs_of(kv_dir: Path) -> list[Path]:
@@ -42,6 +45,25 @@ def read(files: BlockFiles, numbers: Sequence[int]) -> list[str | None]:
     for number, buffer, error in zip(numbers, buffers, errors, strict=True):
         assert error is not None or buffer == data_of(number), f"wrong bytes of {number}"
     return [error.message if error else None for error in errors]
+
+
+@contextmanager
+def hanging(*paths: Path) -> Iterator[Callable[[], None]]:
+    """Whoever opens one of these files to read it hangs, until the function that this gives is called, or the end: then
+    it is empty. A named pipe does that."""
+    for path in paths:
+        path.unlink()
+        os.mkfifo(path)
+
+    def go_on() -> None:
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError, OSError):  # gone, or nobody reads
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+
+    try:
+        yield go_on
+    finally:
+        go_on()
 
 
 def flip(path: Path, offset: int) -> None:

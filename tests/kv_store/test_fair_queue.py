@@ -40,6 +40,17 @@ def test_jobs_that_are_not_accepted_keep_their_turn() -> None:
     assert queue.take(1) == ("good", [3])
 
 
+def test_what_is_dropped_is_gone() -> None:
+    queue: FairQueue[str, int] = FairQueue()
+    queue.put("one", [1, 2, 3])
+    queue.put("two", [4])
+    assert queue.take(2) == ("one", [1, 2])
+    assert queue.drop_all() == [("two", [4]), ("one", [3])]
+    assert queue.drop_all() == []
+    queue.put("three", [5])
+    assert queue.take(2) == ("three", [5])
+
+
 def test_close_ends_waiting_takers_and_drops_the_rest() -> None:
     queue: FairQueue[str, int] = FairQueue()
     taken: list[object] = []

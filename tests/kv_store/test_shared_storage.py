@@ -35,7 +35,7 @@ from tests.kv_store.conformance import (
     name_of,
     wait_until,
 )
-from tests.kv_store.stored import files_of, flip, path_of, runs_of
+from tests.kv_store.stored import files_of, flip, hanging, path_of, runs_of
 
 
 def counted(calls: list[str], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,6 +63,14 @@ def hanging_lookups(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event
             yield goes_on
         finally:
             goes_on.set()
+
+
+def impatient(kv_dir: Path) -> Worker:
+    return Worker(SharedStorageConnector(ConnectorConfig(kv_dir=str(kv_dir), transfer_timeout_s=1.0)), 16)
+
+
+def count_failed(kind: str) -> float:
+    return metrics.kv_store_failed_blocks.labels(kind)._value.get()
 
 
 def answer(lookup: Lookup) -> tuple[int | None, bool]:
@@ -248,6 +256,73 @@ class TestSharedStorage(ConnectorConformance):
         assert result.error is not None
         assert "not read within 0.0 s" in result.error
         assert late.bytes_of(1) == before
+
+    def test_a_read_that_hangs(self, workers: Callable[..., Worker], kv_dir: Path) -> None:
+        producer, consumer = workers("producer"), impatient(kv_dir)
+        refs = producer.published({number: name_of(number) for number in range(4)})
+        with hanging(path_of(kv_dir, name_of(0))) as go_on:
+            consumer.fetch([FetchBlock(ref, ref.index) for ref in refs[:2]])
+            consumer.fetch([FetchBlock(refs[3], 5)])
+            results = [consumer.next_result() for _ in range(3)]
+            assert [(result.block_id, result.is_final, result.error) for result in results] == [
+                (5, True, None),
+                (0, False, "kv_dir hangs: not done within 1.0 s"),
+                (1, False, "kv_dir hangs: not done within 1.0 s"),
+            ]
+            time.sleep(1.5)
+            assert consumer.connector.poll() == [], "it was told once"
+            consumer.fetch([FetchBlock(refs[2], 7)])
+            assert consumer.next_result().error is None, "the other thread goes on"
+            go_on()
+            late = consumer.results()
+        assert [(result.block_id, result.is_final) for result in late] == [(0, True), (1, True)]
+        assert "cannot read" in (late[0].error or "")
+        assert late[1].error is None
+        assert consumer.bytes_of(1) == producer.bytes_of(1)
+        consumer.connector.close()
+
+    def test_all_threads_hang(
+        self, workers: Callable[..., Worker], kv_dir: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        producer, consumer = workers("producer"), impatient(kv_dir)
+        refs = producer.published({number: name_of(number) for number in range(4)})
+        num_failed = count_failed("read")
+        with hanging(path_of(kv_dir, name_of(0)), path_of(kv_dir, name_of(1))) as go_on:
+            for ref in refs[:3]:
+                consumer.fetch([FetchBlock(ref, ref.index)])
+            results = {result.index: result for result in (consumer.next_result() for _ in range(3))}
+            assert {index: result.is_final for index, result in results.items()} == {0: False, 1: False, 2: True}
+            assert "kv_dir hangs" in (results[2].error or "")
+            consumer.publish([LocalBlock(9, 9, name_of(9))])
+            consumer.fetch([FetchBlock(refs[3], 5)])
+            assert [result.error for result in consumer.poll()] == ["kv_dir hangs"] * 2, "at once"
+            assert count_failed("read") == num_failed + 4
+            assert caplog.text.count("kv_dir did not answer in time") == 1
+            go_on()
+            assert [result.is_final for result in consumer.results()] == [True] * 2
+        consumer.fetch([FetchBlock(refs[3], 5)])
+        assert [result.error for result in consumer.results()] == [None]
+        assert consumer.bytes_of(5) == producer.bytes_of(3)
+        consumer.connector.close()
+
+    def test_a_write_that_hangs(self, kv_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        worker = impatient(kv_dir)
+        goes_on = threading.Event()
+        replace_file = os.replace
+
+        def hang(source: str, target: str) -> None:
+            assert goes_on.wait(PATIENCE_S)
+            replace_file(source, target)
+
+        monkeypatch.setattr(os, "replace", hang)
+        worker.publish([LocalBlock(0, 3, name_of(1))])
+        overdue = worker.next_result()
+        assert (overdue.is_final, overdue.ref) == (False, None)
+        goes_on.set()
+        (done,) = worker.results()
+        assert (done.error, done.num_bytes) == (None, SPEC.block_bytes)
+        assert worker.connector.lookup([name_of(1)]) == 1
+        worker.connector.close()
 
     @pytest.mark.parametrize("wipe_all", [True, False], ids=["kv_dir", "content"])
     def test_a_wiped_directory(self, pair: tuple[Worker, Worker], kv_dir: Path, wipe_all: bool) -> None:
