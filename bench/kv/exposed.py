@@ -10,8 +10,11 @@ Baton's own. The first figures have all that in them, as a user of the same mach
 
 A long prompt takes so long to be computed that few can be measured, and the decode worker's memory lies idle for all
 that time. So long prompts are measured once more as turns of a conversation, whose beginning both workers know: the
-same step over the same KV, after seconds instead of half a minute, and many times. And there is what the machine alone
-adds for memory that has lain idle (`bench.kv.idle_memory`).
+same step over the same KV, after seconds instead of half a minute, and many times.
+
+The decode worker idles while a prompt is computed, and a step after a pause takes longer than the next ones, with a
+handoff or without. How much longer is measured for each prompt length, with an engine alone that idles as long
+(`bench.kv.idle_step`). There are bars with it and without.
 """
 
 from __future__ import annotations
@@ -22,16 +25,16 @@ import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from baton.stack import usable_cores
+from baton.stack import divide_cores, usable_cores
 from bench.kv.awake import awake_cores
 from bench.kv.client import Prompts, StackClient, Timed
-from bench.kv.idle_memory import idle_memory_ms
+from bench.kv.idle_step import idle_steps
 from bench.kv.results import Bar, Label, Results, Samples
 from bench.kv.settings import BenchSettings, Progress
-from bench.kv.stacks import stack
+from bench.kv.stacks import NUM_BLOCKS, stack
 from bench.kv.tiny_model import SWIFT, make_tiny_model
 from common.errors import StartupError
 from engine.embedded_model import ensure_model
@@ -51,8 +54,8 @@ KNOWN = "overlap, beginning known"
 KNOWN_REPEATS = 8  # times as many repeats, from `LONG` on
 TURN = 512  # tokens at the end of such a prompt, which are new: one chunk
 ALONE = "overlap, swift model, engines alone"
-IDLE = "control: memory left idle"
 ALONE_FACTOR = 3  # times as many repeats, as they are short
+IDLE_REPEATS, IDLE_LONG_S = 6, 6.0  # times as many repeats of an idle step, where the pause is not that long
 
 TTFT_SHARE_BAR = 5.0  # percent
 TAIL_BAR = 3.0  # ms beyond the transfer of the last chunk
@@ -67,11 +70,11 @@ def run(settings: BenchSettings, results: Results, progress: Progress) -> None:
             try:
                 with awake_cores():
                     run_both(settings, results, progress, connector)
+                    measure_idle_steps(settings, results, progress, connector, tokenizer_of, "overlap", KNOWN)
                     run_alone(settings, results, progress, connector, swift)
+                    measure_idle_steps(settings, results, progress, connector, swift, ALONE)
             except StartupError as error:
                 results.skipped[f"{PART}: {connector}"] = error.message
-    with awake_cores():
-        measure_idle_memory(settings, results, progress)
     add_bars(results)
 
 
@@ -181,54 +184,69 @@ def figures(answers: Sequence[Timed]) -> dict[str, list[float]]:
     return found
 
 
-def measure_idle_memory(settings: BenchSettings, results: Results, progress: Progress) -> None:
-    """As much as each long prompt's KV, idle for as long as it took to be computed."""
-    for length in results.labels(PART, "length", mode="overlap"):
-        labels: dict[str, Label] = {"mode": "overlap", "length": length}
-        moved, ttft = results.get(PART, "MB moved", **labels), results.get(PART, "TTFT ms", **labels)
-        if int(length) < LONG or moved is None or ttft is None:
-            continue
-        progress(f"{PART}: {moved.median:.0f} MB of memory that lie idle for {ttft.median / 1000:.0f} s")
-        values = [idle_memory_ms(int(moved.median * 1e6), ttft.median / 1000) for _ in range(settings.repeats)]
-        results.add(PART, {"idle memory ms": values}, mode=IDLE, length=length)
+def measure_idle_steps(
+    settings: BenchSettings, results: Results, progress: Progress, connector: str, model_dir: Path, *modes: str
+) -> None:
+    """For each length of these modes: an engine alone, idle for as long as the prompt took. Soon after, as machines
+    differ from hour to hour. Raises `StartupError`."""
+    cores = divide_cores(usable_cores(), 2)[-1]
+    with idle_steps(model_dir, settings.dtype, NUM_BLOCKS, cores) as idle_step_ms:
+        for mode in modes:
+            for length, ttft_ms in _medians(results, "TTFT ms", connector=connector, mode=mode).items():
+                idle_s = ttft_ms / 1000
+                num = settings.repeats * (IDLE_REPEATS if idle_s < IDLE_LONG_S else 1)
+                progress(f"{PART}: decode steps after {length} tokens and {idle_s:.1f} idle seconds")
+                values = [idle_step_ms(int(length), idle_s) for _ in range(num)]
+                results.add(PART, {"idle step ms": values}, mode=mode, length=length, connector=connector)
 
 
 def add_bars(results: Results) -> None:
     """The worst length counts, with overlap, which is how Baton runs."""
-    tail = "exposed handoff beyond the last chunk's transfer"
-    bars = (
-        ("exposed handoff, share of TTFT from 2,048 tokens on", "overlap", "% of TTFT", TTFT_SHARE_BAR, "%", LONG),
-        (tail, "overlap", "beyond transfer ms", TAIL_BAR, "ms", 0),
-        (f"{tail}, beginning known", KNOWN, "beyond transfer ms", TAIL_BAR, "ms", 0),
-        (f"{tail}, engines alone", ALONE, "beyond transfer ms", TAIL_BAR, "ms", 0),
+    for connector in map(str, results.labels(PART, "connector")):
+        # The longest prompt may be a little shorter than a round number: the model's context ends there.
+        found = _medians(results, "% of TTFT", connector=connector, mode="overlap")
+        shares = {length: share for length, share in found.items() if int(length) >= LONG}
+        name = f"{connector}: exposed handoff, share of TTFT from 2,048 tokens on"
+        add_worst(results, name, shares, TTFT_SHARE_BAR, "%", _transfers(results, connector, "overlap"))
+        for mode, where in (("overlap", ""), (KNOWN, ", beginning known"), (ALONE, ", engines alone")):
+            add_tail_bars(results, connector, mode, where)
+        add_orchestration_bars(results, connector)
+
+
+def add_tail_bars(results: Results, connector: str, mode: str, where: str) -> None:
+    """Above the decode steps that follow, and above a decode step after as long an idle."""
+    found = _medians(results, "beyond transfer ms", connector=connector, mode=mode)
+    bounds = _transfers(results, connector, mode)
+    idle = _medians(results, "idle step ms", connector=connector, mode=mode)
+    for length, value in idle.items():
+        bounds[length] = f"{bounds.get(length, '')}, a step after as long an idle: {value:.1f} ms longer by itself"
+    name = f"{connector}: exposed handoff beyond the last chunk's transfer{where}"
+    add_worst(results, name, found, TAIL_BAR, "ms", bounds)
+    own = {length: value - idle[length] for length, value in found.items() if length in idle}
+    add_worst(results, f"{name}, above a step after as long an idle", own, TAIL_BAR, "ms", {})
+
+
+def add_worst(
+    results: Results, name: str, values: Mapping[Label, float], limit: float, unit: str, bounds: Mapping[Label, str]
+) -> None:
+    """The largest of `values`, which are by prompt length, as `bounds` are."""
+    if not values:
+        return
+    length = max(values, key=lambda length: values[length])
+    where, bound = f"at worst: {length} tokens", bounds.get(length, "")
+    results.bars.append(
+        Bar(part=PART, name=name, value=values[length], limit=limit, unit=unit, where=where, bound=bound)
     )
-    for connector in results.labels(PART, "connector"):
-        for name, mode, quantity, limit, unit, shortest in bars:
-            labels = {"connector": connector, "mode": mode}
-            # The longest prompt may be a little shorter than a round number: the model's context ends there.
-            found = [one for one in results.find(PART, quantity, **labels) if int(one.labels["length"]) >= shortest]
-            if not found:
-                continue
-            worst = max(found, key=lambda record: record.samples.median)
-            length = worst.labels["length"]
-            bounds = []
-            if transfer := results.get(PART, "transfer ms", **labels, length=length):
-                bounds.append(f"a transfer of {transfer.median:.2f} ms")
-            idle = results.get(PART, "idle memory ms", mode=IDLE, length=length)
-            if idle is not None and mode == "overlap":
-                bounds.append(f"memory that lay idle as long, without Baton: {idle.median:.1f} ms")
-            results.bars.append(
-                Bar(
-                    part=PART,
-                    name=f"{connector}: {name}",
-                    value=worst.samples.median,
-                    limit=limit,
-                    unit=unit,
-                    where=f"at worst: {length} tokens",
-                    bound=", ".join(bounds),
-                )
-            )
-        add_orchestration_bars(results, str(connector))
+
+
+def _medians(results: Results, quantity: str, **labels: Label) -> dict[Label, float]:
+    """By prompt length."""
+    return {one.labels["length"]: one.samples.median for one in results.find(PART, quantity, **labels)}
+
+
+def _transfers(results: Results, connector: str, mode: str) -> dict[Label, str]:
+    medians = _medians(results, "transfer ms", connector=connector, mode=mode)
+    return {length: f"a transfer of {value:.2f} ms" for length, value in medians.items()}
 
 
 def add_orchestration_bars(results: Results, connector: str) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import math
 
 import pytest
 from rich.console import Console
 
 from bench.kv.colocated import poisson
 from bench.kv.control import line
-from bench.kv.exposed import ALONE, IDLE, KNOWN, OVERLAP, add_bars
-from bench.kv.idle_memory import idle_memory_ms
+from bench.kv.exposed import ALONE, KNOWN, OVERLAP, add_bars
 from bench.kv.report import print_results
 from bench.kv.results import Bar, Results, Samples
 
@@ -82,18 +80,18 @@ def test_the_worst_length_counts_and_overlap_alone() -> None:
     assert (p50.value, p99.value) == (1.5, 2.0)
 
 
-def test_a_bar_says_what_the_machine_alone_would_cost() -> None:
+def test_what_idling_costs_is_taken_off_in_a_bar_of_its_own() -> None:
     results = exposed_results()
-    results.add("exposed", {"idle memory ms": [12.0]}, mode=IDLE, length=2048)
+    for length, idle in ((128, 0.5), (2048, 3.8)):
+        results.add("exposed", {"idle step ms": [idle]}, mode="overlap", length=length, connector="nixl")
     add_bars(results)
-    _, tail, known, *_ = results.bars
-    assert tail.value == 4.0  # which is not taken off
-    assert known.bound == "a transfer of 0.50 ms"  # where nothing lies idle for long
-    assert tail.bound == "a transfer of 0.50 ms, memory that lay idle as long, without Baton: 12.0 ms"
-
-
-def test_memory_that_lay_idle_is_read() -> None:
-    assert math.isfinite(idle_memory_ms(4 << 20, 0.01))
+    _, tail, own, known, *_ = results.bars
+    assert (tail.value, tail.is_met) == (4.0, False)
+    assert tail.bound == "a transfer of 0.50 ms, a step after as long an idle: 3.8 ms longer by itself"
+    assert (own.value, own.where, own.is_met) == (0.5, "at worst: 128 tokens", True)
+    assert own.name == f"{tail.name}, above a step after as long an idle"
+    assert known.bound == "a transfer of 0.50 ms"  # not measured there
+    assert len(results.bars) == 7
 
 
 def test_the_table_has_a_row_for_each_set_of_labels() -> None:
