@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 STATUS_TIMEOUT_S = 10.0
 SILENCE_TICK_S = 0.5
 _HUGE_PAGES = "glibc.malloc.hugetlb"
+_STOP_TIMEOUT_S = 5.0  # until an engine that is told to end is killed, and until that is given up
 
 
 @dataclass(slots=True, frozen=True)
@@ -142,7 +143,8 @@ class EngineClient:
         return await self._ready
 
     async def stop(self) -> None:
-        """Ends the engine process. Closing its standard input is what tells it."""
+        """Ends the engine process. Closing its standard input is what tells it. One in a system call of a dead file
+        system ends with that call, and is not waited for."""
         process, self._process = self._process, None
         for task in self._tasks:
             task.cancel()
@@ -152,11 +154,14 @@ class EngineClient:
             assert process.stdin is not None  # noqa: S101
             process.stdin.close()
             try:
-                await asyncio.wait_for(process.wait(), 5.0)
+                await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
             except TimeoutError:
                 log.warning("the engine did not end, killing it")
                 process.kill()
-                await process.wait()
+                try:
+                    await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
+                except TimeoutError:
+                    log.error("the engine was killed and does not end: a system call of its does not return")
         if self._socket is not None:
             self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)

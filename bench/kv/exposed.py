@@ -145,6 +145,7 @@ def measure_known(
     client: StackClient, results: Results, settings: BenchSettings, progress: Progress, connector: str
 ) -> None:
     """Every long length, where all but the last `TURN` tokens were in a prompt before."""
+    os.sync()  # a store's earlier files: the kernel's writing of them to a disk takes a core
     prompts = Prompts(settings.seed, KNOWN)
     for length in lengths(client, settings):
         if length < LONG:

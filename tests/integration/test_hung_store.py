@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +51,11 @@ def test_answers_go_on_without_it(tmp_path: Path, disk: FreezingDisk) -> None:
             answer = ask(client, "before")
             assert answer.token_ids == before.token_ids
             assert answer.report.fallback_reason == ""
+            prefill = fleet.members[0]
+            prefill.process.popen.send_signal(signal.SIGTERM)
+            assert prefill.process.popen.wait(60) == 0, "it ends, although its engine cannot"
+            assert ask(client, "alone").token_ids == before.token_ids
+        fleet.replace(prefill)
         fleet.settle()
         after = ask(client, "after")
         assert after.token_ids == before.token_ids
