@@ -215,16 +215,16 @@ def add_bars(results: Results) -> None:
 
 
 def add_tail_bars(results: Results, connector: str, mode: str, where: str) -> None:
-    """Above the decode steps that follow, and above a decode step after as long an idle."""
+    """Above the decode steps that follow, and above a decode step after an equal pause."""
     found = _medians(results, "beyond transfer ms", connector=connector, mode=mode)
     bounds = _transfers(results, connector, mode)
     idle = _medians(results, "idle step ms", connector=connector, mode=mode)
     for length, value in idle.items():
-        bounds[length] = f"{bounds.get(length, '')}, a step after as long an idle: {value:.1f} ms longer by itself"
+        bounds[length] = f"{bounds.get(length, '')}, a step after an equal pause: {value:.1f} ms longer by itself"
     name = f"{connector}: exposed handoff beyond the last chunk's transfer{where}"
     add_worst(results, name, found, TAIL_BAR, "ms", bounds)
     own = {length: value - idle[length] for length, value in found.items() if length in idle}
-    add_worst(results, f"{name}, above a step after as long an idle", own, TAIL_BAR, "ms", {})
+    add_worst(results, f"{name}, above a step after an equal pause", own, TAIL_BAR, "ms", {})
 
 
 def add_worst(

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.kv.exposed import ALONE, KNOWN, TAIL_BAR, TTFT_SHARE_BAR
+from bench.kv.exposed import ALONE, TAIL_BAR, TTFT_SHARE_BAR
 from bench.kv.results import Results, Samples
 
 if TYPE_CHECKING:
@@ -103,10 +103,11 @@ def _share(results: Results, axes: Axes) -> None:
 
 
 def _beyond(results: Results, axes: Axes) -> None:
-    _by_length(results, axes, "beyond transfer ms", {ALONE: "o-", KNOWN: "s:"})
+    _by_length(results, axes, "beyond transfer ms", {ALONE: "o-"})
+    _by_length(results, axes, "idle step ms", {ALONE: "s:"}, "a step after an equal pause")
     _bar(axes, TAIL_BAR, "bar")
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    axes.set(title="Exposed beyond the last transfer", xlabel="prompt tokens", ylabel="ms")
+    axes.set(title="Exposed beyond the last transfer, engines alone", xlabel="prompt tokens", ylabel="ms")
     axes.legend(fontsize=7, frameon=False)
 
 
@@ -114,8 +115,8 @@ def _bar(axes: Axes, limit: float, label: str) -> None:
     axes.axhline(limit, color="#b2182b", linewidth=0.9, linestyle="--", label=label)
 
 
-def _by_length(results: Results, axes: Axes, quantity: str, modes: Mapping[str, str] = _MODES) -> None:
-    """`modes` with their line styles."""
+def _by_length(results: Results, axes: Axes, quantity: str, modes: Mapping[str, str] = _MODES, what: str = "") -> None:
+    """`modes` with their line styles; `what` the lines show, where it is not the mode that tells them apart."""
     for connector in results.labels("exposed", "connector"):
         for mode, style in modes.items():
             found = list(results.find("exposed", quantity, connector=connector, mode=mode))
@@ -124,7 +125,7 @@ def _by_length(results: Results, axes: Axes, quantity: str, modes: Mapping[str, 
             lengths = [float(one.labels["length"]) for one in found]
             medians, error = _spread([one.samples for one in found])
             colour = _COLOURS.get(str(connector))
-            label = f"{connector}, {mode.removeprefix('overlap, ')}"
+            label = f"{connector}, {what or mode.removeprefix('overlap, ')}"
             axes.errorbar(lengths, medians, error, fmt=style, color=colour, capsize=2, label=label)
     _lengths_axis(axes)
 

@@ -87,9 +87,9 @@ def test_what_idling_costs_is_taken_off_in_a_bar_of_its_own() -> None:
     add_bars(results)
     _, tail, own, known, *_ = results.bars
     assert (tail.value, tail.is_met) == (4.0, False)
-    assert tail.bound == "a transfer of 0.50 ms, a step after as long an idle: 3.8 ms longer by itself"
+    assert tail.bound == "a transfer of 0.50 ms, a step after an equal pause: 3.8 ms longer by itself"
     assert (own.value, own.where, own.is_met) == (0.5, "at worst: 128 tokens", True)
-    assert own.name == f"{tail.name}, above a step after as long an idle"
+    assert own.name == f"{tail.name}, above a step after an equal pause"
     assert known.bound == "a transfer of 0.50 ms"  # not measured there
     assert len(results.bars) == 7
 
