@@ -208,13 +208,10 @@ class BlockManager:
         self._drop(request.block_ids[index])
         request.block_ids[index] = block_id
 
-    def replace(self, request: Request, index: int) -> bool:
-        """Gives the request another block of its own in that place, with no content; False where none is available."""
-        if not self.num_available_blocks:
-            return False
+    def replace(self, request: Request, index: int) -> None:
+        """Gives the request another block of its own in that place, with no content. One must be available."""
         self._drop(request.block_ids[index])
         request.block_ids[index] = self._take()
-        return True
 
     def adopt_computed(self, request: Request) -> None:
         """Skips blocks that are here by now, computed by another request, or fetched out of order. Names them all."""

@@ -136,7 +136,7 @@ class EngineCore:
                 self._add(command)
             case m.BlocksAnnounced(request_id, refs, failed_indexes, failure):
                 self._transfers.fetch(request_id, self.scheduler.announce(request_id, refs))
-                self.scheduler.blocks_lost(request_id, failed_indexes, failure)
+                self.scheduler.publications_lost(request_id, failed_indexes, failure)
                 self._settle_remote(request_id)
             case m.RemoteFirstToken(request_id, token):
                 new = self.scheduler.first_token(request_id, token)
@@ -327,17 +327,16 @@ class EngineCore:
     def _give_up_overdue(self) -> None:
         """Transfers that hang count as failed, where there are other blocks to compute in. Not in mid-step: blocks that
         are free by then may still be written to."""
-        news: defaultdict[str, _TransferNews] = defaultdict(_TransferNews)
-        for request_id, result, elapsed_s in self._transfers.overdue():
-            is_fetch = result.kind is TransferKind.FETCH
-            if is_fetch and not self.scheduler.replace_block(request_id, result.index, result.block_id):
+        for request_id, overdue in self._transfers.overdue().items():
+            fetched = [result for result in overdue.results if result.kind is TransferKind.FETCH]
+            if not self.scheduler.replace_blocks(request_id, [(one.index, one.block_id) for one in fetched]):
                 continue
-            self._transfers.give_up(result)
-            item = news[request_id]
-            item.failure, item.elapsed_s = result.error or "", elapsed_s
-            (item.fetch_lost if is_fetch else item.published_lost).append(result.index)
-        for request_id, item in news.items():
-            self._report_transfers(request_id, item)
+            news = _TransferNews(failure=overdue.results[0].error or "", elapsed_s=overdue.elapsed_s)
+            for result in overdue.results:
+                self._transfers.give_up(result)
+                is_fetch = result.kind is TransferKind.FETCH
+                (news.fetch_lost if is_fetch else news.published_lost).append(result.index)
+            self._report_transfers(request_id, news)
         self._settle_touched()
 
     def _write_back(self) -> None:

@@ -63,6 +63,7 @@ class RemotePrefill:
     def arrive(self, index: int) -> None:
         self.in_flight.discard(index)
         self.followed.discard(index)
+        self.lost.discard(index)
         self.arrived.add(index)
 
     def end_lease(self, reason: str) -> None:

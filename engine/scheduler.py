@@ -325,13 +325,25 @@ class Scheduler:
             if not self._fetches.lost(request_id, index, failure) and remote is not None:
                 remote.lose([index], failure)
 
-    def replace_block(self, request_id: str, index: int, block_id: int) -> bool:
-        """Puts another block in the place of one that the request fetched into, and whose bytes may change at any time,
-        whoever waits for it; False where there is none. Only between steps."""
-        request = self._fetches.leader_of(request_id, index) or self._remote.get(request_id)
-        if request is None or request.block_ids[index] != block_id:
-            return True
-        return self.blocks.replace(request, index)
+    def publications_lost(self, request_id: str, indexes: Iterable[int], failure: str) -> None:
+        """A prefill worker could not publish these. What is on its way already, as an earlier one announced it, or
+        another request fetches it, may still arrive; it is lost when that fails."""
+        remote = self._remote_of(request_id)
+        if remote is not None:
+            expected = remote.in_flight | remote.followed | remote.arrived
+            self.blocks_lost(request_id, [index for index in indexes if index not in expected], failure)
+
+    def replace_blocks(self, request_id: str, places: Sequence[tuple[int, int]]) -> bool:
+        """Puts other blocks in the places, as (index, block), of those that the request fetched into and whose bytes
+        may change at any time, whoever waits for them; False, and nothing done, where there are too few. Only between
+        steps."""
+        if len(places) > self.blocks.num_available_blocks:
+            return False
+        for index, block_id in places:
+            request = self._fetches.leader_of(request_id, index) or self._remote.get(request_id)
+            if request is not None and request.block_ids[index] == block_id:
+                self.blocks.replace(request, index)
+        return True
 
     def block_arrived(self, request_id: str, index: int) -> str:
         """Why the block is lost all the same: nobody can say which bytes arrived. Empty where it is here."""

@@ -9,11 +9,20 @@ land in them. So do those of a transfer that hangs, whose request goes on with o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.errors import InternalError
 from engine.block_manager import BlockManager
 from kv_store.base import FetchBlock, KVConnector, LocalBlock, TransferResult
+
+
+@dataclass(slots=True)
+class OverdueTransfers:
+    """Of one request."""
+
+    results: list[TransferResult] = field(default_factory=list)
+    elapsed_s: float = 0.0  # since the start of the oldest
+
 
 _Key = tuple[int, int, int]  # of a result: job, index, block
 
@@ -56,13 +65,13 @@ class Transfers:
 
     @property
     def num_in_flight(self) -> int:
-        """Blocks whose results are due, those being written to the store included."""
+        """Blocks whose final results are due, those being written to the store included."""
         return self._num_requested + len(self._writing)
 
     @property
     def may_write(self) -> bool:
         """Whether neither a request's transfer is under way nor another write, behind which a handoff would queue."""
-        return not self.num_in_flight
+        return not self.num_in_flight  # what hangs and was given up counts: a write would hang, too
 
     def publish(self, request_id: str, blocks: Sequence[LocalBlock]) -> None:
         job_id = self._start(request_id, [block.block_id for block in blocks])
@@ -108,15 +117,19 @@ class Transfers:
             else:
                 yield WrittenBlock(self._writing.pop(result.block_id), result.error, result.num_bytes)
 
-    def overdue(self) -> list[tuple[str, TransferResult, float]]:
-        """Requests' transfers that failed, while bytes may still move: as `poll` gives them, each until it is given up
-        or has ended."""
-        now = self._clock()
-        jobs = [(self._jobs[result.job_id], result) for result in self._overdue.values()]
-        return [(job.request_id, result, now - job.start) for job, result in jobs if job.request_id]
+    def overdue(self) -> dict[str, OverdueTransfers]:
+        """By request, what failed while bytes may still move: each until it is given up or has ended."""
+        found: dict[str, OverdueTransfers] = {}
+        for result in self._overdue.values():
+            job = self._jobs[result.job_id]
+            if job.request_id:
+                one = found.setdefault(job.request_id, OverdueTransfers())
+                one.results.append(result)
+                one.elapsed_s = max(one.elapsed_s, self._clock() - job.start)
+        return found
 
     def give_up(self, result: TransferResult) -> None:
-        """`poll` will not tell of the end of this one, which is overdue; its block is held until then."""
+        """Nobody waits for the end of this one any more, which is overdue; its block is held until then."""
         del self._overdue[_key(result)]
         self._given_up.add(_key(result))
 

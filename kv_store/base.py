@@ -6,11 +6,11 @@ Threads: the engine calls every method from one thread and never waits inside on
 own; they call `wake` (see `register_kv_cache`) when `poll` has something new.
 
 Ownership, which is what keeps wrong bytes away:
-- `publish`: the producer keeps the block's bytes unchanged until its result has come, and, for a P2P connector
+- `publish`: the producer keeps the block's bytes unchanged until its final result has come, and, for a P2P connector
   (`is_store` False), until `release` of that job as well, since peers read the cache itself.
-- `fetch`: the destination belongs to the connector until the block's result has come. A result, good or bad, means
-  that no byte will land there any more. Until then the caller must not hand the block on, whatever happened to the
-  request. There is no cancel: a fetch that is not wanted any more is waited for.
+- `fetch`: the destination belongs to the connector until the block's final result has come, which, good or bad,
+  means that no byte will land there any more. Until then the caller must not hand the block on, whatever happened to
+  the request. There is no cancel: a fetch that is not wanted any more is waited for.
 - Every block given to `publish` or `fetch` gets exactly one final result. Deadlines are the connector's own.
 - A transfer that is overdue and cannot be stopped may first have a result that is not final: the block counts as failed
   from then on, but stays the connector's until the final one.

@@ -5,11 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Work = TypeVar("Work")
 
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.02, 0.5
+
+
+@dataclass(slots=True)
+class _UnderWay(Generic[Work]):
+    work: Work
+    deadline: float  # time.monotonic()
+    hangs_at: float  # the same
+    is_given_up: bool = False
 
 
 class OverdueWatch(Generic[Work]):
@@ -18,7 +27,8 @@ class OverdueWatch(Generic[Work]):
         worker thread   begin(work) ───────────────── hangs ─────────────────▶ end(work)
         watch                          deadline ▶ give_up(work)
 
-    While all threads hang nothing that is queued can begin, and `give_up_queued` is called again and again.
+    A thread hangs whose work is under way for longer than the timeout, whatever its deadline. While all threads hang
+    nothing that is queued can begin, and `give_up_queued` is called again and again.
     """
 
     def __init__(
@@ -30,8 +40,9 @@ class OverdueWatch(Generic[Work]):
         self._give_up = give_up
         self._give_up_queued = give_up_queued
         self._changed = threading.Condition()
-        self._deadlines: dict[int, tuple[Work, float]] = {}  # by id, of what is under way and not given up
-        self._num_hung = 0  # given up, and not ended
+        self._timeout_s = timeout_s
+        self._under_way: dict[int, _UnderWay[Work]] = {}  # by the work's id
+        self._hung: set[int] = set()  # of those: under way for longer than the timeout
         self._is_idle = False
         self._is_closed = False
 
@@ -44,19 +55,19 @@ class OverdueWatch(Generic[Work]):
     @property
     def is_stuck(self) -> bool:
         """Whether every thread hangs."""
-        return self._num_hung >= self._num_threads
+        return len(self._hung) >= self._num_threads
 
     def begin(self, work: Work, deadline: float) -> None:
         """`deadline` as of time.monotonic()."""
         with self._changed:
-            self._deadlines[id(work)] = (work, deadline)
+            self._under_way[id(work)] = _UnderWay(work, deadline, time.monotonic() + self._timeout_s)
             if self._is_idle:
                 self._changed.notify()
 
     def end(self, work: Work) -> None:
         with self._changed:
-            if self._deadlines.pop(id(work), None) is None:
-                self._num_hung -= 1
+            del self._under_way[id(work)]
+            self._hung.discard(id(work))
 
     def close(self) -> None:
         with self._changed:
@@ -66,15 +77,16 @@ class OverdueWatch(Generic[Work]):
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._is_idle = not self._deadlines and not self._num_hung
-                self._changed.wait(None if self._is_idle else self._interval_s)
                 if self._is_closed:
                     return
+                self._is_idle = not self._under_way
+                self._changed.wait(None if self._is_idle else self._interval_s)
                 now = time.monotonic()
-                for key, (work, deadline) in list(self._deadlines.items()):
-                    if now >= deadline:
-                        del self._deadlines[key]
-                        self._num_hung += 1
-                        self._give_up(work)
+                for key, one in self._under_way.items():
+                    if now >= one.deadline and not one.is_given_up:
+                        one.is_given_up = True
+                        self._give_up(one.work)
+                    if now >= one.hangs_at:
+                        self._hung.add(key)
             if self.is_stuck:
                 self._give_up_queued()

@@ -184,7 +184,7 @@ class SharedStorageConnector(KVConnector):
     def _run(self, is_cleaner: bool) -> None:
         if is_cleaner:
             work = _Slice(_Job(0, TransferKind.PUBLISH, None, None), [])
-            self._watch.begin(work, time.monotonic() + self._config.transfer_timeout_s)
+            self._watch.begin(work, math.inf)
             self._clean_up()
             self._watch.end(work)
         staging: Staging | None = None
@@ -199,7 +199,7 @@ class SharedStorageConnector(KVConnector):
                 else:
                     results = self._read(job, blocks, staging)
             except Exception as error:
-                # Not a block's fault: the device, or a defect. Each block still gets its one result.
+                # Not a block's fault: the device, or a defect. Each block still gets its final result.
                 log.exception("KV transfer failed", extra={"job_id": job.job_id})
                 results = [block_result(job, block, error=f"{type(error).__name__}: {error}") for block in blocks]
             self._watch.end(work)

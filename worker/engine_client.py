@@ -277,6 +277,12 @@ class EngineClient:
         if not self._ready.done():
             self._ready.set_exception(StartupError(self._failure))
             return
+        self._declare_dead(code)
+
+    def _declare_dead(self, code: int | None) -> None:
+        """`code` is None where the process does not end, although it was killed."""
+        if self.died.is_set():
+            return
         log.error("the engine process ended", extra={"reason": self._failure, "exit_code": code})
         self.died.set()
         for stream in self._streams.values():
@@ -300,6 +306,11 @@ class EngineClient:
             self._failure = f"killed, as it gave no sign of life for {timeout_s:g} s (--engine-timeout)"
             log.error("the engine hangs, killing it", extra={"timeout_s": timeout_s, "num_streams": len(self._streams)})
             self._process.kill()
+            try:
+                await asyncio.wait_for(self.died.wait(), _STOP_TIMEOUT_S)
+            except TimeoutError:
+                self._failure += "; a system call of its does not return"
+                self._declare_dead(None)
 
 
 def engine_environment(settings: WorkerSettings, environ: Mapping[str, str]) -> dict[str, str]:

@@ -70,11 +70,15 @@ def run(settings: BenchSettings, results: Results, progress: Progress) -> None:
             try:
                 with awake_cores():
                     run_both(settings, results, progress, connector)
-                    measure_idle_steps(settings, results, progress, connector, tokenizer_of, "overlap", KNOWN)
                     run_alone(settings, results, progress, connector, swift)
-                    measure_idle_steps(settings, results, progress, connector, swift, ALONE)
             except StartupError as error:
                 results.skipped[f"{PART}: {connector}"] = error.message
+            try:
+                with awake_cores():
+                    measure_idle_steps(settings, results, progress, connector, tokenizer_of, "overlap", KNOWN)
+                    measure_idle_steps(settings, results, progress, connector, swift, ALONE)
+            except StartupError as error:
+                results.skipped[f"{PART}: steps after a pause, {connector}"] = error.message
     add_bars(results)
 
 

@@ -343,6 +343,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("round"), st.integers(1, 4)),
         st.tuples(st.just("deliver"), st.integers(1, 6)),
         st.tuples(st.just("hang"), st.integers(1, 12)),
+        st.tuples(st.just("not published"), st.integers(0, 65)),
         st.tuples(st.just("cancel"), st.integers(0, 5)),
         st.tuples(st.just("wipe"), st.integers(0, 9)),
         st.tuples(st.just("end prefill"), st.integers(0, 5)),
@@ -390,6 +391,8 @@ def test_any_order_of_events_gives_the_reference_answers(
                 slow.deliver(number)
             case "hang":
                 slow.hang(number)
+            case "not published":  # by another prefill worker, which was asked after the first one had announced some
+                pair.decode.handle(m.BlocksAnnounced(name, [], [number % 11], "disk full"))
             case "cancel":
                 cancelled.add(name)
                 pair.decode.handle(m.Release(name))

@@ -73,6 +73,25 @@ def test_stuck_until_one_goes_on(told: Told, watch: OverdueWatch[str]) -> None:
     wait_until(lambda: watch.is_stuck)
 
 
+def test_what_was_begun_late_is_overdue_and_does_not_hang_yet(told: Told) -> None:
+    watch: OverdueWatch[str] = OverdueWatch(1, FAR, told.given_up.append, told.give_up_queued)
+    thread = watch.start()
+    watch.begin("late", at(0.0))
+    wait_until(lambda: told.given_up == ["late"])
+    assert not watch.is_stuck
+    watch.close()
+    thread.join(PATIENCE_S)
+    assert told.num_queued == 0
+
+
+def test_a_watch_that_was_closed_before_it_began_ends(told: Told) -> None:
+    watch: OverdueWatch[str] = OverdueWatch(1, FAR, told.given_up.append, told.give_up_queued)
+    watch.close()
+    thread = watch.start()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
 def test_nothing_is_told_after_the_end(told: Told) -> None:
     """However they meet: the watch may be telling when the work ends."""
     ended: list[str] = []
