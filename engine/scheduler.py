@@ -330,11 +330,9 @@ class Scheduler:
         another request fetches it, may still arrive; it is lost when that fails."""
         remote = self._remote_of(request_id)
         if remote is not None:
-            expected = remote.in_flight | remote.followed | remote.arrived
-            asked = range(remote.first_block, remote.num_blocks)
-            self.blocks_lost(
-                request_id, [index for index in indexes if index in asked and index not in expected], failure
-            )
+            missing = set(range(remote.first_block, remote.num_blocks))
+            missing -= remote.in_flight | remote.followed | remote.arrived
+            self.blocks_lost(request_id, missing.intersection(indexes), failure)
 
     def replace_blocks(self, request_id: str, places: Sequence[tuple[int, int]]) -> bool:
         """Puts other blocks in the places, as (index, block), of those that the request fetched into and whose bytes

@@ -4,7 +4,8 @@ While a prompt is computed, the worker that will decode it may have nothing to d
 is given to others, on a virtual machine to its neighbours too. The first step after that is a slow one, wherever the KV
 comes from. Here an engine's model runs in a process alone, as `baton up` would have it run: it idles, then takes steps.
 
-`python -m bench.kv.idle_step MODEL_DIR DTYPE NUM_BLOCKS` is that process: `LENGTH SECONDS` in, milliseconds out.
+That process is `python -m bench.kv.idle_step MODEL_DIR DTYPE NUM_BLOCKS [CORE ...]`: it reads `LENGTH SECONDS` and
+answers with milliseconds.
 """
 
 from __future__ import annotations
@@ -33,18 +34,11 @@ one. Below zero where it was a fast one."""
 @contextlib.contextmanager
 def idle_steps(model_dir: Path, dtype: str, num_blocks: int, cores: tuple[int, ...]) -> Iterator[IdleStep]:
     """A process that computes on `cores`; anywhere where there are none. Raises `StartupError` where it fails."""
-    command = [sys.executable, "-m", "bench.kv.idle_step", str(model_dir), dtype, str(num_blocks)]
+    command = [sys.executable, "-m", "bench.kv.idle_step", str(model_dir), dtype, str(num_blocks), *map(str, cores)]
     environment = engine_environment(WorkerSettings(cpu_cores=cores), os.environ)
-    before = os.sched_getaffinity(0) if cores else set()
-    try:
-        if cores:
-            os.sched_setaffinity(0, cores)  # what this thread starts runs there too
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, bufsize=1
-        )
-    finally:
-        if cores:
-            os.sched_setaffinity(0, before)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, bufsize=1
+    )
 
     def measure(length: int, idle_s: float) -> float:
         assert process.stdin is not None
@@ -62,7 +56,9 @@ def idle_steps(model_dir: Path, dtype: str, num_blocks: int, cores: tuple[int, .
         process.communicate()
 
 
-def main(model_dir: str, dtype: str, num_blocks: str) -> None:
+def main(model_dir: str, dtype: str, num_blocks: str, *cores: str) -> None:
+    if cores:  # before torch starts threads
+        os.sched_setaffinity(0, map(int, cores))
     from engine.batch import SampleInput, SequenceInput
     from engine.model_runner import ModelRunner
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 import time
@@ -29,7 +28,7 @@ from kv_store.memory import MemoryConnector
 from kv_store.sharded_files import ShardedFiles
 from kv_store.shared_storage import SharedStorageConnector
 from tests.engine.fakes import PATIENCE_S, SPEC, FakeRunner, add, assert_idle, make_core, reference, tokens_of
-from tests.kv_store.stored import hanging, path_of
+from tests.kv_store.stored import hanging, hanging_writes, path_of
 
 PROMPT = list(range(30))  # seven full blocks and a tail of two tokens
 
@@ -286,27 +285,20 @@ def test_without_other_blocks_a_read_that_hangs_is_waited_for(tmp_path: Path) ->
 def test_a_publication_that_hangs_is_announced_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     connector = SharedStorageConnector(ConnectorConfig(kv_dir=str(tmp_path), worker_id="w", transfer_timeout_s=0.5))
     core, _ = make_core(connector=connector)
-    goes_on = threading.Event()
-    replace_file = os.replace
-
-    def hang(source: str, target: str) -> None:
-        assert goes_on.wait(PATIENCE_S)
-        replace_file(source, target)
-
-    monkeypatch.setattr(os, "replace", hang)
-    add(core, "a", PROMPT, mode=m.RequestMode.PREFILL)
-    events: list[m.Event] = []
-    give_up = time.monotonic() + PATIENCE_S
-    while not (lost := [event for event in events if isinstance(event, m.BlocksPublished)]):
-        assert time.monotonic() < give_up
-        core.step()
-        events += core.take_events()
-    assert sorted(index for event in lost for index in event.failed_indexes) == list(range(8))
-    assert all("kv_dir hangs" in event.failure for event in lost)
-    core.handle(m.Release("a"))
-    assert core.blocks.num_available_blocks == core.blocks.num_blocks - 8, "somebody reads them"
-    goes_on.set()
-    assert run(core) == [], "it was told before"
+    with hanging_writes(monkeypatch) as go_on:
+        add(core, "a", PROMPT, mode=m.RequestMode.PREFILL)
+        events: list[m.Event] = []
+        give_up = time.monotonic() + PATIENCE_S
+        while not (lost := [event for event in events if isinstance(event, m.BlocksPublished)]):
+            assert time.monotonic() < give_up
+            core.step()
+            events += core.take_events()
+        assert sorted(index for event in lost for index in event.failed_indexes) == list(range(8))
+        assert all("kv_dir hangs" in event.failure for event in lost)
+        core.handle(m.Release("a"))
+        assert core.blocks.num_available_blocks == core.blocks.num_blocks - 8, "somebody reads them"
+        go_on()
+        assert run(core) == [], "it was told before"
     assert_idle(core)
     core.close()
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from common.errors import TransferError
 from common.types import KVCacheSpec
 from kv_store.block_files import BlockData, BlockFiles
 from kv_store.file_clock import FileClock
-from tests.kv_store.conformance import SPEC, name_of
+from tests.kv_store.conformance import PATIENCE_S, SPEC, name_of
 
 
 def files_of(kv_dir: Path, spec: KVCacheSpec = SPEC) -> BlockFiles:
@@ -64,6 +67,25 @@ def hanging(*paths: Path) -> Iterator[Callable[[], None]]:
         yield go_on
     finally:
         go_on()
+
+
+@contextmanager
+def hanging_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Whoever puts a file that he has written in its place hangs, until the function that this gives is called, or the
+    end."""
+    goes_on = threading.Event()
+    replace_file = os.replace
+
+    def hang(source: str, target: str) -> None:
+        assert goes_on.wait(PATIENCE_S)
+        replace_file(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", hang)
+        try:
+            yield goes_on.set
+        finally:
+            goes_on.set()
 
 
 def flip(path: Path, offset: int) -> None:

@@ -35,7 +35,7 @@ from tests.kv_store.conformance import (
     name_of,
     wait_until,
 )
-from tests.kv_store.stored import files_of, flip, hanging, path_of, runs_of
+from tests.kv_store.stored import files_of, flip, hanging, hanging_writes, path_of, runs_of
 
 
 def counted(calls: list[str], name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -307,19 +307,12 @@ class TestSharedStorage(ConnectorConformance):
 
     def test_a_write_that_hangs(self, kv_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         worker = impatient(kv_dir)
-        goes_on = threading.Event()
-        replace_file = os.replace
-
-        def hang(source: str, target: str) -> None:
-            assert goes_on.wait(PATIENCE_S)
-            replace_file(source, target)
-
-        monkeypatch.setattr(os, "replace", hang)
-        worker.publish([LocalBlock(0, 3, name_of(1))])
-        overdue = worker.next_result()
-        assert (overdue.is_final, overdue.ref) == (False, None)
-        goes_on.set()
-        (done,) = worker.results()
+        with hanging_writes(monkeypatch) as go_on:
+            worker.publish([LocalBlock(0, 3, name_of(1))])
+            overdue = worker.next_result()
+            assert (overdue.is_final, overdue.ref) == (False, None)
+            go_on()
+            (done,) = worker.results()
         assert (done.error, done.num_bytes) == (None, SPEC.block_bytes)
         assert worker.connector.lookup([name_of(1)]) == 1
         worker.connector.close()
