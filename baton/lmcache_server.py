@@ -123,7 +123,7 @@ def _free_port() -> int:
 
 def _report_when_ready(address: str) -> None:
     """Runs in a process of its own, which ends with the session's leader at the latest."""
-    from kv_store.lmcache_client import LMCacheClient
+    from kv_store.lmcache.client import LMCacheClient
 
     LMCacheClient(address).wait_until_up(START_TIMEOUT_S)
     print(f"ready lmcache={address}", flush=True)  # noqa: T201 - what the stack waits for

@@ -31,7 +31,7 @@ from typing import Any, Self
 import numpy as np
 
 from common.errors import TransferError
-from kv_store.nixl_agent import load_library
+from kv_store.nixl.agent import load_library
 
 GIVE_UP_S = 60.0  # for one read
 
@@ -126,7 +126,7 @@ def _pattern(block_id: int, block_bytes: int) -> np.ndarray[Any, np.dtype[np.uin
 
 def _agent_with_blocks(library: ModuleType, num_blocks: int, block_bytes: int, *, is_producer: bool) -> tuple[Any, Any]:
     """An agent, and the `[num_blocks, block_bytes]` uint8 that it has registered. The consumer makes its own progress,
-    which is faster (see `kv_store.nixl_agent`)."""
+    which is faster (see `kv_store.nixl.agent`)."""
     config = library.nixl_agent_config(
         enable_prog_thread=is_producer,
         backends=["UCX"],

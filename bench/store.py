@@ -29,10 +29,10 @@ import xxhash
 
 from bench.measure import Row, interleave, print_table, write_json
 from common.types import KVCacheSpec
-from kv_store.block_files import BlockData, BlockFiles
-from kv_store.file_clock import FileClock
-from kv_store.run_file import HEADER_BYTES, RUN_BYTES, RunTable, read_blocks
-from kv_store.store_layout import writer_id
+from kv_store.shared_storage.block_files import BlockData, BlockFiles
+from kv_store.shared_storage.file_clock import FileClock
+from kv_store.shared_storage.layout import writer_id
+from kv_store.shared_storage.run_file import HEADER_BYTES, RUN_BYTES, RunTable, read_blocks
 
 _TOKENS, _HEADS, _HEAD_DIM = 16, 3, 64
 _LAYER_BYTES = 2 * _TOKENS * _HEADS * _HEAD_DIM * 2  # K and V of one layer in a block, bfloat16: 12 KiB
@@ -187,7 +187,7 @@ class Nixl(Raw):
     """NIXL's POSIX backend on the same files, from one thread: it has several of a slice's blocks in flight itself."""
 
     def start(self) -> None:
-        from kv_store.nixl_agent import load_library
+        from kv_store.nixl.agent import load_library
 
         library = load_library()
         self._agent: Any = library.nixl_agent("bench", library.nixl_agent_config(backends=["POSIX"]))

@@ -25,7 +25,7 @@ from engine.core import EngineCore
 from engine.embedded_model import ensure_model
 from engine.model_runner import ModelRunner
 from kv_store.base import ConnectorConfig
-from kv_store.shared_storage import SharedStorageConnector
+from kv_store.shared_storage.connector import SharedStorageConnector
 
 BLOCK_SIZE = 16
 

@@ -21,11 +21,11 @@ from common.errors import BatonError
 from common.types import FinishReason, KVCacheSpec, SampledToken, WorkerLoad
 from engine import messages as m
 from engine.batch import BlockCopy, SampleInput, SequenceInput
-from engine.block_manager import BlockManager, CacheCounts, HostCopy
-from engine.host_cache import allocate_host_cache
+from engine.blocks.block_manager import BlockManager, CacheCounts, HostCopy
+from engine.blocks.host_cache import allocate_host_cache
+from engine.remote_kv.transfers import Transfers, WrittenBlock
 from engine.request import Request
 from engine.scheduler import NewToken, Publish, Scheduler, SchedulerConfig, SchedulerOutput
-from engine.transfers import Transfers, WrittenBlock
 from kv_store.base import BlockRef, KVConnector, Lookup, TransferKind
 
 log = logging.getLogger(__name__)

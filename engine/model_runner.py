@@ -15,7 +15,7 @@ from common.types import KVCacheSpec, SampledToken, SamplingParams
 from engine.attention.base import AttentionShape
 from engine.attention.registry import attention_backend
 from engine.batch import BlockCopy, SampleInput, SequenceInput
-from engine.host_memory import available_bytes
+from engine.blocks.host_memory import available_bytes
 from engine.models.base import CausalLM
 from engine.models.registry import build_model, max_positions
 from engine.sampler import sample

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from common.types import FinishReason, SamplingParams
 from engine.messages import RequestMode
-from engine.remote_prefill import RemotePrefill
+from engine.remote_kv.remote_prefill import RemotePrefill
 
 
 class RequestStatus(StrEnum):

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from common.types import FinishReason, SampledToken
-from engine.block_manager import BlockManager, HostCopy
+from engine.blocks.block_manager import BlockManager, HostCopy
 from engine.messages import RequestMode
-from engine.remote_prefill import RemotePrefill
+from engine.remote_kv.remote_prefill import RemotePrefill
+from engine.remote_kv.shared_fetches import SharedFetches
 from engine.request import Request, RequestStatus
-from engine.shared_fetches import SharedFetches
 from kv_store.base import BlockRef, FetchBlock, LocalBlock
 
 

@@ -50,7 +50,7 @@ class BlockRef(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     epoch: str = ""
     block_id: int = 0
     checksums: tuple[int, ...] = ()  # see `kv_store.checksums`; empty where the producer computes none
-    staged_slots: tuple[int, ...] = ()  # by rank: where the bytes are to be read instead (see `kv_store.nixl_slots`)
+    staged_slots: tuple[int, ...] = ()  # by rank: where the bytes are to be read instead (see `kv_store.nixl.slots`)
 
 
 class LocalBlock(msgspec.Struct, frozen=True, gc=False):
@@ -112,7 +112,7 @@ class ConnectorConfig:
     num_io_threads: int = 2
     transfer_timeout_s: float = 10.0  # one block's fetch fails after this
     verify_checksums: bool = False  # P2P: the producer computes checksums; stores always do. Consumers verify all
-    nixl_staging: str = "auto"  # nixl: "auto", "always" or "never" through host memory, see `kv_store.nixl`
+    nixl_staging: str = "auto"  # nixl: "auto", "always" or "never" through host memory, see `kv_store.nixl.connector`
     nixl_staging_bytes: int = 256 << 20  # of host memory for what is published, where it is staged
 
 

@@ -8,10 +8,10 @@ from common.errors import ConfigError
 from kv_store.base import ConnectorConfig, KVConnector
 
 _CONNECTORS = {
-    "lmcache": "kv_store.lmcache:LMCacheConnector",
+    "lmcache": "kv_store.lmcache.connector:LMCacheConnector",
     "memory": "kv_store.memory:MemoryConnector",
-    "nixl": "kv_store.nixl:NixlConnector",
-    "shared_storage": "kv_store.shared_storage:SharedStorageConnector",
+    "nixl": "kv_store.nixl.connector:NixlConnector",
+    "shared_storage": "kv_store.shared_storage.connector:SharedStorageConnector",
 }
 _STORES = ("lmcache", "shared_storage")  # `is_store`, known without loading them
 

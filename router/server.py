@@ -22,20 +22,20 @@ from common.logs import setup_logging
 from common.reflection import ReflectionPool
 from common.tls import TlsFiles, serving_files
 from protos.baton.v1 import demand_pb2, inference_pb2, router_pb2
-from router.api_keys import ApiKeys
-from router.demand import DemandService
-from router.discovery.follow import fixed, follow
-from router.dispatch import Dispatcher, DispatchLimits
-from router.fleet_service import FleetService
-from router.front import Front
-from router.grpc_auth import KeyInterceptor
-from router.grpc_handlers import add_service
-from router.inference_service import InferenceService
-from router.policy import LeastLoad
-from router.registry import Registry
-from router.rest.app import make_app
-from router.rest.auth import KeyMiddleware
-from router.rest.listener import listen
+from router.api.api_keys import ApiKeys
+from router.api.fleet_service import FleetService
+from router.api.grpc_auth import KeyInterceptor
+from router.api.grpc_handlers import add_service
+from router.api.inference_service import InferenceService
+from router.api.rest.app import make_app
+from router.api.rest.auth import KeyMiddleware
+from router.api.rest.listener import listen
+from router.fleet.discovery.follow import fixed, follow
+from router.fleet.registry import Registry
+from router.policy.least_load import LeastLoad
+from router.serving.demand import DemandService
+from router.serving.dispatch import Dispatcher, DispatchLimits
+from router.serving.front import Front
 from router.stop_signals import stop_signals
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from kv_store.nixl_agent import MODULES
+from kv_store.nixl.agent import MODULES
 
 HAS_NIXL = any(find_spec(name) for name in MODULES)
 WHY_NOT = "NIXL is not installed (extra 'nixl')"

@@ -27,7 +27,7 @@ from bench.kv.tiny_model import make_tiny_model
 from common.errors import StartupError, TransferError
 from common.types import SamplingParams
 from engine import messages as m
-from engine.block_manager import BlockManager
+from engine.blocks.block_manager import BlockManager
 from engine.embedded_model import ensure_model
 from engine.request import Request
 from kv_store.base import BlockRef

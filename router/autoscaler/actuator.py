@@ -12,7 +12,7 @@ from common.types import WorkerRole
 from router.autoscaler.fleet import PodLoad
 from router.autoscaler.kubernetes import Workload
 from router.autoscaler.signals import ScaleDecision
-from router.discovery.kubernetes import KubernetesError
+from router.fleet.discovery.kubernetes import KubernetesError
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from router.autoscaler import http, tls
 from router.autoscaler.board import Board
 from router.autoscaler.external_metrics import ExternalMetrics
 from router.autoscaler.kubernetes import CONFLICT, Cluster
-from router.discovery.kubernetes import Backoff, KubernetesError
+from router.fleet.discovery.kubernetes import Backoff, KubernetesError
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from common.errors import StartupError
 from common.grpc_options import CLIENT_SERVER_OPTIONS
 from common.grpc_transport import add_port
 from common.tls import TlsFiles
+from router.api.grpc_handlers import add_service
 from router.autoscaler.board import Board
 from router.autoscaler.keda import SERVICE, ExternalScaler
 from router.autoscaler.rules import Targets
-from router.grpc_handlers import add_service
 
 
 class KedaServer:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from common.errors import ConfigError, StartupError
 from router.autoscaler.external_metrics import GROUP_VERSION
 from router.autoscaler.tls import FrontProxy, merged_bundle
-from router.discovery.kubernetes import ApiServer, Json, KubernetesError
+from router.fleet.discovery.kubernetes import ApiServer, Json, KubernetesError
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from common import metrics
 from router.autoscaler.kubernetes import Lease
-from router.discovery.kubernetes import KubernetesError
+from router.fleet.discovery.kubernetes import KubernetesError
 
 log = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from router.autoscaler.leader import Elector
 from router.autoscaler.planner import Bounds, Planner, PlannerOptions
 from router.autoscaler.rules import TargetRules, Targets
 from router.autoscaler.signals import ROLES
-from router.discovery.kubernetes import ApiServer, KubernetesError, own_namespace
-from router.discovery.sources import discover
+from router.fleet.discovery.kubernetes import ApiServer, KubernetesError, own_namespace
+from router.fleet.discovery.sources import discover
 from router.stop_signals import stop_signals
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from common.block_hash import block_hashes, extra_keys, root_hash
 from common.types import SamplingParams
 from engine.batch import BlockCopy
-from engine.block_manager import BlockManager, CacheCounts, HostCopy, HostCopyKind
+from engine.blocks.block_manager import BlockManager, CacheCounts, HostCopy, HostCopyKind
 from engine.request import Request
 
 ROOT = root_hash("test")

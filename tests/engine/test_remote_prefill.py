@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.remote_prefill import RemotePrefill
+from engine.remote_kv.remote_prefill import RemotePrefill
 from kv_store.base import BlockRef
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from common.block_hash import root_hash
 from common.types import SampledToken, SamplingParams
-from engine.block_manager import BlockManager
+from engine.blocks.block_manager import BlockManager
 from engine.messages import RequestMode
 from engine.request import Request
 from engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput

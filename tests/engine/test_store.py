@@ -22,11 +22,11 @@ from common.block_hash import block_hashes, extra_keys, root_hash
 from common.types import SamplingParams
 from engine import messages as m
 from engine.core import VERIFY_STORED_S, EngineCore
-from kv_store import shared_storage
 from kv_store.base import ConnectorConfig, LocalBlock, Lookup
 from kv_store.memory import MemoryConnector
-from kv_store.sharded_files import ShardedFiles
-from kv_store.shared_storage import SharedStorageConnector
+from kv_store.shared_storage import connector as shared_storage
+from kv_store.shared_storage.connector import SharedStorageConnector
+from kv_store.shared_storage.sharded_files import ShardedFiles
 from tests.engine.fakes import PATIENCE_S, SPEC, FakeRunner, add, assert_idle, make_core, reference, tokens_of
 from tests.kv_store.stored import hanging, hanging_writes, path_of
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.unstored_blocks import UnstoredBlocks
+from engine.blocks.unstored_blocks import UnstoredBlocks
 
 A, B, C = b"a", b"b", b"c"
 

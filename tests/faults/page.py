@@ -52,9 +52,9 @@ Cuts are tested in three ways: the link goes down, or the packets of one directi
 a worker should receive, what it sends still arrives, and may be all that is needed: nothing is counted then.) A router
 that hangs or is cut off is given up by its workers after the keepalive interval, and a gRPC client by its router after
 20 s, not before; an answer that is complete by then is delivered when it comes back. HTTP/1.1 has no pings: a REST
-client is given up 30 s after its host was last heard of ([`router/rest/listener.py`](../router/rest/listener.py)), and
-one that hangs goes on being answered until it has taken nothing for as long. A hung engine is ended by its front after
-`--engine-timeout`.
+client is given up 30 s after its host was last heard of
+([`router/api/rest/listener.py`](../router/api/rest/listener.py)), and one that hangs goes on being answered until it
+has taken nothing for as long. A hung engine is ended by its front after `--engine-timeout`.
 
 With `lmcache` nothing is cut: its server and the workers share one host's memory. Where it has no line of its own, what
 holds for a store holds for it.

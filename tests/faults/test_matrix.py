@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kv_store.lmcache_client import RETRY_AFTER_S
+from kv_store.lmcache.client import RETRY_AFTER_S
 from tests.faults import watch
 from tests.faults.client_process import Ask, Told
 from tests.faults.conftest import HASTY_TIMEOUT_S, Stage, Stages
@@ -106,7 +106,7 @@ def cases() -> list[Case]:
 
 def _matters_to_p2p(cell: Cell) -> bool:
     if cell.fault is Fault.DEADLINE and cell.moment is Moment.BETWEEN_CHUNKS:
-        return False  # the producer is stopped so long that the read is overdue: UCX may end it, see `kv_store.nixl`
+        return False  # the producer is stopped so long that the read is overdue: UCX may end it (`kv_store.nixl`)
     return cell.moment in P2P_MOMENTS or cell.process in P2P_PROCESSES
 
 

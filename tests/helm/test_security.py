@@ -9,7 +9,7 @@ import pytest
 from baton.settings import SETTINGS, load
 from common.config import TlsSettings
 from common.tls import peer_files
-from router.api_keys import ApiKeys
+from router.api.api_keys import ApiKeys
 from tests.helm.chart import CHART, HELM, Object, arguments, find, helm, pod_spec, render, settings_of
 
 pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not installed")

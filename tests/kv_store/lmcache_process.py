@@ -15,7 +15,7 @@ import pytest
 
 from baton import lmcache_server
 from common.errors import StartupError
-from kv_store.lmcache_client import LMCacheClient
+from kv_store.lmcache.client import LMCacheClient
 
 
 def executable() -> Path:

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, LocalBlock
-from kv_store.nixl import NixlConnector
+from kv_store.nixl.connector import NixlConnector
 from tests.kv_store.conformance import SPEC, Worker, name_of
 
 BIG_SPEC = replace(SPEC, num_layers=32, num_kv_heads=8, head_dim=64, block_size=16)  # 1 MiB per block

@@ -13,8 +13,8 @@ import pytest
 
 from common.errors import TransferError
 from common.types import KVCacheSpec
-from kv_store.block_files import BlockData, BlockFiles
-from kv_store.file_clock import FileClock
+from kv_store.shared_storage.block_files import BlockData, BlockFiles
+from kv_store.shared_storage.file_clock import FileClock
 from tests.kv_store.conformance import PATIENCE_S, SPEC, name_of
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from kv_store.block_files import USE_INTERVAL_S, BlockFiles
-from kv_store.run_file import HEADER_BYTES, MAX_BLOCKS, is_run_size
+from kv_store.shared_storage.block_files import USE_INTERVAL_S, BlockFiles
+from kv_store.shared_storage.run_file import HEADER_BYTES, MAX_BLOCKS, is_run_size
 from tests.kv_store.conformance import SPEC, name_of
 from tests.kv_store.stored import files_of, flip, path_of, read, runs_of, write
 

@@ -14,11 +14,12 @@ import torch
 
 from common import metrics
 from common.errors import StartupError, TransferError
-from kv_store import lmcache, lmcache_marks
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, KVConnector, LocalBlock, TransferResult
-from kv_store.lmcache import LMCacheConnector
-from kv_store.lmcache_client import LMCacheClient
-from kv_store.lmcache_groups import Bytes, Chunk, Group, GroupLayout
+from kv_store.lmcache import connector as lmcache
+from kv_store.lmcache import marks as lmcache_marks
+from kv_store.lmcache.client import LMCacheClient
+from kv_store.lmcache.connector import LMCacheConnector
+from kv_store.lmcache.groups import Bytes, Chunk, Group, GroupLayout
 from kv_store.registry import create_connector
 from tests.kv_store.conformance import (
     PATIENCE_S,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kv_store.base import LocalBlock
-from kv_store.lmcache_groups import Group, GroupLayout, find_group, group_sizes, split_into_groups
+from kv_store.lmcache.groups import Group, GroupLayout, find_group, group_sizes, split_into_groups
 from tests.kv_store.conformance import SPEC, name_of
 
 SIZES = [1, 2, 4, 8, 16]

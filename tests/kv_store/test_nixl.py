@@ -15,9 +15,9 @@ from common.config import WorkerSettings
 from common.errors import StartupError, TransferError
 from common.types import WorkerRole
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, KVConnector, LocalBlock, TransferResult
-from kv_store.nixl import NixlConnector
-from kv_store.nixl_agent import MODULES
-from kv_store.nixl_fetch import PEER_KEEP_S, Fetcher
+from kv_store.nixl.agent import MODULES
+from kv_store.nixl.connector import NixlConnector
+from kv_store.nixl.fetch import PEER_KEEP_S, Fetcher
 from kv_store.peers import decode_peer, encode_peer
 from kv_store.registry import create_connector
 from tests.kv_store.conformance import (
@@ -458,7 +458,7 @@ def test_a_stopped_peer(tcp: None, serve: Callable[..., PeerProcess], make_consu
         peer.is_running_again()
 
     assert_nothing_lands_later(consumer, results, go_on)
-    # UCX may have aborted it by now (the known limit in `kv_store.nixl`); then it is another process that comes back.
+    # UCX may have aborted it by now (a known limit of the connector); then it is another process that comes back.
     if not peer.is_running_again():
         assert peer.process.wait() == -signal.SIGABRT
         published = serve("e2").published()
@@ -496,7 +496,7 @@ def test_a_killed_consumer(
     transport: str, serve: Callable[..., PeerProcess], make_consumer: Callable[..., Worker]
 ) -> None:
     """The producer notices nothing, and serves the next one. Over TCP UCX may abort it (the known limit in
-    `kv_store.nixl`); then it is its next life that does."""
+    `kv_store.nixl.connector`); then it is its next life that does."""
     producer = serve("e1")
     published = producer.published()
     reader = PeerProcess("read", msgspec.msgpack.encode(published).hex())

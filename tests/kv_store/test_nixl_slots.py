@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_store.nixl_slots import ServedSlots
+from kv_store.nixl.slots import ServedSlots
 
 
 def test_a_slot_is_free_again_when_all_ranks_have_read_it() -> None:

@@ -17,13 +17,13 @@ import torch
 
 from common import metrics
 from common.errors import StartupError
-from kv_store import shared_storage
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, KVConnector, LocalBlock, Lookup
-from kv_store.block_files import STALE_TEMP_S
 from kv_store.cache_view import Staging
-from kv_store.run_file import HEADER_BYTES
-from kv_store.sharded_files import ShardedFiles
-from kv_store.shared_storage import SharedStorageConnector
+from kv_store.shared_storage import connector as shared_storage
+from kv_store.shared_storage.block_files import STALE_TEMP_S
+from kv_store.shared_storage.connector import SharedStorageConnector
+from kv_store.shared_storage.run_file import HEADER_BYTES
+from kv_store.shared_storage.sharded_files import ShardedFiles
 from tests.kv_store.conformance import (
     PATIENCE_S,
     SPEC,

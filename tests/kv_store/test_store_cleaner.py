@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from kv_store.block_files import STALE_TEMP_S, BlockFiles
-from kv_store.file_clock import FileClock
-from kv_store.file_lease import STALE_S, FileLease
-from kv_store.run_file import HEADER_BYTES
-from kv_store.store_cleaner import PassEndedError, PassReport, StoreCleaner, Usage
-from kv_store.store_layout import StoreLayout
+from kv_store.shared_storage.block_files import STALE_TEMP_S, BlockFiles
+from kv_store.shared_storage.cleaner import PassEndedError, PassReport, StoreCleaner, Usage
+from kv_store.shared_storage.file_clock import FileClock
+from kv_store.shared_storage.file_lease import STALE_S, FileLease
+from kv_store.shared_storage.layout import StoreLayout
+from kv_store.shared_storage.run_file import HEADER_BYTES
 from tests.kv_store.conformance import SPEC, name_of
 from tests.kv_store.stored import files_of, flip, path_of, read, runs_of, write
 
@@ -305,8 +305,8 @@ class TestLease:
         script = f"""
 import os, signal
 from pathlib import Path
-from kv_store.file_clock import FileClock
-from kv_store.store_cleaner import StoreCleaner
+from kv_store.shared_storage.file_clock import FileClock
+from kv_store.shared_storage.cleaner import StoreCleaner
 unlink, calls = os.unlink, []
 def killed(path):
     unlink(path)

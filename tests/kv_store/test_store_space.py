@@ -17,9 +17,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, LocalBlock
-from kv_store.file_clock import FileClock
-from kv_store.shared_storage import SharedStorageConnector
-from kv_store.store_space import SHARE, StoreSpace
+from kv_store.shared_storage.connector import SharedStorageConnector
+from kv_store.shared_storage.file_clock import FileClock
+from kv_store.shared_storage.space import SHARE, StoreSpace
 from tests.kv_store.conformance import PATIENCE_S, Worker, name_of
 from tests.kv_store.stored import flip, runs_of
 
@@ -94,7 +94,7 @@ class TestShares:
 
     def test_no_write_waits_for_ever(self, space: StoreSpace, monkeypatch: pytest.MonkeyPatch) -> None:
         """Another process cleans, or died while it did."""
-        monkeypatch.setattr("kv_store.store_space.MAX_WAIT_S", 0.05)
+        monkeypatch.setattr("kv_store.shared_storage.space.MAX_WAIT_S", 0.05)
         space.begin(5000)
         assert not space.has_room()
         threading.Event().wait(0.1)
@@ -122,8 +122,8 @@ def test_a_worker_stays_below_its_limit(kv_dir: Path) -> None:
 
 
 def test_reads_pass_by_writes_that_wait(kv_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_store.store_space.MAX_WAIT_S", 1e9)
-    monkeypatch.setattr("kv_store.file_lease.STALE_S", 1e9)
+    monkeypatch.setattr("kv_store.shared_storage.space.MAX_WAIT_S", 1e9)
+    monkeypatch.setattr("kv_store.shared_storage.file_lease.STALE_S", 1e9)
     lease = kv_dir / ".cleaner"
     lease.write_bytes(b"another process makes a pass")
     worker = limited(kv_dir, 100_000)
@@ -208,9 +208,9 @@ def test_a_full_disk(
 WRITER = """
 import sys
 import torch
-from kv_store import store_space
+from kv_store.shared_storage import space as store_space
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, LocalBlock
-from kv_store.shared_storage import SharedStorageConnector
+from kv_store.shared_storage.connector import SharedStorageConnector
 from tests.kv_store.conformance import Worker, name_of
 from tests.kv_store.stored import data_of
 

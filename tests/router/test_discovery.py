@@ -13,11 +13,11 @@ import pytest
 
 from common.config import RouterSettings
 from common.errors import ConfigError, StartupError
-from router.discovery.base import Discovery, Found
-from router.discovery.dns import Dns
-from router.discovery.follow import fixed, follow
-from router.discovery.kubernetes import EndpointSlices, found_in
-from router.discovery.sources import discover, is_static
+from router.fleet.discovery.base import Discovery, Found
+from router.fleet.discovery.dns import Dns
+from router.fleet.discovery.follow import fixed, follow
+from router.fleet.discovery.kubernetes import EndpointSlices, found_in
+from router.fleet.discovery.sources import discover, is_static
 from router.server import serve
 from tests.router.api_server import FakeApiServer, endpoint, endpoint_slice, fake_api_server
 

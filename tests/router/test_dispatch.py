@@ -10,9 +10,9 @@ import pytest
 
 from common.types import WorkerRole
 from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2, worker_pb2
-from router import registry
-from router.dispatch import DispatchLimits
-from router.retry_budget import RetryBudget
+from router.fleet import registry
+from router.serving.dispatch import DispatchLimits
+from router.serving.retry_budget import RetryBudget
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches, sample
 from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.tiny_tokenizer import byte_ids, eos_id

@@ -6,8 +6,8 @@ import pytest
 
 from common.errors import UnavailableError
 from common.types import WorkerLoad, WorkerRole, WorkerState
-from router.endpoint import Endpoint
-from router.policy import LeastLoad, RoutingRequest
+from router.fleet.endpoint import Endpoint
+from router.policy.least_load import LeastLoad, RoutingRequest
 
 
 def fleet(text: str) -> list[Endpoint]:

@@ -21,8 +21,8 @@ from router.server import main
 sys.exit(main(RouterSettings(decode=sys.argv[1], http_listen="127.0.0.1:0", grpc_listen="127.0.0.1:0")))
 """
 PATIENT = """
-import router.registry
-router.registry.RECONNECT_WAIT_S = 30.0  # the machine may be slow
+import router.fleet.registry
+router.fleet.registry.RECONNECT_WAIT_S = 30.0  # the machine may be slow
 """
 NO_TORCH = """
 import sys

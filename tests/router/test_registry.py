@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from common.types import WorkerRole, WorkerState
-from router import registry as registry_module
-from router.endpoint import Endpoint
-from router.registry import Registry
+from router.fleet import registry as registry_module
+from router.fleet.endpoint import Endpoint
+from router.fleet.registry import Registry
 from tests.router.conftest import StartWorker
 from tests.router.fake_worker import FakeWorker
 

@@ -9,10 +9,10 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from common.errors import InvalidArgumentError, UnavailableError
-from router.chat_template import ChatTemplate
-from router.detokenizer import REPLACEMENT, Detokenizer
-from router.stop_strings import StopStrings
-from router.tokenizer import Tokenizer, load_tokenizer
+from router.serving.chat_template import ChatTemplate
+from router.serving.detokenizer import REPLACEMENT, Detokenizer
+from router.serving.stop_strings import StopStrings
+from router.serving.tokenizer import Tokenizer, load_tokenizer
 from tests.router.tiny_tokenizer import byte_ids, eos_id, ids_of, tiny_tokenizer, tokenizer_files, vocab_size
 
 TEXTS = [

@@ -23,7 +23,7 @@ from common.grpc_transport import Channels, name_options
 from common.tls import TlsFiles
 from common.types import WorkerRole, WorkerState
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc
-from router.registry import Registry
+from router.fleet.registry import Registry
 from router.server import serve
 from tests.helm.chart import CHART
 from tests.kube.certificates import make_ca, make_leaf

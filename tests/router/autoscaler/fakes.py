@@ -10,7 +10,7 @@ from common.types import WorkerRole
 from router.autoscaler.board import Board
 from router.autoscaler.kubernetes import Lease, Workload
 from router.autoscaler.signals import ROLES, FleetSignals, RoleSignals, ScaleDecision
-from router.discovery.kubernetes import KubernetesError
+from router.fleet.discovery.kubernetes import KubernetesError
 
 
 class Clock:

@@ -20,7 +20,7 @@ from common.config import AutoscalerSettings
 from common.types import WorkerRole
 from router.autoscaler.kubernetes import DELETION_COST
 from router.autoscaler.server import serve
-from router.discovery.kubernetes import EndpointSlices
+from router.fleet.discovery.kubernetes import EndpointSlices
 from tests.kube.conftest import control_plane as control_plane
 from tests.kube.control_plane import ControlPlane
 from tests.router.autoscaler.test_process import LoadedWorker

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from router.autoscaler.leader import LEASE_S, RENEW_WITHIN_S, Elector
-from router.discovery.kubernetes import KubernetesError
+from router.fleet.discovery.kubernetes import KubernetesError
 from tests.router.autoscaler.fakes import Clock, FakeCluster
 
 

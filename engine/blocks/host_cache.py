@@ -1,0 +1,50 @@
+"""Host memory for KV blocks: what the device evicts, and what swapped requests leave."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from common.config import EngineSettings
+from common.errors import StartupError
+from common.types import KVCacheSpec
+from engine.blocks.host_memory import available_bytes
+from kv_store.host_pages import prepare_pages
+
+GIB = 1 << 30
+
+
+def allocate_host_cache(settings: EngineSettings, spec: KVCacheSpec, device: torch.device) -> torch.Tensor:
+    """`[num_host_blocks, *block_shape]` of the cache's dtype, for both uses together; no blocks where neither is on.
+
+    Page-locked where `device` is CUDA, so that copies run beside computing. Raises `StartupError` where memory does not
+    suffice.
+    """
+    wanted_gb = settings.host_cache_gb + (settings.swap_space_gb if settings.preemption_mode == "swap" else 0.0)
+    num_blocks = int(wanted_gb * GIB) // spec.block_bytes
+    available = available_bytes()
+    if num_blocks and available is not None and num_blocks * spec.block_bytes > available:
+        raise StartupError(
+            f"{wanted_gb:.2f} GiB of host memory for KV blocks, {available / GIB:.2f} GiB are available; "
+            "lower --host-cache-gb or --swap-space-gb"
+        )
+    cache = torch.empty((num_blocks, *spec.block_shape), dtype=getattr(torch, spec.dtype))
+    if num_blocks and device.type == "cuda":
+        _page_lock(cache)
+    else:
+        prepare_pages(cache)
+    return cache
+
+
+def _page_lock(cache: torch.Tensor) -> None:
+    """In place: an allocation with `pin_memory` takes the next power of two."""
+    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address = cache.data_ptr()
+    code = int(cuda.cudaHostRegister(address, cache.nbytes, 0))
+    if code:
+        raise StartupError(
+            f"cannot lock {cache.nbytes / GIB:.2f} GiB of host memory for KV blocks (CUDA error {code}); "
+            "lower --host-cache-gb or --swap-space-gb, or raise the limit of locked memory"
+        )
+    weakref.finalize(cache, cuda.cudaHostUnregister, address).atexit = False

@@ -1,0 +1,152 @@
+"""KV transfers of the engine: which job belongs to whom, and which blocks it keeps from being reused.
+
+Two connectors: one hands a prompt's KV from a prefill worker to a decode worker, the other is the store. They may be
+the same one, and job ids are unique across both. A block that a connector reads or writes is held in the block manager
+until its final result has come. So an aborted request's destination blocks stay quarantined for as long as bytes may
+land in them. So do those of a transfer that hangs, whose request goes on with others meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from common.errors import InternalError
+from engine.blocks.block_manager import BlockManager
+from kv_store.base import FetchBlock, KVConnector, LocalBlock, TransferResult
+
+
+@dataclass(slots=True)
+class OverdueTransfers:
+    """Of one request."""
+
+    results: list[TransferResult] = field(default_factory=list)
+    elapsed_s: float = 0.0  # since the start of the oldest
+
+
+_Key = tuple[int, int, int]  # of a result: job, index, block
+
+
+def _key(result: TransferResult) -> _Key:
+    return result.job_id, result.index, result.block_id
+
+
+@dataclass(slots=True)
+class _Job:
+    request_id: str  # empty for a write to the store, which is nobody's
+    num_due: int  # blocks whose results are due
+    start: float  # seconds, on the caller's clock
+
+
+@dataclass(slots=True, frozen=True)
+class WrittenBlock:
+    """The end of a write to the store. `error` is None where the store holds the block now."""
+
+    block_hash: bytes
+    error: str | None
+    num_bytes: int  # 0 where the store had it already
+
+
+class Transfers:
+    def __init__(
+        self, handoff: KVConnector, store: KVConnector | None, blocks: BlockManager, clock: Callable[[], float]
+    ) -> None:
+        self._handoff = handoff
+        self._store = store
+        self._blocks = blocks
+        self._clock = clock
+        self._next_job = 0
+        self._jobs: dict[int, _Job] = {}
+        self._published: dict[str, list[int]] = {}  # request id: its publish jobs
+        self._writing: dict[int, bytes] = {}  # block being written to the store: its name
+        self._overdue: dict[_Key, TransferResult] = {}  # results that are not final
+        self._given_up: set[_Key] = set()  # nobody waits for their final results
+        self._num_requested = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Blocks whose final results are due, those being written to the store included."""
+        return self._num_requested + len(self._writing)
+
+    @property
+    def may_write(self) -> bool:
+        """Whether neither a request's transfer is under way nor another write, behind which a handoff would queue."""
+        return not self.num_in_flight  # what hangs and was given up counts: a write would hang, too
+
+    def publish(self, request_id: str, blocks: Sequence[LocalBlock]) -> None:
+        job_id = self._start(request_id, [block.block_id for block in blocks])
+        self._published.setdefault(request_id, []).append(job_id)
+        self._handoff.publish(job_id, blocks)
+
+    def fetch(self, request_id: str, blocks: Sequence[FetchBlock]) -> None:
+        if blocks:
+            self._handoff.fetch(self._start(request_id, [block.block_id for block in blocks]), blocks)
+
+    def fetch_stored(self, request_id: str, blocks: Sequence[FetchBlock]) -> None:
+        if blocks:
+            self._in_store().fetch(self._start(request_id, [block.block_id for block in blocks]), blocks)
+
+    def write(self, blocks: Sequence[LocalBlock]) -> None:
+        """Brings `blocks`, none of which is being written already, to the store."""
+        self._writing.update((block.block_id, block.block_hash) for block in blocks)
+        self._in_store().publish(self._start("", [block.block_id for block in blocks]), blocks)
+
+    def poll(self) -> Iterator[tuple[str, TransferResult, float] | WrittenBlock]:
+        """What ended, block by block, none of which is held any more: a request's id, its result and the seconds since
+        its start, or what was written to the store."""
+        now = self._clock()
+        results = self._handoff.poll()
+        if self._store is not None and self._store is not self._handoff:
+            results += self._store.poll()
+        for result in results:
+            job, key = self._jobs[result.job_id], _key(result)
+            if not result.is_final:
+                self._overdue[key] = result
+                continue
+            self._overdue.pop(key, None)
+            job.num_due -= 1
+            if job.num_due == 0:
+                del self._jobs[result.job_id]
+            self._blocks.unhold(result.block_id)
+            if job.request_id:
+                self._num_requested -= 1
+                if key in self._given_up:
+                    self._given_up.remove(key)
+                else:
+                    yield job.request_id, result, now - job.start
+            else:
+                yield WrittenBlock(self._writing.pop(result.block_id), result.error, result.num_bytes)
+
+    def overdue(self) -> dict[str, OverdueTransfers]:
+        """By request, what failed while bytes may still move: each until it is given up or has ended."""
+        found: dict[str, OverdueTransfers] = {}
+        for result in self._overdue.values():
+            job = self._jobs[result.job_id]
+            if job.request_id:
+                one = found.setdefault(job.request_id, OverdueTransfers())
+                one.results.append(result)
+                one.elapsed_s = max(one.elapsed_s, self._clock() - job.start)
+        return found
+
+    def give_up(self, result: TransferResult) -> None:
+        """Nobody waits for the end of this one any more, which is overdue; its block is held until then."""
+        del self._overdue[_key(result)]
+        self._given_up.add(_key(result))
+
+    def release(self, request_id: str) -> None:
+        """The lease on everything that the request published has ended."""
+        for job_id in self._published.pop(request_id, ()):
+            self._handoff.release(job_id)
+
+    def _start(self, request_id: str, block_ids: list[int]) -> int:
+        self._next_job += 1
+        self._jobs[self._next_job] = _Job(request_id, len(block_ids), self._clock())
+        if request_id:
+            self._num_requested += len(block_ids)
+        self._blocks.hold(block_ids)
+        return self._next_job
+
+    def _in_store(self) -> KVConnector:
+        if self._store is None:
+            raise InternalError("there is no store to fetch from or write to")
+        return self._store

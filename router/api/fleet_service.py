@@ -1,0 +1,51 @@
+"""`baton.v1.RouterService`: what operators ask a router."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from common.types import WorkerState
+from protos.baton.v1 import router_pb2, worker_pb2, worker_pb2_grpc
+from protos.convert import role_to_proto, state_to_proto
+from router.fleet.endpoint import Endpoint
+from router.fleet.registry import Registry
+
+STATUS_TIMEOUT_S = 2.0
+
+
+class FleetService:
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    async def GetFleet(  # noqa: N802
+        self, _request: router_pb2.GetFleetRequest, _context: grpc.aio.ServicerContext[object, object]
+    ) -> router_pb2.GetFleetResponse:
+        asked = [
+            ask_worker(endpoint, self._registry.info(endpoint.address), self._registry.channel(endpoint.address))
+            for endpoint in self._registry.endpoints()
+        ]
+        workers = await asyncio.gather(*asked)
+        return router_pb2.GetFleetResponse(workers=workers)
+
+
+async def ask_worker(
+    endpoint: Endpoint, info: worker_pb2.WorkerInfo | None, channel: grpc.aio.Channel
+) -> router_pb2.FleetWorker:
+    worker = router_pb2.FleetWorker(address=endpoint.address, info=info, role=role_to_proto(endpoint.role))
+    stub = worker_pb2_grpc.WorkerServiceStub(channel)
+    try:
+        status = await stub.GetStatus(worker_pb2.GetWorkerStatusRequest(), timeout=STATUS_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        worker.state = state_to_proto(WorkerState.UNREACHABLE)
+        worker.integrity = f"not known: {error.code().name}"
+        return worker
+    worker.load.CopyFrom(status.load)
+    worker.state, worker.integrity = status.load.state, status.integrity
+    if endpoint.state is WorkerState.UNREACHABLE:  # it answers, but requests go to those that report themselves
+        worker.state = state_to_proto(WorkerState.UNREACHABLE)
+        worker.integrity = f"{status.integrity}; not used: it has not reported to this router yet"
+    elif endpoint.excluded:
+        worker.integrity = f"{status.integrity}; not used: {endpoint.excluded}"
+    return worker

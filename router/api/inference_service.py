@@ -1,0 +1,168 @@
+"""`baton.v1.InferenceService`: what application teams call over gRPC."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import grpc
+
+from common.errors import InvalidArgumentError
+from common.validation import SamplingFields, chat_role, check_model, check_text, check_token_ids
+from protos.baton.v1 import inference_pb2, types_pb2
+from protos.convert import finish_reason_to_proto, token_to_proto
+from router.api.convert import sampling_fields_of
+from router.fleet.registry import ServedModel
+from router.serving.front import Front, GenerationRequest, Output, Prompt, Report
+
+Context = grpc.aio.ServicerContext[object, object]
+
+
+def _field_name(name: str) -> str:
+    return f"sampling_params.{name}"
+
+
+class InferenceService:
+    """Handlers raise `BatonError`; `grpc_handlers` makes a status of it."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    async def Generate(  # noqa: N802
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        arrived_at = time.monotonic()
+        with self._front.running("grpc", context.time_remaining()):
+            model = await self._front.serving()
+            check_model(request.model, model.limits)
+            prompt = await self._prompt(model, request)
+            async with aclosing(self._answer(model, prompt, request, context, arrived_at)) as responses:
+                async for response in responses:
+                    yield response
+
+    async def Chat(  # noqa: N802
+        self, request: inference_pb2.ChatRequest, context: Context
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        arrived_at = time.monotonic()
+        with self._front.running("grpc", context.time_remaining()):
+            model = await self._front.serving()
+            check_model(request.model, model.limits)
+            if not request.messages:
+                raise InvalidArgumentError("messages", "must not be empty")
+            messages = [
+                {"role": chat_role(message.role, f"messages[{index}].role"), "content": message.content}
+                for index, message in enumerate(request.messages)
+            ]
+            prompt = await self._front.chat_prompt(model, messages)
+            async with aclosing(self._answer(model, prompt, request, context, arrived_at)) as responses:
+                async for response in responses:
+                    yield response
+
+    async def Tokenize(  # noqa: N802
+        self, request: inference_pb2.TokenizeRequest, _context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        model = self._front.served()
+        check_model(request.model, model.limits)
+        if request.text:
+            check_text(request.text, model.limits, "text")
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        ids = await model.tokenizer.encode(request.text, field="text", add_special_tokens=special)
+        return inference_pb2.TokenizeResponse(token_ids=ids)
+
+    async def Detokenize(  # noqa: N802
+        self, request: inference_pb2.DetokenizeRequest, _context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        model = self._front.served()
+        check_model(request.model, model.limits)
+        check_token_ids(request.token_ids, model.limits, "token_ids")
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        return inference_pb2.DetokenizeResponse(
+            text=model.tokenizer.decode(request.token_ids, skip_special_tokens=skip)
+        )
+
+    async def ListModels(  # noqa: N802
+        self, _request: inference_pb2.ListModelsRequest, _context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        limits = self._front.served().limits
+        return inference_pb2.ListModelsResponse(
+            models=[inference_pb2.Model(id=limits.model, max_model_len=limits.max_model_len)]
+        )
+
+    async def _prompt(self, model: ServedModel, request: inference_pb2.GenerateRequest) -> Prompt:
+        if request.prompt and request.prompt_token_ids:
+            raise InvalidArgumentError("prompt_token_ids", "set either prompt or prompt_token_ids, not both")
+        if request.prompt_token_ids:
+            return Prompt(list(request.prompt_token_ids), "prompt_token_ids")
+        return await self._front.text_prompt(model, request.prompt, "prompt")
+
+    async def _answer(
+        self,
+        model: ServedModel,
+        prompt: Prompt,
+        request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
+        context: Context,
+        arrived_at: float,
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        fields = sampling_fields_of(request.sampling_params)
+        generation = self._front.prepare(
+            model,
+            prompt,
+            fields,
+            model_name=request.model,
+            request_id=request.request_id,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            arrived_at=arrived_at,
+            timeout_s=context.time_remaining(),
+            name=_field_name,
+        )
+        async with aclosing(self._front.generate(generation)) as outputs:
+            async for output in outputs:
+                yield _response(generation, fields, output)
+
+
+def _response(request: GenerationRequest, fields: SamplingFields, output: Output) -> inference_pb2.GenerateResponse:
+    response = inference_pb2.GenerateResponse(
+        request_id=request.request_id,
+        text=output.text,
+        token_ids=[token.token_id for token in output.tokens],
+        logprobs=[] if fields.logprobs is None else [token_to_proto(token) for token in output.tokens],
+        finish_reason=finish_reason_to_proto(output.finish_reason),
+        stop_reason="" if output.stop_reason is None else str(output.stop_reason),
+        model=request.model.limits.model,
+    )
+    if output.report is not None:
+        response.usage.CopyFrom(
+            types_pb2.Usage(
+                prompt_tokens=output.report.num_prompt_tokens,
+                completion_tokens=output.report.num_output_tokens,
+                cached_tokens=output.report.num_cached_tokens,
+            )
+        )
+        response.report.CopyFrom(_report(output.report))
+    return response
+
+
+def _report(report: Report) -> types_pb2.RequestReport:
+    return types_pb2.RequestReport(
+        timings=types_pb2.Timings(
+            queue_ms=report.queue_ms,
+            prefill_ms=report.prefill_ms,
+            handoff_ms=report.handoff_ms,
+            transfer_ms=report.transfer_ms,
+            first_decode_ms=report.first_decode_ms,
+            ttft_ms=report.ttft_ms,
+            total_ms=report.total_ms,
+            tokens_per_second=report.tokens_per_second,
+        ),
+        prefill_worker=report.prefill_worker,
+        decode_worker=report.decode_worker,
+        num_blocks_moved=report.num_blocks_moved,
+        num_bytes_moved=report.num_bytes_moved,
+        fallback_reason=report.fallback_reason,
+        num_retries=report.num_retries,
+        num_migrations=report.num_migrations,
+        num_preemptions=report.num_preemptions,
+        num_handovers=report.num_handovers,
+    )

@@ -1,0 +1,197 @@
+"""One REST answer: its choices generated side by side, given out whole or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+
+from common.errors import BatonError
+from common.types import SampledToken
+from router.api.rest.errors import as_baton, error_body
+from router.api.rest.formats import AnswerFormat, JsonObject, baton_report, usage
+from router.serving.front import Front, GenerationRequest, Output, Report
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What has come of one choice so far."""
+
+    num_chars: int = 0  # of all tokens' texts, for logprobs' offsets
+    texts: list[str] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
+    last: Output | None = None
+
+
+class Answer:
+    """`requests`: one for each choice; those of one prompt side by side, `num_choices` each."""
+
+    def __init__(
+        self,
+        front: Front,
+        requests: Sequence[GenerationRequest],
+        answer_format: AnswerFormat,
+        *,
+        request_id: str,
+        num_choices: int,
+        wants_logprobs: bool,
+        wants_usage_chunk: bool,
+    ) -> None:
+        self._front = front
+        self._requests = requests
+        self._format = answer_format
+        self._request_id = request_id
+        self._num_choices = num_choices
+        self._wants_logprobs = wants_logprobs
+        self._wants_usage_chunk = wants_usage_chunk
+        self._created = int(time.time())
+        self._choices = [_Choice() for _ in requests]
+        self.failure: BatonError | None = None  # what `events` told its reader as an event
+
+    async def whole(self) -> JsonObject:
+        async with aclosing(_merged(self._front, self._requests)) as outputs:
+            async for index, output in outputs:
+                choice = self._choices[index]
+                choice.texts.append(output.text)
+                choice.tokens.extend(output.tokens)
+                if output.finish_reason is not None:
+                    choice.last = output
+        choices = []
+        for index, choice in enumerate(self._choices):
+            logprobs = self._logprobs(choice, choice.tokens)
+            formatted = self._format.whole(index, "".join(choice.texts), logprobs)
+            choices.append({**formatted, **_end(choice.last)})
+        reports = self._reports()
+        return {
+            **self._head(self._format.whole_object),
+            "choices": choices,
+            "usage": usage(reports, self._num_choices),
+            "baton": baton_report(self._request_id, reports),
+        }
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events. An error before the first token is raised, so that it can be a status; one after it is
+        an event, since the status has been sent."""
+        started = False
+        try:
+            async with aclosing(_merged(self._front, self._requests)) as outputs:
+                async for index, output in outputs:
+                    if not started:
+                        for event in self._opening():
+                            yield event
+                        started = True
+                    if event := self._event(index, output):
+                        yield event
+        except Exception as error:
+            if not started:
+                raise
+            self.failure = as_baton(error)
+            yield _sse(error_body(self.failure))
+            return
+        if self._wants_usage_chunk:
+            reports = self._reports()
+            yield _sse(
+                {
+                    **self._head(self._format.chunk_object),
+                    "choices": [],
+                    "usage": usage(reports, self._num_choices),
+                    "baton": baton_report(self._request_id, reports),
+                }
+            )
+        yield DONE
+
+    def _opening(self) -> list[bytes]:
+        openings = (self._format.opening(index) for index in range(len(self._choices)))
+        return [self._chunk(choice) for choice in openings if choice is not None]
+
+    def _event(self, index: int, output: Output) -> bytes:
+        """Empty where `output` has nothing to show."""
+        choice = self._choices[index]
+        logprobs = self._logprobs(choice, output.tokens) if output.tokens else None
+        if output.finish_reason is None and not output.text and logprobs is None:
+            return b""
+        if output.finish_reason is not None:
+            choice.last = output
+        return self._chunk({**self._format.piece(index, output.text, logprobs), **_end(choice.last)})
+
+    def _chunk(self, choice: JsonObject) -> bytes:
+        chunk: JsonObject = {**self._head(self._format.chunk_object), "choices": [choice]}
+        if self._wants_usage_chunk:
+            chunk["usage"] = None
+        elif all(other.last is not None for other in self._choices):
+            chunk["baton"] = baton_report(self._request_id, self._reports())
+        return _sse(chunk)
+
+    def _head(self, object_name: str) -> JsonObject:
+        return {
+            "id": self._format.id_prefix + self._request_id,
+            "object": object_name,
+            "created": self._created,
+            "model": self._requests[0].model.limits.model,
+        }
+
+    def _logprobs(self, choice: _Choice, tokens: Sequence[SampledToken]) -> JsonObject | None:
+        if not self._wants_logprobs:
+            return None
+        tokenizer = self._requests[0].model.tokenizer
+        logprobs = self._format.logprobs(tokens, tokenizer, choice.num_chars)
+        texts = logprobs.get("tokens")
+        if isinstance(texts, list):
+            choice.num_chars += sum(len(text) for text in texts)
+        return logprobs
+
+    def _reports(self) -> list[Report]:
+        lasts = (choice.last for choice in self._choices)
+        return [last.report for last in lasts if last is not None and last.report is not None]
+
+
+def _end(last: Output | None) -> JsonObject:
+    if last is None or last.finish_reason is None:
+        return {"finish_reason": None}
+    return {"finish_reason": last.finish_reason.value, "stop_reason": last.stop_reason}
+
+
+def _sse(content: JsonObject) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+async def _merged(front: Front, requests: Sequence[GenerationRequest]) -> AsyncGenerator[tuple[int, Output], None]:
+    """Outputs of all requests as they come, with their index. The first failure ends all of them."""
+    if len(requests) == 1:
+        async with aclosing(front.generate(requests[0])) as outputs:
+            async for output in outputs:
+                yield 0, output
+        return
+
+    queue: asyncio.Queue[tuple[int, Output] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int, request: GenerationRequest) -> None:
+        try:
+            async with aclosing(front.generate(request)) as outputs:
+                async for output in outputs:
+                    queue.put_nowait((index, output))
+            queue.put_nowait(None)
+        except Exception as error:  # raised where the queue is read
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(index, request)) for index, request in enumerate(requests)]
+    try:
+        num_running = len(tasks)
+        while num_running:
+            item = await queue.get()
+            if item is None:
+                num_running -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

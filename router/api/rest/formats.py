@@ -1,0 +1,154 @@
+"""The two shapes of OpenAI's answers, chat and text completion, whole or in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from common.types import SampledToken
+from router.serving.front import Report
+from router.serving.tokenizer import Tokenizer
+
+JsonObject = dict[str, object]
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+class AnswerFormat(Protocol):
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def logprobs(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer, text_offset: int) -> JsonObject:
+        """`text_offset`: characters of this choice's text before the first of `tokens`."""
+        ...
+
+    def opening(self, index: int) -> JsonObject | None:
+        """The choice of a stream's first chunk, where it has one without text."""
+        ...
+
+    def piece(self, index: int, text: str, logprobs: JsonObject | None) -> JsonObject:
+        """A choice in one chunk of a stream."""
+        ...
+
+    def whole(self, index: int, text: str, logprobs: JsonObject | None) -> JsonObject:
+        """A choice of an answer that is not streamed."""
+        ...
+
+
+class ChatFormat:
+    id_prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def logprobs(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer, text_offset: int) -> JsonObject:
+        del text_offset
+        return {
+            "content": [
+                {
+                    **_chat_token(token.token_id, token.logprob, tokenizer),
+                    "top_logprobs": [_chat_token(top.token_id, top.logprob, tokenizer) for top in token.top_logprobs],
+                }
+                for token in tokens
+            ],
+            "refusal": None,
+        }
+
+    def opening(self, index: int) -> JsonObject | None:
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def piece(self, index: int, text: str, logprobs: JsonObject | None) -> JsonObject:
+        return {"index": index, "delta": {"content": text} if text else {}, "logprobs": logprobs}
+
+    def whole(self, index: int, text: str, logprobs: JsonObject | None) -> JsonObject:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": logprobs}
+
+
+class CompletionFormat:
+    id_prefix = "cmpl-"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def logprobs(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer, text_offset: int) -> JsonObject:
+        texts = [_token_text(token.token_id, tokenizer) for token in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(text_offset)
+            text_offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": [
+                {_token_text(top.token_id, tokenizer): _finite(top.logprob) for top in token.top_logprobs}
+                for token in tokens
+            ],
+            "text_offset": offsets,
+        }
+
+    def opening(self, index: int) -> JsonObject | None:
+        del index
+        return None
+
+    def piece(self, index: int, text: str, logprobs: JsonObject | None) -> JsonObject:
+        return {"index": index, "text": text, "logprobs": logprobs}
+
+    def whole(self, index: int, text: str, logprobs: JsonObject | None) -> JsonObject:
+        return self.piece(index, text, logprobs)
+
+
+def usage(reports: Sequence[Report], num_choices: int) -> JsonObject:
+    """`reports` of all choices, those of one prompt side by side: a prompt counts once, however many answers."""
+    prompts = reports[::num_choices]
+    prompt_tokens = sum(report.num_prompt_tokens for report in prompts)
+    completion_tokens = sum(report.num_output_tokens for report in reports)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(report.num_cached_tokens for report in prompts)},
+    }
+
+
+def baton_report(request_id: str, reports: Sequence[Report]) -> JsonObject:
+    """What Baton adds to an answer: the first choice's report, and each one's where there are several."""
+    first = _report(reports[0])
+    several = {"choices": [_report(report) for report in reports]} if len(reports) > 1 else {}
+    return {"request_id": request_id, **first, **several}
+
+
+def _report(report: Report) -> JsonObject:
+    return {
+        "timings": {
+            "queue_ms": round(report.queue_ms, 3),
+            "prefill_ms": round(report.prefill_ms, 3),
+            "handoff_ms": round(report.handoff_ms, 3),
+            "transfer_ms": round(report.transfer_ms, 3),
+            "first_decode_ms": round(report.first_decode_ms, 3),
+            "ttft_ms": round(report.ttft_ms, 3),
+            "total_ms": round(report.total_ms, 3),
+            "tokens_per_second": round(report.tokens_per_second, 3),
+        },
+        "prefill_worker": report.prefill_worker,
+        "decode_worker": report.decode_worker,
+        "num_blocks_moved": report.num_blocks_moved,
+        "num_bytes_moved": report.num_bytes_moved,
+        "fallback_reason": report.fallback_reason,
+        "num_retries": report.num_retries,
+        "num_migrations": report.num_migrations,
+        "num_preemptions": report.num_preemptions,
+        "num_handovers": report.num_handovers,
+    }
+
+
+def _chat_token(token_id: int, logprob: float | None, tokenizer: Tokenizer) -> JsonObject:
+    data = tokenizer.token_bytes(token_id)
+    return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _token_text(token_id: int, tokenizer: Tokenizer) -> str:
+    return tokenizer.token_bytes(token_id).decode(errors="replace")
+
+
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)

@@ -1,0 +1,366 @@
+"""The workers that a router knows: connected, watched, and described as `Endpoint` values.
+
+Each configured address has one channel and one task that asks the worker who it is, then reads its load for as long as
+the stream lasts. A stream that ends or falls silent makes the worker UNREACHABLE until it answers again.
+
+    connecting ── GetInfo ──> known ── WatchLoad ──> READY / DRAINING ── stream ends, or silence ──> UNREACHABLE ─┐
+        ^─────────────────────────────────────────────────────────────────────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from common import metrics
+from common.errors import UnavailableError
+from common.grpc_transport import Channels
+from common.types import WorkerLoad, WorkerRole, WorkerState
+from common.validation import ModelLimits
+from protos.baton.v1 import worker_pb2, worker_pb2_grpc
+from protos.convert import role_of, state_of
+from router.api.convert import load_of
+from router.fleet.endpoint import Endpoint
+from router.serving.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+INFO_TIMEOUT_S = 5.0
+SILENCE_S = 5.0  # workers report at least once a second
+REPORT_LAG_S = 0.05  # workers report at most this often: a younger request may not be in a report
+RETRY_S = 0.2
+RECONNECT_WAIT_S = 2.0  # a request waits this long for workers that were there a moment ago
+LOST_LATELY_S = 3.0  # what "a moment ago" is, counted from when the loss was noticed
+
+
+@dataclass(slots=True, frozen=True)
+class ServedModel:
+    """What the fleet serves now, as the first decode worker that answered describes it."""
+
+    limits: ModelLimits
+    fingerprint: str
+    eos_token_ids: frozenset[int]
+    tokenizer: Tokenizer
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One configured address, with what is known of it."""
+
+    address: str
+    role: WorkerRole
+    channel: grpc.aio.Channel
+    channel_version: int  # of the certificates that it shows
+    info: worker_pb2.WorkerInfo | None = None
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    state: WorkerState = WorkerState.UNREACHABLE
+    problem: str = ""
+    lost_at: float = -math.inf  # time.monotonic() when it was last found to be gone after it had been ready
+    sent: dict[object, float] = field(default_factory=dict)  # running requests that no report counts: when sent
+    running: set[object] = field(default_factory=set)  # requests, reported or not
+
+    def endpoint(self, excluded: str) -> Endpoint:
+        info = self.info
+        return Endpoint(
+            worker_id=info.worker_id if info else "",
+            role=self.role,
+            address=self.address,
+            epoch=info.epoch if info else "",
+            fingerprint=info.fingerprint if info else "",
+            load=self.load,
+            state=self.state,
+            excluded=excluded,
+            num_unreported=len(self.sent),
+        )
+
+
+class Registry:
+    """`start` returns at once; `changed` lets others wait for news.
+
+    Addresses are those given, until `set_addresses` says otherwise.
+    """
+
+    def __init__(self, prefill: Sequence[str], decode: Sequence[str], channels: Channels | None = None) -> None:
+        self._channels = channels or Channels()
+        self._workers: dict[str, _Worker] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._started = False
+        self._closing: set[asyncio.Task[None]] = set()
+        self._news = asyncio.Event()
+        self._adopting = asyncio.Lock()
+        self.model: ServedModel | None = None
+        self.set_addresses(prefill, decode)
+
+    def start(self) -> None:
+        self._started = True
+        self.set_addresses(
+            [worker.address for worker in self._workers.values() if worker.role is not WorkerRole.DECODE],
+            [worker.address for worker in self._workers.values() if worker.role is not WorkerRole.PREFILL],
+        )
+
+    def set_addresses(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
+        """Makes these the workers, in this order. One that is not named any more gets nothing new; what it runs goes
+        on. One that changed its role is another worker."""
+        before = self._workers
+        self._workers = {}
+        for address in dict.fromkeys((*decode, *prefill)):
+            role = WorkerRole.DECODE if address in decode else WorkerRole.PREFILL
+            if address in decode and address in prefill:
+                role = WorkerRole.BOTH
+            known = before.get(address)
+            if known is None or known.role is not role:
+                known = _Worker(address, role, self._channels.open(address), self._channels.version)
+            self._workers[address] = known
+        for worker in before.values():
+            if self._workers.get(worker.address) is not worker:
+                self._retire(worker)
+        for worker in self._workers.values() if self._started else ():
+            if worker.address not in self._tasks:
+                name = f"watch {worker.address}"
+                self._tasks[worker.address] = asyncio.create_task(self._watch(worker), name=name)
+        self._count_states()
+        self._tell()
+
+    def _retire(self, worker: _Worker) -> None:
+        if task := self._tasks.pop(worker.address, None):
+            task.cancel()
+
+        self._close_when_idle(worker)
+
+    def _close_when_idle(self, worker: _Worker) -> None:
+        """Closes the channel that `worker` has now, once the requests that run now have ended."""
+        channel, running = worker.channel, set(worker.running)
+
+        async def close() -> None:
+            try:
+                while running & worker.running:  # noqa: ASYNC110 (nothing waits for this)
+                    await asyncio.sleep(1.0)
+            finally:
+                await channel.close()
+
+        if self._started:
+            closing = asyncio.create_task(close(), name=f"close {worker.address}")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    def _renew_channel(self, worker: _Worker) -> None:
+        """Before it connects anew: a channel goes on showing the certificate that it was opened with."""
+        if self._channels.version != worker.channel_version:
+            self._close_when_idle(worker)
+            worker.channel_version = self._channels.version
+            worker.channel = self._channels.open(worker.address)
+
+    async def close(self) -> None:
+        tasks = [*self._tasks.values(), *self._closing]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for worker in self._workers.values():
+            await worker.channel.close()
+
+    # ---------------------------------------------------------------------------------------- questions
+
+    def endpoints(self) -> list[Endpoint]:
+        """In configured order, decode workers first."""
+        return [worker.endpoint(self._excluded(worker)) for worker in self._workers.values()]
+
+    def info(self, address: str) -> worker_pb2.WorkerInfo | None:
+        """None where the worker never answered."""
+        return self._workers[address].info
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        return self._workers[address].channel
+
+    def served(self) -> ServedModel:
+        """Raises `UnavailableError`, with the reason, while nothing can be served."""
+        if reason := self.not_ready():
+            raise UnavailableError(reason)
+        assert self.model is not None  # noqa: S101 - not_ready() says so
+        return self.model
+
+    def not_ready(self) -> str:
+        """Why no request can be served now; empty where one can."""
+        usable = [e for e in self.endpoints() if e.can_decode and e.state is WorkerState.READY and not e.excluded]
+        if usable and self.model is not None:
+            return ""
+        reasons = [f"{e.address}: {self._why_not(e)}" for e in self.endpoints() if e.can_decode]
+        return f"no decode worker is ready ({'; '.join(reasons) or 'none is configured'})"
+
+    def reconnect_wait_s(self) -> float:
+        """How long a request that finds no decode worker should wait for one, in seconds: 0 where none was lost lately.
+
+        A router that stood still (a paused machine) finds all its connections broken the moment it goes on, and has new
+        ones a moment later. It is counted from when it noticed, so what it slept through does not count.
+        """
+        lost_after = time.monotonic() - LOST_LATELY_S
+        is_back_soon = any(
+            worker.role is not WorkerRole.PREFILL
+            and worker.state is WorkerState.UNREACHABLE
+            and worker.lost_at > lost_after
+            and not self._excluded(worker)
+            for worker in self._workers.values()
+        )
+        return RECONNECT_WAIT_S if is_back_soon else 0.0
+
+    def _why_not(self, endpoint: Endpoint) -> str:
+        if endpoint.excluded:
+            return endpoint.excluded
+        problem = self._workers[endpoint.address].problem
+        if endpoint.state is WorkerState.READY:
+            return problem or "its tokenizer is being loaded"
+        return f"{endpoint.state.value}, {problem}" if problem else endpoint.state.value
+
+    async def changed(self, timeout_s: float) -> None:
+        """Returns after the next change of any worker's state, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), timeout_s)
+
+    @contextlib.contextmanager
+    def sending(self, *addresses: str) -> Iterator[None]:
+        """Counts a request as running on these workers, and as load until they report it themselves."""
+        key = object()
+        workers = [self._workers[address] for address in addresses if address in self._workers]
+        for worker in workers:
+            worker.sent[key] = time.monotonic()
+            worker.running.add(key)
+            metrics.router_endpoint_requests.labels(worker.address).set(len(worker.running))
+        try:
+            yield
+        finally:
+            for worker in workers:
+                worker.sent.pop(key, None)
+                worker.running.discard(key)
+                metrics.router_endpoint_requests.labels(worker.address).set(len(worker.running))
+
+    def suspect(self, address: str, epoch: str, reason: str) -> None:
+        """A call to the worker failed as if it were gone: nothing is sent there until it reports again."""
+        worker = self._workers.get(address)
+        if worker is None or worker.info is None:
+            return
+        if worker.info.epoch == epoch and worker.state is WorkerState.READY:
+            self._set_state(worker, WorkerState.UNREACHABLE, reason)
+
+    # ------------------------------------------------------------------------------------------ watching
+
+    async def _watch(self, worker: _Worker) -> None:
+        while True:
+            self._renew_channel(worker)
+            stub = worker_pb2_grpc.WorkerServiceStub(worker.channel)
+            try:
+                worker.info = await stub.GetInfo(
+                    worker_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S, wait_for_ready=True
+                )
+                async with self._adopting:  # of workers that answer at the same time, the first decides
+                    await self._adopt(worker, stub)
+                await self._read_load(worker, stub)
+                problem = "its load stream ended"
+            except grpc.aio.AioRpcError as error:
+                problem = f"{error.code().name}: {error.details()}"
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    problem = "does not answer"
+            except TimeoutError:
+                problem = f"has been silent for {SILENCE_S:g} s"
+            except UnavailableError as error:
+                problem = error.message
+            except Exception as error:  # one worker's odd answer must not end the watch
+                log.exception("watching a worker failed", extra={"address": worker.address})
+                problem = repr(error)
+            self._set_state(worker, WorkerState.UNREACHABLE, problem)
+            await asyncio.sleep(RETRY_S)
+
+    async def _read_load(self, worker: _Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+        call = stub.WatchLoad(worker_pb2.WatchLoadRequest(), wait_for_ready=True)
+        try:
+            while True:
+                load = await asyncio.wait_for(call.read(), SILENCE_S)
+                if not isinstance(load, worker_pb2.WorkerLoad):  # grpc.aio.EOF
+                    return
+                if worker.info is None or (load.epoch and load.epoch != worker.info.epoch):
+                    return  # another process answers at this address now: ask who it is
+                worker.load = load_of(load)
+                reported = time.monotonic() - REPORT_LAG_S
+                for key in [key for key, sent_at in worker.sent.items() if sent_at < reported]:
+                    del worker.sent[key]
+                self._set_state(worker, state_of(load.state), "")
+        finally:
+            call.cancel()
+
+    def _set_state(self, worker: _Worker, state: WorkerState, problem: str) -> None:
+        if (state, problem) == (worker.state, worker.problem):
+            return
+        extra = {"address": worker.address, "role": worker.role.value, "state": state.value}
+        if state is not worker.state:
+            excluded = self._excluded(worker)
+            level = logging.INFO if state is WorkerState.READY and not excluded else logging.WARNING
+            log.log(level, "worker %s", state.value, extra={**extra, "reason": excluded or problem})
+            if worker.state is WorkerState.READY and state is WorkerState.UNREACHABLE:
+                worker.lost_at = time.monotonic()
+        worker.state, worker.problem = state, problem
+        self._count_states()
+        self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news.clear()
+
+    def _count_states(self) -> None:
+        for role in WorkerRole:
+            for state in WorkerState:
+                number = sum(w.role is role and w.state is state for w in self._workers.values())
+                metrics.router_endpoints.labels(role.value, state.value).set(number)
+
+    # ------------------------------------------------------------------------------------- compatibility
+
+    def _excluded(self, worker: _Worker) -> str:
+        info = worker.info
+        if info is None:
+            return ""
+        role = role_of(info.role)
+        if role is not worker.role and role is not WorkerRole.BOTH:
+            return f"is configured for role {worker.role.value}, but is a worker for {role.value if role else '?'}"
+        if self.model is None:
+            return ""
+        if info.model != self.model.limits.model:
+            return f"serves model {info.model!r}, not {self.model.limits.model!r}"
+        if info.fingerprint != self.model.fingerprint:
+            return f"holds KV of another kind ({info.fingerprint}, not {self.model.fingerprint})"
+        return ""
+
+    async def _adopt(self, worker: _Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+        """Makes this decode worker's model the one that is served, where none is, or where nobody is left who has
+        the one that was."""
+        info = worker.info
+        if info is None or worker.role is WorkerRole.PREFILL:
+            return
+        if self.model is not None:
+            excluded = self._excluded(worker)
+            if not excluded:
+                return
+            log.warning("worker excluded", extra={"address": worker.address, "reason": excluded})
+            others = (e for e in self.endpoints() if e.can_decode and not e.excluded)
+            if any(e.state is not WorkerState.UNREACHABLE for e in others):
+                return
+        if role_of(info.role) not in (WorkerRole.DECODE, WorkerRole.BOTH):
+            return
+        answer = await stub.GetTokenizer(worker_pb2.GetTokenizerRequest(), timeout=30.0, wait_for_ready=True)
+        files = {file.name: file.content for file in answer.files}
+        tokenizer = await asyncio.to_thread(load_tokenizer, files)
+        limits = ModelLimits(
+            model=info.model,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            max_token_bytes=tokenizer.max_token_bytes,
+        )
+        self.model = ServedModel(limits, info.fingerprint, frozenset(info.eos_token_ids), tokenizer)
+        log.info("serving a model", extra={"model": info.model, "max_model_len": info.max_model_len})
+        for other in self._workers.values():  # those that were ready before
+            if reason := self._excluded(other):
+                log.warning("worker excluded", extra={"address": other.address, "reason": reason})
+        self._tell()

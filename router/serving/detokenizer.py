@@ -1,0 +1,76 @@
+"""Turns a growing list of tokens into text, a piece at a time, whole characters only.
+
+A token may be a part of a character, and its text may depend on the tokens before it (a leading space). So each step
+decodes a short window twice, with and without what is new, and gives the difference:
+
+    window:   context | pending        context: the end of the prompt, then the tokens last given out
+                      ^done
+    new text = decode(window) less decode(context), held back while it ends in the middle of a character
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.serving.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
+PROMPT_TAIL = 8  # tokens of context before the answer
+MAX_PENDING = 4  # tokens that one unfinished character can span: UTF-8 has at most four bytes
+
+
+class Detokenizer:
+    """One answer's text. What `add` and `flush` return, joined, is the text of all tokens; only bytes at the very end
+    that never became a character are dropped. Special tokens have no text."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        tail = prompt_token_ids[-4 * PROMPT_TAIL :]
+        self._window = [t for t in tail if not tokenizer.is_special(t)][-PROMPT_TAIL:]
+        self._done = len(self._window)  # tokens of the window whose text is out
+        self._done_text = tokenizer.decode(self._window)
+
+    def add(self, token_id: int) -> str:
+        """New whole characters; empty while the last one is unfinished."""
+        if self._tokenizer.is_special(token_id):
+            return ""
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window)
+        if not text.endswith(REPLACEMENT):
+            return self._advance(len(self._window), text)
+        if len(self._window) - self._done <= MAX_PENDING:
+            return ""
+        return self._give_up(text)
+
+    def flush(self) -> str:
+        """The rest, once no token follows. Whole characters before an unfinished one come out here."""
+        text = self._tokenizer.decode(self._window)
+        return _after(self._done_text, text.rstrip(REPLACEMENT))
+
+    def _give_up(self, text: str) -> str:
+        """Too many tokens for one character: the earliest are bytes that no later token can complete."""
+        for end in range(self._done + 1, len(self._window)):
+            part = self._tokenizer.decode(self._window[:end])
+            if text.startswith(part) and len(part) > len(self._done_text):
+                return self._advance(end, part)
+        return ""
+
+    def _advance(self, end: int, text: str) -> str:
+        """`text` is that of the window up to `end`, and all of it is out now."""
+        new = _after(self._done_text, text)
+        del self._window[: self._done]  # the tokens just given out are the next step's context
+        self._done = end - self._done
+        self._done_text = self._tokenizer.decode(self._window[: self._done])
+        return new
+
+
+def _after(done: str, text: str) -> str:
+    if text.startswith(done):
+        return text[len(done) :]
+    # The done text ended in a part of a character (a prompt of token ids may), which new tokens turned into another.
+    common = 0
+    for left, right in zip(done, text, strict=False):
+        if left != right:
+            break
+        common += 1
+    return text[common:]

@@ -1,0 +1,375 @@
+"""Runs one request on the fleet, whatever happens to the workers.
+
+    pick ──> Decode ──tokens──> caller
+      ^         │
+      │         ├─ lost before the first token: the same request to another decode worker (a retry)
+      ├─────────┼─ lost after it: prompt and tokens so far to another one (a migration); the caller notices nothing
+      └─────────┴─ drains and offers the request: the same, planned, and only where another one is there (a handover)
+
+Every token that the caller has received is in `output_token_ids` of the next attempt, and a worker only sends tokens
+after those: none comes twice, none is missing. Seed and position decide each draw, so the text is the same too.
+Cancelling the task that iterates cancels the call to the worker, and its deadline is what is left of the request's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+import grpc
+
+from common import metrics
+from common.errors import (
+    BatonError,
+    DeadlineError,
+    InternalError,
+    InvalidArgumentError,
+    OverloadedError,
+    UnavailableError,
+)
+from common.types import FinishReason, SampledToken, SamplingParams
+from protos.baton.v1 import decode_pb2, decode_pb2_grpc
+from protos.convert import finish_reason_of, token_of
+from router.api.convert import sampling_to_proto
+from router.fleet.endpoint import Endpoint
+from router.fleet.registry import Registry, ServedModel
+from router.policy.least_load import Policy, RoutingDecision, RoutingRequest
+from router.serving.retry_budget import RetryBudget
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DispatchLimits:
+    num_retries: int = 3  # other decode workers tried before the first token
+    num_migrations: int = 8  # decode workers lost and replaced after it; handovers don't count
+    recovery_wait_s: float = 10.0  # a request that lost its worker waits this long for one to be ready
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DispatchRequest:
+    """A validated request, as workers take it."""
+
+    request_id: str
+    model: ServedModel
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    cache_salt: str = ""
+    priority: int = 0
+    deadline: float  # time.monotonic() at which the client gives up
+
+
+@dataclass(slots=True, frozen=True)
+class NewTokens:
+    """What came from the fleet; the last one has `finish_reason`."""
+
+    tokens: list[SampledToken]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(slots=True)
+class DispatchReport:
+    """What happened to one request so far; complete once its last tokens came."""
+
+    decode_worker: str = ""
+    num_retries: int = 0
+    num_migrations: int = 0
+    num_handovers: int = 0  # of num_migrations
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    num_output_tokens: int = 0
+    summary: decode_pb2.DecodeSummary = field(default_factory=decode_pb2.DecodeSummary)
+
+    def take_in(self, summary: decode_pb2.DecodeSummary, earlier: decode_pb2.DecodeSummary) -> None:
+        """What a worker says of its part. `earlier` is the summary as it was before that worker: what its predecessors
+        went through stays told."""
+        self.summary.CopyFrom(summary)
+        self.summary.num_prefill_retries += earlier.num_prefill_retries
+        self.summary.num_preemptions += earlier.num_preemptions
+        self.summary.num_blocks_moved += earlier.num_blocks_moved
+        self.summary.num_bytes_moved += earlier.num_bytes_moved
+        self.summary.fallback_reason = earlier.fallback_reason or summary.fallback_reason
+
+
+@dataclass(slots=True)
+class _Avoided:
+    """Decode workers that this request was on, as `Endpoint.incarnation`."""
+
+    tried: set[tuple[str, str]] = field(default_factory=set)
+    refused: set[tuple[str, str]] = field(default_factory=set)  # of `tried`, those that are there and said no
+
+    def refuse(self, endpoint: Endpoint) -> None:
+        self.tried.add(endpoint.incarnation)
+        self.refused.add(endpoint.incarnation)
+
+
+class _WorkerLostError(Exception):
+    """The decode worker cannot go on; another one may."""
+
+    def __init__(self, code: str, reason: str, *, gone: bool) -> None:
+        super().__init__(f"{code}: {reason}")
+        self.code = code
+        self.gone = gone  # no answer at all, rather than an answer that refuses
+
+
+class _HandoverError(Exception):
+    """The decode worker drains, and another one is there to go on."""
+
+    def __init__(self, decision: RoutingDecision) -> None:
+        super().__init__(decision.decode.address)
+        self.decision = decision
+
+
+class Dispatcher:
+    """Shared by all requests of a router."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        policy: Policy,
+        *,
+        limits: DispatchLimits | None = None,
+        budget: RetryBudget | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registry = registry
+        self._policy = policy
+        self._limits = limits or DispatchLimits()
+        self._budget = budget or RetryBudget()
+        self._clock = clock
+
+    async def run(self, request: DispatchRequest, report: DispatchReport) -> AsyncGenerator[NewTokens, None]:
+        """Yields tokens until one batch has a `finish_reason`; fills `report` as it goes.
+
+        Raises `UnavailableError` where no decode worker is left, `OverloadedError` where all refuse,
+        `DeadlineError`, `InvalidArgumentError` where a worker refuses the request itself.
+        """
+        self._budget.request()
+        sent: list[int] = []  # tokens that the caller has
+        avoided = _Avoided()
+        decision = await self._pick(request, avoided, None)
+        while True:
+            report.decode_worker = decision.decode.address
+            try:
+                async with aclosing(self._attempt(request, decision, sent, report, avoided)) as attempt:
+                    async for new in attempt:
+                        sent.extend(token.token_id for token in new.tokens)
+                        yield new
+                        if new.finish_reason is not None:
+                            return
+            except _HandoverError as handover:
+                decision = handover.decision
+                self._count_handover(request, report, decision)
+            except _WorkerLostError as error:
+                if not error.gone:
+                    avoided.refuse(decision.decode)
+                else:
+                    avoided.tried.add(decision.decode.incarnation)
+                    self._registry.suspect(*decision.decode.incarnation, str(error))
+                if ended := _ended_by(request, sent):
+                    yield ended
+                    return
+                self._allow_another(request, report, error, has_tokens=bool(sent))
+                decision = await self._pick(request, avoided, error)
+
+    async def _pick(
+        self, request: DispatchRequest, avoided: _Avoided, lost: _WorkerLostError | None
+    ) -> RoutingDecision:
+        """A first attempt finds a worker now, or waits a moment for one whose connection broke just now. One that lost
+        its worker prefers another, takes the same one where it is back and no other is there, and waits a little for
+        either."""
+        give_up_at = self._clock() + (self._limits.recovery_wait_s if lost else self._registry.reconnect_wait_s())
+        while True:
+            try:
+                decision = self._pick_once(request, avoided)
+            except UnavailableError as error:
+                if lost is not None and lost.code == "RESOURCE_EXHAUSTED":
+                    raise OverloadedError(f"every decode worker is full ({lost})") from error
+                left = min(give_up_at, request.deadline) - self._clock()
+                if left <= 0:
+                    raise UnavailableError(f"{error.message}; {lost}" if lost else error.message) from error
+                await self._registry.changed(left)
+                continue
+            self._count_decision(request, decision)
+            return decision
+
+    def _count_decision(self, request: DispatchRequest, decision: RoutingDecision) -> None:
+        metrics.router_decisions.labels("remote" if decision.prefill else "in_place").inc()
+        log.debug("routed", extra={"request_id": request.request_id, "reasons": decision.reasons})
+
+    def _pick_once(self, request: DispatchRequest, avoided: _Avoided) -> RoutingDecision:
+        endpoints = self._registry.endpoints()
+        routing = RoutingRequest(
+            num_prompt_tokens=len(request.prompt_token_ids),
+            fingerprint=request.model.fingerprint,
+            tried=frozenset(avoided.tried),
+        )
+        try:
+            return self._policy.pick(routing, endpoints)
+        except UnavailableError:
+            if avoided.tried == avoided.refused:
+                raise
+            return self._policy.pick(replace(routing, tried=frozenset(avoided.refused)), endpoints)
+
+    def _allow_another(
+        self, request: DispatchRequest, report: DispatchReport, lost: _WorkerLostError, *, has_tokens: bool
+    ) -> None:
+        """Counts the next attempt, or raises where there must be none."""
+        within_budget = self._budget.spend(self._clock())
+        extra = {"request_id": request.request_id, "decode_worker": report.decode_worker, "reason": str(lost)}
+        if has_tokens:
+            # A stream that a client already reads is not given up for the budget's sake.
+            if report.num_migrations - report.num_handovers >= self._limits.num_migrations:
+                raise UnavailableError(f"gave up after {report.num_migrations} migrations; last: {lost}") from lost
+            report.num_migrations += 1
+            metrics.router_migrations.labels(lost.code).inc()
+            log.warning("decode worker lost, migrating", extra={**extra, "num_tokens": report.num_output_tokens})
+            return
+        if not within_budget:
+            metrics.router_retries_refused.inc()
+            raise UnavailableError(f"decode worker lost and the retry budget is spent; {lost}") from lost
+        if report.num_retries >= self._limits.num_retries:
+            raise _given_up(lost, report.num_retries) from lost
+        report.num_retries += 1
+        metrics.router_retries.labels(lost.code).inc()
+        log.warning("decode worker lost, retrying", extra=extra)
+
+    def _elsewhere(self, request: DispatchRequest, draining: Endpoint, avoided: _Avoided) -> RoutingDecision | None:
+        """Who could go on instead of a worker that drains; None where nobody can now. The worker asks again."""
+        avoided.refuse(draining)
+        try:
+            return self._pick_once(request, avoided)
+        except UnavailableError:
+            return None
+
+    def _count_handover(self, request: DispatchRequest, report: DispatchReport, decision: RoutingDecision) -> None:
+        """Not from the retry budget: a drain is no fault, and happens once in a worker's life."""
+        report.num_migrations += 1
+        report.num_handovers += 1
+        metrics.router_migrations.labels("drain").inc()
+        self._count_decision(request, decision)
+        log.info(
+            "decode worker drains, handing over",
+            extra={
+                "request_id": request.request_id,
+                "decode_worker": report.decode_worker,
+                "to": decision.decode.address,
+                "num_tokens": report.num_output_tokens,
+            },
+        )
+
+    async def _attempt(
+        self,
+        request: DispatchRequest,
+        decision: RoutingDecision,
+        sent: list[int],
+        report: DispatchReport,
+        avoided: _Avoided,
+    ) -> AsyncGenerator[NewTokens, None]:
+        """One Decode call. Raises `_WorkerLostError` where another worker may do better, `_HandoverError` where one
+        should."""
+        timeout_s = request.deadline - self._clock()
+        if timeout_s <= 0:
+            raise DeadlineError("the request's deadline has passed")
+        decode, earlier = decision.decode, decode_pb2.DecodeSummary()
+        earlier.CopyFrom(report.summary)
+        call = self._open(request, decision, sent, timeout_s)
+        with self._registry.sending(*_counted(decision)):
+            try:
+                async for event in call:
+                    if event.HasField("summary"):
+                        num_retries = report.summary.num_prefill_retries
+                        report.take_in(event.summary, earlier)
+                        for _ in range(report.summary.num_prefill_retries - num_retries):
+                            self._budget.spend(self._clock())
+                    new = NewTokens(
+                        [token_of(token) for token in event.tokens],
+                        finish_reason_of(event.finish_reason),
+                        event.stop_token_id if event.HasField("stop_token_id") else None,
+                    )
+                    self._mark(report, len(new.tokens))
+                    if new.tokens or new.finish_reason:
+                        yield new
+                    if new.finish_reason:
+                        return
+                    if event.offers_handover and (elsewhere := self._elsewhere(request, decode, avoided)):
+                        raise _HandoverError(elsewhere)
+            except grpc.aio.AioRpcError as error:
+                raise self._failure(request, decode, error) from error
+            finally:
+                call.cancel()  # does nothing to a call that has ended
+        raise _WorkerLostError("UNAVAILABLE", "the stream ended without a finish reason", gone=True)
+
+    def _open(
+        self, request: DispatchRequest, decision: RoutingDecision, sent: list[int], timeout_s: float
+    ) -> grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeEvent]:
+        stub = decode_pb2_grpc.DecodeServiceStub(self._registry.channel(decision.decode.address))
+        # Those after the first one are asked where that fails. Without them the decode worker computes the prompt.
+        num_named = None if self._budget.allows(self._clock()) else 1
+        return stub.Decode(
+            decode_pb2.DecodeRequest(
+                request_id=request.request_id,
+                fingerprint=request.model.fingerprint,
+                prompt_token_ids=request.prompt_token_ids,
+                sampling_params=sampling_to_proto(request.sampling_params),
+                cache_salt=request.cache_salt,
+                priority=request.priority,
+                prefill_addresses=[endpoint.address for endpoint in decision.prefill[:num_named]],
+                output_token_ids=sent,
+            ),
+            timeout=timeout_s,
+        )
+
+    def _mark(self, report: DispatchReport, num_tokens: int) -> None:
+        if not num_tokens:
+            return
+        now = self._clock()
+        if report.first_token_at is None:
+            report.first_token_at = now
+        report.last_token_at = now
+        report.num_output_tokens += num_tokens
+
+    def _failure(self, request: DispatchRequest, decode: Endpoint, error: grpc.aio.AioRpcError) -> Exception:
+        """What a failed call means: the request's own fault, its deadline, or a worker to be replaced."""
+        code, details = error.code(), error.details() or ""
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED and self._clock() >= request.deadline - 0.05:
+            return DeadlineError("the request's deadline passed before it was finished")
+        if code is grpc.StatusCode.INVALID_ARGUMENT:
+            name, separator, reason = details.partition(": ")
+            return InvalidArgumentError(name, reason) if separator else InvalidArgumentError("request", details)
+        if code is grpc.StatusCode.INTERNAL and "RST_STREAM" not in details:
+            log.error("decode worker failed", extra={"request_id": request.request_id, "reason": details})
+        gone = code is grpc.StatusCode.UNAVAILABLE
+        return _WorkerLostError(code.name, f"{decode.address}: {details}", gone=gone)
+
+
+def _counted(decision: RoutingDecision) -> tuple[str, ...]:
+    """Workers that this request is load on, until they say so themselves."""
+    return (decision.decode.address, *(endpoint.address for endpoint in decision.prefill[:1]))
+
+
+def _given_up(lost: _WorkerLostError, num_retries: int) -> BatonError:
+    message = f"gave up after {num_retries} retries; last: {lost}"
+    if lost.code == "RESOURCE_EXHAUSTED":
+        return OverloadedError(message)
+    if lost.code in ("INTERNAL", "UNKNOWN"):
+        return InternalError(message)
+    return UnavailableError(message)
+
+
+def _ended_by(request: DispatchRequest, sent: list[int]) -> NewTokens | None:
+    """The end that a lost worker did not get to announce: nothing was left to generate."""
+    if not sent:
+        return None
+    params = request.sampling_params
+    last = sent[-1]
+    is_eos = not params.ignore_eos and last in request.model.eos_token_ids
+    if len(sent) > params.min_tokens and (is_eos or last in params.stop_token_ids):
+        return NewTokens([], FinishReason.STOP, last)
+    if len(sent) >= params.max_tokens:
+        return NewTokens([], FinishReason.LENGTH)
+    return None

@@ -1,0 +1,152 @@
+"""The served model's tokenizer, made from the files that a worker sends.
+
+The `tokenizers` library does the work; the transformers library is imported only for a model that has no
+`tokenizer.json`, since it takes seconds to load and brings a framework along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from tokenizers import Tokenizer as RustTokenizer
+
+from common.errors import InvalidArgumentError, UnavailableError
+from common.validation import encoded
+from router.serving.chat_template import ChatTemplate, Message
+
+LONG_TEXT_CHARS = 4096  # tokenized on a thread: about a millisecond, which every other stream would wait for
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to token ids and back. Safe to use from several threads."""
+
+    def __init__(self, rust: RustTokenizer, chat_template: ChatTemplate | None) -> None:
+        self.rust = rust
+        self.chat_template = chat_template
+        rust.no_truncation()
+        rust.no_padding()
+        self.max_token_bytes = max((len(token.encode()) for token in rust.get_vocab(True)), default=1)
+        decoder = json.loads(rust.to_str()).get("decoder")
+        self._byte_level = "ByteLevel" in json.dumps(decoder)
+        self._byte_fallback = "ByteFallback" in json.dumps(decoder)
+        self._special_ids = frozenset(
+            token_id for token_id, token in rust.get_added_tokens_decoder().items() if token.special
+        )
+
+    async def encode(self, text: str, *, field: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. `field` is named in the error where the text is not valid Unicode."""
+        if not text.isascii():
+            encoded(text, field)
+        if len(text) <= LONG_TEXT_CHARS:
+            return self._encode(text, add_special_tokens)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self.rust.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self.rust.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token marks structure and has no text of its own."""
+        return token_id in self._special_ids
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """The conversation as prompt text, special tokens written out.
+
+        Raises `InvalidArgumentError` for `messages` where the model has no template, or its template refuses.
+        """
+        if self.chat_template is None:
+            raise InvalidArgumentError("messages", "the served model has no chat template; send a prompt instead")
+        return self.chat_template.render(messages)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, also where that is a part of a character."""
+        token = self.rust.id_to_token(token_id)
+        if token is None:  # models pad their vocabulary beyond the tokenizer's
+            return b""
+        if token_id in self._special_ids:
+            return str(token).encode()
+        if self._byte_level and all(char in _byte_of_char() for char in token):
+            return bytes(_byte_of_char()[char] for char in token)
+        if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes.fromhex(token[3:5])
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+
+@lru_cache(maxsize=1)
+def _byte_of_char() -> dict[str, int]:
+    """The byte-level alphabet of BPE vocabularies: printable Latin-1 stands for itself, the rest is moved up to
+    U+0100 and on, in order (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners")."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(moved)}
+
+
+def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
+    """`files` by bare name, as in a Hugging Face model directory. Blocking: takes up to a second.
+
+    Raises `UnavailableError` with one line where they make no tokenizer.
+    """
+    if not files:
+        raise UnavailableError("the worker has no tokenizer files")
+    try:
+        config = json.loads(files.get("tokenizer_config.json", b"{}"))
+        template = _template_source(files, config)
+        chat_template = ChatTemplate(template, _special_tokens(files, config)) if template else None
+        if "tokenizer.json" in files:
+            rust = RustTokenizer.from_str(files["tokenizer.json"].decode())
+        else:
+            rust = _convert(files)
+    except UnavailableError:
+        raise
+    except Exception as error:  # `tokenizers` raises bare Exception
+        raise UnavailableError(f"the worker's tokenizer files cannot be loaded: {error}") from error
+    return Tokenizer(rust, chat_template)
+
+
+def _template_source(files: Mapping[str, bytes], config: Mapping[str, object]) -> str:
+    """The default chat template, from the places where it is kept, newest convention first; empty where there is
+    none."""
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode()
+    template = config.get("chat_template")
+    if template is None and "chat_template.json" in files:
+        template = json.loads(files["chat_template.json"]).get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {str(entry["name"]): str(entry["template"]) for entry in template}
+        return named.get("default", "")
+    return template if isinstance(template, str) else ""
+
+
+def _special_tokens(files: Mapping[str, bytes], config: Mapping[str, object]) -> dict[str, str]:
+    merged = {**json.loads(files.get("special_tokens_map.json", b"{}")), **config}
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL_TOKENS:
+        value = merged.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def _convert(files: Mapping[str, bytes]) -> RustTokenizer:
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory(prefix="baton-tokenizer-") as directory:
+        for name, content in files.items():
+            if Path(name).name != name:
+                raise UnavailableError(f"the worker sent a tokenizer file that is not a bare name: {name!r}")
+            (Path(directory) / name).write_bytes(content)
+        tokenizer = AutoTokenizer.from_pretrained(directory, use_fast=True)
+        return RustTokenizer.from_str(tokenizer.backend_tokenizer.to_str())
