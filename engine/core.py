@@ -31,6 +31,8 @@ from kv_store.base import BlockRef, KVConnector, Lookup, TransferKind
 log = logging.getLogger(__name__)
 
 VERIFY_STORED_S = 60.0  # what the store took is believed to be there for this long, then looked at when it is used
+INTEGRITY_SHARE = 0.05  # most of the engine's time that status calls may take for integrity checks
+INTEGRITY_AGE_S = 1.0  # oldest result of an integrity check that a status call gets
 WRITE_TOKENS = 256  # of one write to the store: stores keep so many together, and a handoff waits for one at most
 
 
@@ -111,6 +113,8 @@ class EngineCore:
         self._events: list[m.Event] = []
         self._verify_time = clock() + VERIFY_STORED_S
         self._write_failure = ""  # the last one logged
+        self._integrity_result = ""
+        self._integrity_due = self._verify_time - VERIFY_STORED_S  # no status call checks again before this time
         self._connectors = [connector] if self._store in (None, connector) else [connector, self._store]
         for one in self._connectors:
             one.register_kv_cache(runner.kv_cache, runner.spec, wake)
@@ -161,8 +165,7 @@ class EngineCore:
                 except BatonError as error:  # fetches from it will fail, and say so with their request's id
                     log.warning("cannot reach a peer's KV cache", extra={"reason": str(error)})
             case m.GetStatus(call_id):
-                problems = self.scheduler.check_integrity()
-                self._events.append(m.Status(call_id, self.load, "; ".join(problems[:5]) or "ok"))
+                self._events.append(m.Status(call_id, self.load, self._integrity()))
         self._settle_touched()
 
     def stood_still(self, seconds: float) -> None:
@@ -235,6 +238,16 @@ class EngineCore:
             num_leases=scheduler.num_leases,
             num_unstored_blocks=len(blocks.unstored or ()),
         )
+
+    def _integrity(self) -> str:
+        """ "ok", or what is wrong. A check takes time in proportion to blocks and requests, and anybody may ask for the
+        status. So the next checks are left out until the last one took only `INTEGRITY_SHARE` of the time since."""
+        start = self._clock()
+        if start >= self._integrity_due:
+            self._integrity_result = "; ".join(self.scheduler.check_integrity()[:5]) or "ok"
+            end = self._clock()
+            self._integrity_due = end + min((end - start) / INTEGRITY_SHARE, INTEGRITY_AGE_S)
+        return self._integrity_result
 
     def close(self) -> None:
         for connector in self._connectors:

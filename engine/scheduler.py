@@ -10,7 +10,7 @@ tokens. Between steps: `add`, `release` and the events of remote KV.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -513,11 +513,12 @@ class Scheduler:
         """What is wrong with blocks or queues; empty where every block is free, cached or owned by a live request."""
         problems = self.blocks.check_integrity(self.requests.values())
         places = [*self._waiting, *self._running, *self._remote.values()]
+        num_places = Counter(map(id, places))
         for request in self.requests.values():
-            num_places = sum(place is request for place in places)
             wanted = 0 if request.status is RequestStatus.FINISHED_LEASED else 1
-            if num_places != wanted:
-                problems.append(f"request {request.request_id} ({request.status}) is in {num_places} queues")
+            if num_places[id(request)] != wanted:
+                found = num_places[id(request)]
+                problems.append(f"request {request.request_id} ({request.status}) is in {found} queues")
             if request.status is RequestStatus.WAITING and request.block_ids:
                 problems.append(f"request {request.request_id} waits with blocks")
         problems.extend(self._fetches.problems(self.requests))
