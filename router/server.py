@@ -33,9 +33,12 @@ from router.api.rest.listener import listen
 from router.fleet.discovery.follow import fixed, follow
 from router.fleet.registry import Registry
 from router.policy.least_load import LeastLoad
-from router.serving.demand import DemandService
+from router.serving.admission import Admission
+from router.serving.demand import Demand, DemandService
 from router.serving.dispatch import Dispatcher, DispatchLimits
 from router.serving.front import Front
+from router.serving.generation import Generation
+from router.serving.preparation import Preparation
 from router.stop_signals import stop_signals
 
 log = logging.getLogger(__name__)
@@ -67,7 +70,12 @@ async def serve(
     keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file is not None else None
     registry = Registry(fixed(settings.prefill), fixed(settings.decode), Channels(settings))
     dispatcher = Dispatcher(registry, LeastLoad(), limits=limits)
-    front = Front(registry, dispatcher, request_timeout_s=settings.request_timeout, worker_wait_s=settings.worker_wait)
+    demand = Demand()
+    front = Front(
+        Admission(registry, demand, worker_wait_s=settings.worker_wait),
+        Preparation(request_timeout_s=settings.request_timeout),
+        Generation(dispatcher, demand),
+    )
     health = HealthServicer()
     async with contextlib.AsyncExitStack() as stack:
         http_socket = stack.enter_context(contextlib.closing(listen(settings.http_listen)))
@@ -177,7 +185,7 @@ def _bind_health(address: str | None, health: HealthServicer) -> grpc.aio.Server
 
 
 def _add_services(server: grpc.aio.Server, front: Front, registry: Registry, health: HealthServicer) -> None:
-    servicers = (InferenceService(front), FleetService(registry), DemandService(front.demand))
+    servicers = (InferenceService(front), FleetService(registry), DemandService(front.admission.demand))
     for service, servicer in zip(SERVICES, servicers, strict=True):
         add_service(server, service, servicer)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
@@ -196,7 +204,7 @@ def _add_services(server: grpc.aio.Server, front: Front, registry: Registry, hea
 
 async def _set_health(health: HealthServicer, front: Front) -> None:
     status = health_pb2.HealthCheckResponse
-    inference = status.NOT_SERVING if front.not_ready() else status.SERVING
+    inference = status.NOT_SERVING if front.admission.not_ready() else status.SERVING
     await health.set("", inference)
     await health.set(SERVICES[0].full_name, inference)
     for service in SERVICES[1:]:
@@ -208,10 +216,10 @@ async def _watch_health(health: HealthServicer, front: Front, on_ready: Callable
     was_ready = False
     while True:
         await _set_health(health, front)
-        if not was_ready and not front.not_ready():
+        if not was_ready and not front.admission.not_ready():
             was_ready = True
             on_ready()
-        await front.registry.changed(CHECK_HEALTH_S)
+        await front.admission.registry.changed(CHECK_HEALTH_S)
 
 
 async def _drain(front: Front, health: HealthServicer, grpc_server: grpc.aio.Server, timeout_s: float) -> None:
@@ -221,9 +229,9 @@ async def _drain(front: Front, health: HealthServicer, grpc_server: grpc.aio.Ser
     await health.enter_graceful_shutdown()
     closing = asyncio.create_task(grpc_server.stop(timeout_s))
     await asyncio.sleep(0)  # it has begun
-    front.drain()
+    front.admission.drain()
     try:
-        await asyncio.wait_for(front.idle(), timeout_s)
+        await asyncio.wait_for(front.admission.idle(), timeout_s)
     except TimeoutError:
         log.warning("answers were cut off: they took longer than the drain timeout")
     closing.cancel()  # streams that never end by themselves, as of load or health, are not waited for

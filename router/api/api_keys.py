@@ -14,35 +14,21 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import logging
 import re
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 from common import metrics
 from common.errors import StartupError, UnauthenticatedError
 from common.watched_files import WatchedFiles, read_file
+from router.serving.clients import ApiClient
 
 log = logging.getLogger(__name__)
 
 _HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})$")
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}$")
 _FIELDS = ("name", "tenant")
-
-
-@dataclass(slots=True, frozen=True)
-class ApiClient:
-    """Whose key came with a call."""
-
-    name: str
-    tenant: str = ""
-
-    def cache_salt(self, given: str) -> str:
-        """What separates this client's cached blocks from others': its tenant, then its own salt. As JSON, so that no
-        salt spells another tenant."""
-        return json.dumps([self.tenant, given]) if self.tenant or given else ""
 
 
 class ApiKeys:

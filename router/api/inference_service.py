@@ -12,9 +12,11 @@ from common.errors import InvalidArgumentError
 from common.validation import SamplingFields, chat_role, check_model, check_text, check_token_ids
 from protos.baton.v1 import inference_pb2, types_pb2
 from protos.convert import finish_reason_to_proto, token_to_proto
-from router.api.convert import sampling_fields_of
+from router.api.api_keys import current_client
+from router.convert import sampling_fields_of
 from router.fleet.registry import ServedModel
-from router.serving.front import Front, GenerationRequest, Output, Prompt, Report
+from router.serving.front import Front
+from router.serving.request import GenerationRequest, Output, Prompt, Report
 
 Context = grpc.aio.ServicerContext[object, object]
 
@@ -33,8 +35,8 @@ class InferenceService:
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         arrived_at = time.monotonic()
-        with self._front.running("grpc", context.time_remaining()):
-            model = await self._front.serving()
+        with self._front.admission.running("grpc", context.time_remaining()):
+            model = await self._front.admission.serving()
             check_model(request.model, model.limits)
             prompt = await self._prompt(model, request)
             async with aclosing(self._answer(model, prompt, request, context, arrived_at)) as responses:
@@ -45,8 +47,8 @@ class InferenceService:
         self, request: inference_pb2.ChatRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         arrived_at = time.monotonic()
-        with self._front.running("grpc", context.time_remaining()):
-            model = await self._front.serving()
+        with self._front.admission.running("grpc", context.time_remaining()):
+            model = await self._front.admission.serving()
             check_model(request.model, model.limits)
             if not request.messages:
                 raise InvalidArgumentError("messages", "must not be empty")
@@ -54,7 +56,7 @@ class InferenceService:
                 {"role": chat_role(message.role, f"messages[{index}].role"), "content": message.content}
                 for index, message in enumerate(request.messages)
             ]
-            prompt = await self._front.chat_prompt(model, messages)
+            prompt = await self._front.preparation.chat_prompt(model, messages)
             async with aclosing(self._answer(model, prompt, request, context, arrived_at)) as responses:
                 async for response in responses:
                     yield response
@@ -62,7 +64,7 @@ class InferenceService:
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, _context: Context
     ) -> inference_pb2.TokenizeResponse:
-        model = self._front.served()
+        model = self._front.admission.served()
         check_model(request.model, model.limits)
         if request.text:
             check_text(request.text, model.limits, "text")
@@ -73,7 +75,7 @@ class InferenceService:
     async def Detokenize(  # noqa: N802
         self, request: inference_pb2.DetokenizeRequest, _context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        model = self._front.served()
+        model = self._front.admission.served()
         check_model(request.model, model.limits)
         check_token_ids(request.token_ids, model.limits, "token_ids")
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
@@ -84,7 +86,7 @@ class InferenceService:
     async def ListModels(  # noqa: N802
         self, _request: inference_pb2.ListModelsRequest, _context: Context
     ) -> inference_pb2.ListModelsResponse:
-        limits = self._front.served().limits
+        limits = self._front.admission.served().limits
         return inference_pb2.ListModelsResponse(
             models=[inference_pb2.Model(id=limits.model, max_model_len=limits.max_model_len)]
         )
@@ -94,7 +96,7 @@ class InferenceService:
             raise InvalidArgumentError("prompt_token_ids", "set either prompt or prompt_token_ids, not both")
         if request.prompt_token_ids:
             return Prompt(list(request.prompt_token_ids), "prompt_token_ids")
-        return await self._front.text_prompt(model, request.prompt, "prompt")
+        return await self._front.preparation.text_prompt(model, request.prompt, "prompt")
 
     async def _answer(
         self,
@@ -105,7 +107,7 @@ class InferenceService:
         arrived_at: float,
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         fields = sampling_fields_of(request.sampling_params)
-        generation = self._front.prepare(
+        generation = self._front.preparation.request(
             model,
             prompt,
             fields,
@@ -116,8 +118,9 @@ class InferenceService:
             arrived_at=arrived_at,
             timeout_s=context.time_remaining(),
             name=_field_name,
+            client=current_client.get(),
         )
-        async with aclosing(self._front.generate(generation)) as outputs:
+        async with aclosing(self._front.generation.generate(generation)) as outputs:
             async for output in outputs:
                 yield _response(generation, fields, output)
 

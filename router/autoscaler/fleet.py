@@ -16,9 +16,9 @@ from common.grpc_transport import Channels
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from protos.baton.v1 import demand_pb2, demand_pb2_grpc, worker_pb2, worker_pb2_grpc
 from protos.convert import state_of
-from router.api.convert import load_of
 from router.autoscaler.arrivals import ArrivalRate
 from router.autoscaler.signals import FleetSignals, RoleSignals
+from router.convert import load_of
 from router.fleet.discovery.base import Discovery, Found
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from common.types import WorkerLoad, WorkerRole, WorkerState
 from common.validation import ModelLimits
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from protos.convert import role_of, state_of
-from router.api.convert import load_of
+from router.convert import load_of
 from router.fleet.endpoint import Endpoint
 from router.serving.tokenizer import Tokenizer, load_tokenizer
 

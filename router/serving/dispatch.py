@@ -30,13 +30,14 @@ from common.errors import (
     OverloadedError,
     UnavailableError,
 )
-from common.types import FinishReason, SampledToken, SamplingParams
+from common.types import FinishReason, SampledToken
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc
 from protos.convert import finish_reason_of, token_of
-from router.api.convert import sampling_to_proto
+from router.convert import sampling_to_proto
 from router.fleet.endpoint import Endpoint
-from router.fleet.registry import Registry, ServedModel
+from router.fleet.registry import Registry
 from router.policy.least_load import Policy, RoutingDecision, RoutingRequest
+from router.serving.request import GenerationRequest
 from router.serving.retry_budget import RetryBudget
 
 log = logging.getLogger(__name__)
@@ -47,19 +48,6 @@ class DispatchLimits:
     num_retries: int = 3  # other decode workers tried before the first token
     num_migrations: int = 8  # decode workers lost and replaced after it; handovers don't count
     recovery_wait_s: float = 10.0  # a request that lost its worker waits this long for one to be ready
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class DispatchRequest:
-    """A validated request, as workers take it."""
-
-    request_id: str
-    model: ServedModel
-    prompt_token_ids: list[int]
-    sampling_params: SamplingParams
-    cache_salt: str = ""
-    priority: int = 0
-    deadline: float  # time.monotonic() at which the client gives up
 
 
 @dataclass(slots=True, frozen=True)
@@ -142,7 +130,7 @@ class Dispatcher:
         self._budget = budget or RetryBudget()
         self._clock = clock
 
-    async def run(self, request: DispatchRequest, report: DispatchReport) -> AsyncGenerator[NewTokens, None]:
+    async def run(self, request: GenerationRequest, report: DispatchReport) -> AsyncGenerator[NewTokens, None]:
         """Yields tokens until one batch has a `finish_reason`; fills `report` as it goes.
 
         Raises `UnavailableError` where no decode worker is left, `OverloadedError` where all refuse,
@@ -177,7 +165,7 @@ class Dispatcher:
                 decision = await self._pick(request, avoided, error)
 
     async def _pick(
-        self, request: DispatchRequest, avoided: _Avoided, lost: _WorkerLostError | None
+        self, request: GenerationRequest, avoided: _Avoided, lost: _WorkerLostError | None
     ) -> RoutingDecision:
         """A first attempt finds a worker now, or waits a moment for one whose connection broke just now. One that lost
         its worker prefers another, takes the same one where it is back and no other is there, and waits a little for
@@ -197,11 +185,11 @@ class Dispatcher:
             self._count_decision(request, decision)
             return decision
 
-    def _count_decision(self, request: DispatchRequest, decision: RoutingDecision) -> None:
+    def _count_decision(self, request: GenerationRequest, decision: RoutingDecision) -> None:
         metrics.router_decisions.labels("remote" if decision.prefill else "in_place").inc()
         log.debug("routed", extra={"request_id": request.request_id, "reasons": decision.reasons})
 
-    def _pick_once(self, request: DispatchRequest, avoided: _Avoided) -> RoutingDecision:
+    def _pick_once(self, request: GenerationRequest, avoided: _Avoided) -> RoutingDecision:
         endpoints = self._registry.endpoints()
         routing = RoutingRequest(
             num_prompt_tokens=len(request.prompt_token_ids),
@@ -216,7 +204,7 @@ class Dispatcher:
             return self._policy.pick(replace(routing, tried=frozenset(avoided.refused)), endpoints)
 
     def _allow_another(
-        self, request: DispatchRequest, report: DispatchReport, lost: _WorkerLostError, *, has_tokens: bool
+        self, request: GenerationRequest, report: DispatchReport, lost: _WorkerLostError, *, has_tokens: bool
     ) -> None:
         """Counts the next attempt, or raises where there must be none."""
         within_budget = self._budget.spend(self._clock())
@@ -238,7 +226,7 @@ class Dispatcher:
         metrics.router_retries.labels(lost.code).inc()
         log.warning("decode worker lost, retrying", extra=extra)
 
-    def _elsewhere(self, request: DispatchRequest, draining: Endpoint, avoided: _Avoided) -> RoutingDecision | None:
+    def _elsewhere(self, request: GenerationRequest, draining: Endpoint, avoided: _Avoided) -> RoutingDecision | None:
         """Who could go on instead of a worker that drains; None where nobody can now. The worker asks again."""
         avoided.refuse(draining)
         try:
@@ -246,7 +234,7 @@ class Dispatcher:
         except UnavailableError:
             return None
 
-    def _count_handover(self, request: DispatchRequest, report: DispatchReport, decision: RoutingDecision) -> None:
+    def _count_handover(self, request: GenerationRequest, report: DispatchReport, decision: RoutingDecision) -> None:
         """Not from the retry budget: a drain is no fault, and happens once in a worker's life."""
         report.num_migrations += 1
         report.num_handovers += 1
@@ -264,7 +252,7 @@ class Dispatcher:
 
     async def _attempt(
         self,
-        request: DispatchRequest,
+        request: GenerationRequest,
         decision: RoutingDecision,
         sent: list[int],
         report: DispatchReport,
@@ -305,7 +293,7 @@ class Dispatcher:
         raise _WorkerLostError("UNAVAILABLE", "the stream ended without a finish reason", gone=True)
 
     def _open(
-        self, request: DispatchRequest, decision: RoutingDecision, sent: list[int], timeout_s: float
+        self, request: GenerationRequest, decision: RoutingDecision, sent: list[int], timeout_s: float
     ) -> grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeEvent]:
         stub = decode_pb2_grpc.DecodeServiceStub(self._registry.channel(decision.decode.address))
         # Those after the first one are asked where that fails. Without them the decode worker computes the prompt.
@@ -333,7 +321,7 @@ class Dispatcher:
         report.last_token_at = now
         report.num_output_tokens += num_tokens
 
-    def _failure(self, request: DispatchRequest, decode: Endpoint, error: grpc.aio.AioRpcError) -> Exception:
+    def _failure(self, request: GenerationRequest, decode: Endpoint, error: grpc.aio.AioRpcError) -> Exception:
         """What a failed call means: the request's own fault, its deadline, or a worker to be replaced."""
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and self._clock() >= request.deadline - 0.05:
@@ -361,7 +349,7 @@ def _given_up(lost: _WorkerLostError, num_retries: int) -> BatonError:
     return UnavailableError(message)
 
 
-def _ended_by(request: DispatchRequest, sent: list[int]) -> NewTokens | None:
+def _ended_by(request: GenerationRequest, sent: list[int]) -> NewTokens | None:
     """The end that a lost worker did not get to announce: nothing was left to generate."""
     if not sent:
         return None

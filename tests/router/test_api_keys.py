@@ -19,8 +19,9 @@ from baton.client import Client
 from common.config import RouterSettings
 from common.errors import ConfigError, StartupError, UnauthenticatedError
 from protos.baton.v1 import demand_pb2, demand_pb2_grpc, inference_pb2, inference_pb2_grpc, router_pb2
-from router.api.api_keys import ApiClient, ApiKeys
+from router.api.api_keys import ApiKeys
 from router.server import serve
+from router.serving.clients import ApiClient
 from tests.router.conftest import RunningRouter, StartRouter, sample
 from tests.router.fake_worker import ANSWER, FakeWorker
 

@@ -14,7 +14,8 @@ from common.errors import BatonError
 from common.types import SampledToken
 from router.api.rest.errors import as_baton, error_body
 from router.api.rest.formats import AnswerFormat, JsonObject, baton_report, usage
-from router.serving.front import Front, GenerationRequest, Output, Report
+from router.serving.generation import Generation
+from router.serving.request import GenerationRequest, Output, Report
 
 DONE = b"data: [DONE]\n\n"
 
@@ -34,7 +35,7 @@ class Answer:
 
     def __init__(
         self,
-        front: Front,
+        generation: Generation,
         requests: Sequence[GenerationRequest],
         answer_format: AnswerFormat,
         *,
@@ -43,7 +44,7 @@ class Answer:
         wants_logprobs: bool,
         wants_usage_chunk: bool,
     ) -> None:
-        self._front = front
+        self._generation = generation
         self._requests = requests
         self._format = answer_format
         self._request_id = request_id
@@ -55,7 +56,7 @@ class Answer:
         self.failure: BatonError | None = None  # what `events` told its reader as an event
 
     async def whole(self) -> JsonObject:
-        async with aclosing(_merged(self._front, self._requests)) as outputs:
+        async with aclosing(_merged(self._generation, self._requests)) as outputs:
             async for index, output in outputs:
                 choice = self._choices[index]
                 choice.texts.append(output.text)
@@ -80,7 +81,7 @@ class Answer:
         an event, since the status has been sent."""
         started = False
         try:
-            async with aclosing(_merged(self._front, self._requests)) as outputs:
+            async with aclosing(_merged(self._generation, self._requests)) as outputs:
                 async for index, output in outputs:
                     if not started:
                         for event in self._opening():
@@ -161,10 +162,12 @@ def _sse(content: JsonObject) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
-async def _merged(front: Front, requests: Sequence[GenerationRequest]) -> AsyncGenerator[tuple[int, Output], None]:
+async def _merged(
+    generation: Generation, requests: Sequence[GenerationRequest]
+) -> AsyncGenerator[tuple[int, Output], None]:
     """Outputs of all requests as they come, with their index. The first failure ends all of them."""
     if len(requests) == 1:
-        async with aclosing(front.generate(requests[0])) as outputs:
+        async with aclosing(generation.generate(requests[0])) as outputs:
             async for output in outputs:
                 yield 0, output
         return
@@ -173,7 +176,7 @@ async def _merged(front: Front, requests: Sequence[GenerationRequest]) -> AsyncG
 
     async def pump(index: int, request: GenerationRequest) -> None:
         try:
-            async with aclosing(front.generate(request)) as outputs:
+            async with aclosing(generation.generate(request)) as outputs:
                 async for output in outputs:
                     queue.put_nowait((index, output))
             queue.put_nowait(None)

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from common.errors import ModelNotFoundError
 from common.validation import check_model, check_request_id, check_text, check_token_ids
+from router.api.api_keys import current_client
 from router.api.rest import errors
 from router.api.rest.answer import Answer
 from router.api.rest.disconnect import ClientGoneError, EventStream, unless_gone
@@ -29,7 +30,8 @@ from router.api.rest.schema import (
     read_body,
 )
 from router.fleet.registry import ServedModel
-from router.serving.front import Front, Prompt, new_request_id
+from router.serving.front import Front
+from router.serving.request import Prompt, new_request_id
 
 DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's text completion gives where max_tokens is not set
 CLIENT_GONE_STATUS = 499  # nobody reads it; access logs know it
@@ -87,7 +89,7 @@ class _Gateway:
         body = parse(ChatBody, await read_body(request))
 
         async def prompts(model: ServedModel) -> list[Prompt]:
-            return [await self._front.chat_prompt(model, body.chat_messages())]
+            return [await self._front.preparation.chat_prompt(model, body.chat_messages())]
 
         return await self._generate(request, body, prompts, arrived_at)
 
@@ -98,7 +100,7 @@ class _Gateway:
         async def prompts(model: ServedModel) -> list[Prompt]:
             special = body.add_special_tokens is not False
             return [
-                await self._front.text_prompt(model, prompt, "prompt", add_special_tokens=special)
+                await self._front.preparation.text_prompt(model, prompt, "prompt", add_special_tokens=special)
                 if isinstance(prompt, str)
                 else Prompt(prompt, "prompt")
                 for prompt in body.prompts()
@@ -127,14 +129,14 @@ class _Gateway:
         self, body: ChatBody | CompletionBody, prompts: Prompts, request_id: str, arrived_at: float
     ) -> AsyncGenerator[bytes, None]:
         """The answer's bytes: one piece, or server-sent events."""
-        with self._front.running("rest") as ending:
-            model = await self._front.serving()
+        with self._front.admission.running("rest") as ending:
+            model = await self._front.admission.serving()
             check_model(body.model or "", model.limits)
             body.check()
             is_chat = isinstance(body, ChatBody)
             fields = body.fields()
             requests = [
-                self._front.prepare(
+                self._front.preparation.request(
                     model,
                     prompt,
                     fields,
@@ -144,11 +146,12 @@ class _Gateway:
                     arrived_at=arrived_at,
                     default_max_tokens=None if is_chat else DEFAULT_COMPLETION_TOKENS,
                     name=body.field_name if isinstance(body, ChatBody) else str,
+                    client=current_client.get(),
                 )
                 for prompt in await prompts(model)
             ]
             answer = Answer(
-                self._front,
+                self._front.generation,
                 [
                     prepared.numbered(number * body.num_choices + index)
                     for number, prepared in enumerate(requests)
@@ -180,7 +183,7 @@ class _Gateway:
         return json_response(served)
 
     def _model(self) -> dict[str, object]:
-        limits = self._front.served().limits
+        limits = self._front.admission.served().limits
         return {
             "id": limits.model,
             "object": "model",
@@ -191,7 +194,7 @@ class _Gateway:
 
     async def tokenize(self, request: Request) -> Response:
         body = parse(TokenizeBody, await read_body(request))
-        model = self._front.served()
+        model = self._front.admission.served()
         check_model(body.model or "", model.limits)
         name = "prompt" if body.text is None else "text"
         text = (body.prompt if body.text is None else body.text) or ""
@@ -203,14 +206,14 @@ class _Gateway:
 
     async def detokenize(self, request: Request) -> Response:
         body = parse(DetokenizeBody, await read_body(request))
-        model = self._front.served()
+        model = self._front.admission.served()
         check_model(body.model or "", model.limits)
         check_token_ids(body.token_ids, model.limits, "token_ids")
         skip = body.skip_special_tokens is not False
         return json_response({"text": model.tokenizer.decode(body.token_ids, skip_special_tokens=skip)})
 
     async def health(self, _request: Request) -> Response:
-        if reason := self._front.not_ready():
+        if reason := self._front.admission.not_ready():
             return json_response({"status": "unavailable", "reason": reason}, status=503, headers={"Retry-After": "1"})
         return json_response({"status": "ok"})
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from common.types import SampledToken
-from router.serving.front import Report
+from router.serving.request import Report
 from router.serving.tokenizer import Tokenizer
 
 JsonObject = dict[str, object]

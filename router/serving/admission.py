@@ -1,0 +1,109 @@
+"""Who is let in: not before there is a worker, not while the router drains; and what ran is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from common import metrics
+from common.errors import BatonError, UnavailableError
+from router.fleet.registry import Registry, ServedModel
+from router.serving.demand import Demand
+
+DEADLINE_SLACK_S = 0.05  # clocks of gRPC and of this process may differ by so much
+
+
+@dataclass(slots=True)
+class Ending:
+    """How a client's request ended, as it is counted."""
+
+    outcome: str = "ok"
+
+    def failed(self, error: BatonError) -> None:
+        self.outcome = error.grpc_code.lower()
+
+
+class Admission:
+    """Shared by both interfaces of a router."""
+
+    def __init__(self, registry: Registry, demand: Demand, *, worker_wait_s: float = 0.0) -> None:
+        """`worker_wait_s`: how long a request waits for a worker while there is none (a fleet scaled to zero)."""
+        self.registry = registry
+        self.demand = demand
+        self._worker_wait_s = worker_wait_s
+        self._num_running = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def not_ready(self) -> str:
+        """Why no request is taken now; empty where one is."""
+        if self._draining:
+            return "the router is shutting down"
+        return "" if self._worker_wait_s else self.registry.not_ready()
+
+    def served(self) -> ServedModel:
+        """Raises `UnavailableError` while no request can be taken."""
+        if self._draining:
+            raise UnavailableError("the router is shutting down")
+        return self.registry.served()
+
+    async def serving(self) -> ServedModel:
+        """`served`, after waiting for a worker where there is none: a first one, or one whose connection broke a moment
+        ago. Raises `UnavailableError`."""
+        wait_s = self._worker_wait_s or self.registry.reconnect_wait_s()
+        give_up_at = time.monotonic() + wait_s
+        if wait_s and not self._draining and self.registry.not_ready():
+            with self.demand.waiting() if self._worker_wait_s else contextlib.nullcontext():
+                while not self._draining and self.registry.not_ready() and (left := give_up_at - time.monotonic()) > 0:
+                    await self.registry.changed(min(left, 1.0))
+        try:
+            return self.served()
+        except UnavailableError:
+            self.demand.unserved()
+            raise
+
+    def drain(self) -> None:
+        """No request is taken from now on."""
+        self._draining = True
+
+    async def idle(self) -> None:
+        """Returns once no request is running."""
+        await self._idle.wait()
+
+    @contextlib.contextmanager
+    def running(self, interface: str, timeout_s: float | None = None) -> Iterator[Ending]:
+        """Around all work for one client request, so that draining waits for it; counts how it ended.
+
+        gRPC cancels a handler whose client's deadline passes. With `timeout_s`, what that client has left, it counts as
+        what it is.
+        """
+        late_at = math.inf if timeout_s is None else time.monotonic() + timeout_s - DEADLINE_SLACK_S
+        self._num_running += 1
+        self.demand.num_running += 1
+        self.demand.arrived()
+        self._idle.clear()
+        metrics.router_requests_running.set(self._num_running)
+        ending = Ending()
+        try:
+            yield ending
+        except BatonError as error:
+            ending.failed(error)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            ending.outcome = "deadline_exceeded" if time.monotonic() >= late_at else "cancelled"
+            raise
+        except Exception:
+            ending.outcome = "internal"
+            raise
+        finally:
+            self._num_running -= 1
+            self.demand.num_running -= 1
+            metrics.router_requests_running.set(self._num_running)
+            metrics.router_requests.labels(interface, ending.outcome).inc()
+            if self._num_running == 0:
+                self._idle.set()

@@ -1,0 +1,84 @@
+"""What the interfaces, the front and the dispatcher pass to each other: a request, and pieces of its answer."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, replace
+
+from common.types import FinishReason, SampledToken, SamplingParams
+from router.fleet.registry import ServedModel
+
+
+@dataclass(slots=True, frozen=True)
+class Prompt:
+    """What is to be continued. `field` is the client's name for it."""
+
+    token_ids: list[int]
+    field: str
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class GenerationRequest:
+    """One answer to be generated: validated, and as workers take it. Made by `Preparation.request`."""
+
+    request_id: str
+    model: ServedModel
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    cache_salt: str = ""
+    priority: int = 0
+    arrived_at: float
+    deadline: float  # time.monotonic() at which the client gives up
+    client: str = ""  # name of the API key
+
+    def numbered(self, index: int) -> GenerationRequest:
+        """The index-th of several answers to one request: another id and seed, the same everything else."""
+        if index == 0:
+            return self
+        seed = (self.sampling_params.seed + index + 2**63) % 2**64 - 2**63
+        return replace(
+            self,
+            request_id=f"{self.request_id}-{index}",
+            sampling_params=replace(self.sampling_params, seed=seed),
+        )
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Report:
+    """What Baton did for one answer. Times in milliseconds."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    queue_ms: float
+    prefill_ms: float
+    handoff_ms: float
+    transfer_ms: float
+    first_decode_ms: float
+    ttft_ms: float
+    total_ms: float
+    tokens_per_second: float
+    prefill_worker: str
+    decode_worker: str
+    num_blocks_moved: int
+    num_bytes_moved: int
+    fallback_reason: str
+    num_retries: int
+    num_migrations: int
+    num_preemptions: int
+    num_handovers: int
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Output:
+    """A piece of an answer; the last one has `finish_reason` and `report`."""
+
+    text: str  # whole characters; may lag behind `tokens`
+    tokens: list[SampledToken]
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string, or the stop token's id, that ended it
+    report: Report | None = None
+
+
+def new_request_id() -> str:
+    return uuid.uuid4().hex
