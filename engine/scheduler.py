@@ -313,11 +313,19 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------ remote KV
 
     def announce(self, request_id: str, refs: Sequence[BlockRef]) -> list[FetchBlock]:
-        """Blocks became readable at a prefill worker; which to fetch, and where to. Hold them while they move."""
+        """Blocks became readable at a prefill worker; which to fetch, and where to. Hold them while they move.
+
+        A block under another name than this prompt's own is lost: a store would bring another prompt's bytes for it.
+        """
         request = self._remote.get(request_id)
         if request is None or request.remote is None:
             return []
-        return [FetchBlock(ref, request.block_ids[ref.index]) for ref in request.remote.announce(refs)]
+        remote = request.remote
+        asked = [ref for ref in refs if remote.ask_from <= ref.index < remote.num_blocks]
+        wrong = {ref.index for ref in asked if ref.block_hash != self.blocks.name_in_prompt(request, ref.index)}
+        self.publications_lost(request_id, wrong, "the prefill worker announced a block of another prompt")
+        right = [ref for ref in asked if ref.index not in wrong]
+        return [FetchBlock(ref, request.block_ids[ref.index]) for ref in remote.announce(right)]
 
     def blocks_lost(self, request_id: str, indexes: Iterable[int], failure: str) -> None:
         remote = self._remote_of(request_id)

@@ -149,6 +149,13 @@ class BlockManager:
         index = request.num_prompt_tokens // self.block_size
         return self._hash_of(request, index, request.num_prompt_tokens)
 
+    def name_in_prompt(self, request: Request, index: int) -> bytes:
+        """Name of block `index` of the prompt, be it full or the tail: what a prefill worker announces it as."""
+        if (index + 1) * self.block_size > request.num_prompt_tokens:
+            return self.tail_hash(request)
+        self.name_full_blocks(request)
+        return request.block_hashes[index]
+
     def _hash_of(self, request: Request, index: int, stop: int) -> bytes:
         parent = request.block_hashes[index - 1] if index else self._root_hash
         return block_hash(parent, request.token_ids[index * self.block_size : stop], request.extra_keys)

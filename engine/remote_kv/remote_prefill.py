@@ -38,16 +38,13 @@ class RemotePrefill:
 
     def announce(self, refs: Sequence[BlockRef]) -> list[BlockRef]:
         """Which of `refs` to fetch now; they count as in flight from here on."""
-        wanted = [
-            ref
-            for ref in refs
-            if self.first_block <= ref.index < self.num_blocks
-            and ref.index not in self.arrived
-            and ref.index not in self.in_flight
-        ]
-        for ref in wanted:
-            self.in_flight.add(ref.index)
-            self.lost.discard(ref.index)
+        wanted = []
+        for ref in refs:
+            is_asked = self.first_block <= ref.index < self.num_blocks
+            if is_asked and ref.index not in self.arrived and ref.index not in self.in_flight:
+                wanted.append(ref)
+                self.in_flight.add(ref.index)
+                self.lost.discard(ref.index)
         return wanted
 
     def lose(self, indexes: Iterable[int], failure: str) -> None:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from common import metrics
 from common.types import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
-from kv_store.base import LocalBlock
+from kv_store.base import BlockRef, LocalBlock
 from tests.engine.fakes import BLOCK_SIZE, add, assert_idle, make_core, reference, run, tokens_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -33,6 +34,7 @@ class Pair:
     received: set[str] = field(default_factory=set)
     num_fetches: Counter[str] = field(default_factory=Counter)  # reports of arrived blocks
     lose_publications: bool = False
+    swap_announced: bool = False  # the first two blocks of an announcement change places
     is_prefill_dead: bool = False
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int = 8, **fields: object) -> None:
@@ -97,6 +99,10 @@ class Pair:
                 case m.BlocksPublished(request_id, refs, failed, failure):
                     if self.lose_publications:
                         refs, failed, failure = [], [*failed, *(ref.index for ref in refs)], "disk full"
+                    if self.swap_announced and len(refs) > 1:
+                        first, second, *rest = refs
+                        index = first.index
+                        refs = [replace(first, index=second.index), replace(second, index=index), *rest]
                     self.decode.handle(m.BlocksAnnounced(request_id, refs, failed, failure))
                 case m.TokensGenerated(request_id=request_id, tokens=[token]):
                     self.answers.setdefault(request_id, []).append(token.token_id)
@@ -199,6 +205,38 @@ def test_lost_publications_are_computed_in_place() -> None:
     assert pair.answers["a"] == reference(prompt, 8)
     assert pair.fallbacks["a"] == "disk full"
     assert num_fallbacks() == before + 1
+    pair.assert_idle()
+
+
+def test_blocks_announced_under_another_ones_name_are_computed_in_place() -> None:
+    pair = make_pair()
+    pair.swap_announced = True
+    prompt = list(range(23))
+    pair.add("a", prompt)
+    pair.run()
+    assert pair.answers["a"] == reference(prompt, 8)
+    assert pair.fallbacks["a"] == "the prefill worker announced a block of another prompt"
+    pair.assert_idle()
+
+
+def test_blocks_announced_twice_or_never_asked_for_are_fetched_once_or_not_at_all() -> None:
+    pair = make_pair()
+    prompt = list(range(23))
+    pair.add("a", prompt)
+    pair.decode.step()
+    pair.decode.take_events()
+    request = pair.decode.scheduler.requests["a"]
+    names = [pair.decode.blocks.name_in_prompt(request, index) for index in range(6)]
+    refs = [BlockRef(index=index, block_hash=names[index], peer="nobody") for index in (0, 0, 5, 5)]
+    refs += [BlockRef(index=index, block_hash=names[0], peer="nobody") for index in (6, 2**32 - 1, 2**63, -1)]
+    pair.decode.handle(m.BlocksAnnounced("a", refs, [6, 2**64, -1], "odd"))
+    pair.decode.take_in_transfers()
+    (fetched,) = [event for event in pair.decode.take_events() if isinstance(event, m.BlocksFetched)]
+    assert sorted(fetched.failed_indexes) == [0, 5]
+    pair.decode.handle(m.RemotePrefillFailed("a", "it lies"))
+    while pair.decode.step():
+        pass
+    assert tokens_of(pair.decode.take_events())["a"] == reference(prompt, 8)
     pair.assert_idle()
 
 

@@ -124,7 +124,9 @@ class Script:
     def do_announce(self, name: str, **options: str) -> None:
         assert self.scheduler is not None
         first, last = map(int, options["blocks"].split(".."))
-        refs = [BlockRef(index=index, block_hash=bytes(16)) for index in range(first, last)]
+        request = self.scheduler.requests.get(name)
+        names = [self.scheduler.blocks.name_in_prompt(request, index) if request else b"" for index in range(last)]
+        refs = [BlockRef(index=index, block_hash=names[index]) for index in range(first, last)]
         self.say(f"fetch {[block.ref.index for block in self.scheduler.announce(name, refs)]}")
 
     def do_arrive(self, name: str, **options: str) -> None:
