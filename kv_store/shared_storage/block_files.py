@@ -28,7 +28,7 @@ import xxhash
 from common.errors import StartupError, TransferError
 from common.types import KVCacheSpec
 from kv_store.shared_storage.file_clock import FileClock
-from kv_store.shared_storage.layout import StoreLayout, entries, layout_name, unlink, writer_id
+from kv_store.shared_storage.layout import FULL, StoreLayout, entries, layout_name, unlink, writer_id
 from kv_store.shared_storage.run_file import (
     HEADER_BYTES,
     MAX_BLOCKS,
@@ -45,7 +45,6 @@ STALE_TEMP_S = 3600.0  # a temporary file this old has lost its writer, whatever
 USE_INTERVAL_S = 60.0  # a use is noted (in the run's mtime, which eviction goes by) at most this often
 _MAX_ATTEMPTS = 3  # of one write, while somebody deletes directories
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class FullDiskError(TransferError):
@@ -73,7 +72,7 @@ def prepare_directory(kv_dir: str) -> Path:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        if error.errno not in _FULL or not path.is_dir():
+        if error.errno not in FULL or not path.is_dir():
             raise StartupError(f"kv_dir: cannot write to {kv_dir!r}: {error.strerror or error}") from error
         log.warning("the store's disk is full", extra={"directory": kv_dir, "reason": error.strerror})
     return path
@@ -223,7 +222,7 @@ class BlockFiles:
 
     def _failure(self, error: OSError) -> TransferError:
         """The same words for the same reason, whatever the file, so that they can be told once."""
-        kind = FullDiskError if error.errno in _FULL else TransferError
+        kind = FullDiskError if error.errno in FULL else TransferError
         return kind(f"cannot write to {self.layout.root}: {error.strerror or error}")
 
     def _unique(self) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from kv_store.shared_storage.block_files import STALE_TEMP_S, USE_INTERVAL_S
 from kv_store.shared_storage.file_clock import FileClock
 from kv_store.shared_storage.file_lease import FileLease
-from kv_store.shared_storage.layout import StoreLayout, entries, layouts, old_folders, position_in, unlink
+from kv_store.shared_storage.layout import FULL, StoreLayout, entries, layouts, old_folders, position_in, unlink
 from kv_store.shared_storage.run_file import HEADER_BYTES, CorruptRunError, RunTable
 
 log = logging.getLogger(__name__)
@@ -56,11 +56,11 @@ class PassEndedError(Exception):
 class StoreCleaner:
     """Works on the files of all layouts in `kv_dir`, those of version 1 included. All passes are made by one thread."""
 
-    def __init__(self, kv_dir: Path, clock: FileClock, owner: str) -> None:
+    def __init__(self, kv_dir: Path, clock: FileClock) -> None:
         self._kv_dir = kv_dir
         self._clock = clock
         self._is_stopped = False
-        self._lease = FileLease(kv_dir / _LEASE_NAME, clock, owner)
+        self._lease = FileLease(kv_dir / _LEASE_NAME, clock)
 
     def make_pass(self, target: Callable[[int], int], *, with_names: bool) -> PassReport | None:
         """Deletes until `target(bytes in use)` are left. None where another cleaner is at work.
@@ -69,7 +69,7 @@ class StoreCleaner:
         hard links, and what somebody deleted by hand. Raises `OSError` and `PassEndedError`.
         """
         self._clock.set()
-        if not self._lease.acquire():
+        if not self._acquire():
             return None
         try:
             found, num_temp_bytes, num_stale = self._scan(with_names)
@@ -82,7 +82,27 @@ class StoreCleaner:
         """Ends the pass under way. From any thread."""
         self._is_stopped = True
 
+    def _acquire(self) -> bool:
+        try:
+            return self._lease.acquire()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+        # No file can be made, not even an empty one. Several cleaners may do this: each deletes one run.
+        if (run := min(self._runs(), key=lambda run: run.used, default=None)) is not None:
+            self._delete(run)
+        return self._lease.acquire()
+
     # -------------------------------------------------------------------------------------------- finding
+
+    def _runs(self) -> Iterator[Stored]:
+        for layout in layouts(self._kv_dir):
+            for entry in entries(layout.runs):
+                try:
+                    stat = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                yield Stored((entry.path,), stat.st_size, stat.st_mtime, position_in(entry.name), layout)
 
     def _scan(self, with_names: bool) -> tuple[list[Stored], int, int]:
         """What can be evicted; bytes of files being written; how many of those were stale and are deleted."""

@@ -79,9 +79,8 @@ class SharedStorageConnector(KVConnector):
     def __init__(self, config: ConnectorConfig) -> None:
         self._config = config
         self._kv_dir = prepare_directory(config.kv_dir)
-        self._owner = writer_id()
         try:
-            self._clock = FileClock(self._kv_dir, self._owner)
+            self._clock = FileClock(self._kv_dir, writer_id())
         except OSError as error:
             raise StartupError(f"kv_dir: cannot use {config.kv_dir!r}: {error.strerror or error}") from error
         self._queue: FairQueue[_Job, LocalBlock] = FairQueue()
@@ -100,9 +99,7 @@ class SharedStorageConnector(KVConnector):
         self._results = ResultQueue(wake)
         self._slice_blocks = min(max(1, RUN_BYTES // spec.block_bytes), MAX_BLOCKS)
         if self._config.kv_dir_size_bytes is not None:
-            self._space = StoreSpace(
-                self._kv_dir, self._clock, self._owner, self._config.kv_dir_size_bytes, self._queue.recheck
-            )
+            self._space = StoreSpace(self._kv_dir, self._clock, self._config.kv_dir_size_bytes, self._queue.recheck)
             self._space.start()
         for number in range(self._config.num_io_threads):
             thread = threading.Thread(target=self._run, name=f"kv-io-{number}", args=(number == 0,), daemon=True)

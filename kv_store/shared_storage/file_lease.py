@@ -3,6 +3,7 @@ and a file that was not touched for a while may be taken from its holder."""
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -16,17 +17,19 @@ _RENEW_S = 1.0
 
 class FileLease:
     """For work that is merely wasted when two do it at once: a holder that was stopped for longer than STALE_S finds
-    out at its next `renew`. Times are the file system's own, so that hosts' clocks don't matter."""
+    out at its next `renew`. Times are the file system's own, so that hosts' clocks don't matter.
 
-    def __init__(self, path: Path, clock: FileClock, owner: str) -> None:
-        """`owner` is this process's and nobody else's."""
+    The file is empty, so that a full disk can still be cleaned. Its holder keeps it open and so knows it again.
+    """
+
+    def __init__(self, path: Path, clock: FileClock) -> None:
         self._path = str(path)
         self._clock = clock
-        self._owner = owner.encode()
+        self._fd: int | None = None  # the file, while we hold it
         self._renewed = 0.0  # time.monotonic()
 
     def acquire(self) -> bool:
-        """False where somebody else holds it. Raises `OSError`."""
+        """False if somebody else holds it. Raises `OSError`."""
         if self._create():
             return True
         try:
@@ -43,35 +46,43 @@ class FileLease:
         return self._create()
 
     def renew(self) -> bool:
-        """To be called often while it is held; False where it was taken over. Raises `OSError`."""
+        """To be called often while it is held; False if it was taken over. Raises `OSError`."""
         if time.monotonic() - self._renewed < _RENEW_S:
             return True
-        if not self._is_ours():
+        if not self._touch():
             return False
-        os.utime(self._path)
         self._renewed = time.monotonic()
         return True
 
     def release(self) -> None:
-        """Raises `OSError`."""
-        if self._is_ours():
+        """Does nothing if it was taken over. Raises `OSError`."""
+        is_ours = self._touch()
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+        if is_ours:
             unlink(self._path)
 
     def _create(self) -> bool:
         try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
             return False
-        try:
-            os.write(fd, self._owner)
-        finally:
-            os.close(fd)
         self._renewed = time.monotonic()
         return True
 
-    def _is_ours(self) -> bool:
-        try:
-            with open(self._path, "rb") as file:
-                return file.read() == self._owner
-        except FileNotFoundError:
+    def _touch(self) -> bool:
+        """Touches our file; False if the lease's name leads to another one by now, or to none."""
+        if self._fd is None:
             return False
+        try:
+            os.utime(self._fd)
+            named = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):  # ESTALE: deleted by another host
+                return False
+            raise
+        try:
+            return os.path.samestat(os.fstat(named), os.fstat(self._fd))
+        finally:
+            os.close(named)

@@ -12,6 +12,7 @@ Shards of one whole find each other's blocks through `sharded_files`.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -21,6 +22,8 @@ from pathlib import Path
 
 from common.types import KVCacheSpec
 from kv_store.shared_storage.run_file import VERSION
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # what a file system without room answers
 
 _LAYOUT = r"[0-9a-f]{32}(-tp\d+of\d+)?"
 _FOLDER = re.compile(rf"v{VERSION}-{_LAYOUT}")

@@ -31,11 +31,9 @@ _RETRY_S = 0.05  # while another process cleans
 class StoreSpace:
     """One process's part in it, with a thread that makes the passes. Any thread may call any method."""
 
-    def __init__(
-        self, kv_dir: Path, clock: FileClock, owner: str, limit_bytes: int, on_room: Callable[[], None]
-    ) -> None:
+    def __init__(self, kv_dir: Path, clock: FileClock, limit_bytes: int, on_room: Callable[[], None]) -> None:
         """`on_room` is called from the thread when `has_room` may have become true."""
-        self._cleaner = StoreCleaner(kv_dir, clock, owner)
+        self._cleaner = StoreCleaner(kv_dir, clock)
         self._kv_dir = kv_dir
         self._limit = limit_bytes
         self._on_room = on_room

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 import subprocess
@@ -16,29 +17,17 @@ FILLER = ".filler"
 class Disk:
     """A small tmpfs where mounts are allowed, else a plain directory, which is never full."""
 
-    def __init__(self, path: Path, megabytes: int = 256) -> None:
+    def __init__(self, path: Path, megabytes: int = 256, options: str = "") -> None:
         self.path = path
         path.mkdir(exist_ok=True)
-        self.why_not = _mount(path, megabytes)
+        self.why_not = _mount(path, f"size={megabytes}m{options}")
         # Unmounts when this process closes the pipe, or ends in whatever way.
         script = 'cat > /dev/null; umount --lazy "$1"'
         guard = ["sh", "-c", script, "sh", str(path)]
         self._guard = None if self.why_not else subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
 
     def fill(self) -> None:
-        """Takes what is left, to the last byte."""
-        fd = os.open(self.path / FILLER, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        try:
-            size = 1 << 20
-            while size:
-                try:
-                    os.write(fd, b"\0" * size)
-                except OSError as error:
-                    if error.errno != errno.ENOSPC:
-                        raise
-                    size //= 2
-        finally:
-            os.close(fd)
+        fill(self.path)
 
     def empty(self) -> None:
         """Deletes everything."""
@@ -98,6 +87,29 @@ class FreezingDisk:
         self._guard.communicate()
 
 
+def fill(folder: Path) -> None:
+    """Takes what its file system has left, to the last byte."""
+    fd = os.open(folder / FILLER, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        size = 1 << 20
+        while size:
+            try:
+                os.write(fd, b"\0" * size)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                size //= 2
+    finally:
+        os.close(fd)
+
+
+def fill_inodes(folder: Path) -> None:
+    """Until no further file can be made."""
+    with contextlib.suppress(OSError):
+        for number in itertools.count():
+            (folder / f"{FILLER}-{number}").touch()
+
+
 def _run(*command: str) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
@@ -119,10 +131,10 @@ def corrupt(path: Path, how: int) -> None:
         os.truncate(path, size // 2 if how % 3 == 1 else 0)
 
 
-def _mount(path: Path, megabytes: int) -> str:
+def _mount(path: Path, options: str) -> str:
     """Why it could not be mounted; empty where it was."""
     if os.geteuid() != 0:
         return "mounting a small file system needs root"
-    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "baton-faults", str(path)]
+    command = ["mount", "-t", "tmpfs", "-o", options, "baton-faults", str(path)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     return done.stderr.strip() if done.returncode else ""

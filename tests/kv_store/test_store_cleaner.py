@@ -44,7 +44,7 @@ def files(kv_dir: Path) -> BlockFiles:
 
 @pytest.fixture
 def cleaner(kv_dir: Path, clock: FileClock) -> StoreCleaner:
-    return StoreCleaner(kv_dir, clock, "me")
+    return StoreCleaner(kv_dir, clock)
 
 
 def clean(cleaner: StoreCleaner, target: int, *, with_names: bool = False) -> PassReport:
@@ -233,8 +233,7 @@ def _wiped(layout: StoreLayout, path: str) -> str:
 
 class TestLease:
     def leases(self, kv_dir: Path, clock: FileClock) -> tuple[FileLease, FileLease]:
-        first, second = (FileLease(kv_dir / "lease", clock, owner) for owner in ("first", "second"))
-        return first, second
+        return FileLease(kv_dir / "lease", clock), FileLease(kv_dir / "lease", clock)
 
     def test_one_at_a_time(self, kv_dir: Path, clock: FileClock) -> None:
         first, second = self.leases(kv_dir, clock)
@@ -289,6 +288,7 @@ class TestLease:
             write(files, [number])
 
         def taken(in_use: int) -> int:
+            (kv_dir / ".cleaner").unlink()
             (kv_dir / ".cleaner").write_bytes(b"another")
             cleaner._lease._renewed = 0.0
             return 0
@@ -314,7 +314,7 @@ def killed(path):
     if len(calls) == 5:
         os.kill(os.getpid(), signal.SIGKILL)
 path = Path({str(kv_dir)!r})
-cleaner = StoreCleaner(path, FileClock(path, "dead"), "dead")
+cleaner = StoreCleaner(path, FileClock(path, "dead"))
 cleaner._clock.set = lambda: None
 os.unlink = killed
 cleaner.make_pass(lambda _: 0, with_names=False)

@@ -20,6 +20,7 @@ from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, LocalBlock
 from kv_store.shared_storage.connector import SharedStorageConnector
 from kv_store.shared_storage.file_clock import FileClock
 from kv_store.shared_storage.space import SHARE, StoreSpace
+from tests.faults.disk import Disk, FreezingDisk, fill, fill_inodes
 from tests.kv_store.conformance import PATIENCE_S, Worker, name_of
 from tests.kv_store.stored import flip, runs_of
 
@@ -59,7 +60,7 @@ class TestShares:
     @pytest.fixture
     def space(self, kv_dir: Path) -> StoreSpace:
         """Without its thread, so that no pass is made."""
-        return StoreSpace(kv_dir, FileClock(kv_dir, "test"), "test", 100_000, lambda: None)
+        return StoreSpace(kv_dir, FileClock(kv_dir, "test"), 100_000, lambda: None)
 
     def test_a_process_writes_its_share_and_then_waits_for_a_pass(self, space: StoreSpace) -> None:
         share = int(SHARE * 100_000)
@@ -205,12 +206,55 @@ def test_a_full_disk(
     worker.connector.close()
 
 
+@pytest.fixture(params=["tmpfs", "tmpfs without inodes", "ext4"])
+def full_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, Callable[[Path], None]]]:
+    """A small file system, and what fills it with files of somebody else."""
+    disk: Disk | FreezingDisk
+    if request.param == "ext4":
+        try:
+            disk = FreezingDisk(tmp_path / "disk", 8)
+        except OSError as error:
+            pytest.skip(str(error))
+    else:
+        disk = Disk(tmp_path / "disk", 8, ",nr_inodes=500")
+        if disk.why_not:
+            pytest.skip(disk.why_not)
+    try:
+        yield tmp_path / "disk", fill_inodes if "inodes" in request.param else fill
+    finally:
+        disk.close()
+
+
+def test_a_disk_that_is_truly_full(full_disk: tuple[Path, Callable[[Path], None]]) -> None:
+    """Others filled it, to the last byte or file: the cleaner makes room all the same."""
+    folder, fill_up = full_disk
+    worker = limited(folder, 10**9)
+    for number in range(20):
+        worker.published({index: name_of(16 * number + index) for index in range(16)})
+    fill_up(folder)
+    with pytest.raises(OSError, match="No space left"):
+        (folder / "one byte").write_bytes(b"1")
+    give_up = time.monotonic() + PATIENCE_S
+    while time.monotonic() < give_up:
+        worker.publish([LocalBlock(0, 1, name_of(1000)), LocalBlock(1, 2, name_of(1001))])
+        if [result.error for result in worker.results()] == [None, None]:
+            break
+        threading.Event().wait(0.01)
+    assert worker.connector.lookup([name_of(1000), name_of(1001)]) == 2
+    assert 0 < len(runs_of(folder)) < 21
+    worker.connector.close()
+    # And a worker that starts while it is full.
+    fill_up(folder)
+    limited(folder, 10**9).connector.close()
+
+
 WRITER = """
 import sys
 import torch
 from kv_store.shared_storage import space as store_space
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, LocalBlock
 from kv_store.shared_storage.connector import SharedStorageConnector
+from tests.faults.disk import Disk, FreezingDisk, fill, fill_inodes
 from tests.kv_store.conformance import Worker, name_of
 from tests.kv_store.stored import data_of
 
