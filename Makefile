@@ -120,6 +120,10 @@ bench-kube: $(STAMP) ## Measure the control loop on that cluster: a load step, t
 chaos: $(STAMP) ## Two prefill and two decode workers under load, a fault every second (CHAOS_SECONDS, CHAOS_SEED, CHAOS_CONNECTOR)
 	@$(BIN)/python -m tests.chaos
 
+.PHONY: soak
+soak: $(STAMP) ## An hour of mixed traffic with faults: memory and p99 over time (SOAK_SECONDS, SOAK_SEED, SOAK_CONNECTOR, SOAK_DIR)
+	@$(BIN)/python -m tests.soak
+
 .PHONY: bench
 bench: $(STAMP) ## Measure: engine against transformers, stack against engine, what moving KV costs (idle machine; half an hour)
 	@$(BIN)/python -m bench.engine

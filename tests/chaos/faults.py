@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from common.types import WorkerState
@@ -56,8 +56,11 @@ class Faults:
         network: Network | str,
         server: StoreServer | None,
         rng: random.Random,
+        never_killed: Collection[str] = (),
     ) -> None:
-        """`network`: the hosts that the fleet runs on, or why there are none."""
+        """`network`: the hosts that the fleet runs on, or why there are none. `never_killed`: names of workers that are
+        only stopped and cut off."""
+        self._never_killed = never_killed
         self._fleet, self._disk, self._server, self._rng = fleet, disk, server, rng
         self._has_nixl = connector == "nixl"
         self._network = network if isinstance(network, Network) else None
@@ -69,11 +72,11 @@ class Faults:
         self.why_not: dict[str, str] = {}
         self._victim = ""  # of the last fault
         self._kinds: dict[str, Callable[[], bool]] = {
-            "kill worker": lambda: self._on_member(self._kill_worker),
-            "kill engine": lambda: self._on_member(self._kill_engine),
+            "kill worker": lambda: self._on_member(self._kill_worker, spares=self._never_killed),
+            "kill engine": lambda: self._on_member(self._kill_engine, spares=self._never_killed),
             "stop worker": lambda: self._on_member(self._stop_worker),
             "stop engine": lambda: self._on_member(self._stop_engine),
-            "drain worker": lambda: self._on_member(self._drain),
+            "drain worker": lambda: self._on_member(self._drain, spares=self._never_killed),
             "cut worker": lambda: self._on_member(self._cut_off),
             "wipe store": self._wipe,
             "corrupt store": self._corrupt,
@@ -92,13 +95,22 @@ class Faults:
         for kind in self.why_not:
             del self._kinds[kind]
 
-    def one(self) -> None:
-        """Repairs what is due, then harms something."""
+    def repair_due(self) -> None:
         self._repair(time.monotonic())
-        kind, self._victim = self._rng.choice(list(self._kinds)), ""
-        if self._kinds[kind]():
-            self.counts[kind] += 1
-            print(f"{time.strftime('%H:%M:%S', time.gmtime())} {kind} {self._victim}", file=sys.stderr, flush=True)
+
+    def one(self, kind: str = "") -> str:
+        """Repairs what is due, then harms something: what `kind` says, or anything.
+
+        Returns what was done to whom; empty where nobody could be harmed.
+        """
+        self.repair_due()
+        kind, self._victim = kind or self._rng.choice(list(self._kinds)), ""
+        if not self._kinds[kind]():
+            return ""
+        self.counts[kind] += 1
+        done = f"{kind} {self._victim}".strip()
+        print(f"{time.strftime('%H:%M:%S', time.gmtime())} {done}", file=sys.stderr, flush=True)
+        return done
 
     def repair_all(self) -> None:
         """Raises `AssertionError` where a worker does not come back."""
@@ -111,13 +123,13 @@ class Faults:
 
     # ------------------------------------------------------------------------------------------- workers
 
-    def _on_member(self, harm: Callable[[Member], None]) -> bool:
+    def _on_member(self, harm: Callable[[Member], None], spares: Collection[str] = ()) -> bool:
         """Harms someone who is well, and, if a decode worker, whose colleague is well too."""
         usable = {w.address for w in self._fleet.workers() if w.state is WorkerState.READY and w.integrity == "ok"}
         self._harmed = {address for address in self._harmed if address not in usable or self._is_pending(address)}
         well = [m for m in self._fleet.members if m.address in usable and m.address not in self._harmed]
         num_decode = sum(member.role == "decode" for member in well)
-        candidates = [member for member in well if member.role == "prefill" or num_decode > 1]
+        candidates = [m for m in well if (m.role == "prefill" or num_decode > 1) and m.name not in spares]
         if not candidates:
             return False
         victim = self._rng.choice(candidates)

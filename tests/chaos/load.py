@@ -9,8 +9,9 @@ import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from baton.client import Answer, CancelledError, Client
+from baton.client import CancelledError, Client
 from common.errors import BatonError, DeadlineError
 from tests.chaos.cases import Case
 
@@ -26,13 +27,20 @@ class Tally:
     problems: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, outcome: str, problem: str = "", extras: dict[str, int] | None = None) -> None:
+    def add(self, outcome: str, problem: str = "", extras: dict[str, int] | None = None) -> str:
         with self.lock:
             self.outcomes[outcome] += 1
             self.extras.update(extras or {})
             if problem:
                 self.problems.append(problem)
                 print(f"{outcome}: {problem}", file=sys.stderr, flush=True)
+        return outcome
+
+
+class Cancellable(Protocol):
+    """A request that is running."""
+
+    def cancel(self) -> None: ...
 
 
 class ClientThread(threading.Thread):
@@ -45,7 +53,7 @@ class ClientThread(threading.Thread):
         self._router, self._cases, self._wanted, self._tally = router, cases, wanted, tally
         self._rng = random.Random(seed)
         self._end_at = end_at
-        self._answer: Answer | None = None
+        self._answer: Cancellable | None = None
         self._was_cancelled = False
 
     def run(self) -> None:
@@ -65,15 +73,15 @@ class ClientThread(threading.Thread):
         answer.cancel()
         return True
 
-    def _one(self, patient: Client) -> None:
+    def _one(self, patient: Client) -> str:
+        """Asks once. Returns the outcome that it has added to the tally."""
         index = self._rng.randrange(len(self._cases))
         salt = f"{self._rng.randrange(2**40)}" if self._rng.random() < 0.7 else "warm"
         if self._rng.random() < 0.1:
-            self._short(index, salt)
-        else:
-            self._whole(patient, index, salt)
+            return self._short(index, salt)
+        return self._whole(patient, index, salt)
 
-    def _whole(self, client: Client, index: int, salt: str) -> None:
+    def _whole(self, client: Client, index: int, salt: str) -> str:
         case = self._cases[index]
         self._was_cancelled = False
         answer = client.generate(
@@ -89,10 +97,8 @@ class ClientThread(threading.Thread):
             result = answer.result()
         except BatonError as error:
             if self._was_cancelled and isinstance(error, CancelledError):
-                self._tally.add("cancelled")
-            else:
-                self._tally.add("lost", f"case {index} after {len(answer.text)} characters: {error}")
-            return
+                return self._tally.add("cancelled")
+            return self._tally.add("lost", f"case {index} after {len(answer.text)} characters: {error}")
         finally:
             self._answer = None
         report = result.report
@@ -104,18 +110,17 @@ class ClientThread(threading.Thread):
             "blocks_moved": report.num_blocks_moved,
         }
         if result.token_ids == self._wanted[index]:
-            self._tally.add("equal", extras=extras)
-        else:
-            pairs = zip(result.token_ids, self._wanted[index], strict=False)
-            at = next((number for number, (got, want) in enumerate(pairs) if got != want), "the end")
-            self._tally.add("wrong", f"case {index} differs at {at}: {report}", extras)
+            return self._tally.add("equal", extras=extras)
+        pairs = zip(result.token_ids, self._wanted[index], strict=False)
+        at = next((number for number, (got, want) in enumerate(pairs) if got != want), "the end")
+        return self._tally.add("wrong", f"case {index} differs at {at}: {report}", extras)
 
-    def _short(self, index: int, salt: str) -> None:
+    def _short(self, index: int, salt: str) -> str:
         with Client(self._router, timeout=0.02 + self._rng.random() * 0.5) as hasty:
             try:
                 hasty.generate(self._cases[index].prompt, max_tokens=300, ignore_eos=True, cache_salt=salt).result()
-                self._tally.add("in time")
+                return self._tally.add("in time")
             except DeadlineError:
-                self._tally.add("deadline")
+                return self._tally.add("deadline")
             except BatonError as error:
-                self._tally.add("lost", f"a request with a short deadline: {error}")
+                return self._tally.add("lost", f"a request with a short deadline: {error}")

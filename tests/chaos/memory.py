@@ -27,8 +27,8 @@ class Memory:
 
     def look(self, fleet: Fleet) -> None:
         now = time.monotonic()
-        for name, pid in _processes(fleet):
-            held_mb = _anonymous_mb(pid)
+        for name, pid in processes(fleet):
+            held_mb = anonymous_mb(pid)
             life = self._lives.setdefault(pid, _Life(name, now))
             if held_mb is None:
                 continue
@@ -47,7 +47,8 @@ class Memory:
         return found
 
 
-def _processes(fleet: Fleet) -> list[tuple[str, int]]:
+def processes(fleet: Fleet) -> list[tuple[str, int]]:
+    """Name and pid of each that the fleet has now."""
     found = [("router", fleet.router.popen.pid)]
     for member in fleet.members:
         front = member.process.popen.pid
@@ -56,7 +57,7 @@ def _processes(fleet: Fleet) -> list[tuple[str, int]]:
     return found
 
 
-def _anonymous_mb(pid: int) -> float | None:
+def anonymous_mb(pid: int) -> float | None:
     """Memory that no file and no other process shares, in MiB; None where the process has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
