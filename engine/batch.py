@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.types import SamplingParams
+from engine.logit_changes import LogitChanges
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -25,9 +26,7 @@ class SampleInput:
 
     params: SamplingParams
     num_output_tokens: int  # already generated: the index of the token to be sampled
-    banned_token_ids: tuple[int, ...] = ()  # end-of-sequence and stop ids while below min_tokens
-    prompt_token_ids: list[int] | None = None  # set where a penalty needs them
-    output_token_ids: list[int] | None = None
+    changes: LogitChanges | None = None  # unless the logits are taken as they are
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

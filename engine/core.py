@@ -471,13 +471,10 @@ class EngineCore:
         )
 
     def _sample(self, request: Request) -> SampleInput:
-        params = request.sampling_params
         return SampleInput(
-            params=params,
+            params=request.sampling_params,
             num_output_tokens=request.num_output_tokens,
-            banned_token_ids=request.banned_token_ids(self.scheduler.config.eos_token_ids),
-            prompt_token_ids=request.prompt_token_ids if params.has_penalties else None,
-            output_token_ids=request.output_token_ids if params.has_penalties else None,
+            changes=request.logit_changes(self.scheduler.config.eos_token_ids),
         )
 
     def _report_token(self, new: NewToken, *, is_relayed: bool = False) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from common.types import FinishReason, SamplingParams
+from engine.logit_changes import LogitChanges
 from engine.messages import RequestMode
 from engine.remote_kv.remote_prefill import RemotePrefill
 
@@ -56,6 +57,7 @@ class Request:
     remote: RemotePrefill | None = None  # while WAITING_FOR_REMOTE_KV
     fallback_reason: str = ""
     stop_token_id: int | None = None
+    changes: LogitChanges | None = None  # made when its first token is sampled
 
     @property
     def num_tokens(self) -> int:
@@ -70,21 +72,19 @@ class Request:
         return self.token_ids[: self.num_prompt_tokens]
 
     @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
-
-    @property
     def num_missing_tokens(self) -> int:
         """Tokens whose KV has to be computed before the next token can be sampled."""
         return len(self.token_ids) - self.num_computed_tokens
 
-    def banned_token_ids(self, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
-        """Tokens that may not come next, because they would end the answer before min_tokens."""
+    def logit_changes(self, eos_token_ids: frozenset[int]) -> LogitChanges | None:
+        """What changes the logits of the next token, up to date; None for a request that wants them as they are."""
         params = self.sampling_params
-        if self.num_output_tokens >= params.min_tokens:
-            return ()
-        eos = () if params.ignore_eos else tuple(eos_token_ids)
-        return tuple(sorted({*eos, *params.stop_token_ids}))
+        if not (params.has_penalties or params.logit_bias or params.min_tokens):
+            return None
+        if self.changes is None:
+            self.changes = LogitChanges(params, self.prompt_token_ids, eos_token_ids)
+        self.changes.follow(self.token_ids, self.num_prompt_tokens)
+        return self.changes
 
     def append(self, token_id: int, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
         """Adds a generated token; says why the request is finished with it, if it is."""

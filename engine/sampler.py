@@ -7,13 +7,14 @@ token depends on its request and its logits alone: not on the batch, the device,
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from array import array
 from collections.abc import Sequence
 
 import torch
 
 from common.types import SampledToken, TokenLogprob
 from engine.batch import SampleInput
+from engine.logit_changes import LogitChanges
 
 _FIRST_CANDIDATES = 1024  # most nuclei lie within these; sorting the whole vocabulary is 20 times slower
 
@@ -47,41 +48,45 @@ def uniform(seed: int, index: int) -> float:
 
 
 def _adjust(raw: torch.Tensor, inputs: Sequence[SampleInput]) -> torch.Tensor:
-    """Penalties, then bias, then bans; `raw` itself where no row asks for any."""
-    rows = [
-        row
-        for row, item in enumerate(inputs)
-        if item.params.has_penalties or item.params.logit_bias or item.banned_token_ids
-    ]
-    if not rows:
+    """Penalties, then bias, then bans, each for all rows at once; `raw` itself where no row asks for any."""
+    changes = [(row, item.changes) for row, item in enumerate(inputs) if item.changes is not None]
+    if not changes:
         return raw
     adjusted = raw.clone()
-    for row in rows:
-        item = inputs[row]
-        if item.params.has_penalties:
-            _penalise(adjusted[row], item)
-        if item.params.logit_bias:
-            ids = torch.tensor(list(item.params.logit_bias), device=raw.device)
-            bias = torch.tensor(list(item.params.logit_bias.values()), dtype=raw.dtype, device=raw.device)
-            adjusted[row, ids] += bias
-        if item.banned_token_ids:
-            adjusted[row, torch.tensor(item.banned_token_ids, device=raw.device)] = float("-inf")
+    flat = adjusted.view(-1)
+    size = raw.shape[-1]
+    if penalised := [(row * size, changed) for row, changed in changes if changed.seen_ids]:
+        _penalise(flat, penalised)
+    if biased := [(row * size, changed) for row, changed in changes if changed.bias_ids]:
+        bias = torch.cat([_floats(changed.bias) for _, changed in biased])
+        flat[_joined([(start, changed.bias_ids) for start, changed in biased], raw.device)] += bias.to(raw.device)
+    is_early = [item.num_output_tokens < item.params.min_tokens for item in inputs]
+    if banned := [(row * size, changed.banned_ids) for row, changed in changes if is_early[row] and changed.banned_ids]:
+        flat[_joined(banned, raw.device)] = float("-inf")
     return adjusted
 
 
-def _penalise(row: torch.Tensor, item: SampleInput) -> None:
-    """In place. Repetition counts prompt and output (arXiv 1909.05858), presence and frequency the output only."""
-    params = item.params
-    output = item.output_token_ids or []
-    if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted({*(item.prompt_token_ids or []), *output}), dtype=torch.long, device=row.device)
-        values = row[seen]
-        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if output and (params.presence_penalty or params.frequency_penalty):
-        counts = Counter(output)
-        ids = torch.tensor(list(counts), device=row.device)
-        times = torch.tensor(list(counts.values()), dtype=row.dtype, device=row.device)
-        row[ids] -= params.presence_penalty + params.frequency_penalty * times
+def _penalise(flat: torch.Tensor, rows: Sequence[tuple[int, LogitChanges]]) -> None:
+    """In place. `rows`: where each one starts in `flat`."""
+    device = flat.device
+    at = _joined([(start, changed.seen_ids) for start, changed in rows], device)
+    counts = torch.cat([_floats(changed.counts) for _, changed in rows]).to(device)
+    penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in (c.params for _, c in rows)]
+    lengths = torch.tensor([len(changed.seen_ids) for _, changed in rows])
+    repetition, presence, frequency = torch.tensor(penalties).repeat_interleave(lengths, 0).to(device).unbind(-1)
+    values = flat.take(at)
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    flat.scatter_(0, at, values - (presence * (counts > 0) + frequency * counts))
+
+
+def _joined(rows: Sequence[tuple[int, array[int]]], device: torch.device) -> torch.Tensor:
+    """Where the rows' token ids lie in the flattened logits. The arrays may grow afterwards: nothing shares them."""
+    return torch.cat([torch.frombuffer(ids, dtype=torch.int64) + start for start, ids in rows]).to(device)
+
+
+def _floats(values: array[float]) -> torch.Tensor:
+    """Shares the memory of `values`, which cannot grow as long as the tensor lives."""
+    return torch.frombuffer(values, dtype=torch.float32)
 
 
 def _draw(logits: torch.Tensor, inputs: Sequence[SampleInput]) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,14 +13,26 @@ import torch
 
 from common.types import SampledToken, SamplingParams
 from engine.batch import SampleInput
+from engine.logit_changes import LogitChanges
 from engine.sampler import sample, uniform
 
 GREEDY = SamplingParams(temperature=0.0)
 NUM_DRAWS = 4000
 
 
-def ask(params: SamplingParams, index: int = 0, **kwargs: object) -> SampleInput:
-    return SampleInput(params=params, num_output_tokens=index, **kwargs)  # type: ignore[arg-type]
+def ask(
+    params: SamplingParams,
+    index: int = 0,
+    *,
+    prompt_token_ids: Sequence[int] = (),
+    output_token_ids: Sequence[int] = (),
+    banned_token_ids: Sequence[int] = (),
+) -> SampleInput:
+    if banned_token_ids:
+        params = replace(params, min_tokens=index + 1, stop_token_ids=tuple(banned_token_ids))
+    changes = LogitChanges(params, prompt_token_ids)
+    changes.follow([*prompt_token_ids, *output_token_ids], len(prompt_token_ids))
+    return SampleInput(params=params, num_output_tokens=index, changes=changes)
 
 
 def ids(tokens: list[SampledToken]) -> list[int]:

@@ -1,0 +1,46 @@
+"""What one request's parameters and past tokens do to its next logits.
+
+Kept from token to token, so that a step costs what is new since the last one, however long the prompt is. No torch
+here: the arrays are read by the sampler, without a copy.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from common.types import SamplingParams
+
+
+class LogitChanges:
+    """Bias, bans, and the distinct tokens that penalties count. Made once for each request that asks for any."""
+
+    __slots__ = ("_num_seen", "_places", "banned_ids", "bias", "bias_ids", "counts", "params", "seen_ids")
+
+    def __init__(
+        self, params: SamplingParams, prompt_token_ids: Iterable[int] = (), eos_token_ids: Iterable[int] = ()
+    ) -> None:
+        self.params = params
+        self.bias_ids = array("q", params.logit_bias)
+        self.bias = array("f", params.logit_bias.values())
+        eos = () if params.ignore_eos else eos_token_ids
+        # Tokens that would end the answer; they are banned below min_tokens only.
+        self.banned_ids = array("q", sorted({*eos, *params.stop_token_ids}) if params.min_tokens else ())
+        # Repetition counts the prompt too (arXiv 1909.05858), presence and frequency the output only.
+        prompt = prompt_token_ids if params.repetition_penalty != 1 else ()
+        self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt))}
+        self.seen_ids = array("q", self._places)
+        self.counts = array("f", bytes(4 * len(self._places)))  # times in the output
+        self._num_seen = 0
+
+    def follow(self, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        """Counts the output tokens that came since the last call. `token_ids`: prompt, then output."""
+        if not self.params.has_penalties:
+            return
+        for token_id in token_ids[num_prompt_tokens + self._num_seen :]:
+            place = self._places.setdefault(token_id, len(self._places))
+            if place == len(self.seen_ids):
+                self.seen_ids.append(token_id)
+                self.counts.append(0.0)
+            self.counts[place] += 1
+            self._num_seen += 1
