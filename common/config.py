@@ -157,7 +157,7 @@ class RouterSettings(TlsSettings, HealthSettings, LogSettings):
     http_listen: str = Field("127.0.0.1:8000", description="REST address; port 0 takes a free one")
     grpc_listen: str = Field("127.0.0.1:50051", description="gRPC address; port 0 takes a free one")
     tls_client_ca: str | None = Field(
-        None, description="CA (PEM) that clients' certificates have to come from; clients need none where unset"
+        None, description="CA (PEM) of clients' certificates; --tls-ca's are taken, too; clients need none where unset"
     )
     api_keys_file: str | None = Field(
         None,

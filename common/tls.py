@@ -25,11 +25,22 @@ class Pem:
 class TlsFiles:
     """Raises `ConfigError` for settings that do not go together, and `StartupError` for files that cannot be used."""
 
-    def __init__(self, cert: str | None, key: str | None, ca: str | None, *, ca_field: str = "tls_ca") -> None:
+    def __init__(
+        self,
+        cert: str | None,
+        key: str | None,
+        ca: str | None,
+        *,
+        ca_field: str = "tls_ca",
+        fleet_ca: str | None = None,
+    ) -> None:
+        """`fleet_ca` is trusted beside `ca`."""
         if (cert is None) != (key is None):
             raise ConfigError("tls_key" if key is None else "tls_cert", "--tls-cert and --tls-key go together")
-        self._cert, self._key, self._ca, self._ca_field = cert, key, ca, ca_field
-        paths = [path for path in (cert, key, ca) if path is not None]
+        self._cert, self._key = cert, key
+        # By setting.
+        self._cas = {field: path for field, path in ((ca_field, ca), ("tls_ca", fleet_ca)) if path is not None}
+        paths = [path for path in (cert, key, *self._cas.values()) if path is not None]
         self._watched = WatchedFiles("tls", paths, self._load)
 
     def current(self) -> Pem:
@@ -55,11 +66,11 @@ class TlsFiles:
         return self._watched.current()[1]
 
     def _load(self) -> tuple[Pem, ssl.SSLContext]:
-        pem = Pem(*(None if path is None else read_file(field, path) for field, path in self._fields()))
+        cert = None if self._cert is None else read_file("tls_cert", self._cert)
+        key = None if self._key is None else read_file("tls_key", self._key)
+        cas = [read_file(field, path) for field, path in self._cas.items()]
+        pem = Pem(cert, key, b"\n".join(cas) if cas else None)
         return pem, self._check(pem)
-
-    def _fields(self) -> tuple[tuple[str, str | None], ...]:
-        return ("tls_cert", self._cert), ("tls_key", self._key), (self._ca_field, self._ca)
 
     def _check(self, pem: Pem) -> ssl.SSLContext:
         """Refuses what no handshake could use, naming the setting."""
@@ -78,11 +89,11 @@ class TlsFiles:
                 raise StartupError(f"tls_cert: {self._cert} and its key cannot be used: {error}") from error
             except (OSError, ValueError) as error:
                 raise StartupError(f"tls_cert: {self._cert} and its key cannot be used: {error}") from error
-        if self._ca is not None:
+        for field, path in self._cas.items():
             try:
-                context.load_verify_locations(self._ca)
+                context.load_verify_locations(path)
             except (ssl.SSLError, OSError, ValueError) as error:
-                raise StartupError(f"{self._ca_field}: {self._ca} holds no PEM certificate") from error
+                raise StartupError(f"{field}: {path} holds no PEM certificate") from error
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
@@ -97,9 +108,11 @@ def peer_files(settings: TlsSettings) -> TlsFiles | None:
 
 
 def serving_files(settings: TlsSettings, client_ca: str | None, *, ca_field: str = "tls_ca") -> TlsFiles | None:
-    """For ports, whose clients need a certificate of `client_ca` where there is one; None where they are plain text."""
+    """For ports; None where they are plain text. With `client_ca`, clients need a certificate of it, or one of the
+    fleet: an autoscaler is a router's client, too."""
     if settings.tls_cert is None and settings.tls_key is None:
         if client_ca is not None:
             raise ConfigError(ca_field, "a port that asks for certificates needs --tls-cert and --tls-key")
         return None
-    return TlsFiles(settings.tls_cert, settings.tls_key, client_ca, ca_field=ca_field)
+    fleet_ca = settings.tls_ca if client_ca is not None else None
+    return TlsFiles(settings.tls_cert, settings.tls_key, client_ca, ca_field=ca_field, fleet_ca=fleet_ca)

@@ -1,7 +1,8 @@
 """`helm test`: one question through the router's Service, over gRPC and over REST, as clients are told to ask it.
 
-GRPC and HTTP are its addresses. TLS_DIR holds tls.crt, tls.key and ca.crt where the router speaks TLS; KEYS_FILE the
-API keys where it asks for one. Where that file holds hashes alone, all that can be seen is that nobody gets in without.
+GRPC and HTTP are its addresses. If the router speaks TLS, TLS_DIR holds ca.crt. If it asks for a certificate,
+CLIENT_DIR holds tls.crt and tls.key; if it asks for an API key, KEYS_FILE holds them. If that file holds hashes alone,
+all that can be seen is that nobody gets in without.
 """
 
 import json
@@ -19,9 +20,11 @@ headers = {"Content-Type": "application/json"}
 context = None
 
 if folder := os.environ.get("TLS_DIR"):
-    options |= {"tls_ca": f"{folder}/ca.crt", "tls_cert": f"{folder}/tls.crt", "tls_key": f"{folder}/tls.key"}
+    options["tls_ca"] = f"{folder}/ca.crt"
     context = ssl.create_default_context(cafile=options["tls_ca"])
-    context.load_cert_chain(options["tls_cert"], options["tls_key"])
+    if folder := os.environ.get("CLIENT_DIR"):
+        options |= {"tls_cert": f"{folder}/tls.crt", "tls_key": f"{folder}/tls.key"}
+        context.load_cert_chain(options["tls_cert"], options["tls_key"])
 
 if path := os.environ.get("KEYS_FILE"):
     try:

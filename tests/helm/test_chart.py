@@ -40,10 +40,12 @@ VARIANTS: dict[str, dict[str, object]] = {
         "autoscaler.tls": {"mode": "cert-manager", "issuerRef": {"kind": "ClusterIssuer", "name": "ca"}}
     },
     "TLS": {"tls.enabled": True, "apiKeys.existingSecret": "keys", "metrics.serviceMonitor.enabled": True},
+    "TLS, clients' CA": {"tls": {"enabled": True, "clientCertificates": True}},
     "TLS, everything": {
         "tls": {
             "enabled": True,
             "clientCertificates": True,
+            "clientCa": {"existingSecret": "client-ca", "clientSecret": "client"},
             "dnsNames": ["llm.example.com"],
             "certManager": {"issuerRef": {"kind": "ClusterIssuer", "name": "ca"}},
         },
@@ -197,6 +199,23 @@ def test_a_store_beside_nixl_has_its_volume() -> None:
     mounts = {mount["name"] for mount in pod_spec(objects, "demo-baton-prefill")["containers"][0]["volumeMounts"]}
     assert "kv" in mounts
     find(objects, "PersistentVolumeClaim", "demo-baton-kv")
+
+
+@pytest.mark.parametrize(
+    ("values", "limit"),
+    [
+        ({}, 18),
+        ({"kv.sharedStorage.size": "2Ti"}, 0.9 * 2048),
+        ({"kv.sharedStorage.size": "1.5G"}, 0.9 * 1.5e9 / 2**30),
+        ({"kv.sharedStorage": {"type": "existingClaim", "claimName": "kv", "size": "100Gi"}}, 90),
+        ({"kv.settings.kv_dir_size_gb": 4.5}, 4.5),
+    ],
+)
+@pytest.mark.parametrize("how", ["connector", "store"])
+def test_the_store_is_limited_by_its_volume(how: str, values: dict[str, object], limit: float) -> None:
+    settings = settings_of(render({f"kv.{how}": "shared_storage", **values}), "demo-baton-decode")
+    assert settings["kv_dir_size_gb"] == pytest.approx(limit)
+    assert "kv_dir_size_gb" not in settings_of(render(), "demo-baton-decode")
 
 
 def test_devices_are_requested_and_limited_alike() -> None:
@@ -387,6 +406,14 @@ def test_permissions_are_these_and_no_more(mode: str) -> None:
     if mode == "external-metrics":
         expected["ClusterRole/demo-baton-autoscaler-prod"] = ["get patch apiservices v1beta1.external.metrics.k8s.io"]
     assert rules == expected
+
+
+def test_pods_may_be_patched_for_deletion_costs_alone() -> None:
+    for is_on in (True, False):
+        objects = render({"autoscaling.deletionCosts": is_on})
+        rules = find(objects, "Role", "demo-baton-autoscaler")["rules"]
+        assert any("pods" in rule["resources"] for rule in rules) == is_on
+        assert settings_of(objects, "demo-baton-autoscaler")["deletion_costs"] == is_on
 
 
 @pytest.mark.parametrize("mode", MODES)

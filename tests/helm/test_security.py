@@ -65,9 +65,46 @@ def test_probes_go_to_the_port_that_speaks_no_tls(component: str) -> None:
         assert port in {one["containerPort"] for one in container["ports"]}
 
 
-def test_clients_need_certificates_where_that_is_asked() -> None:
-    settings = settings_of(render({**TLS, "tls.clientCertificates": True}), "demo-baton-router")
-    assert settings["tls_client_ca"] == settings["tls_ca"]
+OWN_CA: dict[str, object] = {
+    "tls.clientCertificates": True,
+    "tls.clientCa": {"existingSecret": "client-ca", "clientSecret": "client"},
+}
+
+
+def test_clients_certificates_come_from_a_ca_of_their_own() -> None:
+    objects = render({**TLS, **OWN_CA})
+    settings, spec = settings_of(objects, "demo-baton-router"), pod_spec(objects, "demo-baton-router")
+    folders = mounts(spec)
+    assert settings["tls_client_ca"] == f"{folders['client-ca']}/ca.crt"
+    assert settings["tls_ca"] == f"{folders['certs']}/ca.crt"
+    (volume,) = (one["secret"] for one in spec["volumes"] if one["name"] == "client-ca")
+    assert [item["key"] for item in volume["items"]] == ["ca.crt"], "not the key that signs"
+    for component in COMPONENTS[1:]:
+        assert set(mounts(pod_spec(objects, f"demo-baton-{component}"))) == {"certs"}
+
+
+def test_the_cas_of_cert_manager_are_two() -> None:
+    for issuer in ({}, {"kind": "ClusterIssuer", "name": "company"}):
+        values = {"enabled": True, "clientCertificates": True, "certManager": {"issuerRef": issuer}}
+        objects = render({"tls": values})
+        fleet, client = (find(objects, "Certificate", f"demo-baton{suffix}")["spec"] for suffix in ("", "-client"))
+        assert fleet["issuerRef"] != client["issuerRef"]
+        assert "server auth" not in client["usages"]
+        ca = find(objects, "Issuer", client["issuerRef"]["name"])["spec"]["ca"]["secretName"]
+        assert ca in mounts(pod_spec(objects, "demo-baton-router"))
+        self_signed = find(objects, "Certificate", ca)["spec"]["issuerRef"]["name"]
+        assert find(objects, "Issuer", self_signed)["spec"] == {"selfSigned": {}}
+
+
+@pytest.mark.parametrize(
+    ("client_ca", "named"),
+    [({}, "tls.clientCa.existingSecret"), ({"existingSecret": "client-ca"}, "tls.clientCa.clientSecret")],
+)
+def test_the_fleets_ca_is_not_taken_for_clients(client_ca: dict[str, object], named: str) -> None:
+    values = {**TLS, "tls.clientCertificates": True, "tls.clientCa": client_ca}
+    done = helm("template", "demo", str(CHART), *arguments(values))
+    assert done.returncode != 0
+    assert named in done.stderr
 
 
 def test_certificates_of_cert_manager_hold_every_name_that_is_checked() -> None:
@@ -101,10 +138,10 @@ def test_an_issuer_of_the_users_own_makes_no_other() -> None:
 
 
 def test_prometheus_reaches_the_router_over_tls() -> None:
-    values: dict[str, object] = {**TLS, "metrics.serviceMonitor.enabled": True, "tls.clientCertificates": True}
+    values: dict[str, object] = {**TLS, "metrics.serviceMonitor.enabled": True, **OWN_CA}
     (endpoint,) = find(render(values), "ServiceMonitor", "demo-baton-router")["spec"]["endpoints"]
     assert (endpoint["scheme"], endpoint["tlsConfig"]["serverName"]) == ("https", NAME)
-    assert endpoint["tlsConfig"]["keySecret"] == {"name": "certs", "key": "tls.key"}
+    assert endpoint["tlsConfig"]["keySecret"] == {"name": "client", "key": "tls.key"}
     (plain,) = find(render(values), "ServiceMonitor", "demo-baton-autoscaler")["spec"]["endpoints"]
     assert "scheme" not in plain
 
@@ -165,6 +202,7 @@ def test_only_the_router_gets_the_keys() -> None:
         ({"tls.dnsNames": ["https://example.com"]}, "tls.dnsNames.0"),
         ({"router.settings.tls_cert": "/x"}, "router.settings"),
         ({"lmcache.redis.url": "redis://:secret@host"}, "lmcache.redis.url"),
+        ({"kv.sharedStorage.size": 20}, "kv.sharedStorage.size"),
         ({"both.autoscaling.enabled": True}, "both.autoscaling.enabled"),
     ],
 )
@@ -192,7 +230,14 @@ def test_the_test_pod_is_told_where_everything_is() -> None:
     environment = {one["name"]: one["value"] for one in container["env"]}
     folders = mounts(pod)
     assert environment["TLS_DIR"] == folders["certs"]
+    assert "CLIENT_DIR" not in environment
     assert environment["KEYS_FILE"] == f"{folders['keys']}/keys"
     assert environment["HTTP"].startswith("https://demo-baton-router:")
+    asked = find(render({**TLS, **OWN_CA}), "Pod", "demo-baton-test-chat")["spec"]
+    environment = {one["name"]: one["value"] for one in asked["containers"][0]["env"]}
+    assert environment["CLIENT_DIR"] == mounts(asked)["client"]
+    for spec in (pod, asked):  # no certificate of the fleet
+        (volume,) = (one["secret"] for one in spec["volumes"] if one["name"] == "tls")
+        assert [item["key"] for item in volume["items"]] == ["ca.crt"]
     plain = find(render(), "Pod", "demo-baton-test-chat")["spec"]["containers"][0]
-    assert not {"TLS_DIR", "KEYS_FILE"} & {one["name"] for one in plain["env"]}
+    assert not {"TLS_DIR", "CLIENT_DIR", "KEYS_FILE"} & {one["name"] for one in plain["env"]}

@@ -64,6 +64,7 @@ MAP: Schema = {"type": "object"}  # Kubernetes' own; the API server knows what i
 STRINGS: Schema = {"type": "object", "additionalProperties": STRING}
 PORT = integer(1, 65535)
 SECONDS = integer(0)
+SIZE: Schema = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)$"}
 QUANTITY: Schema = {
     "anyOf": [
         {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?$"},
@@ -192,7 +193,7 @@ def values_schema() -> Schema:
                 storageClassName={"type": "string", "pattern": "^(-|[a-z0-9.-]*)$"},
                 volumeName=NAME,
                 accessMode=one_of("ReadWriteOnce", "ReadWriteMany"),
-                size=QUANTITY,
+                size=SIZE,
                 keep=BOOLEAN,
             ),
         ),
@@ -222,6 +223,7 @@ def values_schema() -> Schema:
             certManager=obj(issuerRef=MAP, duration=DURATION, renewBefore=DURATION),
             dnsNames=array({"type": "string", "pattern": r"^(\*\.)?[a-z0-9]([a-z0-9.-]*[a-z0-9])?$"}),
             clientCertificates=BOOLEAN,
+            clientCa=obj(existingSecret=NAME, clientSecret=NAME),
         ),
         apiKeys=obj(
             existingSecret=NAME,
@@ -240,6 +242,7 @@ def values_schema() -> Schema:
         decode=worker(scaling(kvUsage=number_or_null(1), requestsPerPod=number_or_null())),
         autoscaling=obj(
             mode=one_of("external-metrics", "prometheus-adapter", "keda", "planner", "none"),
+            deletionCosts=BOOLEAN,
             followPlanner=BOOLEAN,
             keda=obj(pollingIntervalSeconds=integer(1), cooldownSeconds=integer(0)),
         ),

@@ -28,19 +28,21 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("certificates")
     names = [f"baton.{NAMESPACE}.svc", "baton-router", f"baton-router.{NAMESPACE}.svc"]
     make_ca(folder, "ca")
+    make_ca(folder, "client-ca")
+    make_leaf(folder, "client", "client-ca", "/CN=a client")
     for leaf in ("tls", "renewed"):
         make_leaf(folder, leaf, "ca", "/CN=baton", ",".join(f"DNS:{name}" for name in names))
     return folder
 
 
-def secret(certificates: Path, leaf: str) -> str:
-    """The Secret, as a manifest."""
-    sources = {"tls.crt": f"{leaf}.crt", "tls.key": f"{leaf}.key", "ca.crt": "ca.crt"}
+def secret(certificates: Path, leaf: str, name: str = "certificates", ca: str = "ca") -> str:
+    """A Secret, as a manifest."""
+    sources = {"tls.crt": f"{leaf}.crt", "tls.key": f"{leaf}.key", "ca.crt": f"{ca}.crt"}
     manifest = {
         "apiVersion": "v1",
         "kind": "Secret",
         "type": "kubernetes.io/tls",
-        "metadata": {"name": "certificates", "namespace": NAMESPACE},
+        "metadata": {"name": name, "namespace": NAMESPACE},
         "data": {name: base64.b64encode((certificates / file).read_bytes()).decode() for name, file in sources.items()},
     }
     return json.dumps(manifest)
@@ -50,9 +52,15 @@ def secret(certificates: Path, leaf: str) -> str:
 def release(cluster: Cluster | UserCluster, certificates: Path) -> Iterator[Release]:
     release = Release(cluster, "baton", NAMESPACE)
     cluster.apply(secret(certificates, "tls"))
+    cluster.apply(secret(certificates, "client", "clients", ca="client-ca"))
     release.install(
         "values-laptop.yaml",
-        tls={"enabled": True, "existingSecret": "certificates", "clientCertificates": True},
+        tls={
+            "enabled": True,
+            "existingSecret": "certificates",
+            "clientCertificates": True,
+            "clientCa": {"existingSecret": "clients", "clientSecret": "clients"},
+        },
         apiKeys__keys=[{"key": KEY, "name": "tests", "tenant": "ci"}],
     )
     yield release
@@ -69,7 +77,7 @@ def test_clients_need_a_certificate_and_a_key(
 ) -> None:
     router = f"127.0.0.1:{cluster.forward(f'baton-router.{NAMESPACE}', 50051)}"
     name = f"baton.{NAMESPACE}.svc"
-    ca, cert, key = (str(certificates / file) for file in ("ca.crt", "tls.crt", "tls.key"))
+    ca, cert, key = (str(certificates / file) for file in ("ca.crt", "client.crt", "client.key"))
     with Client(
         router, timeout=120, api_key=KEY, tls_ca=ca, tls_cert=cert, tls_key=key, tls_server_name=name
     ) as client:
@@ -82,6 +90,11 @@ def test_clients_need_a_certificate_and_a_key(
     uncertified = Client(router, timeout=60, api_key=KEY, tls_ca=ca, tls_server_name=name)
     with uncertified, pytest.raises(UnavailableError):
         uncertified.models()
+    # A client's certificate is none of the fleet's.
+    worker = f"127.0.0.1:{cluster.forward(f'baton-decode.{NAMESPACE}', 50061)}"
+    intruder = Client(worker, timeout=60, tls_ca=ca, tls_cert=cert, tls_key=key, tls_server_name=name)
+    with intruder, pytest.raises(UnavailableError):
+        intruder.models()
 
 
 def test_a_renewed_certificate_is_shown_without_a_restart(

@@ -37,9 +37,9 @@ NAME = "fleet.test"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two CAs, `old` and `new`, with a leaf of each for NAME, and one of `old` for another name."""
+    """CAs `old`, `new` and `third`, with a leaf of each for NAME, and one of `old` for another name."""
     folder = tmp_path_factory.mktemp("certificates")
-    for ca in ("old", "new"):
+    for ca in ("old", "new", "third"):
         make_ca(folder, ca)
         make_leaf(folder, f"{ca}-leaf", ca, "/CN=baton", f"DNS:{NAME},IP:127.0.0.1")
     make_leaf(folder, "other-leaf", "old", "/CN=baton", "DNS:elsewhere.test")
@@ -104,6 +104,19 @@ async def ask_grpc(router: RunningRouter, made: Path, ca: str, leaf: str | None 
         return "".join([response.text async for response in call])
 
 
+async def can_connect(address: str, made: Path, ca: str, leaf: str) -> bool:
+    """Whether a server of the fleet lets `leaf` in: with TLS 1.3 that is known once it has answered something."""
+    key, cert = ((made / f"{leaf}.{kind}").read_bytes() for kind in ("key", "crt"))
+    credentials = grpc.ssl_channel_credentials((made / f"{ca}.crt").read_bytes(), key, cert)
+    options = [*name_options(NAME), ("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.secure_channel(address, credentials, options) as secure:
+        try:
+            await health_pb2_grpc.HealthStub(secure).Check(health_pb2.HealthCheckRequest(), timeout=20)
+        except grpc.aio.AioRpcError as error:
+            return error.code() is not grpc.StatusCode.UNAVAILABLE
+    return True
+
+
 async def ask_rest(router: RunningRouter, made: Path, ca: str, leaf: str | None = None) -> str:
     async with (
         httpx.AsyncClient(verify=context(made, ca, leaf)) as http,
@@ -144,12 +157,16 @@ async def test_both_interfaces_speak_tls_to_clients_and_mtls_to_workers(
 async def test_clients_need_a_certificate_where_that_is_asked(
     made: Path, secret: Mounted, worker: FakeWorker, start_router: StartRouter
 ) -> None:
+    """One of the clients' own CA, which no worker lets in, or one of the fleet, as the autoscaler has."""
     client_ca = str(made / "new.crt")
     router = await start_router(worker, **secret.flags, tls_server_name=NAME, tls_client_ca=client_ca)
     for ask in (ask_grpc, ask_rest):
         assert await ask(router, made, "old", "new-leaf") == ANSWER
+        assert await ask(router, made, "old", "old-leaf") == ANSWER
         await refused(ask, router, made, "old")
-        await refused(ask, router, made, "old", "old-leaf")
+        await refused(ask, router, made, "old", "third-leaf")
+    for leaf, is_let_in in (("old-leaf", True), ("new-leaf", False)):
+        assert await can_connect(worker.address, made, "old", leaf) == is_let_in
 
 
 async def test_certificates_change_without_a_restart(
@@ -236,18 +253,20 @@ async def test_batons_own_client_says_what_is_wrong(
 
 @pytest.mark.parametrize("hashed", [False, True])
 async def test_what_helm_test_asks(
-    secret: Mounted, worker: FakeWorker, start_router: StartRouter, tmp_path: Path, hashed: bool
+    made: Path, secret: Mounted, worker: FakeWorker, start_router: StartRouter, tmp_path: Path, hashed: bool
 ) -> None:
+    client = Mounted(made, tmp_path / "client", "new")
     keys = tmp_path / "keys"
     digest = hashlib.sha256(b"sk-1").hexdigest()
     keys.write_text(f"# keys\nsha256:{digest}\n" if hashed else f"sha256:{digest}\nsk-2 name=two # a comment\n")
     router = await start_router(
-        worker, **secret.flags, tls_server_name=NAME, tls_client_ca=secret.flags["tls_ca"], api_keys_file=str(keys)
+        worker, **secret.flags, tls_server_name=NAME, tls_client_ca=client.flags["tls_ca"], api_keys_file=str(keys)
     )
     environment = {
         "GRPC": router.grpc_address,
         "HTTP": router.url,
         "TLS_DIR": str(Path(secret.flags["tls_ca"]).parent),
+        "CLIENT_DIR": str(Path(client.flags["tls_ca"]).parent),
         "KEYS_FILE": str(keys),
     }
     process = await asyncio.create_subprocess_exec(

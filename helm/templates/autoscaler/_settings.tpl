@@ -9,7 +9,7 @@
 {{- $_ := set $settings "namespace" .Release.Namespace -}}
 {{- $_ := set $settings "leader_elect" true -}}
 {{- $_ := set $settings "lease_name" $name -}}
-{{- $_ := set $settings "deletion_costs" true -}}
+{{- $_ := set $settings "deletion_costs" .Values.autoscaling.deletionCosts -}}
 {{- with .Values.prefill.autoscaling -}}
 {{- $_ := set $settings "prefill_min" .minReplicas -}}
 {{- $_ := set $settings "prefill_max" .maxReplicas -}}

@@ -9,6 +9,39 @@
 {{ include "baton.fullname" . }}.{{ .Release.Namespace }}.svc
 {{- end -}}
 
+{{/* CAs of clients, where the router asks for their certificates: Secrets with ca.crt, and with a client's tls.crt and
+     tls.key. The fleet's own CA is none of these, since workers let in whoever has a certificate of it. */}}
+{{- define "baton.makesClientCa" -}}
+{{- with .Values.tls -}}
+{{- if and .enabled .clientCertificates (not .clientCa.existingSecret) -}}
+{{- if .existingSecret -}}
+{{- fail "tls.clientCa.existingSecret: names the Secret whose ca.crt signs clients' certificates; it is not the fleet's CA" -}}
+{{- end -}}
+true
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "baton.clientCaSecret" -}}
+{{- if include "baton.makesClientCa" . -}}
+{{ include "baton.fullname" . }}-client-ca
+{{- else -}}
+{{ .Values.tls.clientCa.existingSecret }}
+{{- end -}}
+{{- end -}}
+
+{{- define "baton.clientSecret" -}}
+{{- if include "baton.makesClientCa" . -}}
+{{ include "baton.fullname" . }}-client-tls
+{{- else -}}
+{{ required "tls.clientCa.clientSecret: names the Secret with a client's tls.crt and tls.key" .Values.tls.clientCa.clientSecret }}
+{{- end -}}
+{{- end -}}
+
+{{- define "baton.asksClients" -}}
+{{- if and .Values.tls.enabled .Values.tls.clientCertificates -}}true{{- end -}}
+{{- end -}}
+
 {{- define "baton.tlsSettings" -}}
 {{- if .Values.tls.enabled -}}
 tls_cert: /etc/baton-tls/tls.crt
@@ -53,7 +86,36 @@ tlsConfig:
     secret: {name: {{ $secret }}, key: ca.crt}
   {{- if .Values.tls.clientCertificates }}
   cert:
-    secret: {name: {{ $secret }}, key: tls.crt}
-  keySecret: {name: {{ $secret }}, key: tls.key}
+    secret: {name: {{ include "baton.clientSecret" . }}, key: tls.crt}
+  keySecret: {name: {{ include "baton.clientSecret" . }}, key: tls.key}
   {{- end }}
+{{- end -}}
+
+{{/* A CA that signs itself, and an issuer of it: (dict "root" $ "name" NAME) */}}
+{{- define "baton.certificateAuthority" -}}
+apiVersion: cert-manager.io/v1
+kind: Certificate
+metadata:
+  name: {{ .name }}
+  namespace: {{ .root.Release.Namespace }}
+  labels: {{- include "baton.labels" (dict "root" .root "component" "tls") | nindent 4 }}
+spec:
+  isCA: true
+  commonName: {{ .name }}
+  secretName: {{ .name }}
+  duration: 87600h
+  privateKey: {algorithm: ECDSA, size: 256, rotationPolicy: Never}
+  issuerRef:
+    kind: Issuer
+    name: {{ include "baton.fullname" .root }}-self
+---
+apiVersion: cert-manager.io/v1
+kind: Issuer
+metadata:
+  name: {{ .name }}
+  namespace: {{ .root.Release.Namespace }}
+  labels: {{- include "baton.labels" (dict "root" .root "component" "tls") | nindent 4 }}
+spec:
+  ca:
+    secretName: {{ .name }}
 {{- end -}}

@@ -22,7 +22,12 @@
 {{- $_ := set $settings "connector" $root.Values.kv.connector -}}
 {{- with $root.Values.kv.store }}{{- $_ := set $settings "store" . }}{{ end -}}
 {{- if include "baton.lmcache" $root }}{{- $_ := set $settings "lmcache_address" "127.0.0.1:5555" }}{{ end -}}
-{{- if has "shared_storage" (list $root.Values.kv.connector $root.Values.kv.store) }}{{- $_ := set $settings "kv_dir" "/kv/blocks" }}{{ end -}}
+{{- if has "shared_storage" (list $root.Values.kv.connector $root.Values.kv.store) -}}
+{{- $_ := set $settings "kv_dir" "/kv/blocks" -}}
+{{- if not (hasKey $root.Values.kv.settings "kv_dir_size_gb") -}}
+{{- $_ := set $settings "kv_dir_size_gb" (include "baton.gib" $root.Values.kv.sharedStorage.size | float64 | mulf 0.9) -}}
+{{- end -}}
+{{- end -}}
 {{- if eq $model.volume.type "none" -}}
 {{- $_ := set $settings "model" $model.name -}}
 {{- else -}}
@@ -191,6 +196,13 @@ volumes:
       path: {{ required "model.volume.hostPath: names the folder that holds the model" $volume.hostPath }}
       type: Directory
   {{- end }}
+{{- end -}}
+
+{{/* GiB of a size such as 20Gi. */}}
+{{- define "baton.gib" -}}
+{{- $units := dict "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 -}}
+{{- $unit := regexFind "[A-Za-z]+$" . -}}
+{{- divf (mulf (trimSuffix $unit . | float64) (get $units $unit)) 1073741824.0 -}}
 {{- end -}}
 
 {{- define "baton.kvVolume" -}}

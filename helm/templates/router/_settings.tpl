@@ -1,6 +1,6 @@
 {{- define "baton.routerSettings" -}}
 {{- $settings := mergeOverwrite (deepCopy .Values.router.settings) (include "baton.logSettings" . | fromYaml) (include "baton.tlsSettings" . | fromYaml) (include "baton.healthSettings" . | fromYaml) -}}
-{{- if and .Values.tls.enabled .Values.tls.clientCertificates }}{{- $_ := set $settings "tls_client_ca" "/etc/baton-tls/ca.crt" }}{{ end -}}
+{{- if include "baton.asksClients" . }}{{- $_ := set $settings "tls_client_ca" "/etc/baton-client-ca/ca.crt" }}{{ end -}}
 {{- if include "baton.apiKeysSecret" . }}{{- $_ := set $settings "api_keys_file" "/etc/baton-keys/keys" }}{{ end -}}
 {{- $_ := set $settings "http_listen" "0.0.0.0:8000" -}}
 {{- $_ := set $settings "grpc_listen" "0.0.0.0:50051" -}}
