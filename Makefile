@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := baton bench common decode_service engine kv_store prefill_service router worker
-SOURCES := $(PACKAGES) protos tests
+SOURCES := $(PACKAGES) protos tests tools
 
 # Installed once for each state of these two files.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
@@ -65,7 +65,7 @@ format-check: $(STAMP) ## Say what is not formatted
 	@$(BIN)/ruff format --check $(SOURCES)
 
 types: $(STAMP) ## Check the types (mypy, strict)
-	@$(BIN)/mypy $(PACKAGES) protos/convert.py protos/generate.py
+	@$(BIN)/mypy $(PACKAGES) tools protos/convert.py protos/generate.py
 
 imports: $(STAMP) ## Check who imports whom (import-linter)
 	@$(BIN)/lint-imports

@@ -11,8 +11,8 @@ import pytest
 from prometheus_client import Counter, Gauge, Histogram
 
 from common import metrics
-from tests.helm import dashboard
 from tests.helm.chart import HELM, find, render
+from tools import dashboard
 
 TARGET_LABELS = {"namespace", "pod", "container"}  # of what Prometheus scrapes
 SUFFIXES: dict[type, tuple[str, ...]] = {Counter: ("_total",), Gauge: ("",), Histogram: ("_bucket", "_sum", "_count")}
@@ -96,7 +96,7 @@ def test_every_metric_of_router_and_autoscaler_is_somewhere() -> None:
 
 
 def test_the_file_is_current() -> None:
-    assert dashboard.PATH.read_text() == dashboard.text(), "python -m tests.helm.dashboard --write"
+    assert dashboard.PATH.read_text() == dashboard.text(), "python -m tools.dashboard --write"
 
 
 def test_panels_do_not_overlap() -> None:

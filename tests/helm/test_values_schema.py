@@ -7,12 +7,12 @@ from typing import Any
 import yaml
 
 from common.config import RouterSettings, WorkerSettings
-from tests.helm import values_schema
 from tests.helm.chart import CHART
+from tools import values_schema
 
 
 def test_schema_is_current() -> None:
-    assert values_schema.PATH.read_text() == values_schema.text(), "run: python -m tests.helm.values_schema --write"
+    assert values_schema.PATH.read_text() == values_schema.text(), "run: python -m tools.values_schema --write"
 
 
 def test_every_default_is_in_the_schema_and_the_other_way_round() -> None:

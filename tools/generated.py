@@ -1,4 +1,4 @@
-"""The command of a module that makes a file of the chart."""
+"""The command line of a module that generates a file."""
 
 from __future__ import annotations
 

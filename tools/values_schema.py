@@ -1,6 +1,6 @@
 """Makes helm/values.schema.json: the chart's own values below, and each process' settings from its settings class.
 
-    python -m tests.helm.values_schema --write      after a change of either
+    python -m tools.values_schema --write      after a change of either
 
 So the chart refuses, by path, a setting that no process has, and offers each that one has.
 """
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from common.config import AutoscalerSettings, ConnectorSettings, RouterSettings, Settings, WorkerSettings
-from tests.helm.generated import main
+from tools.generated import main
 
 Schema = dict[str, Any]
-PATH = Path(__file__).parents[2] / "helm" / "values.schema.json"
+PATH = Path(__file__).parents[1] / "helm" / "values.schema.json"
 
 # What the chart itself decides, from other values.
 _OWNED = {
@@ -279,4 +279,4 @@ def text() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main("tests.helm.values_schema", __doc__, PATH, text()))
+    sys.exit(main("tools.values_schema", __doc__, PATH, text()))

@@ -1,6 +1,6 @@
 """Makes helm/files/dashboard.json, Grafana's view of a fleet, from the list of panels below.
 
-    python -m tests.helm.dashboard --write      after a change of it
+    python -m tools.dashboard --write      after a change of it
 
 Each panel is a title, a unit and queries with their legends. Labels that are not Baton's own are those that the
 Prometheus operator puts on what the chart's monitors scrape: namespace, pod, container.
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.helm.generated import main
+from tools.generated import main
 
-PATH = Path(__file__).parents[2] / "helm" / "files" / "dashboard.json"
+PATH = Path(__file__).parents[1] / "helm" / "files" / "dashboard.json"
 WIDTH, COLUMNS, HEIGHT = 24, 3, 8
 
 ROUTER = 'namespace="$namespace"'
@@ -303,4 +303,4 @@ def text() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main("tests.helm.dashboard", __doc__, PATH, text()))
+    sys.exit(main("tools.dashboard", __doc__, PATH, text()))

@@ -1,0 +1,1 @@
+"""Generators of files that are part of the repository. Not in the wheel."""
