@@ -8,7 +8,6 @@ from enum import StrEnum
 from common.types import FinishReason, SamplingParams
 from engine.logit_changes import LogitChanges
 from engine.messages import RequestMode
-from engine.remote_kv.remote_prefill import RemotePrefill
 
 
 class RequestStatus(StrEnum):
@@ -54,7 +53,6 @@ class Request:
     num_published_blocks: int = 0  # PREFILL: blocks before this index are published or not needed
     num_preemptions: int = 0
     scheduled_time: float | None = None  # first admitted
-    remote: RemotePrefill | None = None  # while WAITING_FOR_REMOTE_KV
     fallback_reason: str = ""
     stop_token_id: int | None = None
     changes: LogitChanges | None = None  # made when its first token is sampled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 
@@ -10,6 +11,7 @@ from common.config import EngineSettings
 from common.errors import StartupError
 from common.types import KVCacheSpec
 from engine.blocks.host_memory import available_bytes
+from engine.blocks.host_tier import HostCopy
 from kv_store.host_pages import prepare_pages
 
 GIB = 1 << 30
@@ -35,6 +37,17 @@ def allocate_host_cache(settings: EngineSettings, spec: KVCacheSpec, device: tor
     else:
         prepare_pages(cache)
     return cache
+
+
+def copy_blocks(copies: Iterable[HostCopy], device_cache: torch.Tensor, host_cache: torch.Tensor) -> None:
+    """Copies whole blocks, each after the one before it: a block may be left and filled again in one step. On a device
+    nothing waits here; whatever uses the blocks is queued behind the copies."""
+    for copy in copies:
+        on_device, on_host = device_cache[copy.device_block], host_cache[copy.host_block]
+        if copy.to_host:
+            on_host.copy_(on_device, non_blocking=True)
+        else:
+            on_device.copy_(on_host, non_blocking=True)
 
 
 def _page_lock(cache: torch.Tensor) -> None:

@@ -2,16 +2,16 @@
 
     computed -> offered: queued -> in flight -> stored -> after a while: unverified -> used again: offered
                          |         '-> failed: forgotten here, offered again by the next request that uses it
-                         |-> evicted to host memory before its turn: below -> brought up again: queued
+                         |-> evicted to host memory before its turn: below -> copied up again: queued
                          '-> evicted before its turn: dropped
 
-A queued block is not held: it can be evicted, so the queue costs no room and is never longer than the cache. What is
-queued longest is written first, in runs of neighbouring blocks, since stores keep neighbours together. Connectors read
-the device's cache alone, which is why blocks in host memory have to come up first.
+A queued block is not held and can be evicted, so the queue costs no room and is never longer than the cache. The block
+that was queued first is written first, in a run with its neighbours, since stores keep neighbours together. Connectors
+read the device's cache only, so blocks in host memory are copied up before they are written.
 
-A store evicts what nobody seems to use, and it does not see who finds a block in a cache. So that it holds a block is
-believed for a while only. To write one that it still has costs it a look, tells it that the block is in use, and moves
-no bytes.
+A store evicts what nobody seems to use, and it does not see that a worker finds a block in its own cache. So the engine
+trusts a store to hold a block for a while only. If the store still has it, writing it again moves no bytes, and tells
+the store that the block is in use.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class UnstoredBlocks:
         self._unverified |= self._stored
         self._stored.clear()
 
-    def doubt(self, names: Iterable[bytes]) -> None:
-        """The store seems to lack these: whoever uses them offers them."""
+    def recheck(self, names: Iterable[bytes]) -> None:
+        """The store seems to lack these: the next request that uses one offers it."""
         for name in names:
             self._stored.discard(name)
             self._unverified.discard(name)

@@ -1,9 +1,10 @@
-"""KV transfers of the engine: which job belongs to whom, and which blocks it keeps from being reused.
+"""KV transfers of the engine: which job belongs to whom, and which blocks it keeps from being reused. Pure: the
+connectors move the bytes.
 
 Two connectors: one hands a prompt's KV from a prefill worker to a decode worker, the other is the store. They may be
 the same one, and job ids are unique across both. A block that a connector reads or writes is held in the block manager
-until its final result has come. So an aborted request's destination blocks stay quarantined for as long as bytes may
-land in them. So do those of a transfer that hangs, whose request goes on with others meanwhile.
+until its final result has come. So the destination blocks of an aborted request stay quarantined for as long as bytes
+may land in them. So do those of a transfer that hangs, while its request goes on with other blocks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from common.errors import InternalError
 from engine.blocks.block_manager import BlockManager
 from kv_store.base import FetchBlock, KVConnector, LocalBlock, TransferResult
 
@@ -33,23 +33,32 @@ def _key(result: TransferResult) -> _Key:
 
 @dataclass(slots=True)
 class _Job:
-    request_id: str  # empty for a write to the store, which is nobody's
+    request_id: str  # empty for a write to the store, which belongs to no request
     num_due: int  # blocks whose results are due
     start: float  # seconds, on the caller's clock
 
 
 @dataclass(slots=True, frozen=True)
+class EndedTransfer:
+    """The end of one block's transfer for a request."""
+
+    request_id: str
+    result: TransferResult
+    elapsed_s: float  # since the start of its job
+
+
+@dataclass(slots=True, frozen=True)
 class WrittenBlock:
-    """The end of a write to the store. `error` is None where the store holds the block now."""
+    """The end of a write to the store. `error` is None if the store holds the block now."""
 
     block_hash: bytes
     error: str | None
-    num_bytes: int  # 0 where the store had it already
+    num_bytes: int  # 0 if the store had it already
 
 
 class Transfers:
     def __init__(
-        self, handoff: KVConnector, store: KVConnector | None, blocks: BlockManager, clock: Callable[[], float]
+        self, handoff: KVConnector, store: KVConnector, blocks: BlockManager, clock: Callable[[], float]
     ) -> None:
         self._handoff = handoff
         self._store = store
@@ -71,7 +80,7 @@ class Transfers:
     @property
     def may_write(self) -> bool:
         """Whether neither a request's transfer is under way nor another write, behind which a handoff would queue."""
-        return not self.num_in_flight  # what hangs and was given up counts: a write would hang, too
+        return not self.num_in_flight  # transfers that hang and were given up count: a write would hang, too
 
     def publish(self, request_id: str, blocks: Sequence[LocalBlock]) -> None:
         job_id = self._start(request_id, [block.block_id for block in blocks])
@@ -84,19 +93,18 @@ class Transfers:
 
     def fetch_stored(self, request_id: str, blocks: Sequence[FetchBlock]) -> None:
         if blocks:
-            self._in_store().fetch(self._start(request_id, [block.block_id for block in blocks]), blocks)
+            self._store.fetch(self._start(request_id, [block.block_id for block in blocks]), blocks)
 
     def write(self, blocks: Sequence[LocalBlock]) -> None:
         """Brings `blocks`, none of which is being written already, to the store."""
         self._writing.update((block.block_id, block.block_hash) for block in blocks)
-        self._in_store().publish(self._start("", [block.block_id for block in blocks]), blocks)
+        self._store.publish(self._start("", [block.block_id for block in blocks]), blocks)
 
-    def poll(self) -> Iterator[tuple[str, TransferResult, float] | WrittenBlock]:
-        """What ended, block by block, none of which is held any more: a request's id, its result and the seconds since
-        its start, or what was written to the store."""
+    def poll(self) -> Iterator[EndedTransfer | WrittenBlock]:
+        """What ended, block by block. None of these blocks is held any more."""
         now = self._clock()
         results = self._handoff.poll()
-        if self._store is not None and self._store is not self._handoff:
+        if self._store is not self._handoff:
             results += self._store.poll()
         for result in results:
             job, key = self._jobs[result.job_id], _key(result)
@@ -113,7 +121,7 @@ class Transfers:
                 if key in self._given_up:
                     self._given_up.remove(key)
                 else:
-                    yield job.request_id, result, now - job.start
+                    yield EndedTransfer(job.request_id, result, now - job.start)
             else:
                 yield WrittenBlock(self._writing.pop(result.block_id), result.error, result.num_bytes)
 
@@ -129,7 +137,7 @@ class Transfers:
         return found
 
     def give_up(self, result: TransferResult) -> None:
-        """Nobody waits for the end of this one any more, which is overdue; its block is held until then."""
+        """No request waits for the end of this overdue transfer any more. Its block is held until then."""
         del self._overdue[_key(result)]
         self._given_up.add(_key(result))
 
@@ -145,8 +153,3 @@ class Transfers:
             self._num_requested += len(block_ids)
         self._blocks.hold(block_ids)
         return self._next_job
-
-    def _in_store(self) -> KVConnector:
-        if self._store is None:
-            raise InternalError("there is no store to fetch from or write to")
-        return self._store

@@ -10,7 +10,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from common.block_hash import block_hashes, extra_keys, root_hash
 from common.types import SamplingParams
 from engine.batch import BlockCopy
-from engine.blocks.block_manager import BlockManager, CacheCounts, HostCopy, HostCopyKind
+from engine.blocks.block_manager import BlockManager
+from engine.blocks.counts import CacheCounts
+from engine.blocks.host_tier import HostCopy, HostCopyKind
 from engine.request import Request
 
 ROOT = root_hash("test")
@@ -67,7 +69,7 @@ def test_names_are_those_of_common_block_hash() -> None:
     request = computed(blocks, list(range(10)), salt="x")
     assert request.block_hashes == block_hashes(ROOT, list(range(10)), 4, extra_keys(cache_salt="x"))
     assert (
-        blocks.tail_hash(request)
+        blocks.cache.tail_hash(request)
         == block_hashes(ROOT, list(range(10)), 4, extra_keys(cache_salt="x"), partial=True)[-1]
     )
 
@@ -75,9 +77,9 @@ def test_names_are_those_of_common_block_hash() -> None:
 def test_the_tail_name_does_not_depend_on_the_answer() -> None:
     blocks = manager()
     request = computed(blocks, list(range(10)))
-    before = blocks.tail_hash(request)
+    before = blocks.cache.tail_hash(request)
     request.token_ids += [1, 2, 3]
-    assert blocks.tail_hash(request) == before
+    assert blocks.cache.tail_hash(request) == before
 
 
 def test_one_token_is_always_left_to_compute() -> None:
@@ -281,35 +283,34 @@ def test_swapped_requests_displace_what_host_memory_caches() -> None:
 
 def test_what_the_store_lacks_comes_up_from_host_memory_to_be_written() -> None:
     blocks = manager(num_blocks=4, num_host_blocks=8, keep_evicted=True, has_store=True)
-    assert blocks.unstored is not None
     request = computed(blocks, list(range(16)))
-    blocks.offer(request)
+    blocks.write_back.offer(request)
     blocks.free(request)
     other = computed(blocks, [7] * 16)
-    assert len(blocks.unstored) == 4
-    assert blocks.next_unstored(8) == []
+    assert len(blocks.write_back) == 4
+    assert list(blocks.write_back.next_run(8)) == []
     blocks.free(other)
     blocks.take_copies()
     written = []
     for _ in range(2):
-        blocks.bring_up_unstored(8)
+        blocks.load_for_write_back(8)
         assert kinds(blocks.take_copies()).count("promote") == 2
-        run = blocks.next_unstored(8)
+        run = blocks.write_back.next_run(8)
         written += [block.index for block in run]
         for block in run:
-            blocks.end_write(block.block_hash, is_stored=True, is_new=True)
+            blocks.write_back.end(block.block_hash, is_stored=True, is_new=True)
         assert blocks.check_integrity([]) == []
     assert written == [2, 3, 0, 1]  # in groups, in the order in which they left the device
-    assert len(blocks.unstored) == 0
-    blocks.offer(computed(blocks, list(range(16))))
-    assert len(blocks.unstored) == 0  # known to be there
+    assert len(blocks.write_back) == 0
+    blocks.write_back.offer(computed(blocks, list(range(16))))
+    assert len(blocks.write_back) == 0  # known to be there
     assert blocks.take_counts().stored == 4
 
 
 def test_gone_from_all_tiers_before_its_turn_is_counted() -> None:
     blocks = manager(num_blocks=4, num_host_blocks=1, keep_evicted=True, has_store=True)
     request = computed(blocks, list(range(16)))
-    blocks.offer(request)
+    blocks.write_back.offer(request)
     blocks.free(request)
     blocks.free(computed(blocks, [7] * 16))
     assert blocks.check_integrity([]) == []
@@ -407,14 +408,14 @@ class Lifecycle(RuleBasedStateMachine):
     @rule(name=live)
     def offer(self, name: str) -> None:
         if self.requests[name].block_ids:
-            self.blocks.offer(self.requests[name])
+            self.blocks.write_back.offer(self.requests[name])
 
     @rule()
     def store(self) -> None:
         if not self.writing:
-            self.blocks.bring_up_unstored(8)
+            self.blocks.load_for_write_back(8)
             self.carry_out()
-            run = self.blocks.next_unstored(8)
+            run = self.blocks.write_back.next_run(8)
             self.blocks.hold(block.block_id for block in run)
             self.writing = [(block.block_id, block.block_hash) for block in run]
 
@@ -423,7 +424,7 @@ class Lifecycle(RuleBasedStateMachine):
         if self.writing:
             block_id, name = self.writing.pop()
             self.blocks.unhold(block_id)
-            self.blocks.end_write(name, is_stored=is_stored, is_new=True)
+            self.blocks.write_back.end(name, is_stored=is_stored, is_new=True)
 
     @rule(name=live)
     def hold(self, name: str) -> None:
@@ -456,7 +457,7 @@ class Lifecycle(RuleBasedStateMachine):
                 for index, block_id in enumerate(block_ids):
                     if (end := min(index * 4 + 4, request.num_computed_tokens)) > index * 4:
                         assert memory[block_id] == tuple(request.token_ids[:end])
-        for names, memory in ((self.blocks._by_hash, self.device), (self.blocks.host._cached, self.in_host)):
+        for names, memory in ((self.blocks.cache._by_name, self.device), (self.blocks.host.pool._cached, self.in_host)):
             for name, block_id in names.items():
                 assert block_hashes(ROOT, memory[block_id], 4)[-1] == name  # type: ignore[call-overload]
 
@@ -468,7 +469,7 @@ class Lifecycle(RuleBasedStateMachine):
         for block_id, _ in self.writing:
             self.blocks.unhold(block_id)
         assert self.blocks.num_available_blocks == 12
-        assert self.blocks.host.num_available_blocks == 6
+        assert self.blocks.host.pool.num_available_blocks == 6
 
 
 TestLifecycle = Lifecycle.TestCase

@@ -226,7 +226,7 @@ def test_blocks_announced_twice_or_never_asked_for_are_fetched_once_or_not_at_al
     pair.decode.step()
     pair.decode.take_events()
     request = pair.decode.scheduler.requests["a"]
-    names = [pair.decode.blocks.name_in_prompt(request, index) for index in range(6)]
+    names = [pair.decode.blocks.cache.name_in_prompt(request, index) for index in range(6)]
     refs = [BlockRef(index=index, block_hash=names[index], peer="nobody") for index in (0, 0, 5, 5)]
     refs += [BlockRef(index=index, block_hash=names[0], peer="nobody") for index in (6, 2**32 - 1, 2**63, -1)]
     pair.decode.handle(m.BlocksAnnounced("a", refs, [6, 2**64, -1], "odd"))

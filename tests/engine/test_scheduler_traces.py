@@ -16,8 +16,10 @@ from common.block_hash import root_hash
 from common.types import SampledToken, SamplingParams
 from engine.blocks.block_manager import BlockManager
 from engine.messages import RequestMode
+from engine.remote_kv import WaitingRoom
 from engine.request import Request
-from engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
+from engine.schedule import SchedulerConfig, SchedulerOutput
+from engine.scheduler import Scheduler
 from kv_store.base import BlockRef
 
 TRACES = sorted((Path(__file__).parent / "traces").glob("*.trace"))
@@ -30,6 +32,7 @@ class Script:
         self.lines: list[str] = []
         self.time = 0.0
         self.scheduler: Scheduler | None = None
+        self.room: WaitingRoom
 
     def run(self, text: str) -> str:
         for line in text.splitlines():
@@ -64,7 +67,8 @@ class Script:
             preemption_mode=options.get("preemption", "recompute"),  # type: ignore[arg-type] # a word of the trace
             announce=options.get("announce", "chunk"),  # type: ignore[arg-type] # likewise
         )
-        self.scheduler = Scheduler(config, blocks)
+        self.room = WaitingRoom(blocks)
+        self.scheduler = Scheduler(config, blocks, self.room)
 
     def do_add(self, name: str, **options: str) -> None:
         first, last = map(int, options["prompt"].split(".."))
@@ -107,14 +111,11 @@ class Script:
         parts = [f"{request.request_id}+{num_new}" for request, num_new in output.num_tokens.items()]
         parts += [f"preempt {request.request_id}" for request in output.preempted]
         parts += [f"{kind} {count}" for kind, count in Counter(copy.kind for copy in output.host_copies).items()]
-        for request in output.remote_needed:
-            assert request.remote is not None
-            parts.append(f"ask prefill for {request.request_id} from block {request.remote.ask_from}")
-        for fetch in output.store_fetches:
-            parts.append(
-                f"fetch {[block.ref.index for block in fetch.blocks]} of {fetch.request.request_id} from the store"
-            )
-        parts += [f"no prefill needed for {request.request_id}" for request in output.remote_not_needed]
+        effects = self.room.take_effects()
+        parts += [f"ask prefill for {ask.request_id} from block {ask.first_block}" for ask in effects.asks]
+        for fetch in effects.store_fetches:
+            parts.append(f"fetch {[block.ref.index for block in fetch.blocks]} of {fetch.request_id} from the store")
+        parts += [f"no prefill needed for {request_id}" for request_id in effects.not_needed]
         return ", ".join(parts) or "nothing"
 
     def do_release(self, name: str) -> None:
@@ -122,39 +123,39 @@ class Script:
         self.scheduler.release(name)
 
     def do_announce(self, name: str, **options: str) -> None:
-        assert self.scheduler is not None
         first, last = map(int, options["blocks"].split(".."))
-        request = self.scheduler.requests.get(name)
-        names = [self.scheduler.blocks.name_in_prompt(request, index) if request else b"" for index in range(last)]
+        assert self.scheduler is not None
+        request, name_of = self.scheduler.requests.get(name), self.scheduler.blocks.cache.name_in_prompt
+        names = [name_of(request, index) if request else b"" for index in range(last)]
         refs = [BlockRef(index=index, block_hash=names[index]) for index in range(first, last)]
-        self.say(f"fetch {[block.ref.index for block in self.scheduler.announce(name, refs)]}")
+        self.say(f"fetch {[block.ref.index for block in self.room.announced(name, refs)]}")
 
     def do_arrive(self, name: str, **options: str) -> None:
-        assert self.scheduler is not None
         first, last = map(int, options["blocks"].split(".."))
         for index in range(first, last):
-            self.scheduler.block_arrived(name, index)
-        self._settle(name)
+            self.room.arrived(name, index)
+        self._settle()
 
     def do_lose(self, name: str, **options: str) -> None:
-        assert self.scheduler is not None
-        self.scheduler.blocks_lost(name, [int(options["block"])], "lost in the trace")
-        self._settle(name)
+        self.room.lost(name, [int(options["block"])], "lost in the trace")
+        self._settle()
 
     def do_first_token(self, name: str) -> None:
         assert self.scheduler is not None
-        self.scheduler.first_token(name, SampledToken(0))
-        self._settle(name)
+        if request := self.room.first_token(name):
+            self.scheduler.append(request, SampledToken(0))
+        self._settle()
 
     def do_prefill_dies(self, name: str) -> None:
-        assert self.scheduler is not None
-        self.scheduler.remote_failed(name, "prefill died")
-        self._settle(name)
+        self.room.failed(name, "prefill died")
+        self._settle()
 
-    def _settle(self, name: str) -> None:
+    def _settle(self) -> None:
         assert self.scheduler is not None
-        if settled := self.scheduler.settle_remote(name):
-            request, _ = settled
+        for settled in self.room.take_settled():
+            request = settled.request
+            self.scheduler.take_back(request)
+            name = request.request_id
             why = f", fallback: {request.fallback_reason}" if request.fallback_reason else ""
             self.say(f"{name} runs with {request.num_computed_tokens} of {request.num_tokens} tokens computed{why}")
 

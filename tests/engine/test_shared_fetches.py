@@ -162,7 +162,9 @@ def settle(pair: Pair) -> None:
 def finish(pair: Pair, slow: SlowMemory) -> None:
     for _ in range(500):
         settle(pair)
-        if not slow.waiting and not pair.decode._transfers.num_in_flight:  # writes to the store end by themselves
+        if (
+            not slow.waiting and not pair.decode.remote_kv.transfers.num_in_flight
+        ):  # writes to the store end by themselves
             return
         slow.deliver(1)
     raise AssertionError("not done")

@@ -21,7 +21,8 @@ from common import metrics
 from common.block_hash import block_hashes, extra_keys, root_hash
 from common.types import SamplingParams
 from engine import messages as m
-from engine.core import VERIFY_STORED_S, EngineCore
+from engine.core import EngineCore
+from engine.remote_kv import VERIFY_STORED_S
 from kv_store.base import ConnectorConfig, LocalBlock, Lookup
 from kv_store.memory import MemoryConnector
 from kv_store.shared_storage import connector as shared_storage
@@ -57,7 +58,7 @@ def run(core: EngineCore) -> list[m.Event]:
         worked = core.step()
         events += core.take_events()
         assert core.scheduler.check_integrity() == []
-        waits = core.scheduler.num_running > 0 or core._transfers.num_in_flight > 0
+        waits = core.scheduler.num_running > 0 or core.remote_kv.transfers.num_in_flight > 0
         if not worked and not waits:
             return events
         if not worked:
@@ -182,7 +183,7 @@ def test_a_store_that_hangs_holds_up_only_who_asked(tmp_path: Path, monkeypatch:
             while "asks" not in core.scheduler.requests:
                 assert time.monotonic() < give_up
                 time.sleep(0.01)
-                core._take_in_lookups()
+                core._admit_answered()
             events = run(core)
             assert tokens_of(events)["asks"] == reference(PROMPT, 4)
             assert runner.num_tokens_per_step[0] == 31, "the prompt, and the stream's next token"
@@ -202,7 +203,7 @@ def a_hanging_fetch(folder: Path, **settings: object) -> Iterator[tuple[EngineCo
     add(core, "a", PROMPT, max_tokens=4)
     with hanging(path_of(folder, first, SPEC)) as go_on:
         core.step()
-        assert core._transfers.num_in_flight == 7
+        assert core.remote_kv.transfers.num_in_flight == 7
         yield core, go_on
     run(core)
     assert_idle(core)
@@ -261,11 +262,11 @@ def test_who_is_gone_before_its_read_is_given_up(tmp_path: Path) -> None:
         add(core, "b", PROMPT[::-1], max_tokens=4)
         assert tokens_of(until_answered(core, "b")) == {"b": reference(PROMPT[::-1], 4)}
         give_up = time.monotonic() + PATIENCE_S
-        while not core._transfers.overdue():
+        while not core.remote_kv.transfers.overdue():
             assert time.monotonic() < give_up
             core.take_in_transfers()
         core.step()
-        assert core._transfers.overdue() == {}
+        assert core.remote_kv.transfers.overdue() == {}
         assert core.blocks.num_available_blocks == core.blocks.num_blocks - 7
 
 
@@ -276,7 +277,7 @@ def test_without_other_blocks_a_read_that_hangs_is_waited_for(tmp_path: Path) ->
             assert not core.step()
             assert core.scheduler.check_integrity() == []
         assert "a" in core.scheduler.requests
-        assert len(core._transfers.overdue()["a"].results) == 7, "there is no room for all of them"
+        assert len(core.remote_kv.transfers.overdue()["a"].results) == 7, "there is no room for all of them"
         assert core.blocks.num_available_blocks == 4
         go_on()
         assert tokens_of(run(core)) == {"a": reference(PROMPT, 4)}
@@ -484,10 +485,9 @@ def test_blocks_evicted_before_their_turn_are_counted(tmp_path: Path) -> None:
                 for _ in range(20):
                     core.step()
                     assert core.scheduler.check_integrity() == []
-            assert core.blocks.unstored is not None
             num_waiting = core.load.num_unstored_blocks
             assert num_waiting <= 16
-            assert core.blocks.unstored.num_dropped == 5 * 9 - num_waiting
+            assert core.blocks.write_back.num_dropped == 5 * 9 - num_waiting
             let_go()
         run(core)
         assert core.load.num_unstored_blocks == 0
@@ -501,8 +501,7 @@ def test_a_store_that_takes_nothing_disturbs_nobody(tmp_path: Path, caplog: pyte
         ]
         add(core, "a", PROMPT, max_tokens=11)
         assert tokens_of(run(core))["a"] == reference(PROMPT, 11)
-        assert core.blocks.unstored is not None
-        assert core.blocks.unstored.num_dropped >= 10  # the prompt's are offered a second time
+        assert core.blocks.write_back.num_dropped >= 10  # the prompt's are offered a second time
         assert_idle(core)
     assert "the store does not take computed KV" in caplog.text
 
@@ -631,11 +630,11 @@ def unhurried(core: EngineCore) -> Iterator[Callable[[], None]]:
 def record_writes(core: EngineCore) -> list[int]:
     """Indexes of the blocks that go to the store from here on."""
     written: list[int] = []
-    write = core._transfers.write
+    write = core.remote_kv.transfers.write
 
     def recorded(blocks: Sequence[LocalBlock]) -> None:
         written.extend(block.index for block in blocks)
         write(blocks)
 
-    core._transfers.write = recorded  # type: ignore[method-assign]
+    core.remote_kv.transfers.write = recorded  # type: ignore[method-assign]
     return written

@@ -36,14 +36,14 @@ def test_what_is_stored_is_offered_again_after_a_while() -> None:
 
 def test_what_is_seen_to_be_gone_is_offered_again_at_once() -> None:
     blocks = stored(A, B, C)
-    blocks.doubt([B, C])
+    blocks.recheck([B, C])
     assert write(blocks, A, B, C) == [B, C]
 
 
 def test_what_was_stored_is_not_dropped_when_it_goes() -> None:
     blocks = stored(A, B, C)
     blocks.age()
-    blocks.doubt([C])
+    blocks.recheck([C])
     for index, name in enumerate([A, B, C]):
         blocks.offer(name, index)
     assert len(blocks) == 3

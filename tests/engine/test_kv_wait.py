@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.remote_kv.remote_prefill import RemotePrefill
+from engine.remote_kv.kv_wait import BlockState, KVWait
 from kv_store.base import BlockRef
 
 
@@ -11,7 +11,7 @@ def refs(*indexes: int) -> list[BlockRef]:
 
 
 def test_the_wait_ends_with_the_last_block_and_the_first_token() -> None:
-    remote = RemotePrefill(first_block=1, num_blocks=3)
+    remote = KVWait(first_block=1, num_blocks=3)
     assert remote.announce(refs(0, 1)) == refs(1)
     remote.arrive(1)
     assert not remote.is_settled
@@ -25,14 +25,14 @@ def test_the_wait_ends_with_the_last_block_and_the_first_token() -> None:
 
 
 def test_a_block_is_fetched_once_however_often_it_is_announced() -> None:
-    remote = RemotePrefill(first_block=0, num_blocks=4)
+    remote = KVWait(first_block=0, num_blocks=4)
     assert remote.announce(refs(0, 1)) == refs(0, 1)
     remote.arrive(0)
     assert remote.announce(refs(0, 1, 2, 9)) == refs(2)
 
 
 def test_a_failure_waits_for_what_is_in_flight() -> None:
-    remote = RemotePrefill(first_block=0, num_blocks=4)
+    remote = KVWait(first_block=0, num_blocks=4)
     remote.announce(refs(0, 1, 2))
     remote.arrive(0)
     remote.end("the worker died")
@@ -46,7 +46,7 @@ def test_a_failure_waits_for_what_is_in_flight() -> None:
 
 
 def test_a_lost_block_can_be_announced_again() -> None:
-    remote = RemotePrefill(first_block=0, num_blocks=1, has_first_token=True)
+    remote = KVWait(first_block=0, num_blocks=1, has_first_token=True)
     remote.announce(refs(0))
     remote.lose([0], "corrupt")
     assert remote.is_settled
@@ -57,18 +57,20 @@ def test_a_lost_block_can_be_announced_again() -> None:
 
 
 def test_an_ended_lease_concerns_what_the_worker_has_in_flight() -> None:
-    remote = RemotePrefill(first_block=0, num_blocks=4, ask_from=1)
-    remote.announce(refs(0, 1, 2))
+    remote = KVWait(first_block=0, num_blocks=4, ask_from=1)
+    remote.fetch_stored([0])
+    assert remote.announce(refs(0, 1, 2)) == refs(1, 2)
     remote.arrive(1)
     remote.end_lease("cut off")
-    assert remote.unleased == {2: "cut off"}  # block 0 comes from the store
+    assert remote.indexes(BlockState.UNLEASED) == [2]  # block 0 comes from the store
+    assert remote.lease_failure == "cut off"
     remote.lose([2], "cut off")
     assert remote.announce(refs(2)) == refs(2)
-    assert remote.unleased == {}  # another worker's
+    assert remote.indexes(BlockState.UNLEASED) == []  # another worker's
 
 
 def test_an_end_after_everything_arrived_is_no_failure() -> None:
-    remote = RemotePrefill(first_block=0, num_blocks=1, has_first_token=True)
+    remote = KVWait(first_block=0, num_blocks=1, has_first_token=True)
     remote.announce(refs(0))
     remote.arrive(0)
     remote.end("stream closed")
@@ -77,9 +79,9 @@ def test_an_end_after_everything_arrived_is_no_failure() -> None:
 
 
 def test_what_only_the_store_gives_needs_no_first_token() -> None:
-    remote = RemotePrefill(first_block=1, num_blocks=3, ask_from=3)
+    remote = KVWait(first_block=1, num_blocks=3, ask_from=3)
     assert not remote.asks_worker
-    remote.announce(refs(1, 2))
+    remote.fetch_stored([1, 2])
     remote.arrive(1)
     assert not remote.is_settled
     remote.lose([2], "evicted")

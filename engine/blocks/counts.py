@@ -1,0 +1,35 @@
+"""What happened to cached blocks, between two reports. All are numbers of blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from common import metrics
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    device_hits: int = 0  # of prompts when first admitted
+    host_hits: int = 0
+    store_hits: int = 0  # fetched
+    demoted: int = 0  # device to host memory
+    promoted: int = 0  # host memory to device
+    swapped_out: int = 0  # device to host memory, with their request
+    stored: int = 0  # computed here and written to the store
+    dropped: int = 0  # computed here, and gone or failed before the store had them
+
+    def take(self) -> CacheCounts:
+        """What was counted since the last call."""
+        taken = replace(self)
+        for one in fields(self):
+            setattr(self, one.name, 0)
+        return taken
+
+    def report(self) -> None:
+        """Adds these to the metrics."""
+        if self == CacheCounts():
+            return
+        for tier, number in (("device", self.device_hits), ("host", self.host_hits), ("store", self.store_hits)):
+            metrics.worker_kv_cache_hits.labels(tier).inc(number)
+        for move in ("demoted", "promoted", "swapped_out", "stored", "dropped"):
+            metrics.worker_kv_tier_moves.labels(move).inc(getattr(self, move))

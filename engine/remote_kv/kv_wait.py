@@ -1,0 +1,165 @@
+"""What a request that waits for KV knows about its blocks. Pure: it is told, and answers.
+
+Each block from `first_block` on is in one `BlockState`. The first ones may come from the store, the others from a
+prefill worker:
+
+    | cached here | held by the store | asked of a prefill worker |
+    0        first_block          ask_from                  num_blocks
+
+The wait is over when every block has arrived or is lost, the first token is known, and nothing is on its way any more.
+After a failure, or if no worker is asked, it is over as soon as nothing is on its way. What has not arrived by then is
+just tokens not yet computed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from engine.request import Request
+from kv_store.base import BlockRef
+
+
+class BlockState(Enum):
+    """Of one block that a request waits for."""
+
+    MISSING = auto()  # nobody has announced it
+    FROM_STORE = auto()  # being fetched from the store, which verifies what it gives
+    FROM_WORKER = auto()  # being fetched from a prefill worker that holds a lease on it
+    UNLEASED = auto()  # the same, but the lease has ended meanwhile: nobody can say which bytes arrive
+    FOLLOWED = auto()  # another request has it fetched (`shared_fetches.py`)
+    ARRIVED = auto()
+    LOST = auto()  # another prefill worker could announce it again
+
+
+_FETCHED_HERE = (BlockState.FROM_STORE, BlockState.FROM_WORKER, BlockState.UNLEASED)
+_ON_ITS_WAY = (*_FETCHED_HERE, BlockState.FOLLOWED)
+
+
+@dataclass(slots=True)
+class KVWait:
+    first_block: int
+    num_blocks: int  # of the whole prompt, its partial tail included; if no worker is asked, what the store held
+    ask_from: int = 0  # num_blocks if no prefill worker is asked
+    has_first_token: bool = False
+    is_ended: bool = False  # nothing more will be announced
+    is_let_down: bool = False  # a block that was followed does not come
+    failure: str = ""  # the first reason why a block will be computed here
+    lease_failure: str = ""  # why the lease on the unleased blocks ended
+    _states: list[BlockState] = field(init=False)
+    _counts: Counter[BlockState] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._states = [BlockState.MISSING] * (self.num_blocks - self.first_block)
+        self._counts = Counter(self._states)
+
+    def state(self, index: int) -> BlockState:
+        return self._states[index - self.first_block]
+
+    def indexes(self, state: BlockState) -> list[int]:
+        """Of the blocks in that state, in order."""
+        return [index for index, one in enumerate(self._states, self.first_block) if one is state]
+
+    def count(self, *states: BlockState) -> int:
+        return sum(self._counts[state] for state in states)
+
+    # ---------------------------------------------------------------------------------------------- events
+
+    def fetch_stored(self, indexes: Iterable[int]) -> None:
+        """These are fetched from the store from here on."""
+        for index in indexes:
+            self._set(index, BlockState.FROM_STORE)
+
+    def announce(self, refs: Sequence[BlockRef]) -> list[BlockRef]:
+        """Which of `refs`, announced by a prefill worker, to fetch now; they count as on their way from here on."""
+        wanted = []
+        for ref in refs:
+            if self._waits_for(ref.index):
+                self._set(ref.index, BlockState.FROM_WORKER)
+                wanted.append(ref)
+        return wanted
+
+    def unpublished(self, indexes: Iterable[int]) -> list[int]:
+        """Which of these blocks, which a prefill worker could not publish, are lost by that. A block that is on its way
+        all the same, because another worker announced it or another request fetches it, may still arrive."""
+        return [index for index in indexes if self._waits_for(index)]
+
+    def follow(self, index: int) -> None:
+        self._set(index, BlockState.FOLLOWED)
+
+    def inherit(self, index: int, state: BlockState) -> None:
+        """The request that it followed has ended; its fetch, in that state, goes on for this one."""
+        self._set(index, state)
+
+    def arrive(self, index: int) -> None:
+        self._set(index, BlockState.ARRIVED)
+
+    def lose(self, indexes: Iterable[int], failure: str) -> None:
+        """These blocks could not be published, or their transfer failed."""
+        for index in indexes:
+            if self.state(index) is not BlockState.ARRIVED:
+                self._set(index, BlockState.LOST)
+                self.failure = self.failure or failure
+
+    def end_lease(self, reason: str) -> None:
+        """The prefill worker's stream is gone: what has not arrived by now may not be what was announced."""
+        for index in self.indexes(BlockState.FROM_WORKER):
+            self._set(index, BlockState.UNLEASED)
+        self.lease_failure = reason
+
+    def end(self, failure: str) -> None:
+        """No prefill worker will announce anything any more."""
+        self.is_ended = True
+        if not self.is_complete:
+            self.failure = self.failure or failure
+
+    # --------------------------------------------------------------------------------------------- answers
+
+    @property
+    def asks_worker(self) -> bool:
+        return self.ask_from < self.num_blocks
+
+    @property
+    def is_complete(self) -> bool:
+        """All blocks and the first token are here."""
+        return self.has_first_token and self.count(BlockState.ARRIVED) == len(self._states)
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing more is to be waited for, be it for good or for bad."""
+        if self.count(*_ON_ITS_WAY):
+            return False
+        if self.is_ended or not self.asks_worker:
+            return True
+        return self.has_first_token and not self.count(BlockState.MISSING)
+
+    def is_fetched(self, index: int) -> bool:
+        """Whether this request has the block fetched, and waits for it."""
+        return self.state(index) in _FETCHED_HERE
+
+    @property
+    def num_ready_blocks(self) -> int:
+        """Length of the run of blocks, from the prompt's start, whose KV is here."""
+        for index, state in enumerate(self._states, self.first_block):
+            if state is not BlockState.ARRIVED:
+                return index
+        return self.num_blocks
+
+    def _waits_for(self, index: int) -> bool:
+        in_range = self.first_block <= index < self.num_blocks
+        return in_range and self.state(index) in (BlockState.MISSING, BlockState.LOST)
+
+    def _set(self, index: int, state: BlockState) -> None:
+        self._counts[self.state(index)] -= 1
+        self._counts[state] += 1
+        self._states[index - self.first_block] = state
+
+
+@dataclass(slots=True, eq=False)
+class Parked:
+    """A request that waits for KV."""
+
+    request: Request
+    wait: KVWait

@@ -1,0 +1,203 @@
+"""The core's side of the door: messages and results of transfers go in, transfers and events come out.
+
+It carries out what `WaitingRoom` decides, on the connector that hands prompts over and on the store.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from common import metrics
+from common.errors import BatonError
+from engine import messages as m
+from engine.blocks.block_manager import BlockManager
+from engine.blocks.host_tier import HostCopy
+from engine.remote_kv.lookups import Lookups
+from engine.remote_kv.publications import Publish
+from engine.remote_kv.transfers import Transfers, WrittenBlock
+from engine.remote_kv.waiting_room import Settled, WaitingRoom
+from engine.request import Request
+from kv_store.base import BlockRef, KVConnector, TransferKind, TransferResult
+
+log = logging.getLogger(__name__)
+
+VERIFY_STORED_S = 60.0  # what the store took is believed to be there for this long, then looked at when it is used
+WRITE_TOKENS = 256  # of one write to the store: stores keep so many together, and a handoff waits for one at most
+
+
+@dataclass(slots=True)
+class _TransferNews:
+    """What ended for one request."""
+
+    refs: list[BlockRef] = field(default_factory=list)
+    published_lost: list[int] = field(default_factory=list)
+    arrived: list[int] = field(default_factory=list)
+    fetch_lost: list[int] = field(default_factory=list)
+    failure: str = ""
+    num_bytes: int = 0
+    elapsed_s: float = 0.0  # of the slowest block, from the connector's call to its result
+
+    def add(self, result: TransferResult, elapsed_s: float) -> None:
+        self.num_bytes += result.num_bytes
+        self.elapsed_s = max(self.elapsed_s, elapsed_s)
+        self.failure = self.failure or result.error or ""
+        if result.kind is TransferKind.FETCH:
+            (self.arrived if result.error is None else self.fetch_lost).append(result.index)
+        elif result.ref is not None:
+            self.refs.append(result.ref)
+        else:
+            self.published_lost.append(result.index)
+
+
+class RemoteKV:
+    def __init__(
+        self,
+        handoff: KVConnector,
+        store: KVConnector,
+        blocks: BlockManager,
+        clock: Callable[[], float],
+        emit: Callable[[m.Event], None],
+    ) -> None:
+        """`emit` takes the events for the front, in their order."""
+        self.room = WaitingRoom(blocks, handoff_is_store=store is handoff)
+        self.lookups = Lookups(store, blocks)
+        self.transfers = Transfers(handoff, store, blocks, clock)
+        self._handoff = handoff
+        self._handoff_is_store = store is handoff
+        self._blocks = blocks
+        self._clock = clock
+        self._emit = emit
+        self._verify_time = clock() + VERIFY_STORED_S
+        self._write_failure = ""  # the last one logged
+
+    # ---------------------------------------------------------------------------------- messages from the front
+
+    def announced(self, message: m.BlocksAnnounced) -> None:
+        self.transfers.fetch(message.request_id, self.room.announced(message.request_id, message.blocks))
+        self.room.not_published(message.request_id, message.failed_indexes, message.failure)
+
+    def add_peer(self, peer: bytes) -> None:
+        try:
+            self._handoff.add_peer(peer)
+        except BatonError as error:  # fetches from it will fail, and say so with their request's id
+            log.warning("cannot reach a peer's KV cache", extra={"reason": str(error)})
+
+    # -------------------------------------------------------------------------------------------- each step
+
+    def take_in(self, read_commands: Callable[[], None]) -> None:
+        """Takes in what transfers have brought. `read_commands` handles the front's messages: the end of a lease that
+        came before a result makes that result worthless. Safe at any time between two calls, also in mid-step."""
+        ended = list(self.transfers.poll())
+        if ended:
+            read_commands()
+        news: defaultdict[str, _TransferNews] = defaultdict(_TransferNews)
+        for one in ended:
+            if isinstance(one, WrittenBlock):
+                self._take_in_written(one)
+                continue
+            news[one.request_id].add(one.result, one.elapsed_s)
+            if one.result.ref is not None and self._handoff_is_store:
+                self._blocks.write_back.mark_stored([one.result.ref.block_hash])
+        for request_id, item in news.items():
+            self._report(request_id, item)
+        self._write_back()
+
+    def give_up_overdue(self) -> None:
+        """Transfers that hang count as failed, if there are other blocks to compute in. Not in mid-step: blocks that
+        are free by then may still be written to."""
+        for request_id, overdue in self.transfers.overdue().items():
+            fetched = [result for result in overdue.results if result.kind is TransferKind.FETCH]
+            if not self.room.replace_blocks(request_id, [(one.index, one.block_id) for one in fetched]):
+                continue
+            news = _TransferNews()
+            for result in overdue.results:
+                self.transfers.give_up(result)
+                news.add(result, overdue.elapsed_s)
+            self._report(request_id, news)
+
+    def write_back_from_host(self, carry_out: Callable[[list[HostCopy]], None]) -> None:
+        """Copies blocks up that only host memory has and the store lacks, and writes them, if no transfer is under way.
+        Only while no step is under way, since it takes blocks."""
+        if self.transfers.may_write:
+            self._blocks.load_for_write_back(WRITE_TOKENS)
+            carry_out(self._blocks.take_copies())
+            self._write_back()
+
+    def age_stored(self, now: float) -> None:
+        """Every `VERIFY_STORED_S`, what the store took has to be verified when it is used next."""
+        if now >= self._verify_time:
+            self._blocks.write_back.age()
+            self._verify_time = now + VERIFY_STORED_S
+
+    def start(self) -> None:
+        """Carries out what follows from requests that the scheduler parked."""
+        effects = self.room.take_effects()
+        for fetch in effects.store_fetches:
+            self.transfers.fetch_stored(fetch.request_id, fetch.blocks)
+        for ask in effects.asks:
+            self._emit(m.RemotePrefillNeeded(ask.request_id, ask.first_block))
+        for request_id in effects.not_needed:
+            self._emit(m.PrefillReceived(request_id, self._clock()))
+
+    def publish(self, publishes: Sequence[Publish]) -> None:
+        for publish in publishes:
+            self.transfers.publish(publish.request.request_id, publish.blocks)
+
+    def take_settled(self) -> list[Request]:
+        """Requests whose wait is over, for the scheduler."""
+        settled = self.room.take_settled()
+        for one in settled:
+            self._report_settled(one)
+        return [one.request for one in settled]
+
+    # ------------------------------------------------------------------------------------------ internals
+
+    def _report(self, request_id: str, news: _TransferNews) -> None:
+        if news.refs or news.published_lost:
+            self._emit(m.BlocksPublished(request_id, news.refs, news.published_lost, news.failure, news.elapsed_s))
+        if not (news.arrived or news.fetch_lost):
+            return
+        arrived, lost, failure = [], news.fetch_lost, news.failure
+        self.room.lost(request_id, lost, failure)
+        for index in news.arrived:
+            if reason := self.room.arrived(request_id, index):
+                lost, failure = [*lost, index], failure or reason
+            else:
+                arrived.append(index)
+        self._emit(m.BlocksFetched(request_id, arrived, lost, failure, news.num_bytes, news.elapsed_s))
+
+    def _report_settled(self, settled: Settled) -> None:
+        request = settled.request
+        if settled.starts_again:
+            return
+        if request.fallback_reason:
+            metrics.worker_fallbacks.inc()
+            log.warning(
+                "remote KV did not arrive, computing it here",
+                extra={
+                    "request_id": request.request_id,
+                    "reason": request.fallback_reason,
+                    "num_computed_tokens": request.num_computed_tokens,
+                    "num_prompt_tokens": request.num_prompt_tokens,
+                },
+            )
+        elif settled.lost_reason:  # a lookup is a hint: what has gone since is computed like any other token
+            reason = settled.lost_reason
+            log.info("stored KV was gone", extra={"request_id": request.request_id, "reason": reason})
+        if request.mode is m.RequestMode.REMOTE:
+            self._emit(m.PrefillReceived(request.request_id, self._clock()))
+
+    def _write_back(self) -> None:
+        """Brings computed blocks to the store, a run at a time, while no request's transfer is under way."""
+        if self.transfers.may_write and (blocks := self._blocks.write_back.next_run(WRITE_TOKENS)):
+            self.transfers.write(blocks)
+
+    def _take_in_written(self, written: WrittenBlock) -> None:
+        is_stored = written.error is None
+        self._blocks.write_back.end(written.block_hash, is_stored=is_stored, is_new=written.num_bytes > 0)
+        if written.error is not None and written.error != self._write_failure:
+            log.warning("the store does not take computed KV", extra={"reason": written.error})
+        self._write_failure = written.error or ""

@@ -1,0 +1,263 @@
+"""The scheduler parks a request here whose KV comes from elsewhere, and gets it back when nothing more is to come.
+
+Pure: events come in, effects come out (`take_effects`), and requests whose wait is over (`take_settled`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine.blocks.block_manager import BlockManager
+from engine.messages import RequestMode
+from engine.remote_kv.kv_wait import BlockState, KVWait, Parked
+from engine.remote_kv.shared_fetches import SharedFetches
+from engine.request import Request, RequestStatus
+from kv_store.base import BlockRef, FetchBlock
+
+
+@dataclass(slots=True, frozen=True)
+class StoreFetch:
+    """Blocks that the store held when the request came."""
+
+    request_id: str
+    blocks: list[FetchBlock]
+
+
+@dataclass(slots=True, frozen=True)
+class AskPrefill:
+    """A prefill worker has to compute the request's prompt, and hand over the blocks from `first_block` on."""
+
+    request_id: str
+    first_block: int
+
+
+@dataclass(slots=True)
+class Effects:
+    """What follows from requests that were parked, or that need not be."""
+
+    store_fetches: list[StoreFetch] = field(default_factory=list)
+    asks: list[AskPrefill] = field(default_factory=list)
+    not_needed: list[str] = field(default_factory=list)  # ids of remote requests that ask no prefill worker
+
+
+@dataclass(slots=True, frozen=True)
+class Settled:
+    """A request whose wait is over. It is RUNNING; or WAITING, without blocks, if it has to start again."""
+
+    request: Request
+    lost_reason: str  # why blocks that the store or a prefill worker had are computed here; empty if all came
+
+    @property
+    def starts_again(self) -> bool:
+        return self.request.status is RequestStatus.WAITING
+
+
+class WaitingRoom:
+    def __init__(self, blocks: BlockManager, *, handoff_is_store: bool = False) -> None:
+        """`handoff_is_store`: what a prefill worker announces lies in a store."""
+        self._blocks = blocks
+        self._handoff_is_store = handoff_is_store
+        self._parked: dict[str, Parked] = {}  # by request id
+        self._fetches = SharedFetches(blocks, handoff_is_store=handoff_is_store)
+        self._touched: dict[str, None] = {}  # ids of requests whose wait may be over
+        self._effects = Effects()
+
+    def __len__(self) -> int:
+        return len(self._parked)
+
+    # ------------------------------------------------------------------------------------ for the scheduler
+
+    def park(self, request: Request) -> bool:
+        """Parks a newcomer, which has all its blocks, if its KV comes from elsewhere: the beginning from the store or
+        with what other requests fetch already, the rest from a prefill worker. Returns False if there is nothing to
+        wait for.
+
+        No worker is asked if all but the prompt's last block is cached, stored or on its way: computing those few
+        tokens costs less than asking for them.
+        """
+        size = self._blocks.block_size
+        num_blocks = self._blocks.blocks_for(request.num_prompt_tokens)
+        first_block = request.num_computed_tokens // size
+        limit = min(request.num_prompt_tokens // size, (request.num_tokens - 1) // size)
+        stored = min(request.num_stored_blocks, limit)
+        ask_from = max(stored, self._fetches.known_until(request, first_block, limit))
+        asks_worker = request.mode is RequestMode.REMOTE and (ask_from == 0 or ask_from < num_blocks - 1)
+        if not asks_worker and ask_from <= first_block:
+            if request.mode is RequestMode.REMOTE:
+                self._effects.not_needed.append(request.request_id)
+            return False
+        wait = KVWait(
+            first_block,
+            num_blocks if asks_worker else ask_from,
+            ask_from,
+            has_first_token=request.num_output_tokens > 0,
+        )
+        parked = self._parked[request.request_id] = Parked(request, wait)
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KV
+        if asks_worker:
+            self._effects.asks.append(AskPrefill(request.request_id, ask_from))
+        if missing := self._fetches.join(parked):
+            wait.fetch_stored(missing)
+            refs = [BlockRef(index=index, block_hash=request.block_hashes[index]) for index in missing]
+            self._effects.store_fetches.append(StoreFetch(request.request_id, _into(request, refs)))
+        return True
+
+    def leave(self, request: Request) -> None:
+        """The request has ended, parked or not. Call before it gives its blocks up."""
+        if parked := self._parked.pop(request.request_id, None):
+            self._touch(self._fetches.leave(parked))
+
+    def check_integrity(self, requests: Mapping[str, Request]) -> list[str]:
+        """What is wrong, given all live requests; empty if nothing is."""
+        return [
+            *(
+                f"request {request_id} is parked, but unknown"
+                for request_id, parked in self._parked.items()
+                if requests.get(request_id) is not parked.request
+            ),
+            *self._fetches.check_integrity(self._parked),
+        ]
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._parked
+
+    # ---------------------------------------------------------------------------------------------- events
+
+    def announced(self, request_id: str, refs: Sequence[BlockRef]) -> list[FetchBlock]:
+        """Blocks became readable at a prefill worker. Returns which to fetch, and whereto; hold them meanwhile.
+
+        A block under another name than this prompt's own is lost: a store would bring another prompt's bytes for it.
+        """
+        parked = self._touched_one(request_id)
+        if parked is None:
+            return []
+        request, wait, name_of = parked.request, parked.wait, self._blocks.cache.name_in_prompt
+        asked = [ref for ref in refs if wait.ask_from <= ref.index < wait.num_blocks]
+        wrong = {ref.index for ref in asked if ref.block_hash != name_of(request, ref.index)}
+        self.not_published(request_id, wrong, "the prefill worker announced a block of another prompt")
+        return _into(request, wait.announce([ref for ref in asked if ref.index not in wrong]))
+
+    def not_published(self, request_id: str, indexes: Iterable[int], failure: str) -> None:
+        """A prefill worker could not publish these."""
+        if parked := self._touched_one(request_id):
+            self.lost(request_id, parked.wait.unpublished(indexes), failure)
+
+    def arrived(self, request_id: str, index: int) -> str:
+        """A fetch that `request_id` began went well. Returns why the block is lost nevertheless, or nothing."""
+        parked = self._touched_one(request_id)
+        if parked and parked.wait.state(index) is BlockState.UNLEASED:
+            reason = parked.wait.lease_failure or "its lease had ended"
+            self.lost(request_id, [index], reason)
+            return reason
+        if waiting := self._fetches.arrived(request_id, index):
+            self._touch(waiting)
+        elif parked:
+            parked.wait.arrive(index)
+        return ""
+
+    def lost(self, request_id: str, indexes: Iterable[int], failure: str) -> None:
+        """Fetches that `request_id` began failed."""
+        parked = self._touched_one(request_id)
+        for index in indexes:
+            if waiting := self._fetches.lost(request_id, index, failure):
+                self._touch(waiting)
+            elif parked:
+                parked.wait.lose([index], failure)
+
+    def replace_blocks(self, request_id: str, places: Sequence[tuple[int, int]]) -> bool:
+        """Puts other blocks in the places (index, block) that `request_id` began to fetch into and whose bytes may
+        change at any time, whichever request waits for them. Returns False and changes nothing if there are too few
+        blocks. Only between steps."""
+        if len(places) > self._blocks.num_available_blocks:
+            return False
+        for index, block_id in places:
+            request = self._fetches.leader_of(request_id, index)
+            if request is None and request_id in self._parked:
+                request = self._parked[request_id].request
+            if request is not None and request.block_ids[index] == block_id:
+                self._blocks.replace(request, index)
+        return True
+
+    def lease_ended(self, request_id: str, reason: str) -> None:
+        """The prefill worker may reuse its blocks from now on. What a store gives is verified, and needs no lease."""
+        if (parked := self._parked.get(request_id)) and not self._handoff_is_store:
+            parked.wait.end_lease(reason)
+
+    def all_leases_ended(self, reason: str) -> None:
+        for request_id in self._parked:
+            self.lease_ended(request_id, reason)
+
+    def failed(self, request_id: str, failure: str) -> None:
+        """No prefill worker brings anything more."""
+        self.lease_ended(request_id, failure)
+        if parked := self._touched_one(request_id):
+            parked.wait.end(failure)
+
+    def first_token(self, request_id: str) -> Request | None:
+        """The prompt's first token is known. Returns the request that it is appended to; None if nobody waits, or if
+        the token is known already: the request continues one that an earlier worker began."""
+        parked = self._touched_one(request_id)
+        if parked is None or parked.wait.has_first_token:
+            return None
+        parked.wait.has_first_token = True
+        return parked.request
+
+    # --------------------------------------------------------------------------------------------- effects
+
+    def take_effects(self) -> Effects:
+        """Since the last call."""
+        effects, self._effects = self._effects, Effects()
+        return effects
+
+    def take_settled(self) -> list[Settled]:
+        """Requests whose wait is over since the last call. They are parked no more."""
+        settled = []
+        while self._touched:
+            del self._touched[request_id := next(iter(self._touched))]
+            parked = self._parked.get(request_id)
+            if parked and parked.wait.is_settled:
+                del self._parked[request_id]
+                self._touch(self._fetches.leave(parked))
+                settled.append(self._settle(parked))
+        return settled
+
+    def _settle(self, parked: Parked) -> Settled:
+        request, wait = parked.request, parked.wait
+        if wait.is_let_down and not wait.asks_worker and request.mode is RequestMode.REMOTE:
+            # The request it followed has ended and no prefill worker was asked, so it goes back to the queue.
+            self._blocks.free(request)
+            request.num_computed_tokens = 0
+            request.num_stored_blocks = 0
+            request.status = RequestStatus.WAITING
+            return Settled(request, "")
+        if wait.asks_worker and not wait.is_complete:
+            request.fallback_reason = wait.failure or "the prefill worker announced too few blocks"
+        size = self._blocks.block_size
+        num_ready = wait.num_ready_blocks
+        arrived = wait.indexes(BlockState.ARRIVED)
+        # Without a first token the prompt's last token is computed again: only a computed token gives logits.
+        request.num_computed_tokens = min(num_ready * size, request.num_prompt_tokens, request.num_tokens - 1)
+        self._blocks.counts.store_hits += sum(index < wait.ask_from for index in arrived)
+        num_stored_tokens = min(min(num_ready, wait.ask_from) * size, request.num_prompt_tokens)
+        request.num_cached_tokens = max(request.num_cached_tokens, num_stored_tokens)
+        self._blocks.name_computed(request)
+        # The worker that computed the others writes them to the store.
+        names = [request.block_hashes[index] for index in arrived if index < len(request.block_hashes)]
+        self._blocks.write_back.mark_stored(names)
+        request.status = RequestStatus.RUNNING
+        return Settled(request, wait.failure if wait.count(BlockState.LOST) else "")
+
+    def _touched_one(self, request_id: str) -> Parked | None:
+        parked = self._parked.get(request_id)
+        if parked is not None:
+            self._touch([parked])
+        return parked
+
+    def _touch(self, waiting: Iterable[Parked]) -> None:
+        self._touched.update((parked.request.request_id, None) for parked in waiting)
+
+
+def _into(request: Request, refs: Sequence[BlockRef]) -> list[FetchBlock]:
+    """To be fetched into the request's own places."""
+    return [FetchBlock(ref, request.block_ids[ref.index]) for ref in refs]

@@ -1,0 +1,47 @@
+"""What the scheduler is told, what it decides for one step, and what came of the step. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from common.types import FinishReason, SampledToken
+from engine.blocks.host_tier import HostCopy
+from engine.remote_kv import Publish
+from engine.request import Request
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SchedulerConfig:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunk_size: int  # most tokens of one prompt in one step
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    preemption_mode: Literal["recompute", "swap"] = "recompute"
+    announce: Literal["chunk", "end"] = "chunk"  # end: a prefill's blocks are published only when all are computed
+    handoff_is_store: bool = False  # what a prefill publishes for its decode worker lies in the store
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """What to do in this step. Carry out in the order of the fields."""
+
+    host_copies: list[HostCopy] = field(default_factory=list)  # in this order, before anything is written
+    publishes: list[Publish] = field(default_factory=list)  # blocks found in the prefix cache
+    num_tokens: dict[Request, int] = field(default_factory=dict)  # new tokens of each request in this step
+    preempted: list[Request] = field(default_factory=list)
+    names: set[bytes] = field(default_factory=set)  # of the full blocks that are computed in this step
+
+
+@dataclass(slots=True, frozen=True)
+class NewToken:
+    request: Request
+    token: SampledToken
+    finish_reason: FinishReason | None
+
+
+@dataclass(slots=True)
+class StepResult:
+    tokens: list[NewToken] = field(default_factory=list)
+    publishes: list[Publish] = field(default_factory=list)
