@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 PIP := $(BIN)/python -m pip install -qq --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test test-faults test-gpu lint format format-check types imports protos protos-check ci clean
+.PHONY: help install demo up test test-slow test-all test-faults test-gpu lint format format-check types imports protos protos-check ci clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,8 +45,17 @@ demo: $(STAMP) ## Start a router, a prefill and a decode worker, ask them one qu
 up: $(STAMP) ## Run a stack until Ctrl-C
 	@$(BIN)/baton up --hints
 
-test: $(STAMP) ## Run the tests (not those that need a GPU or a cluster)
-	@$(BIN)/python -m pytest -m "not gpu and not kube and not faults" tests
+# One process more than cores: many tests wait more than they compute. A file stays together, for what its tests share.
+PYTEST := $(BIN)/python -m pytest --numprocesses=3 --dist=loadfile
+OTHER_TARGETS := not gpu and not kube and not faults and not abuse
+
+test: $(STAMP) ## Run the quick tests: all pure ones, and one real stack (4 minutes on two cores)
+	@$(PYTEST) -m "not slow and not integration and $(OTHER_TARGETS)" tests
+
+test-slow: $(STAMP) ## Run those that `make test` leaves out: real processes in every way a request can go
+	@$(PYTEST) -m "(slow or integration) and $(OTHER_TARGETS)" tests
+
+test-all: test test-slow ## Both
 
 test-faults: $(STAMP) ## Run the whole fault matrix: every process, moment and fault (root for cuts and full disks)
 	@$(BIN)/python -m pytest -v tests/faults

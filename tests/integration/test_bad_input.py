@@ -14,7 +14,7 @@ from grpc_status import rpc_status
 from protos.baton.v1 import inference_pb2, types_pb2
 from tests.integration.stack import Stack
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 CONTEXT = 8192  # tokens
 GENERATE = "/baton.v1.InferenceService/Generate"

@@ -23,7 +23,7 @@ from tests.nixl import needs_nixl
 from worker import convert
 from worker.shell import Worker
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_nixl]
+pytestmark = [pytest.mark.timeout(600), needs_nixl]
 
 NUM_TOKENS = 100
 NUM_KV_HEADS = 2  # of the tiny model

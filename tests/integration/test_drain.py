@@ -21,7 +21,7 @@ from tests.integration.ask import Salt
 from tests.integration.stack import CALL_TIMEOUT_S, START_TIMEOUT_S, Fleet, Member, descendants, running, wait_for
 from tests.integration.tiny import Case, make_cases, tiny_fleet
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 DRAIN_TIMEOUT_S = 6.0
 NUM_STREAMS = 6

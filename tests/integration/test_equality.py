@@ -20,7 +20,7 @@ from tests.integration.reference import Expected
 from tests.integration.stack import Stack, running
 from tests.nixl import needs_nixl
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # machines differ much in what they compute
+pytestmark = pytest.mark.timeout(600)  # machines differ much in what they compute
 
 ALL = [case.name for case in CASES]
 FEW = ["chat-capital", "emoji", "random-160", "ledger-250", "ledger-600"]

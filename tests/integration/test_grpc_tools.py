@@ -15,7 +15,7 @@ from tests.integration.ask import Salt
 from tests.integration.reference import Expected
 from tests.integration.stack import Stack, baton, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 def tool(name: str) -> str:

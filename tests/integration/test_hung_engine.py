@@ -15,7 +15,7 @@ from tests.integration.ask import Salt
 from tests.integration.stack import START_TIMEOUT_S, Fleet, alive, descendants, kill, running, wait_for
 from tests.integration.tiny import Case, make_cases, tiny_fleet
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

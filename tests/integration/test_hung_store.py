@@ -15,7 +15,7 @@ from tests.chaos.tiny_model import random_prompt, write_tiny_model
 from tests.faults.disk import FreezingDisk
 from tests.integration.stack import Fleet, running
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 PROMPT = random_prompt(random.Random(0), 300)
 TIMEOUT_S = 3

@@ -17,7 +17,7 @@ from tests.integration.prompts import BY_NAME
 from tests.integration.reference import Expected
 from tests.integration.stack import CALL_TIMEOUT_S, Fleet, Member, descendants, kill, running, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 Answers = dict[str, Expected]
 

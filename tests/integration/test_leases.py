@@ -29,7 +29,7 @@ from tests.integration.tiny import tiny_fleet
 from worker.drain import drain
 from worker.shell import Worker
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 NUM_PROMPT_TOKENS = 100
 FOREVER_S = 3600.0

@@ -19,7 +19,7 @@ from tests.integration.stack import CALL_TIMEOUT_S, START_TIMEOUT_S, Stack, aliv
 from tests.kv_store.lmcache_process import executable
 from tests.nixl import needs_nixl
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 CASE = BY_NAME["ledger-250"]
 BLOCK_SIZE = 16

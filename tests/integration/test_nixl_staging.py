@@ -15,7 +15,6 @@ from tests.integration.tiny import tiny_fleet
 from tests.nixl import needs_nixl
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(600),
     needs_nixl,
 ]

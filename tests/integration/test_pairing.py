@@ -21,7 +21,7 @@ from tests.chaos.tiny_model import random_prompt, write_tiny_model
 from tests.integration.ask import Salt
 from tests.integration.stack import CALL_TIMEOUT_S, Fleet, running
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 ODD = ("block_size", "dtype", "model")
 

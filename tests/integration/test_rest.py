@@ -14,7 +14,7 @@ from tests.integration.prompts import BY_NAME
 from tests.integration.reference import Expected
 from tests.integration.stack import CALL_TIMEOUT_S, Stack
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 Answers = dict[str, Expected]
 FRANCE: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is the capital of France?"}]

@@ -14,7 +14,7 @@ from common.types import WorkerState
 from tests.chaos.tiny_model import random_prompt, write_tiny_model
 from tests.integration.stack import CALL_TIMEOUT_S, START_TIMEOUT_S, Stack, alive, descendants, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 PROMPT = random_prompt(random.Random(1), 100)
 BACK = "a worker is back worker=decode-1"

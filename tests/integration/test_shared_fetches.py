@@ -16,7 +16,7 @@ from tests.integration.stack import Fleet, descendants, running, wait_for
 from tests.integration.tiny import tiny_fleet
 from tests.nixl import skip_without_nixl
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 NUM_REQUESTS = 8
 NUM_TOKENS = 1605  # a hundred full blocks, and five tokens

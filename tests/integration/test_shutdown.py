@@ -14,7 +14,7 @@ from common.errors import BatonError, UnavailableError
 from common.types import FinishReason
 from tests.integration.stack import Stack, alive, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from baton.stack import free_ports
 from tests.chaos.tiny_model import random_prompt, write_tiny_model
 from tests.integration.stack import Fleet, running, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 LIMIT_GB = 0.004
 PROMPTS = [random_prompt(random.Random(number), 300) for number in range(24)]

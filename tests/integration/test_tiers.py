@@ -14,7 +14,7 @@ from tests.integration.reference import Expected
 from tests.integration.stack import START_TIMEOUT_S, Fleet, Member, Stack, running, wait_for
 from tests.nixl import needs_nixl
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 # Looked for, not imported: the library's log settings are the connector's business.
 

@@ -25,7 +25,6 @@ from tests.kube.certificates import make_ca, make_leaf
 from tests.kube.processes import Process
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed"),
 ]

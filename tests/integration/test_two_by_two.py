@@ -14,7 +14,6 @@ from tests.integration.stack import Stack, running
 NAMES = ["capital", "german", "arabic", "hindi", "thai", "korean", "random-17", "json", "code-c", "emoji", "random-160"]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_load_spreads(model_dir: Path, tmp_path: Path, expected: dict[str, Expected], salt: Salt) -> None:
     stack = Stack(tmp_path, "--prefill=2", "--decode=2", "--num-blocks=256")

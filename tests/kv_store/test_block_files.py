@@ -315,6 +315,7 @@ write(files, [2, 3, 4, 5])
     assert read(files, range(1, 6)) == [None] * 5
 
 
+@pytest.mark.slow
 def test_writers_killed_at_any_time(files: BlockFiles, kv_dir: Path) -> None:
     """Whatever the moment, what can be found can be read, and what can't be found can be written."""
     for number in range(8):
@@ -343,6 +344,7 @@ for start in range({number} * 10_000, 10**9, 8):
         assert read(files, beyond) == [None] * len(beyond)
 
 
+@pytest.mark.slow
 def test_many_processes_write_the_same_blocks_at_once(files: BlockFiles, kv_dir: Path) -> None:
     body = """
 for start in range(0, 64, 8):

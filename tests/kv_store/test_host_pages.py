@@ -31,6 +31,7 @@ def page_threads() -> set[threading.Thread]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for pages")
+@pytest.mark.slow
 def test_pages_are_made_and_keep_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_pages, "_DELAY_S", 0.0)
     tensor = torch.empty(NUM_BYTES, dtype=torch.uint8)

@@ -273,6 +273,7 @@ def assert_nothing_lands_later(consumer: Worker, results: list[TransferResult], 
     assert all(consumer.bytes_of(block_id) == b"\xee" * BIG_SPEC.block_bytes for block_id in failed)
 
 
+@pytest.mark.slow
 @needs_nixl
 def test_between_two_processes(
     transport: str, serve: Callable[..., PeerProcess], make_consumer: Callable[..., Worker]
@@ -286,6 +287,7 @@ def test_between_two_processes(
     assert sum(result.num_bytes for result in results) == NUM_BLOCKS * BIG_SPEC.block_bytes
 
 
+@pytest.mark.slow
 @needs_nixl
 def test_staged_between_two_processes(transport: str, make_consumer: Callable[..., Worker]) -> None:
     """The producer's slots come back when the consumer's reports arrive: here it has room for an eighth."""
@@ -304,6 +306,7 @@ def test_staged_between_two_processes(transport: str, make_consumer: Callable[..
         peer.close()
 
 
+@pytest.mark.slow
 @needs_nixl
 def test_a_killed_and_restarted_peer(
     transport: str, serve: Callable[..., PeerProcess], make_consumer: Callable[..., Worker]
@@ -403,6 +406,7 @@ def test_a_peer_that_is_not_used_any_more_is_forgotten(transport: str, make_cons
         producer.connector.close()
 
 
+@pytest.mark.slow
 @needs_nixl
 def test_a_former_life_is_disconnected_after_its_last_read(
     tcp: None, serve: Callable[..., PeerProcess], make_consumer: Callable[..., Worker]
@@ -432,6 +436,7 @@ def test_a_former_life_is_disconnected_after_its_last_read(
     assert {result.error for result in fetch_all(consumer, new)} == {None}
 
 
+@pytest.mark.slow
 @needs_nixl
 def test_a_stopped_peer(tcp: None, serve: Callable[..., PeerProcess], make_consumer: Callable[..., Worker]) -> None:
     """Its blocks fail at the deadline; when it goes on, what it still sends lands nowhere."""
@@ -467,6 +472,7 @@ def test_a_stopped_peer(tcp: None, serve: Callable[..., PeerProcess], make_consu
     assert [result.error for result in consumer.results()] == [None]
 
 
+@pytest.mark.slow
 @needs_nixl
 def test_a_stopped_peer_costs_no_other_peer_a_block(
     tcp: None, serve: Callable[..., PeerProcess], make_consumer: Callable[..., Worker]
@@ -491,6 +497,7 @@ def test_a_stopped_peer_costs_no_other_peer_a_block(
     good.connector.close()
 
 
+@pytest.mark.slow
 @needs_nixl
 def test_a_killed_consumer(
     transport: str, serve: Callable[..., PeerProcess], make_consumer: Callable[..., Worker]

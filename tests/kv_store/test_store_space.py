@@ -313,6 +313,7 @@ def blocks_read(process: subprocess.Popen[str]) -> int:
     return int(stdout.split()[0])
 
 
+@pytest.mark.slow
 def test_three_processes_below_one_limit_read_right_bytes(kv_dir: Path) -> None:
     limit, rounds, largest = 3_000_000, 400, 0
     with three_writers(kv_dir, limit, rounds, any_error=False) as processes:
@@ -324,6 +325,7 @@ def test_three_processes_below_one_limit_read_right_bytes(kv_dir: Path) -> None:
     assert largest <= 1.1 * limit  # files come and go while they are counted; all together they are 1.6 times the limit
 
 
+@pytest.mark.slow
 def test_wrong_bytes_are_never_read_whatever_happens_to_the_files(kv_dir: Path) -> None:
     """Bits flip, files are cut short, and folders vanish under three workers that write, read and evict."""
     rng, num_faults = random.Random(5), 0
