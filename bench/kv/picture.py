@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.kv.exposed import ALONE, TAIL_BAR, TTFT_SHARE_BAR
+from bench.kv.exposed import TAIL_BAR, TTFT_SHARE_BAR
 from bench.kv.results import Results, Samples
 
 if TYPE_CHECKING:
@@ -103,11 +103,10 @@ def _share(results: Results, axes: Axes) -> None:
 
 
 def _beyond(results: Results, axes: Axes) -> None:
-    _by_length(results, axes, "beyond transfer ms", {ALONE: "o-"})
-    _by_length(results, axes, "idle step ms", {ALONE: "s:"}, "a step after an equal pause")
+    _by_length(results, axes, "beyond transfer ms")
     _bar(axes, TAIL_BAR, "bar")
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    axes.set(title="Exposed beyond the last transfer, engines alone", xlabel="prompt tokens", ylabel="ms")
+    axes.set(title="Exposed beyond the last transfer", xlabel="prompt tokens", ylabel="ms")
     axes.legend(fontsize=7, frameon=False)
 
 
@@ -115,18 +114,16 @@ def _bar(axes: Axes, limit: float, label: str) -> None:
     axes.axhline(limit, color="#b2182b", linewidth=0.9, linestyle="--", label=label)
 
 
-def _by_length(results: Results, axes: Axes, quantity: str, modes: Mapping[str, str] = _MODES, what: str = "") -> None:
-    """`modes` with their line styles; `what` the lines show, where it is not the mode that tells them apart."""
+def _by_length(results: Results, axes: Axes, quantity: str) -> None:
     for connector in results.labels("exposed", "connector"):
-        for mode, style in modes.items():
+        for mode, style in _MODES.items():
             found = list(results.find("exposed", quantity, connector=connector, mode=mode))
             if not found:
                 continue
             lengths = [float(one.labels["length"]) for one in found]
             medians, error = _spread([one.samples for one in found])
             colour = _COLOURS.get(str(connector))
-            label = f"{connector}, {what or mode.removeprefix('overlap, ')}"
-            axes.errorbar(lengths, medians, error, fmt=style, color=colour, capsize=2, label=label)
+            axes.errorbar(lengths, medians, error, fmt=style, color=colour, capsize=2, label=f"{connector}, {mode}")
     _lengths_axis(axes)
 
 

@@ -19,7 +19,7 @@ TABLES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "exposed": (
         "From first to second token, less one decode step",
         ("connector", "length", "mode"),
-        ("TTFT ms", "exposed ms", "% of TTFT", "handoff ms", "transfer ms", "decode step ms", "idle step ms"),
+        ("TTFT ms", "exposed ms", "% of TTFT", "handoff ms", "transfer ms", "decode step ms"),
     ),
     "orchestration": ("Handoff less transfer", ("connector",), ("orchestration ms",)),
     "control": (

@@ -1,9 +1,8 @@
-"""Models of random weights that compute next to nothing: what is left to measure is the control plane."""
+"""A model of random weights that computes next to nothing: what is left to measure is the control plane."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,21 +10,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.model_files import TOKENIZER_FILES
 
-# A step takes some milliseconds and differs from the next by tenths; blocks are still of 64 KiB.
-SWIFT = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-_TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 _OWN_FILES = ("config.json", "generation_config.json")
 
 
@@ -35,14 +19,16 @@ def make_tiny_model(
     *,
     vocab_size: int = 49_152,
     max_model_len: int = 8192,
-    shape: Mapping[str, int] = _TINY,
 ) -> Path:
-    """Random weights, in `path`, with the tokenizer of the model in `tokenizer_of`. One layer, and blocks of 1 KiB, but
-    for another `shape`."""
+    """Random weights, in `path`, with the tokenizer of the model in `tokenizer_of`. One layer, and blocks of 1 KiB."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab_size,
-        **shape,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         max_position_embeddings=max_model_len,
         tie_word_embeddings=True,
         eos_token_id=2,

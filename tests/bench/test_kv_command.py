@@ -23,9 +23,8 @@ from baton import lmcache_server
 from baton.cli import main as cli
 from bench.kv.colocated import CHAT_NEW, STACKS
 from bench.kv.command import BENCH, CONNECTORS, PARTS
-from bench.kv.exposed import ALONE, KNOWN, OVERLAP, TURN
+from bench.kv.exposed import OVERLAP
 from bench.kv.handoff import FETCH_OVER_RAW, WHOLE_OVER_RAW
-from bench.kv.idle_step import idle_steps
 from bench.kv.pair import MEMCPY, RAW_NIXL, TURNS
 from bench.kv.picture import draw
 from bench.kv.tiny_model import make_tiny_model
@@ -174,36 +173,14 @@ def test_the_parts_with_workers(tiny_model: Path, tmp_path: Path) -> None:
     moved = {
         (record["labels"]["mode"], record["labels"]["length"]): record["values"]
         for record in found["records"]
-        if record["quantity"] == "MB moved" and record["labels"]["mode"] in {*OVERLAP, KNOWN}
+        if record["quantity"] == "MB moved"
     }
-    assert set(moved) == {*product(OVERLAP, (128, 512, 2048)), (KNOWN, 2048)}
-    for (mode, length), values in moved.items():
-        num_new = TURN if mode == KNOWN else length
-        assert set(values) == {num_new * 2 * 16 * 2 / 1e6}  # one layer, K and V, one head of 16 dimensions, bfloat16
-    paused = {
-        (record["labels"]["mode"], record["labels"]["length"]): len(record["values"])
-        for record in found["records"]
-        if record["quantity"] == "idle step ms"
-    }
-    assert set(paused) == {*product(("overlap", ALONE), (128, 512, 2048)), (KNOWN, 2048)}
-    assert min(paused.values()) > 1
-    assert len(found["bars"]) == 9
+    assert set(moved) == {*product(OVERLAP, (128, 512, 2048))}
+    for (_, length), values in moved.items():
+        assert set(values) == {length * 2 * 16 * 2 / 1e6}  # one layer, K and V, one head of 16 dimensions, bfloat16
+    assert len(found["bars"]) == 4
     check_bars(found)
     assert (tmp_path / "kv.svg").stat().st_size > 0
-
-
-def test_a_lone_engine_idles_and_steps(tiny_model: Path) -> None:
-    with idle_steps(tiny_model, "bfloat16", 64, ()) as idle_step_ms:
-        values = [idle_step_ms(length, 0.01) for length in (16, 100)]
-    assert all(-1000 < value < 1000 for value in values)
-
-
-def test_a_lone_engine_that_cannot_start_says_so(tmp_path: Path) -> None:
-    with (
-        idle_steps(tmp_path / "missing", "bfloat16", 64, ()) as idle_step_ms,
-        pytest.raises(StartupError, match="a lone engine did not start"),
-    ):
-        idle_step_ms(16, 0.01)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from bench.kv.colocated import poisson
 from bench.kv.control import line
-from bench.kv.exposed import ALONE, KNOWN, OVERLAP, add_bars
+from bench.kv.exposed import OVERLAP, add_bars
 from bench.kv.report import print_results
 from bench.kv.results import Bar, Results, Samples
 
@@ -58,7 +58,7 @@ def test_a_bar_says_by_how_much(value: float, is_met: bool, sentence: str) -> No
 def exposed_results() -> Results:
     results = Results()
     for length, share, beyond in ((128, 9.0, 1.0), (2048, 2.0, 4.0), (8180, 1.0, 0.5)):
-        for mode, factor in (*zip(OVERLAP, (1, 10), strict=True), (KNOWN, 0.75), (ALONE, 0.5)):
+        for mode, factor in zip(OVERLAP, (1, 10), strict=True):
             figures = {
                 "% of TTFT": [share * factor],
                 "beyond transfer ms": [beyond * factor],
@@ -72,26 +72,11 @@ def exposed_results() -> Results:
 def test_the_worst_length_counts_and_overlap_alone() -> None:
     results = exposed_results()
     add_bars(results)
-    share, tail, known, alone, p50, p99 = results.bars
+    share, tail, p50, p99 = results.bars
     assert (share.value, share.where, share.is_met) == (2.0, "at worst: 2048 tokens", True)  # 128 is below the limit
     assert (tail.value, tail.where, tail.is_met) == (4.0, "at worst: 2048 tokens", False)
-    assert (known.value, known.where, known.is_met) == (3.0, "at worst: 2048 tokens", True)
-    assert (alone.value, alone.where, alone.is_met) == (2.0, "at worst: 2048 tokens", True)
+    assert tail.bound == "a transfer of 0.50 ms"
     assert (p50.value, p99.value) == (1.5, 2.0)
-
-
-def test_what_idling_costs_is_taken_off_in_a_bar_of_its_own() -> None:
-    results = exposed_results()
-    for length, idle in ((128, 0.5), (2048, 3.8)):
-        results.add("exposed", {"idle step ms": [idle]}, mode="overlap", length=length, connector="nixl")
-    add_bars(results)
-    _, tail, own, known, *_ = results.bars
-    assert (tail.value, tail.is_met) == (4.0, False)
-    assert tail.bound == "a transfer of 0.50 ms, a step after an equal pause: 3.8 ms longer by itself"
-    assert (own.value, own.where, own.is_met) == (0.5, "at worst: 128 tokens", True)
-    assert own.name == f"{tail.name}, above a step after an equal pause"
-    assert known.bound == "a transfer of 0.50 ms"  # not measured there
-    assert len(results.bars) == 7
 
 
 def test_the_table_has_a_row_for_each_set_of_labels() -> None:
@@ -104,7 +89,7 @@ def test_the_table_has_a_row_for_each_set_of_labels() -> None:
     assert text.count("no overlap") == 3
     assert "median [quartiles]" in text
     assert "skipped: exposed: lmcache: not installed [here]" in text
-    assert "5 of 6 bars met" in text
+    assert "3 of 4 bars met" in text
 
 
 def test_the_line_through_points() -> None:
