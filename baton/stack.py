@@ -1,57 +1,35 @@
 """A whole stack on this machine: workers and a router as child processes, started and ended together.
 
-    up:    ports and cores chosen -> workers and router start at once -> every one has said that it is ready
+    up:    workers and router start at once -> every one has said that it is ready -> the whole answers
     then:  a worker or LMCache server that ends is started again, unless it does so too often; a router ends the stack
-    down:  router ends (its answers finish first) -> workers end -> private KV directory goes away
+    down:  router ends (its answers finish first) -> workers end
 
-All processes start at once, since each needs about the same time to import what it needs. The router is told worker
-addresses that do not answer yet, so worker ports are chosen here beforehand.
+All processes start at once, since each needs about the same time to import what it needs. `baton.stack_plan` says which
+there are.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import itertools
 import logging
 import math
 import os
 import queue
-import random
-import shutil
 import signal
-import socket
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from baton import lmcache_server
 from baton.processes import Child, Ended, Event, Events, Finished, Ready, Signalled, start
 from baton.restarts import WINDOW_S, Restarts
-from baton.settings import PREFIX, did_you_mean, to_flags
-from common.config import RouterSettings, Settings, UpSettings, WorkerSettings
-from common.errors import BatonError, ConfigError, StartupError
-from common.types import WorkerState
-from kv_store.registry import check_store, connector_names
+from baton.settings import PREFIX
+from common.errors import BatonError, StartupError
 
 log = logging.getLogger(__name__)
 
-_WORKER_HOST = "127.0.0.1"  # only the router of a local stack is for others
-# Below what Linux, macOS and Windows hand out to outgoing connections, so that none of those takes a port between
-# our choice and the worker's bind.
-_WORKER_PORTS = range(20000, 32000)
-_KV_PREFIX = "baton-kv-"
-_LMCACHE = "lmcache"  # the child's name
-_SHM = Path("/dev/shm")  # noqa: S108 - the directory below it is made by mkdtemp
-_SHM_MIN_FREE = 1 << 30  # bytes; containers often have 64 MiB
-_ABANDONED_AFTER_S = 60.0
+LMCACHE = "lmcache"  # the child's name
 _POLL_S = 0.02  # between questions whether the router has found its workers
-_FLEET_TIMEOUT_S = 10.0
 _KILL_GRACE_S = 5.0  # beyond its own drain timeout, until a child is killed
 
 
@@ -150,11 +128,11 @@ class Stack:
     def _spawn(self, name: str) -> Child:
         environ = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
         environ["PYTHONUNBUFFERED"] = "1"
-        cores = () if name == _LMCACHE else self.front_cores  # it copies KV, for prefill and decode alike
+        cores = () if name == LMCACHE else self.front_cores  # it copies KV, for prefill and decode alike
         return start(name, self.commands[name], self.events, environ=environ, cores=cores)
 
     def _workers(self) -> list[Child]:
-        return [child for child in self.children if child.name not in (self.router, _LMCACHE)]
+        return [child for child in self.children if child.name not in (self.router, LMCACHE)]
 
     def drain(self) -> bool:
         """Ends the router, then the workers, each after what it has in hand, then what they need.
@@ -163,7 +141,7 @@ class Stack:
         """
         workers = self._workers()
         routers = [child for child in self.children if child.name == self.router]
-        servers = [child for child in self.children if child.name == _LMCACHE]
+        servers = [child for child in self.children if child.name == LMCACHE]
         for group in (routers, workers, servers):
             for child in group:
                 child.terminate()
@@ -195,7 +173,7 @@ class Stack:
 
 def _kind(child: Child) -> str:
     """What log lines call a child that may be started again."""
-    return "server" if child.name == _LMCACHE else "worker"
+    return "server" if child.name == LMCACHE else "worker"
 
 
 def run(
@@ -248,167 +226,3 @@ def _signals_into(events: Events) -> Iterator[None]:
     finally:
         for one, handler in zip(signals, before, strict=True):
             signal.signal(one, handler)
-
-
-# ------------------------------------------------------------------------------------- from settings to commands
-
-
-def check(settings: UpSettings) -> None:
-    """Raises ConfigError for what no worker could start with: better said once, and before anything runs."""
-    if settings.connector not in connector_names():
-        hint = did_you_mean(settings.connector, connector_names())
-        raise ConfigError("--connector", f"{settings.connector!r} is not one of {', '.join(connector_names())}{hint}")
-    check_store(settings.connector, settings.store, "--store")
-    if _starts_lmcache(settings):
-        lmcache_server.executable()
-    if settings.decode + settings.both == 0:
-        raise ConfigError("--decode", "a stack needs at least one decode worker or one with --both roles")
-
-
-def _starts_lmcache(settings: UpSettings) -> bool:
-    return "lmcache" in (settings.connector, settings.store) and settings.lmcache_address is None
-
-
-def plan(settings: UpSettings, kv_dir: Path) -> Stack:
-    """The commands of a stack. Worker ports and cores are decided here."""
-    roles = ["prefill"] * settings.prefill + ["decode"] * settings.decode + ["worker"] * settings.both
-    cores = divide_cores(settings.cpu_cores or usable_cores(), len(roles))
-    lmcache_address, *addresses = [f"{_WORKER_HOST}:{port}" for port in free_ports(1 + len(roles))]
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    common = WorkerSettings.model_fields.keys() & UpSettings.model_fields.keys()
-    shared: dict[str, object] = {name: getattr(settings, name) for name in common}
-    shared["kv_dir"] = str(kv_dir)
-    if settings.device == "cuda":  # all workers are on the same device, so each gets its share of it
-        shared["memory_utilization"] = settings.memory_utilization / len(roles)
-    commands: dict[str, list[str]] = {}
-    if _starts_lmcache(settings):
-        shared["lmcache_address"] = lmcache_address
-        files = kv_dir if settings.kv_dir is not None else None
-        commands[_LMCACHE] = lmcache_server.wrapper(lmcache_address, settings.lmcache_size_gb, files)
-    numbers: dict[str, int] = {}
-    for role, address, own in zip(roles, addresses, cores, strict=True):
-        worker = WorkerSettings.model_validate({**shared, "listen": address, "cpu_cores": own})
-        numbers[role] = numbers.get(role, 0) + 1
-        commands[f"{role}-{numbers[role]}"] = baton_command(role, worker)
-    router = RouterSettings(
-        prefill=tuple(address for role, address in zip(roles, addresses, strict=True) if role != "decode"),
-        decode=tuple(address for role, address in zip(roles, addresses, strict=True) if role != "prefill"),
-        http_listen=f"{host}:{settings.http_port}",
-        grpc_listen=f"{host}:{settings.grpc_port}",
-        drain_timeout=settings.drain_timeout,
-        log_level=settings.log_level,
-        log_format=settings.log_format,
-    )
-    commands["router"] = baton_command("router", router)
-    return Stack(
-        commands,
-        settings.drain_timeout,
-        settings.start_timeout,
-        max_restarts=settings.max_restarts,
-        front_cores=front_cores(roles, cores),
-        not_ready=fleet_not_ready,
-    )
-
-
-def fleet_not_ready(addresses: Addresses) -> str:
-    """Which workers the router cannot use yet; empty when it can use all."""
-    from baton.client import Client
-
-    try:
-        with Client(addresses.grpc, timeout=_FLEET_TIMEOUT_S) as client:
-            workers = client.fleet()
-    except BatonError as error:
-        return error.message
-    return ", ".join(f"{one.address} is {one.state}" for one in workers if one.state is not WorkerState.READY)
-
-
-def baton_command(command: str, settings: Settings) -> list[str]:
-    return [sys.executable, "-m", "baton", command, *to_flags(settings)]
-
-
-def usable_cores() -> tuple[int, ...]:
-    """Cores this process may run on; none where the system cannot pin."""
-    if sys.platform != "linux":
-        return ()
-    return tuple(sorted(os.sched_getaffinity(0)))
-
-
-def divide_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
-    """Cores of each worker: neighbouring, as equal as possible; shared one by one where there are too few."""
-    if len(cores) < num_workers:
-        return [(cores[i % len(cores)],) if cores else () for i in range(num_workers)]
-    bounds = [len(cores) * i // num_workers for i in range(num_workers + 1)]
-    return [tuple(cores[start:stop]) for start, stop in itertools.pairwise(bounds)]
-
-
-def front_cores(roles: Sequence[str], cores: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Where the workers' gRPC servers and the router run, given each worker's role and the cores of its engine: beside
-    engines that only prefill. Each of a stream's tokens waits for a decode step, of 30 ms perhaps, and a millisecond
-    that another process takes of it is felt; in a chunk of a long prompt it is lost. None, so anywhere, where every
-    core decodes."""
-    decoding = {core for role, own in zip(roles, cores, strict=True) if role != "prefill" for core in own}
-    return tuple(sorted({core for own in cores for core in own} - decoding))
-
-
-def free_ports(count: int) -> list[int]:
-    """Different loopback ports that nobody listens on now. Raises StartupError where there are not so many."""
-    ports: list[int] = []
-    for port in random.sample(_WORKER_PORTS, len(_WORKER_PORTS)):
-        if len(ports) == count:
-            break
-        with socket.socket() as probe:
-            try:
-                probe.bind((_WORKER_HOST, port))
-            except OSError as error:
-                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                    raise
-                continue
-        ports.append(port)
-    if len(ports) < count:
-        raise StartupError(f"fewer than {count} free ports from {_WORKER_PORTS.start} to {_WORKER_PORTS.stop - 1}")
-    return ports
-
-
-@contextlib.contextmanager
-def kv_directory(given: str | None) -> Iterator[Path]:
-    """The directory of shared KV blocks: `given`, created and kept, or a private one in memory that goes at the end.
-
-    A private directory is locked while in use, so that one whose owner was killed is found and removed by the next.
-    """
-    if given is not None:
-        path = Path(given).absolute()
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StartupError(f"--kv-dir {given}: {error.strerror}") from error
-        yield path
-        return
-    shm = _SHM.is_dir() and os.access(_SHM, os.W_OK) and shutil.disk_usage(_SHM).free >= _SHM_MIN_FREE
-    parent = _SHM if shm else Path(tempfile.gettempdir())
-    _remove_abandoned(parent)
-    path = Path(tempfile.mkdtemp(prefix=_KV_PREFIX, dir=parent))
-    lock = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
-
-
-def _remove_abandoned(parent: Path) -> None:
-    for path in parent.glob(f"{_KV_PREFIX}*"):
-        try:
-            if path.stat().st_uid != os.getuid() or time.time() - path.stat().st_mtime < _ABANDONED_AFTER_S:
-                continue  # somebody else's, or made this moment and not locked yet
-            lock = os.open(path, os.O_RDONLY)
-        except OSError:
-            continue  # its owner removed it just now
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-            log.info("removed the KV directory of a stack that was killed", extra={"path": str(path)})
-        except BlockingIOError:
-            continue  # in use
-        finally:
-            os.close(lock)

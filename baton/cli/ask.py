@@ -183,8 +183,9 @@ def models(settings: ClientSettings) -> int:
 
 def demo(settings: DemoSettings, *, question: tuple[str, ...]) -> int:
     """Brings a stack up, asks it one question, prints the answer and where its time went, and ends the stack."""
-    from baton import stack
+    from baton import stack, stack_plan
     from baton.cli.serve import prepare_model
+    from baton.kv_directory import kv_directory
     from common.logs import setup_logging
 
     text = " ".join(question) or DEMO_QUESTION
@@ -201,10 +202,10 @@ def demo(settings: DemoSettings, *, question: tuple[str, ...]) -> int:
         return 0 if answer.text.strip() else 1
 
     setup_logging("demo", level=settings.log_level, log_format=settings.log_format)
-    stack.check(settings)
+    stack_plan.check(settings)
     prepare_model(settings)
-    with stack.kv_directory(settings.kv_dir) as kv_dir:
-        running = stack.plan(settings, kv_dir)
+    with kv_directory(settings.kv_dir) as kv_dir:
+        running = stack_plan.plan(settings, kv_dir)
         return stack.run(running, work=ask)
 
 

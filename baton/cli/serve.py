@@ -32,13 +32,14 @@ Try it from another terminal (Ctrl-C here ends the stack):
 
 
 def up(settings: UpSettings) -> int:
-    from baton import stack
+    from baton import stack, stack_plan
+    from baton.kv_directory import kv_directory
 
     setup_logging("up", level=settings.log_level, log_format=settings.log_format)
-    stack.check(settings)
+    stack_plan.check(settings)
     prepare_model(settings)
-    with stack.kv_directory(settings.kv_dir) as kv_dir:
-        return stack.run(stack.plan(settings, kv_dir), on_ready=partial(print_ready, hints=settings.hints))
+    with kv_directory(settings.kv_dir) as kv_dir:
+        return stack.run(stack_plan.plan(settings, kv_dir), on_ready=partial(print_ready, hints=settings.hints))
 
 
 def prepare_model(settings: UpSettings) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from baton import lmcache_server
-from baton.stack import free_ports
+from baton.stack_plan import free_ports
 from bench.kv.pair import MEMCPY, RAW_NIXL, PairConfig, measure_pair
 from bench.kv.results import Bar, Results
 from bench.kv.settings import BenchSettings, Progress

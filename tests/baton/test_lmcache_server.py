@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton import lmcache_server, stack
+from baton import lmcache_server, stack_plan
 from common.config import UpSettings
 from common.errors import StartupError
 
@@ -26,7 +26,7 @@ def address_of(argv: Sequence[str]) -> str:
 
 
 def test_a_stack_starts_one_server_for_all_its_workers() -> None:
-    commands = stack.plan(UpSettings(connector="lmcache", lmcache_size_gb=0.5), Path("/kv")).commands
+    commands = stack_plan.plan(UpSettings(connector="lmcache", lmcache_size_gb=0.5), Path("/kv")).commands
     assert list(commands) == ["lmcache", "prefill-1", "decode-1", "router"]
     _, *server = commands["lmcache"]
     address = server[server.index("--listen") + 1]
@@ -36,31 +36,31 @@ def test_a_stack_starts_one_server_for_all_its_workers() -> None:
 
 def test_a_given_directory_is_where_the_server_keeps_files() -> None:
     settings = UpSettings(connector="lmcache", kv_dir="/kv")
-    assert stack.plan(settings, Path("/kv")).commands["lmcache"][-2:] == ["--kv-dir", "/kv"]
+    assert stack_plan.plan(settings, Path("/kv")).commands["lmcache"][-2:] == ["--kv-dir", "/kv"]
 
 
 def test_a_server_that_runs_already_is_used() -> None:
     settings = UpSettings(connector="lmcache", lmcache_address="127.0.0.1:5555")
-    commands = stack.plan(settings, Path("/kv")).commands
+    commands = stack_plan.plan(settings, Path("/kv")).commands
     assert "lmcache" not in commands
     assert address_of(commands["decode-1"]) == "127.0.0.1:5555"
 
 
 def test_a_server_may_be_the_store_beside_another_connector() -> None:
-    commands = stack.plan(UpSettings(connector="nixl", store="lmcache"), Path("/kv")).commands
+    commands = stack_plan.plan(UpSettings(connector="nixl", store="lmcache"), Path("/kv")).commands
     assert address_of(commands["decode-1"]) in commands["lmcache"]
 
 
 def test_other_connectors_need_no_server() -> None:
-    assert "lmcache" not in stack.plan(UpSettings(), Path("/kv")).commands
+    assert "lmcache" not in stack_plan.plan(UpSettings(), Path("/kv")).commands
 
 
 def test_without_lmcache_a_stack_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lmcache_server, "ENVIRONMENT", tmp_path)
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(StartupError, match="run `make lmcache`"):
-        stack.check(UpSettings(connector="lmcache"))
-    stack.check(UpSettings(connector="lmcache", lmcache_address="127.0.0.1:5555"))
+        stack_plan.check(UpSettings(connector="lmcache"))
+    stack_plan.check(UpSettings(connector="lmcache", lmcache_address="127.0.0.1:5555"))
 
 
 def test_memory_of_killed_servers_is_freed(shm: Path) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from baton.processes import Child, tethered
-from baton.stack import Addresses, Stack, run, usable_cores
+from baton.stack import Addresses, Stack, run
+from baton.stack_plan import usable_cores
 from common.errors import StartupError, UnavailableError
 
 # A child that says it is ready, writes its pid (and that it was drained) to files, and ends on SIGTERM.

@@ -20,7 +20,7 @@ from typing import ClassVar, Protocol, TypedDict
 
 from baton.client import Client
 from baton.report import FleetWorker
-from baton.stack import free_ports
+from baton.stack_plan import free_ports
 from common.errors import BatonError
 from common.types import WorkerState
 from tests.kube.processes import Process

@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import Client
-from baton.stack import free_ports
+from baton.stack_plan import free_ports
 from common.errors import BatonError
 from common.grpc_transport import name_options
 from tests.integration.ask import Salt

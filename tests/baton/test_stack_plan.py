@@ -1,4 +1,4 @@
-"""From settings to the commands of a stack: roles, addresses, cores, the KV directory."""
+"""From settings to the commands of a stack: roles, addresses, cores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton import stack
+from baton import stack_plan
 from common.config import UpSettings
 from common.errors import ConfigError, StartupError
 
@@ -16,7 +16,7 @@ def test_plan_of_two_prefill_one_decode_and_one_of_both_roles() -> None:
     settings = UpSettings(
         prefill=2, decode=1, both=1, dtype="float32", cpu_cores=(0, 1, 2, 3), http_port=0, num_blocks=9
     )
-    commands = stack.plan(settings, Path("/kv")).commands
+    commands = stack_plan.plan(settings, Path("/kv")).commands
     assert list(commands) == ["prefill-1", "prefill-2", "decode-1", "worker-1", "router"]
     addresses = {}
     for number, name in enumerate(["prefill-1", "prefill-2", "decode-1", "worker-1"]):
@@ -33,7 +33,7 @@ def test_plan_of_two_prefill_one_decode_and_one_of_both_roles() -> None:
 
 def test_workers_on_one_gpu_share_its_memory() -> None:
     settings = UpSettings(prefill=1, decode=2, device="cuda", memory_utilization=0.9)
-    commands = stack.plan(settings, Path("/kv")).commands
+    commands = stack_plan.plan(settings, Path("/kv")).commands
     shares = [float(flag.partition("=")[2]) for argv in commands.values() for flag in argv if "memory-util" in flag]
     assert shares == pytest.approx([0.3, 0.3, 0.3])
 
@@ -49,7 +49,7 @@ def test_workers_on_one_gpu_share_its_memory() -> None:
     ],
 )
 def test_cores_are_divided(cores: tuple[int, ...], num_workers: int, expected: list[tuple[int, ...]]) -> None:
-    assert stack.divide_cores(cores, num_workers) == expected
+    assert stack_plan.divide_cores(cores, num_workers) == expected
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_cores_are_divided(cores: tuple[int, ...], num_workers: int, expected: l
 def test_fronts_leave_the_cores_of_decode_engines_alone(
     roles: list[str], cores: list[tuple[int, ...]], expected: tuple[int, ...]
 ) -> None:
-    assert stack.front_cores(roles, cores) == expected
+    assert stack_plan.front_cores(roles, cores) == expected
 
 
 def test_ports_that_are_taken_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,65 +73,34 @@ def test_ports_that_are_taken_are_not_chosen(monkeypatch: pytest.MonkeyPatch) ->
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        monkeypatch.setattr(stack, "_WORKER_PORTS", range(port, port + 1))
+        monkeypatch.setattr(stack_plan, "_WORKER_PORTS", range(port, port + 1))
         with pytest.raises(StartupError, match="fewer than 1 free ports"):
-            stack.free_ports(1)
+            stack_plan.free_ports(1)
 
 
 def test_as_many_ports_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack, "_WORKER_PORTS", range(21000, 21200))
-    ports = stack.free_ports(3)
+    monkeypatch.setattr(stack_plan, "_WORKER_PORTS", range(21000, 21200))
+    ports = stack_plan.free_ports(3)
     assert len(set(ports)) == 3
     assert set(ports) <= set(range(21000, 21200))
 
 
 @pytest.mark.parametrize(("host", "listen"), [("0.0.0.0", "0.0.0.0:8000"), ("::1", "[::1]:8000")])
 def test_only_the_router_listens_on_the_host_given(host: str, listen: str) -> None:
-    commands = stack.plan(UpSettings(host=host), Path("/kv")).commands
+    commands = stack_plan.plan(UpSettings(host=host), Path("/kv")).commands
     assert f"--http-listen={listen}" in commands["router"]
     assert any(flag.startswith("--listen=127.0.0.1:") for flag in commands["decode-1"])
 
 
 def test_what_makes_no_stack() -> None:
     with pytest.raises(ConfigError, match=r"^--decode: "):
-        stack.check(UpSettings(prefill=1, decode=0))
+        stack_plan.check(UpSettings(prefill=1, decode=0))
     with pytest.raises(ConfigError, match=r"^--connector: 'postal' is not one of "):
-        stack.check(UpSettings(connector="postal"))
+        stack_plan.check(UpSettings(connector="postal"))
     with pytest.raises(ConfigError, match=r"^--store: 'nixl' is not one of lmcache, shared_storage$"):
-        stack.check(UpSettings(connector="nixl", store="nixl"))
+        stack_plan.check(UpSettings(connector="nixl", store="nixl"))
     with pytest.raises(ConfigError, match=r"^--store: connector shared_storage is a store itself"):
-        stack.check(UpSettings(store="lmcache", lmcache_address="127.0.0.1:1"))
-    stack.check(UpSettings(prefill=0, decode=0, both=1))
-    stack.check(UpSettings(connector="nixl", store="shared_storage"))
-    stack.check(UpSettings(store="shared_storage"))
-
-
-def test_given_kv_directory_is_made_and_kept(tmp_path: Path) -> None:
-    given = tmp_path / "a" / "b"
-    with stack.kv_directory(str(given)) as path:
-        assert path == given
-        assert given.is_dir()
-    assert given.is_dir()
-
-
-def test_kv_directory_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StartupError, match="Not a directory"), stack.kv_directory(str(tmp_path / "file" / "kv")):
-        pass
-
-
-def test_private_kv_directory_goes_away_and_so_does_an_abandoned_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stack, "_SHM", tmp_path)
-    monkeypatch.setattr(stack, "_SHM_MIN_FREE", 0)
-    monkeypatch.setattr(stack, "_ABANDONED_AFTER_S", 0)
-    abandoned = tmp_path / "baton-kv-of-a-killed-stack"
-    abandoned.mkdir()
-    with stack.kv_directory(None) as mine:
-        assert mine.parent == tmp_path
-        assert not abandoned.exists()
-        with stack.kv_directory(None) as other:
-            assert mine.is_dir()  # in use: it is not taken for abandoned
-            assert other != mine
-    assert list(tmp_path.iterdir()) == []
+        stack_plan.check(UpSettings(store="lmcache", lmcache_address="127.0.0.1:1"))
+    stack_plan.check(UpSettings(prefill=0, decode=0, both=1))
+    stack_plan.check(UpSettings(connector="nixl", store="shared_storage"))
+    stack_plan.check(UpSettings(store="shared_storage"))

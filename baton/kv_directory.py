@@ -1,0 +1,67 @@
+"""The directory of a local stack's shared KV blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.errors import StartupError
+
+log = logging.getLogger(__name__)
+
+_KV_PREFIX = "baton-kv-"
+_SHM = Path("/dev/shm")  # noqa: S108 - the directory below it is made by mkdtemp
+_SHM_MIN_FREE = 1 << 30  # bytes; containers often have 64 MiB
+_ABANDONED_AFTER_S = 60.0
+
+
+@contextlib.contextmanager
+def kv_directory(given: str | None) -> Iterator[Path]:
+    """The directory of shared KV blocks: `given`, created and kept, or a private one in memory that goes at the end.
+
+    A private directory is locked while in use, so that one whose owner was killed is found and removed by the next.
+    """
+    if given is not None:
+        path = Path(given).absolute()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StartupError(f"--kv-dir {given}: {error.strerror}") from error
+        yield path
+        return
+    shm = _SHM.is_dir() and os.access(_SHM, os.W_OK) and shutil.disk_usage(_SHM).free >= _SHM_MIN_FREE
+    parent = _SHM if shm else Path(tempfile.gettempdir())
+    _remove_abandoned(parent)
+    path = Path(tempfile.mkdtemp(prefix=_KV_PREFIX, dir=parent))
+    lock = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for path in parent.glob(f"{_KV_PREFIX}*"):
+        try:
+            if path.stat().st_uid != os.getuid() or time.time() - path.stat().st_mtime < _ABANDONED_AFTER_S:
+                continue  # somebody else's, or made this moment and not locked yet
+            lock = os.open(path, os.O_RDONLY)
+        except OSError:
+            continue  # its owner removed it just now
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+            log.info("removed the KV directory of a stack that was killed", extra={"path": str(path)})
+        except BlockingIOError:
+            continue  # in use
+        finally:
+            os.close(lock)

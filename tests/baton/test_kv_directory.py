@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton import kv_directory
+from common.errors import StartupError
+
+
+def test_given_kv_directory_is_made_and_kept(tmp_path: Path) -> None:
+    given = tmp_path / "a" / "b"
+    with kv_directory.kv_directory(str(given)) as path:
+        assert path == given
+        assert given.is_dir()
+    assert given.is_dir()
+
+
+def test_kv_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartupError, match="Not a directory"), kv_directory.kv_directory(str(tmp_path / "file" / "kv")):
+        pass
+
+
+def test_private_kv_directory_goes_away_and_so_does_an_abandoned_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_directory, "_SHM", tmp_path)
+    monkeypatch.setattr(kv_directory, "_SHM_MIN_FREE", 0)
+    monkeypatch.setattr(kv_directory, "_ABANDONED_AFTER_S", 0)
+    abandoned = tmp_path / "baton-kv-of-a-killed-stack"
+    abandoned.mkdir()
+    with kv_directory.kv_directory(None) as mine:
+        assert mine.parent == tmp_path
+        assert not abandoned.exists()
+        with kv_directory.kv_directory(None) as other:
+            assert mine.is_dir()  # in use: it is not taken for abandoned
+            assert other != mine
+    assert list(tmp_path.iterdir()) == []
