@@ -141,6 +141,13 @@ class WorkerSettings(EngineSettings, ConnectorSettings, TlsSettings, HealthSetti
 
     listen: str = Field("127.0.0.1:50061", description="gRPC address; port 0 takes a free one")
     advertise: str | None = Field(None, description="address by which others reach this worker; --listen where unset")
+    max_waiting_requests: Positive = Field(
+        1024, description="requests that wait for the engine to begin with them; further ones are refused"
+    )
+    max_waiting_tokens: Positive = Field(524_288, description="prompt tokens of those requests, likewise")
+    max_request_time: float = Field(
+        3600.0, gt=0, description="seconds that a request or a lease may take here, whatever its caller says"
+    )
     drain_timeout: float = Field(
         30.0,
         ge=0,

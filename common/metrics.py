@@ -96,6 +96,12 @@ worker_leases_kept = Counter(
 )
 worker_streams = Counter("baton_worker_streams", "Streams that ended, by service and gRPC status.", ["service", "code"])
 worker_streams_cut = Counter("baton_worker_streams_cut", "Streams that the drain timeout cut, by service.", ["service"])
+worker_streams_unread = Counter(
+    "baton_worker_streams_unread", "Streams that were ended because their caller did not read them."
+)
+worker_requests_refused = Counter(
+    "baton_worker_requests_refused", "Requests refused because too many, or too many tokens, waited already."
+)
 worker_engine_hangs = Counter("baton_worker_engine_hangs", "Engine processes killed because they gave no sign of life.")
 worker_prefill_failures = Counter(
     "baton_worker_prefill_failures", "Prefill streams that failed under a decode worker, by gRPC status.", ["code"]

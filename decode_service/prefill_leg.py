@@ -10,6 +10,7 @@ the engine computes the rest itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +18,10 @@ from dataclasses import dataclass, field
 import grpc
 
 from common import metrics
-from common.errors import TransferError
+from common.errors import TransferError, UnavailableError
+from decode_service.prefill_events import PrefillEvents, milliseconds
 from engine import messages as m
 from protos.baton.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
-from protos.convert import token_of
-from worker import convert
 from worker.engine_client import EngineStream
 from worker.shell import Worker
 
@@ -61,6 +61,7 @@ class PrefillLeg:
     def start(self, first_block: int, deadline: float | None) -> None:
         """Asks the workers in turn. `deadline` is in the event loop's time; None for none."""
         self._task = asyncio.create_task(self._run(first_block, deadline))
+        self._task.add_done_callback(self._ended)
 
     @property
     def is_started(self) -> bool:
@@ -85,15 +86,28 @@ class PrefillLeg:
         """After `finish`: returns once the stream has ended, which it is made to where that takes too long."""
         if self._task is None:
             return
-        extra = {"request_id": self._request.request_id}
-        try:
-            await asyncio.wait_for(self._task, END_WAIT_S)
-        except TimeoutError:
+        done, _ = await asyncio.wait((self._task,), timeout=END_WAIT_S)
+        if not done:
+            extra = {"request_id": self._request.request_id}
             log.warning("a prefill worker does not end its stream, cancelling it", extra=extra)
-        except Exception:
-            log.exception("the prefill leg failed", extra=extra)
+            self._task.cancel()
+            await asyncio.wait((self._task,))
 
     # ------------------------------------------------------------------------------------------ internals
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A leg that ends by a defect leaves nobody waiting: the engine computes the rest."""
+        if task.cancelling():
+            return
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is None:
+            return
+        log.error("the prefill leg failed", extra={"request_id": self._request.request_id}, exc_info=error)
+        if self._is_finished:
+            return
+        reason = f"the prefill leg failed: {type(error).__name__}: {error}"
+        with contextlib.suppress(UnavailableError):  # without an engine nobody waits
+            self._stream.send(m.RemotePrefillFailed(self._stream.engine_id, reason))
 
     async def _run(self, first_block: int, deadline: float | None) -> None:
         for number, address in enumerate(self._request.prefill_addresses):
@@ -136,6 +150,12 @@ class PrefillLeg:
     async def _run_on(self, address: str, first_block: int, deadline: float | None) -> None:
         """One stream to one worker, from start to end."""
         outbox = self._outbox = asyncio.Queue()
+        ready = self._worker.ready
+        events = PrefillEvents(
+            first_block=first_block,
+            num_blocks=-(-len(self._request.prompt_token_ids) // ready.spec.block_size),
+            vocab_size=ready.vocab_size,
+        )
         outbox.put_nowait(prefill_pb2.PrefillRequest(start=self._start(first_block)))
         stub = prefill_pb2_grpc.PrefillServiceStub(self._worker.channels.get(address))
         # A request whose deadline passes is ended like any other, by its own call's; this one is for when it is not.
@@ -144,7 +164,7 @@ class PrefillLeg:
         try:
             async for event in call:
                 if not self._is_finished:
-                    self._take_in(address, event)
+                    self._take_in(address, events, event)
         finally:
             call.cancel()
             outbox.put_nowait(None)  # the call's own task still waits for a message
@@ -170,30 +190,29 @@ class PrefillLeg:
             connector=worker.settings.connector,
         )
 
-    def _take_in(self, address: str, event: prefill_pb2.PrefillEvent) -> None:
+    def _take_in(self, address: str, events: PrefillEvents, event: prefill_pb2.PrefillEvent) -> None:
         match event.WhichOneof("event"):
             case "accepted":
-                if event.accepted.peer:
-                    self._stream.send(m.AddPeer(event.accepted.peer))
+                if peer := events.peer(event.accepted):
+                    self._stream.send(m.AddPeer(peer))
             case "blocks_ready":
-                self._stream.send(self._announced(event.blocks_ready))
+                self._stream.send(self._announced(events, event.blocks_ready))
             case "first_token":
-                self._take_in_first_token(address, event.first_token)
+                self._take_in_first_token(address, events, event.first_token)
 
-    def _announced(self, ready: prefill_pb2.BlocksReady) -> m.BlocksAnnounced:
-        self.report.publish_ms = ready.publish_ms
-        refs = [convert.block_ref(block) for block in ready.blocks]
-        return m.BlocksAnnounced(self._stream.engine_id, refs, list(ready.failed_indexes), ready.failure)
+    def _announced(self, events: PrefillEvents, ready: prefill_pb2.BlocksReady) -> m.BlocksAnnounced:
+        self.report.publish_ms = milliseconds(ready.publish_ms)
+        return events.announced(self._stream.engine_id, ready)
 
-    def _take_in_first_token(self, address: str, first: prefill_pb2.FirstToken) -> None:
-        token = token_of(first.token)
+    def _take_in_first_token(self, address: str, events: PrefillEvents, first: prefill_pb2.FirstToken) -> None:
+        token = events.first_token(first)
+        announced = [self._announced(events, first.blocks_ready)] if first.HasField("blocks_ready") else []
         self._has_first_token = True
         self.report.address = address
-        self.report.num_cached_tokens = first.num_cached_tokens
-        self.report.queue_ms = first.queue_ms
-        self.report.prefill_ms = first.prefill_ms
+        self.report.num_cached_tokens = min(first.num_cached_tokens, len(self._request.prompt_token_ids))
+        self.report.queue_ms = milliseconds(first.queue_ms)
+        self.report.prefill_ms = milliseconds(first.prefill_ms)
         # The engine first: the token's way to the client takes longer than the blocks' way here.
-        announced = [self._announced(first.blocks_ready)] if first.HasField("blocks_ready") else []
         self._stream.send(*announced, m.RemoteFirstToken(self._stream.engine_id, token))
         if not self._request.output_token_ids:  # else the client has it already, from an earlier decode worker
             self._stream.put(m.TokensGenerated(request_id=self._stream.engine_id, tokens=[token]))

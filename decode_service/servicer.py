@@ -15,15 +15,18 @@ import grpc
 
 from common import metrics
 from common.errors import InvalidArgumentError
+from common.types import SamplingParams
 from decode_service.prefill_leg import PrefillLeg
 from engine import messages as m
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc
 from protos.convert import finish_reason_to_proto, token_to_proto
 from worker import convert
 from worker.engine_client import EngineStream, HandoverDue
-from worker.shell import Work, Worker, error_from, errors_as_status
+from worker.shell import Work, Worker, check_names, error_from, errors_as_status
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+MAX_PREFILL_ADDRESSES = 64
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
@@ -34,14 +37,28 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         async with errors_as_status(context, "decode"):
             work = Work("decode", request.request_id)
-            with self._worker.admit(work):
-                self._worker.check_fingerprint(request.fingerprint)
-                self._worker.check_tokens("prompt_token_ids", [*request.prompt_token_ids, *request.output_token_ids])
-                if request.sampling_params.max_tokens <= len(request.output_token_ids):
-                    raise InvalidArgumentError("sampling_params.max_tokens", "leaves no token to generate")
-                with self._worker.engine.open(request.request_id) as stream:
+            async with self._worker.admit(work):
+                params = self._check(request)
+                num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+                with self._worker.engine.open(request.request_id, num_tokens) as stream:
                     work.stream = stream
-                    await DecodeRun(self._worker, request, stream, context).run()
+                    await DecodeRun(self._worker, request, params, stream, context).run()
+
+    def _check(self, request: decode_pb2.DecodeRequest) -> SamplingParams:
+        worker, num_outputs = self._worker, len(request.output_token_ids)
+        worker.check_fingerprint(request.fingerprint)
+        check_names(request.request_id, request.cache_salt)
+        worker.check_tokens("prompt_token_ids", request.prompt_token_ids)
+        if num_outputs:
+            worker.check_tokens("output_token_ids", [*request.prompt_token_ids, *request.output_token_ids])
+        if len(request.prefill_addresses) > MAX_PREFILL_ADDRESSES:
+            raise InvalidArgumentError("prefill_addresses", f"must have at most {MAX_PREFILL_ADDRESSES} entries")
+        params = convert.sampling_params(
+            request.sampling_params, worker.limits, num_prompt_tokens=len(request.prompt_token_ids)
+        )
+        if params.max_tokens <= num_outputs:
+            raise InvalidArgumentError("sampling_params.max_tokens", "leaves no token to generate")
+        return params
 
 
 @dataclass(slots=True)
@@ -66,10 +83,16 @@ class DecodeRun:
     """One request on this worker, from admission to its last token."""
 
     def __init__(
-        self, worker: Worker, request: decode_pb2.DecodeRequest, stream: EngineStream, context: Context
+        self,
+        worker: Worker,
+        request: decode_pb2.DecodeRequest,
+        params: SamplingParams,
+        stream: EngineStream,
+        context: Context,
     ) -> None:
         self._worker = worker
         self._request = request
+        self._params = params
         self._stream = stream
         self._context = context
         self._leg = PrefillLeg(worker, request, stream)
@@ -86,7 +109,7 @@ class DecodeRun:
                 request_id=self._stream.engine_id,
                 prompt_token_ids=list(request.prompt_token_ids),
                 output_token_ids=list(request.output_token_ids),
-                sampling_params=convert.sampling_params(request.sampling_params),
+                sampling_params=self._params,
                 mode=m.RequestMode.REMOTE if is_remote else m.RequestMode.LOCAL,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
@@ -125,7 +148,7 @@ class DecodeRun:
                 self._count(event)
                 return True
             case HandoverDue():
-                await self._context.write(decode_pb2.DecodeEvent(offers_handover=True))
+                await self._stream.deliver(self._context.write(decode_pb2.DecodeEvent(offers_handover=True)))
             case m.RequestFailed():
                 raise error_from(event)
             case _:
@@ -143,7 +166,7 @@ class DecodeRun:
             stop_token_id=event.stop_token_id,
             summary=self._summary(event) if self._is_news(event) else None,
         )
-        await self._context.write(message)
+        await self._stream.deliver(self._context.write(message))
 
     def _count(self, event: m.TokensGenerated) -> None:
         marks = self._marks

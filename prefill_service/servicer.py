@@ -20,12 +20,13 @@ from common import metrics
 from common.config import WorkerSettings
 from common.errors import IncompatibleError, InvalidArgumentError
 from common.grpc_options import LOSS_NOTICED_S
+from common.types import SamplingParams
 from engine import messages as m
 from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc
 from protos.convert import token_to_proto
 from worker import convert
 from worker.engine_client import EngineStream, RequestEvent
-from worker.shell import Work, Worker, error_from, errors_as_status
+from worker.shell import Work, Worker, check_names, error_from, errors_as_status
 
 log = logging.getLogger(__name__)
 
@@ -51,36 +52,47 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]  # noqa: ARG002, N802
         async with errors_as_status(context, "prefill"):
             work = Work("prefill")
-            with self._worker.admit(work):
+            async with self._worker.admit(work):
                 start = await self._first_message(context)
                 work.request_id = start.request_id
-                self._check(start)
-                with self._worker.engine.open(start.request_id) as stream:
+                params = self._check(start)
+                with self._worker.engine.open(start.request_id, len(start.prompt_token_ids)) as stream:
                     work.stream = stream
-                    await self._run(start, stream, context)
+                    await self._run(start, params, stream, context)
 
     async def _first_message(self, context: Context) -> prefill_pb2.PrefillStart:
-        message = await context.read()
+        try:
+            message = await asyncio.wait_for(context.read(), LOSS_NOTICED_S)
+        except TimeoutError:
+            raise InvalidArgumentError("start", f"did not come within {LOSS_NOTICED_S:g} s") from None
         if message is grpc.aio.EOF or not message.HasField("start"):
             raise InvalidArgumentError("start", "has to be the stream's first message")
         start: prefill_pb2.PrefillStart = message.start
         return start
 
-    def _check(self, start: prefill_pb2.PrefillStart) -> None:
-        self._worker.check_fingerprint(start.fingerprint)
-        self._worker.check_tokens("prompt_token_ids", list(start.prompt_token_ids))
-        ours = self._worker.settings.connector
+    def _check(self, start: prefill_pb2.PrefillStart) -> SamplingParams:
+        worker, num_tokens = self._worker, len(start.prompt_token_ids)
+        worker.check_fingerprint(start.fingerprint)
+        check_names(start.request_id, start.cache_salt)
+        worker.check_tokens("prompt_token_ids", start.prompt_token_ids)
+        num_blocks = -(-num_tokens // worker.ready.spec.block_size)
+        if start.first_block > num_blocks:
+            raise InvalidArgumentError("first_block", f"{start.first_block} is behind the prompt's {num_blocks} blocks")
+        ours = worker.settings.connector
         if start.connector and start.connector != ours:
             raise IncompatibleError(f"connector {start.connector!r} cannot read from {ours!r}")
+        return convert.sampling_params(start.sampling_params, worker.limits, num_prompt_tokens=num_tokens)
 
-    async def _run(self, start: prefill_pb2.PrefillStart, stream: EngineStream, context: Context) -> None:
+    async def _run(
+        self, start: prefill_pb2.PrefillStart, params: SamplingParams, stream: EngineStream, context: Context
+    ) -> None:
         """Serves one prompt until the decode worker releases its blocks, or half-closes without a word."""
         worker, begin = self._worker, time.monotonic()
         stream.send(
             m.AddRequest(
                 request_id=stream.engine_id,
                 prompt_token_ids=list(start.prompt_token_ids),
-                sampling_params=convert.sampling_params(start.sampling_params),
+                sampling_params=params,
                 mode=m.RequestMode.PREFILL,
                 cache_salt=start.cache_salt,
                 priority=start.priority,
@@ -111,13 +123,14 @@ async def _relay(stream: EngineStream, context: Context, begin: float, grace_s: 
             stream.keep_s = grace_s  # from now on somebody may read them
         match event := events.popleft():
             case m.BlocksPublished():
-                await context.write(prefill_pb2.PrefillEvent(blocks_ready=_blocks_ready(event)))
+                message = prefill_pb2.PrefillEvent(blocks_ready=_blocks_ready(event))
+                await stream.deliver(context.write(message))
             case m.TokensGenerated():
                 first_token = _first_token(event, time.monotonic() - begin)
                 if events and isinstance(published := events[0], m.BlocksPublished):
                     first_token.blocks_ready.CopyFrom(_blocks_ready(published))  # spares a message between two tokens
                     events.popleft()
-                await context.write(prefill_pb2.PrefillEvent(first_token=first_token))
+                await stream.deliver(context.write(prefill_pb2.PrefillEvent(first_token=first_token)))
             case m.BlocksFetched():  # the prompt's beginning was in the store; nobody was promised these blocks
                 metrics.worker_kv_blocks_moved.inc(len(event.indexes))
                 metrics.worker_kv_blocks_lost.inc(len(event.failed_indexes))

@@ -168,10 +168,12 @@ ROWS: dict[str, list[Panel]] = {
             "Dropped blocks were evicted before the store had taken them.",
         ),
         Panel(
-            "Cut and hung",
+            "Cut, refused and hung",
             "ops",
             (
                 (rate("baton_worker_streams_cut_total", WORKERS, "service"), "{{service}} stream cut by a drain"),
+                (rate("baton_worker_streams_unread_total", WORKERS), "stream ended, as nobody read it"),
+                (rate("baton_worker_requests_refused_total", WORKERS), "request refused, as too many wait"),
                 (rate("baton_worker_engine_hangs_total", WORKERS), "engine killed, as it hung"),
             ),
         ),

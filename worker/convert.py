@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from common.types import SamplingParams, WorkerLoad, WorkerState
+from common.validation import ModelLimits, SamplingFields, validate_sampling
 from kv_store.base import BlockRef
 from protos.baton.v1 import types_pb2, worker_pb2
 from protos.convert import state_to_proto
 
 
-def sampling_params(message: types_pb2.SamplingParams) -> SamplingParams:
-    """Unset fields take the defaults of `SamplingParams`."""
+def sampling_params(
+    message: types_pb2.SamplingParams, limits: ModelLimits, *, num_prompt_tokens: int
+) -> SamplingParams:
+    """Unset fields take the defaults of `SamplingParams`. Raises `InvalidArgumentError`: a router has checked them, but
+    one that has not must not spoil a step, which many requests share."""
     fields = {descriptor.name: value for descriptor, value in message.ListFields()}  # scalars: those that are set
-    for name in ("stop", "stop_token_ids"):
-        fields[name] = tuple(fields.get(name, ()))
-    return SamplingParams(**{**fields, "logit_bias": dict(message.logit_bias)})
+    return validate_sampling(
+        SamplingFields(**{**fields, "logit_bias": dict(message.logit_bias)}),
+        limits,
+        num_prompt_tokens=num_prompt_tokens,
+        draw_seed=lambda: 0,
+        default_max_tokens=SamplingParams().max_tokens,
+        name=lambda field: f"sampling_params.{field}",
+    )
 
 
 def block_ref(message: types_pb2.BlockRef) -> BlockRef:

@@ -1,8 +1,11 @@
 """The gRPC front's side of the engine process: starts it, sends commands, hands each request its own events.
 
-A request is a stream: `with engine.open(request_id) as stream: stream.send(...); await stream.next()`. Leaving the
-block releases the request, whatever its state (a prefill's blocks maybe later). Engine-side ids get a suffix, so that
-two requests that bring the same id don't meet.
+A request is a stream: `with engine.open(request_id, num_tokens) as stream: stream.send(...); await stream.next()`.
+Leaving the block releases the request, whatever its state (a prefill's blocks maybe later). Engine-side ids get a
+suffix, so that two requests that bring the same id don't meet.
+
+Two things are bounded here: what waits for the engine to begin with it (`--max-waiting-requests`,
+`--max-waiting-tokens`), and what waits for a caller who does not read (`MAX_UNREAD_EVENTS`).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import shutil
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,15 +29,18 @@ import zmq.asyncio
 
 from common import metrics
 from common.config import WorkerSettings
-from common.errors import StartupError, UnavailableError
+from common.errors import BatonError, OverloadedError, StartupError, UnavailableError
 from common.metric_relay import MetricRelay
+from common.tasks import VitalTasks
 from common.types import WorkerLoad
 from engine import messages as m
 from engine.process import Bootstrap
 
 log = logging.getLogger(__name__)
 
+ENGINE_MODULE = "engine.process"
 STATUS_TIMEOUT_S = 10.0
+MAX_UNREAD_EVENTS = 2048  # of one request; before that, gRPC has taken megabytes of them
 SILENCE_TICK_S = 0.5
 _HUGE_PAGES = "glibc.malloc.hugetlb"
 _STOP_TIMEOUT_S = 5.0  # until an engine that is told to end is killed, and until that is given up
@@ -59,12 +65,15 @@ RequestEvent = (
 class EngineStream:
     """One request's events, in order, and a way to add events of one's own among them."""
 
-    def __init__(self, client: EngineClient, request_id: str, engine_id: str) -> None:
+    def __init__(self, client: EngineClient, request_id: str, engine_id: str, num_tokens: int) -> None:
         self.request_id = request_id
         self.engine_id = engine_id
+        self.num_waiting_tokens = num_tokens  # 0 once the engine has begun with the request
         self.keep_s = 0.0  # for so long the engine keeps a prefill's announced blocks after `EngineClient.open` is left
         self._client = client
         self._events: asyncio.Queue[RequestEvent] = asyncio.Queue()
+        self._delivery: asyncio.Timeout | None = None  # of what is being written to the caller
+        self._is_unread = False
 
     def send(self, *commands: m.Command) -> None:
         """Sends commands, together; their `request_id` should be `engine_id`."""
@@ -75,7 +84,39 @@ class EngineStream:
         self._client.release(self.engine_id)
 
     def put(self, event: RequestEvent) -> None:
-        self._events.put_nowait(event)
+        if self._is_unread:
+            return
+        if self._events.qsize() >= MAX_UNREAD_EVENTS:
+            self._give_up()
+        else:
+            self._events.put_nowait(event)
+
+    async def deliver(self, writing: Awaitable[None]) -> None:
+        """Writes something to the caller. Raises `OverloadedError` if too many events come while that one waits to be
+        read: the caller takes no more."""
+        self._delivery = asyncio.timeout(None)
+        try:
+            async with self._delivery:
+                await writing
+        except TimeoutError:
+            if not self._is_unread:
+                raise
+            raise OverloadedError(_UNREAD) from None
+        finally:
+            self._delivery = None
+
+    def _give_up(self) -> None:
+        """The request ends here and in the engine, and no other one notices."""
+        metrics.worker_streams_unread.inc()
+        extra = {"request_id": self.request_id, "num_events": self._events.qsize()}
+        log.warning("the caller does not read its stream: the request ends", extra=extra)
+        self._is_unread = True
+        self._events = asyncio.Queue()
+        self._events.put_nowait(m.RequestFailed(self.engine_id, OverloadedError.grpc_code, _UNREAD))
+        if not self.keep_s:
+            self.release()
+        if self._delivery is not None:
+            self._delivery.reschedule(asyncio.get_running_loop().time())
 
     async def next(self) -> RequestEvent:
         return await self._events.get()
@@ -88,6 +129,9 @@ class EngineStream:
         return events
 
 
+_UNREAD = f"the caller left {MAX_UNREAD_EVENTS} events of its stream unread"
+
+
 class EngineClient:
     def __init__(self, settings: WorkerSettings, name: str, model_dir: Path, worker_id: str, epoch: str) -> None:
         self._settings = settings
@@ -98,14 +142,17 @@ class EngineClient:
         self._streams: dict[str, EngineStream] = {}
         self._kept: dict[str, asyncio.TimerHandle] = {}  # engine ids of streams that are gone: when to release them
         self._numbers = itertools.count(1)
-        self._statuses: dict[int, asyncio.Future[m.Status]] = {}
+        self._num_waiting = 0  # requests that the engine has not begun with
+        self._num_waiting_tokens = 0
+        self._asked: tuple[int, asyncio.Future[m.Status]] | None = None  # the status call under way
+        self._asked_next: asyncio.Future[m.Status] | None = None  # whose callers came after it had begun
         self._load_changed = asyncio.Condition()
         self._relay = MetricRelay(metrics.ENGINE_METRICS)
         self._failure = ""  # the engine's own last word
         self._folder = ""
         self._process: asyncio.subprocess.Process | None = None
         self._socket: zmq.asyncio.Socket | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = VitalTasks(self._give_engine_up)
         self._ready: asyncio.Future[m.EngineReady] = asyncio.get_running_loop().create_future()
         self._silence_s = 0.0  # how long the engine has said nothing
         self.load = WorkerLoad()
@@ -128,26 +175,26 @@ class EngineClient:
             settings=self._settings.model_dump_json(),
         )
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "engine.process",
+            sys.executable, "-m", ENGINE_MODULE,
             stdin=asyncio.subprocess.PIPE,
             env=engine_environment(self._settings, os.environ),
             start_new_session=True,  # Ctrl-C goes to the front alone, which drains
         )  # fmt: skip
         assert self._process.stdin is not None  # noqa: S101 (a pipe was asked for)
         self._process.stdin.write(msgspec.json.encode(bootstrap) + b"\n")
-        watches = (self._receive(), self._watch(), self._watch_silence())
-        self._tasks = [asyncio.create_task(watch) for watch in watches]
+        self._tasks.start(self._receive(), name="engine's events")
+        self._tasks.start(self._watch(), name="engine's end")
+        self._tasks.start(self._watch_silence(), name="engine's silence")
 
     async def wait_ready(self) -> m.EngineReady:
         """Waits until the model is loaded. Raises `StartupError` with the engine's own reason."""
-        return await self._ready
+        return await asyncio.shield(self._ready)
 
     async def stop(self) -> None:
         """Ends the engine process. Closing its standard input is what tells it. One in a system call of a dead file
         system ends with that call, and is not waited for."""
         process, self._process = self._process, None
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         for timer in self._kept.values():
             timer.cancel()
         if process is not None and process.returncode is None:
@@ -169,12 +216,16 @@ class EngineClient:
     # ------------------------------------------------------------------------------------------- requests
 
     @contextlib.contextmanager
-    def open(self, request_id: str) -> Iterator[EngineStream]:
-        """Raises `UnavailableError` where the engine has died."""
+    def open(self, request_id: str, num_tokens: int) -> Iterator[EngineStream]:
+        """A request of `num_tokens` prompt tokens. Raises `UnavailableError` where the engine has died, and
+        `OverloadedError` where too much waits for it already."""
         if self.died.is_set():
             raise UnavailableError(f"the engine process ended: {self._failure}")
-        stream = EngineStream(self, request_id, f"{request_id}#{next(self._numbers)}")
+        self._check_room(num_tokens)
+        stream = EngineStream(self, request_id, f"{request_id}#{next(self._numbers)}", num_tokens)
         self._streams[stream.engine_id] = stream
+        self._num_waiting += 1
+        self._num_waiting_tokens += num_tokens
         try:
             yield stream
         except asyncio.CancelledError:
@@ -182,10 +233,30 @@ class EngineClient:
             raise
         finally:
             del self._streams[stream.engine_id]
+            self._begun(stream)
             if stream.keep_s and not self.died.is_set():
                 self._keep(stream)
             else:
                 self.release(stream.engine_id)
+
+    def _check_room(self, num_tokens: int) -> None:
+        """One prompt may always wait, however long it is."""
+        limits = self._settings
+        if self._num_waiting >= limits.max_waiting_requests:
+            what = f"{self._num_waiting} requests (--max-waiting-requests)"
+        elif self._num_waiting and self._num_waiting_tokens + num_tokens > limits.max_waiting_tokens:
+            what = f"{self._num_waiting_tokens} prompt tokens (--max-waiting-tokens)"
+        else:
+            return
+        metrics.worker_requests_refused.inc()
+        raise OverloadedError(f"worker {self._worker_id} is full: {what} wait already")
+
+    def _begun(self, stream: EngineStream) -> None:
+        """The engine has begun with the request, or it is over: it waits no more."""
+        if stream.num_waiting_tokens:
+            self._num_waiting -= 1
+            self._num_waiting_tokens -= stream.num_waiting_tokens
+            stream.num_waiting_tokens = 0
 
     def _keep(self, stream: EngineStream) -> None:
         """Releases the request later. Nobody waits for that: neither a drain nor the end of this process, with which
@@ -213,17 +284,33 @@ class EngineClient:
         self._socket.send(m.encode(commands))  # sent at once: the high-water mark is off
 
     async def status(self) -> m.Status:
-        """Load and integrity between two steps. Raises `UnavailableError` where no answer comes."""
-        call_id = next(self._numbers)
-        future: asyncio.Future[m.Status] = asyncio.get_running_loop().create_future()
-        self._statuses[call_id] = future
+        """Load and integrity between two steps, as of after this call. Raises `UnavailableError` where no answer comes.
+
+        The engine is asked once at a time, however many ask: those who come meanwhile share the next answer.
+        """
+        if self._asked is None:
+            self._ask_status(asyncio.get_running_loop().create_future())
+        elif self._asked_next is None:
+            self._asked_next = asyncio.get_running_loop().create_future()
+        future = self._asked_next or self._asked[1]  # type: ignore[index] # set by `_ask_status`
         try:
-            self.send(m.GetStatus(call_id))
-            return await asyncio.wait_for(future, STATUS_TIMEOUT_S)
+            # Shielded: others wait for it, and a caller may go away at any time.
+            return await asyncio.wait_for(asyncio.shield(future), STATUS_TIMEOUT_S)
         except TimeoutError:
             raise UnavailableError(f"the engine gave no status within {STATUS_TIMEOUT_S:.0f} s") from None
-        finally:
-            del self._statuses[call_id]
+
+    def _ask_status(self, future: asyncio.Future[m.Status]) -> None:
+        call_id = next(self._numbers)
+        self.send(m.GetStatus(call_id))
+        self._asked, self._asked_next = (call_id, future), None
+
+    def _take_in_status(self, status: m.Status) -> None:
+        if self._asked is None or self._asked[0] != status.call_id:
+            return
+        self._asked[1].set_result(status)
+        self._asked = None
+        if self._asked_next is not None:
+            self._ask_status(self._asked_next)
 
     async def load_change(self, timeout_s: float) -> None:
         """Returns when the load has changed, or after `timeout_s`."""
@@ -250,7 +337,8 @@ class EngineClient:
         match event:
             case m.EngineReady():
                 shutil.rmtree(self._folder, ignore_errors=True)  # connected: the socket's name is not needed any more
-                self._ready.set_result(event)
+                if not self._ready.done():
+                    self._ready.set_result(event)
             case m.Alive():
                 pass
             case m.EngineFailed(message):
@@ -261,11 +349,11 @@ class EngineClient:
                 await self.notify_load()
             case m.MetricsChanged(changes):
                 self._relay.apply(changes)
-            case m.Status(call_id):
-                if future := self._statuses.get(call_id):
-                    future.set_result(event)
+            case m.Status():
+                self._take_in_status(event)
             case _:
                 if stream := self._streams.get(event.request_id):
+                    self._begun(stream)
                     stream.put(event)
 
     async def _watch(self) -> None:
@@ -274,13 +362,19 @@ class EngineClient:
         code = await self._process.wait()
         await asyncio.sleep(0.05)  # its last message may still be on its way
         self._failure = self._failure or _exit_words(code)
+        self._declare_dead(code)
+
+    def _give_engine_up(self, failure: BatonError) -> None:
+        """A task that stands between the engine and its requests has ended: nobody hears the engine any more."""
+        self._failure = self._failure or failure.message
+        self._declare_dead(None)
+
+    def _declare_dead(self, code: int | None) -> None:
+        """`code` is None where the process has not ended: it was killed and hangs, or is not heard any more."""
+        self._tasks.let_end()
         if not self._ready.done():
             self._ready.set_exception(StartupError(self._failure))
             return
-        self._declare_dead(code)
-
-    def _declare_dead(self, code: int | None) -> None:
-        """`code` is None where the process does not end, although it was killed."""
         if self.died.is_set():
             return
         log.error("the engine process ended", extra={"reason": self._failure, "exit_code": code})

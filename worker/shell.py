@@ -7,7 +7,7 @@ import contextlib
 import ipaddress
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,20 @@ import grpc
 
 from common import metrics
 from common.config import WorkerSettings
-from common.errors import BatonError, IncompatibleError, InternalError, InvalidArgumentError, UnavailableError
+from common.errors import (
+    BatonError,
+    DeadlineError,
+    IncompatibleError,
+    InternalError,
+    InvalidArgumentError,
+    OverloadedError,
+    UnavailableError,
+)
 from common.grpc_transport import Channels
 from common.types import WorkerRole, WorkerState
+from common.validation import ModelLimits, check_prompt
 from engine.messages import EngineReady, RequestFailed
+from protos.status import status_details
 from worker.channels import ChannelPool
 from worker.engine_client import EngineClient, EngineStream
 
@@ -34,6 +44,7 @@ class Work:
 
 
 STORED_POLL_S = 0.02
+MAX_NAME_CHARS = 1024
 
 
 def worker_id(settings: WorkerSettings, role: WorkerRole, epoch: str) -> str:
@@ -89,15 +100,30 @@ class Worker:
     def fingerprint(self) -> str:
         return self.ready.spec.fingerprint()
 
-    @contextlib.contextmanager
-    def admit(self, work: Work) -> Iterator[None]:
-        """Keeps `work` among what is active. Raises `UnavailableError` while draining."""
+    @property
+    def limits(self) -> ModelLimits:
+        """Of what has token ids already."""
+        ready = self.ready
+        return ModelLimits(
+            model=self.model_name, max_model_len=ready.max_model_len, vocab_size=ready.vocab_size, max_token_bytes=1
+        )
+
+    @contextlib.asynccontextmanager
+    async def admit(self, work: Work) -> AsyncIterator[None]:
+        """Keeps `work` among what is active. Raises `UnavailableError` while draining, and `DeadlineError` if the work
+        takes longer than `--max-request-time`."""
         if self.state is not WorkerState.READY:
             raise UnavailableError(f"worker {self.worker_id} is draining")
         self.active.add(work)
         self._idle.clear()
+        limit = asyncio.timeout(self.settings.max_request_time)
         try:
-            yield
+            async with limit:
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlineError(f"it took {self.settings.max_request_time:g} s (--max-request-time)") from None
         finally:
             self.active.discard(work)
             if not self.active:
@@ -135,15 +161,19 @@ class Worker:
                 f"model {spec.model_id}, {spec.dtype}, blocks of {spec.block_size} tokens)"
             )
 
-    def check_tokens(self, field: str, token_ids: list[int]) -> None:
+    def check_tokens(self, field: str, token_ids: Sequence[int]) -> None:
         """Refuses what the model cannot take in, naming `field`."""
-        if not token_ids:
-            raise InvalidArgumentError(field, "is empty")
-        vocab_size, limit = self.ready.vocab_size, self.ready.max_model_len
-        if max(token_ids) >= vocab_size:
-            raise InvalidArgumentError(field, f"{max(token_ids)} is outside the vocabulary of {vocab_size} tokens")
-        if len(token_ids) >= limit:
-            raise InvalidArgumentError(field, f"{len(token_ids)} tokens leave no room in a context of {limit}")
+        check_prompt(token_ids, self.limits, field)
+
+
+def check_names(request_id: str, cache_salt: str) -> None:
+    """What goes into log lines and into the names of blocks, from a router or decode worker, which may have added to
+    what its client sent."""
+    for field, text in (("request_id", request_id), ("cache_salt", cache_salt)):
+        if len(text) > MAX_NAME_CHARS:
+            raise InvalidArgumentError(field, f"must have at most {MAX_NAME_CHARS} characters, not {len(text)}")
+    if not request_id.isprintable():
+        raise InvalidArgumentError("request_id", "must be printable")
 
 
 @contextlib.asynccontextmanager
@@ -154,7 +184,7 @@ async def errors_as_status(context: grpc.aio.ServicerContext[Any, Any], service:
         yield
     except BatonError as error:
         code = error.grpc_code
-        await context.abort(grpc.StatusCode[error.grpc_code], error.message)
+        await context.abort(grpc.StatusCode[error.grpc_code], error.message, trailing_metadata=status_details(error))
     except asyncio.CancelledError:
         code = "CANCELLED"
         raise
@@ -171,6 +201,7 @@ def error_from(event: RequestFailed) -> BatonError:
     if event.grpc_code == InvalidArgumentError.grpc_code:
         field, _, reason = event.message.partition(": ")
         return InvalidArgumentError(field, reason)
-    if event.grpc_code == UnavailableError.grpc_code:
-        return UnavailableError(event.message)
+    for kind in (UnavailableError, OverloadedError):
+        if event.grpc_code == kind.grpc_code:
+            return kind(event.message)
     return InternalError(event.message)

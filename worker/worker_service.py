@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
 from common.block_hash import root_hash
+from common.errors import InvalidArgumentError
 from common.model_files import tokenizer_files
 from common.version import VERSION
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
@@ -64,9 +66,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         load = convert.load_message(status.load, self._worker.state, self._worker.epoch)
         return worker_pb2.WorkerStatus(load=load, integrity=status.integrity)
 
-    async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:  # noqa: ARG002, N802
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:  # noqa: N802
         if request.HasField("timeout_s"):
-            self._worker.drain_timeout = max(request.timeout_s, 0.0)
+            if not math.isfinite(request.timeout_s) or request.timeout_s < 0:
+                async with errors_as_status(context):
+                    raise InvalidArgumentError("timeout_s", "must be a number of seconds, 0 at least")
+            self._worker.drain_timeout = request.timeout_s
         self._worker.drain_requested.set()
         return worker_pb2.DrainResponse()
 

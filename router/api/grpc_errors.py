@@ -1,8 +1,4 @@
-"""Errors on the gRPC side: Baton's own as rich status, and request bytes that are no valid message.
-
-A `google.rpc.Status` with details goes into the trailing metadata, where `grpc_status` and its like in every language
-look for it: BadRequest names the field, RetryInfo says when to try again.
-"""
+"""Errors on the gRPC side: Baton's own (`protos.status`), and request bytes that are no valid message."""
 
 from __future__ import annotations
 
@@ -10,49 +6,18 @@ from collections.abc import Callable
 from typing import Generic, NoReturn, TypeVar, cast
 
 import grpc
-from google.protobuf import duration_pb2
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
-from google.rpc import error_details_pb2, status_pb2
 
-from common.errors import (
-    BatonError,
-    InvalidArgumentError,
-    ModelNotFoundError,
-    OverloadedError,
-    UnavailableError,
-)
-
-DETAILS_KEY = "grpc-status-details-bin"
+from common.errors import BatonError, InvalidArgumentError
+from protos.status import status_details
 
 MessageT = TypeVar("MessageT", bound=Message)
 
 
-def rich_status(error: BatonError) -> status_pb2.Status:
-    """The error as every gRPC client library can read it."""
-    code = grpc.StatusCode[error.grpc_code]
-    status = status_pb2.Status(code=code.value[0], message=error.message)
-    if isinstance(error, InvalidArgumentError):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.reason)
-        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
-    elif isinstance(error, ModelNotFoundError):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
-        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
-    elif isinstance(error, OverloadedError | UnavailableError):
-        delay = duration_pb2.Duration()
-        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
-        status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
-    return status
-
-
 async def abort(context: grpc.aio.ServicerContext[object, object], error: BatonError) -> NoReturn:
     """Ends the call with `error`."""
-    status = rich_status(error)
-    await context.abort(
-        grpc.StatusCode[error.grpc_code],
-        error.message,
-        trailing_metadata=((DETAILS_KEY, status.SerializeToString()),),
-    )
+    await context.abort(grpc.StatusCode[error.grpc_code], error.message, trailing_metadata=status_details(error))
     raise AssertionError("abort always raises")
 
 

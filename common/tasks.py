@@ -1,0 +1,106 @@
+"""Tasks that a process stands on. One that ends while the process lives is a defect, and must not go unnoticed: the
+process would go on, look healthy, and answer nobody. So its end is the end of the process.
+
+    tasks = VitalTasks()
+    tasks.start(registry.follow(), name="discovery")
+    await tasks.failed_or(stop)        # the process's wait for its end
+    ...drain...
+    await tasks.close()
+    tasks.raise_failure()              # the exit code is not 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine
+
+from common.errors import BatonError, InternalError
+
+log = logging.getLogger(__name__)
+
+
+class VitalTasks:
+    """For one event loop. `on_failure` is called once, with what ended first."""
+
+    def __init__(self, on_failure: Callable[[BatonError], None] | None = None) -> None:
+        self._on_failure = on_failure
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failed = asyncio.Event()
+        self._may_end = False
+        self.failure: BatonError | None = None
+
+    def start(self, work: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
+        """Cancelling the task is the one way in which it may end."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def failed_or(self, stop: asyncio.Event) -> None:
+        """Returns when a task has failed, or when `stop` is set."""
+        waits = [asyncio.create_task(event.wait()) for event in (self._failed, stop)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def raise_failure(self) -> None:
+        """Raises what ended first, if anything did: the task's own `BatonError`, or an `InternalError`."""
+        if self.failure is not None:
+            raise self.failure
+
+    def let_end(self) -> None:
+        """The process ends: so may its tasks, in whatever way."""
+        self._may_end = True
+
+    def cancel(self) -> None:
+        """Cancels all, and returns at once."""
+        self.let_end()
+        for task in self._tasks:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Cancels all, and waits for them."""
+        self.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._may_end or task.cancelling():  # to be let down by somebody's cancelled future is no such end
+            if not task.cancelled():
+                task.exception()  # it was seen: asyncio need not say so
+            return
+        error = asyncio.CancelledError("it was cancelled by nobody") if task.cancelled() else task.exception()
+        name = task.get_name()
+        if isinstance(error, BatonError):
+            log.error("a task ended that this process stands on", extra={"task_name": name, "reason": error.message})
+            failure = error
+        else:
+            reason = "without an error" if error is None else f"{type(error).__name__}: {error}"
+            extra = {"task_name": name, "reason": reason}
+            log.critical("a task ended that this process stands on", extra=extra, exc_info=error)
+            failure = InternalError(f"the task {name!r} ended: {reason}")
+        if self.failure is None:
+            self.failure = failure
+            self._failed.set()
+            if self._on_failure is not None:
+                self._on_failure(failure)
+
+
+def end_with_threads() -> None:
+    """From now on this process ends, with code 1, when a thread of its ends by an exception.
+
+    For processes whose threads all matter: whoever waits for the results of one that is gone waits for ever.
+    """
+
+    def end(args: threading.ExceptHookArgs) -> None:
+        name = args.thread.name if args.thread is not None else "?"
+        error = args.exc_value
+        log.critical("a thread ended that this process stands on", extra={"thread_name": name}, exc_info=error)
+        os._exit(1)
+
+    threading.excepthook = end
