@@ -8,6 +8,7 @@ decides the order in which the children end; and the kernel kills each child whe
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import re
@@ -21,7 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from common.errors import BatonError, StartupError
+from common.errors import BatonError, InternalError, StartupError
+
+log = logging.getLogger(__name__)
 
 _TETHER = str(Path(__file__).with_name("tether.py"))
 _ERROR_LINE = re.compile(r"^baton[\w -]*: error: (.*)$")
@@ -147,8 +150,16 @@ def start(
 
 
 def _watch(child: Child, events: Events) -> None:
+    def vital(target: Callable[..., None], *args: object) -> None:
+        try:
+            target(*args)
+        except Exception as error:  # without it a child would hang or end, and nobody would notice
+            log.exception("a thread ended that this process stands on", extra={"child": child.name})
+            events.put(Finished(1, InternalError(f"{child.name} is not watched any more: {error!r}")))
+
     def thread(target: Callable[..., None], *args: object) -> threading.Thread:
-        one = threading.Thread(target=target, args=args, name=f"{child.name}-{target.__name__}", daemon=True)
+        name = f"{child.name}-{target.__name__}"
+        one = threading.Thread(target=vital, args=(target, *args), name=name, daemon=True)
         one.start()
         return one
 

@@ -76,6 +76,8 @@ class Stack:
                     raise StartupError(f"{child.name} could not start: {child.reason()}")
                 case Signalled() as event:
                     return event
+                case Finished(_, BatonError() as error):  # the work has not begun: it is a defect of ours
+                    raise error
         return self.addresses()
 
     def addresses(self) -> Addresses:

@@ -70,11 +70,10 @@ class VitalTasks:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if self._may_end or task.cancelling():  # to be let down by somebody's cancelled future is no such end
-            if not task.cancelled():
-                task.exception()  # it was seen: asyncio need not say so
-            return
         error = asyncio.CancelledError("it was cancelled by nobody") if task.cancelled() else task.exception()
+        was_cancelled = task.cancelling() > 0 and (error is None or task.cancelled())
+        if self._may_end or was_cancelled:
+            return
         name = task.get_name()
         if isinstance(error, BatonError):
             log.error("a task ended that this process stands on", extra={"task_name": name, "reason": error.message})

@@ -26,6 +26,7 @@ from common.errors import BatonError, ConfigError
 from common.grpc_options import LOSS_NOTICED_S
 from common.logs import setup_logging
 from common.metric_relay import MetricRelay
+from common.tasks import end_with_threads
 from common.types import WorkerLoad
 from engine import messages as m
 
@@ -79,6 +80,7 @@ def main() -> int:
     setup_logging(bootstrap.name, level=settings.log_level, log_format=settings.log_format)
     is_pinned = _pin(settings.cpu_cores)
     _die_with_parent()
+    end_with_threads()  # a connector's that is gone would leave its transfers for ever under way
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.set(zmq.LINGER, 1000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator
 
@@ -20,6 +21,7 @@ from common.grpc_options import CLIENT_SERVER_OPTIONS
 from common.grpc_transport import Channels, add_port, health_server
 from common.logs import setup_logging
 from common.reflection import ReflectionPool
+from common.tasks import VitalTasks
 from common.tls import TlsFiles, serving_files
 from protos.baton.v1 import demand_pb2, inference_pb2, router_pb2
 from router.api.api_keys import ApiKeys
@@ -68,7 +70,8 @@ async def serve(
     stop = stop or asyncio.Event()
     tls = serving_files(settings, settings.tls_client_ca, ca_field="tls_client_ca")
     keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file is not None else None
-    registry = Registry(fixed(settings.prefill), fixed(settings.decode), Channels(settings))
+    vital = VitalTasks()
+    registry = Registry(fixed(settings.prefill), fixed(settings.decode), Channels(settings), vital)
     dispatcher = Dispatcher(registry, LeastLoad(), limits=limits)
     demand = Demand()
     front = Front(
@@ -105,30 +108,24 @@ async def serve(
             if probed is not None:
                 await probed.start()
                 stack.push_async_callback(probed.stop, None)
-            web_task = asyncio.create_task(web.serve([http_socket]), name="rest")
+            web_task = vital.start(web.serve([http_socket]), name="rest")
             scheme = "http" if tls is None else "https"
             http_url = f"{scheme}://{_host(settings.http_listen)}:{http_socket.getsockname()[1]}"
             grpc_address = f"{_host(settings.grpc_listen)}:{grpc_port}"
             log.info("router listens", extra={"http": http_url, "grpc": grpc_address})
-            watch = asyncio.create_task(
-                _watch_health(health, front, lambda: ready(http_url, grpc_address) if ready else None)
-            )
-            discovery = asyncio.create_task(_discover(settings, registry), name="discovery")
-            stopping = asyncio.create_task(stop.wait())
+            on_ready = functools.partial(ready, http_url, grpc_address) if ready else lambda: None
+            vital.start(_watch_health(health, front, on_ready), name="health")
+            vital.start(_discover(settings, registry), name="discovery")
             try:
-                await asyncio.wait({stopping, web_task, watch, discovery}, return_when=asyncio.FIRST_COMPLETED)
-                tasks: tuple[asyncio.Task[None], ...] = (watch, web_task, discovery)
-                for task in tasks:
-                    if task.done():
-                        task.result()  # none ends by itself; if one did, this says why
+                await vital.failed_or(stop)
                 await _drain(front, health, grpc_server, settings.drain_timeout)
             finally:
-                watch.cancel()
-                discovery.cancel()
-                stopping.cancel()
+                vital.let_end()
                 web.should_exit = web.force_exit = True
                 await grpc_server.stop(grace=0)
-                await asyncio.gather(web_task, watch, discovery, stopping, return_exceptions=True)
+                await asyncio.gather(web_task, return_exceptions=True)
+                await vital.close()
+        vital.raise_failure()
         log.info("router ended")
 
 

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import grpc
 
 from common.grpc_transport import Channels
+from common.tasks import VitalTasks
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from protos.baton.v1 import demand_pb2, demand_pb2_grpc, worker_pb2, worker_pb2_grpc
 from protos.convert import state_of
@@ -65,9 +66,12 @@ class Fleet:
         *,
         arrival_window_s: float,
         channels: Channels | None = None,
+        vital: VitalTasks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`vital` is told what ends discovery, or the reading of one worker or router, if anything does."""
         self._clock = clock
+        self._vital = vital or VitalTasks()
         self._window_s = arrival_window_s
         self._channels = channels or Channels()
         self._workers: dict[WorkerRole, dict[str, _Worker]] = {WorkerRole.PREFILL: {}, WorkerRole.DECODE: {}}
@@ -75,20 +79,14 @@ class Fleet:
         self._arrived_tokens = 0.0  # at all routers since each was first read
         self._sources = (prefill, decode, routers)
         self._followers = (
-            _Followers(prefill, lambda found: self._follow_worker(WorkerRole.PREFILL, found)),
-            _Followers(decode, lambda found: self._follow_worker(WorkerRole.DECODE, found)),
-            _Followers(routers, self._follow_router),
+            _Followers(self._vital, prefill, lambda found: self._follow_worker(WorkerRole.PREFILL, found)),
+            _Followers(self._vital, decode, lambda found: self._follow_worker(WorkerRole.DECODE, found)),
+            _Followers(self._vital, routers, self._follow_router),
         )
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(one.run(), name="follow the fleet") for one in self._followers]
-
-    def check(self) -> None:
-        """Raises what ended discovery, if anything did: a `StartupError`."""
-        for task in self._tasks:
-            if task.done():
-                task.result()
+        self._tasks = [self._vital.start(one.run(), name="follow the fleet") for one in self._followers]
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -184,12 +182,15 @@ class Fleet:
 class _Followers:
     """One task for each address that discovery gives, for as long as it gives it."""
 
-    def __init__(self, discovery: Discovery, follow: Callable[[Found], Awaitable[None]]) -> None:
+    def __init__(
+        self, vital: VitalTasks, discovery: Discovery, follow: Callable[[Found], Coroutine[None, None, None]]
+    ) -> None:
+        self._vital = vital
         self._discovery = discovery
         self._follow = follow
 
     async def run(self) -> None:
-        tasks: dict[Found, asyncio.Future[None]] = {}
+        tasks: dict[Found, asyncio.Task[None]] = {}
         try:
             async with aclosing(self._discovery.watch()) as sets:
                 async for current in sets:
@@ -199,7 +200,7 @@ class _Followers:
                             await tasks.pop(gone)
                     for found in current:
                         if found not in tasks:
-                            tasks[found] = asyncio.ensure_future(self._follow(found))
+                            tasks[found] = self._vital.start(self._follow(found), name=f"follow {found.address}")
         finally:
             for task in tasks.values():
                 task.cancel()
@@ -219,6 +220,9 @@ async def _keep_reading(channels: Channels, address: str, read: Callable[[grpc.a
                 reason = f"has been silent for {SILENCE_S:g} s"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
+            except Exception as error:  # one endpoint's odd answer must not end the reading of it
+                log.exception("reading a load failed", extra={"address": address})
+                reason = repr(error)
             if reason != problem:
                 problem = reason
                 log.warning("load is not reported", extra={"address": address, "reason": reason})

@@ -19,6 +19,7 @@ from common.config import AutoscalerSettings
 from common.errors import ConfigError
 from common.grpc_transport import Channels
 from common.logs import setup_logging
+from common.tasks import VitalTasks
 from common.tls import serving_files
 from common.types import WorkerRole
 from router.autoscaler import http
@@ -84,16 +85,18 @@ async def serve(settings: AutoscalerSettings, ready: Ready | None = None, stop: 
     check(settings)
     planner, targets = make_planner(settings)
     board = Board()
+    vital = VitalTasks()
     fleet = Fleet(
         discover(settings.prefill, key="prefill"),
         discover(settings.decode, key="decode"),
         discover(settings.routers, key="routers"),
         arrival_window_s=settings.arrival_window,
         channels=Channels(settings),
+        vital=vital,
     )
     addresses: dict[str, str] = {}
     async with contextlib.AsyncExitStack() as stack:
-        jobs: list[Coroutine[None, None, None]] = []
+        jobs: dict[str, Coroutine[None, None, None]] = {}
         cluster = await _cluster(settings, stack)
         plain = http.Server(settings.http_listen, http.StatusPage(board))
         stack.push_async_callback(plain.close)
@@ -102,26 +105,27 @@ async def serve(settings: AutoscalerSettings, ready: Ready | None = None, stop: 
             api = AggregatedApi(settings, board, cluster)
             stack.push_async_callback(api.close)
             addresses["external_metrics"] = api.address
-            jobs.append(api.run())
+            jobs["external metrics"] = api.run()
         if settings.keda_listen:
             keda = KedaServer(settings.keda_listen, board, targets, serving_files(settings, settings.tls_ca))
             stack.push_async_callback(keda.close)
             addresses["keda"] = keda.address
-            jobs.append(keda.run())
+            jobs["keda"] = keda.run()
         elector = None
         if settings.leader_elect and cluster is not None:
             identity = f"{os.environ.get('HOSTNAME') or socket.gethostname()}-{secrets.token_hex(4)}"
             elector = Elector(cluster, settings.lease_name, identity)
-            jobs.append(elector.run())
+            jobs["leader election"] = elector.run()
         actuator = None
         if cluster is not None and (settings.apply or settings.deletion_costs):
             actuator = Actuator(cluster, workloads_of(settings), fleet.pods if settings.deletion_costs else None)
-        jobs.append(_decide(fleet, planner, board, actuator, lambda: elector is None or elector.leads))
+        jobs["decisions"] = _decide(fleet, planner, board, actuator, lambda: elector is None or elector.leads)
+        jobs["status page"] = plain.run()
 
         stack.push_async_callback(fleet.close)
         fleet.start()
         with stop_signals(stop):
-            await _run([plain.run(), *jobs], stop, lambda: ready(addresses) if ready else None)
+            await _run(jobs, vital, stop, lambda: ready(addresses) if ready else None)
     log.info("autoscaler ended")
 
 
@@ -159,7 +163,6 @@ async def _decide(
     led = False
     try:
         while True:
-            fleet.check()
             signals = fleet.signals()
             if signals is not None:
                 decisions = planner.step(time.monotonic(), signals)
@@ -207,21 +210,18 @@ async def _adopt(planner: Planner, actuator: Actuator) -> bool:
     return True
 
 
-async def _run(jobs: list[Coroutine[None, None, None]], stop: asyncio.Event, started: Callable[[], None]) -> None:
-    """All of them until `stop`, or until one fails."""
-    tasks = [asyncio.create_task(job) for job in jobs]
-    stopping = asyncio.create_task(stop.wait())
+async def _run(
+    jobs: dict[str, Coroutine[None, None, None]], vital: VitalTasks, stop: asyncio.Event, started: Callable[[], None]
+) -> None:
+    """All of them until `stop`, or until a vital task ends."""
+    for name, job in jobs.items():
+        vital.start(job, name=name)
     started()
     try:
-        await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            if task.done():
-                task.result()
+        await vital.failed_or(stop)
     finally:
-        stopping.cancel()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, stopping, return_exceptions=True)
+        await vital.close()
+    vital.raise_failure()
 
 
 def main(settings: AutoscalerSettings) -> int:

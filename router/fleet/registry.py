@@ -22,6 +22,7 @@ import grpc
 from common import metrics
 from common.errors import UnavailableError
 from common.grpc_transport import Channels
+from common.tasks import VitalTasks
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from common.validation import ModelLimits
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
@@ -87,8 +88,16 @@ class Registry:
     Addresses are those given, until `set_addresses` says otherwise.
     """
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], channels: Channels | None = None) -> None:
+    def __init__(
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        channels: Channels | None = None,
+        vital: VitalTasks | None = None,
+    ) -> None:
+        """`vital` is told if a worker is not watched any more, by a defect: its process should end."""
         self._channels = channels or Channels()
+        self._vital = vital or VitalTasks()
         self._workers: dict[str, _Worker] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._started = False
@@ -124,7 +133,7 @@ class Registry:
         for worker in self._workers.values() if self._started else ():
             if worker.address not in self._tasks:
                 name = f"watch {worker.address}"
-                self._tasks[worker.address] = asyncio.create_task(self._watch(worker), name=name)
+                self._tasks[worker.address] = self._vital.start(self._watch(worker), name=name)
         self._count_states()
         self._tell()
 

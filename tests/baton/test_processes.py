@@ -17,7 +17,7 @@ import pytest
 from baton.processes import Child, tethered
 from baton.stack import Addresses, Stack, run
 from baton.stack_plan import usable_cores
-from common.errors import StartupError, UnavailableError
+from common.errors import InternalError, StartupError, UnavailableError
 
 # A child that says it is ready, writes its pid (and that it was drained) to files, and ends on SIGTERM.
 GOOD = """
@@ -274,6 +274,28 @@ def test_a_child_that_does_not_drain_in_time_is_killed(tmp_path: Path, monkeypat
     monkeypatch.setattr("baton.stack._KILL_GRACE_S", 0.3)
     stubborn = child(tmp_path, "router", "http=u grpc=a", STUBBORN)
     assert run(stack_of(tmp_path, {"router": stubborn}, drain_timeout=0.0), work=lambda _: 0) == 0
+    all_gone(tmp_path)
+
+
+def test_a_thread_that_watches_a_child_ends_the_run_when_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it nobody would hear of the child's end."""
+    told: list[Child] = []
+    reap = Child.reap
+
+    def broken(one: Child) -> int:
+        if one.name != "decode-1":
+            return reap(one)
+        told.append(one)
+        raise OSError("no such process")
+
+    monkeypatch.setattr(Child, "reap", broken)
+    monkeypatch.setattr("baton.stack._KILL_GRACE_S", 0.3)
+    with pytest.raises(InternalError, match="decode-1 is not watched any more"):
+        run(stack_of(tmp_path, drain_timeout=0.0))
+    (child_process,) = told
+    child_process.process.wait()
     all_gone(tmp_path)
 
 

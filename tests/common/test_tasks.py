@@ -23,6 +23,14 @@ async def refuses() -> None:
     raise StartupError("decode: cannot be looked up")
 
 
+async def fails_in_a_group() -> None:
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(refuses())
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
 async def is_let_down() -> None:
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     future.cancel()
@@ -35,6 +43,7 @@ async def is_let_down() -> None:
         (returns, InternalError, "the task 'watch' ended: without an error"),
         (raises, InternalError, "the task 'watch' ended: ValueError: a defect"),
         (refuses, StartupError, "decode: cannot be looked up"),
+        (fails_in_a_group, StartupError, "decode: cannot be looked up"),
         (is_let_down, InternalError, "the task 'watch' ended: CancelledError: it was cancelled by nobody"),
     ],
 )

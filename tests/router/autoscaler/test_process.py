@@ -16,6 +16,7 @@ import grpc
 import pytest
 
 from common.config import AutoscalerSettings
+from common.errors import InternalError
 from common.tls import TlsFiles
 from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2, worker_pb2
@@ -270,3 +271,15 @@ async def test_keda_needs_a_certificate_where_the_fleet_has_them(tmp_path: Path)
                             await ask
     finally:
         await worker.stop()
+
+
+async def test_it_ends_with_a_task_that_it_stands_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with one that follows a single worker: it would count for absent ever after."""
+
+    async def broken(*_: object) -> None:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr("router.autoscaler.fleet._keep_reading", broken)
+    settings = AutoscalerSettings.model_validate({**FAST, "decode": "127.0.0.1:1"})
+    with pytest.raises(InternalError, match=r"the task 'follow 127.0.0.1:1' ended: ValueError: a defect"):
+        await asyncio.wait_for(serve(settings), WAIT_S)
