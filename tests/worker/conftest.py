@@ -17,6 +17,7 @@ from common.types import WorkerRole
 from decode_service import servicer as decode_servicer
 from prefill_service import servicer as prefill_servicer
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from tests.worker.fronts import Front, front
 from worker import engine_client
 from worker.server import serve
 
@@ -88,3 +89,20 @@ async def start_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Async
             return await stack.enter_async_context(running_worker(tmp_path, **settings))
 
         yield start
+
+
+@pytest.fixture
+def scripted_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "ENGINE_MODULE", "tests.worker.scripted_engine")
+
+
+@pytest.fixture
+async def prefill(tmp_path: Path, scripted_engines: None) -> AsyncIterator[Front]:
+    async with front(WorkerRole.PREFILL, tmp_path / "prefill") as one:
+        yield one
+
+
+@pytest.fixture
+async def decode(tmp_path: Path, scripted_engines: None) -> AsyncIterator[Front]:
+    async with front(WorkerRole.DECODE, tmp_path / "decode") as one:
+        yield one
