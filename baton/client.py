@@ -371,4 +371,6 @@ def _fleet_worker(worker: router_pb2.FleetWorker) -> FleetWorker:
         num_cached_blocks=load.num_cached_blocks,
         num_leases=load.num_leases,
         integrity=worker.integrity,
+        dtype=worker.info.dtype,
+        dtype_reason=worker.info.dtype_reason,
     )

@@ -81,6 +81,8 @@ class FleetWorker:
     num_cached_blocks: int
     num_leases: int
     integrity: str  # "ok", or what is wrong
+    dtype: str = ""  # of weights, activations and KV; empty where the worker never answered
+    dtype_reason: str = ""
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,6 +1,6 @@
 """The engine alone against transformers' `generate`: same weights, dtype, threads and prompts, in turn in one process.
 
-    python -m bench.engine [--dtype bfloat16] [--threads 2] [--repeats 5] [--json FILE]
+    python -m bench.engine [--dtype auto] [--threads 2] [--repeats 5] [--json FILE]
 
 Prefill: one prompt of 512 tokens to its first token. Decode: 128 new tokens after prompts of 512, batch 1 and 8; the
 time of the prompts is measured apart and taken off.
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.measure import interleave, print_table, write_json
 from common.config import DEFAULT_MODEL, EngineSettings, default_cache_dir
+from common.dtype import resolve_dtype
 from common.types import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
@@ -90,7 +91,7 @@ def measure(system: BatonEngine | Transformers, args: argparse.Namespace, seeds:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--prompt-tokens", type=int, default=512)
@@ -99,6 +100,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model_dir = ensure_model(args.model, default_cache_dir(), print)
+    args.dtype = resolve_dtype(args.dtype, model_dir, "cpu").dtype
     baton, peer = BatonEngine(model_dir, args.dtype, args.threads), Transformers(model_dir, args.dtype)
     seeds = {"baton": [0], "transformers": [0]}
     rows = interleave(

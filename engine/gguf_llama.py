@@ -63,7 +63,7 @@ def read_gguf_llama(file: Path) -> tuple[dict[str, object], dict[str, npt.NDArra
         "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
         "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
         "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
-        "dtype": "float32",
+        "dtype": "bfloat16",  # the original's; what the file's quantised tensors were made from
     }
     return config, tensors
 

@@ -113,6 +113,7 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     eos_token_ids: list[int]
+    dtype_reason: str  # why the spec's dtype is what it is
     peer: bytes  # KVConnector.describe()
 
 

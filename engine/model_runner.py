@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from common.config import EngineSettings
+from common.dtype import resolve_dtype
 from common.errors import InternalError, StartupError
 from common.model_files import ModelFiles, model_identity, open_model, read_safetensors_header
 from common.types import KVCacheSpec, SampledToken, SamplingParams
@@ -36,7 +37,7 @@ def _nothing() -> None:
 
 
 class ModelRunner:
-    """`kv_cache` is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, in the settings' dtype."""
+    """`kv_cache` is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, in the dtype that was chosen."""
 
     spec: KVCacheSpec
     kv_cache: torch.Tensor
@@ -44,6 +45,7 @@ class ModelRunner:
     max_model_len: int  # tokens, prompt and answer
     vocab_size: int
     eos_token_ids: list[int]
+    dtype_reason: str
 
     def __init__(self, model_dir: Path, settings: EngineSettings, *, attention: str | None = None) -> None:
         """Loads the weights and allocates the KV cache. `attention` names a backend; the device's fastest where None.
@@ -53,7 +55,9 @@ class ModelRunner:
         """
         files = open_model(model_dir)
         self.device = _device(settings.device)
-        self.dtype: torch.dtype = getattr(torch, settings.dtype)
+        chosen = resolve_dtype(settings.dtype, model_dir, settings.device)
+        self.dtype_reason = chosen.reason
+        self.dtype: torch.dtype = getattr(torch, chosen.dtype)
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
         self.max_model_len = _max_model_len(files, settings)
@@ -66,7 +70,7 @@ class ModelRunner:
             num_kv_heads=self._model.num_kv_heads,
             head_dim=self._model.head_dim,
             block_size=settings.block_size,
-            dtype=settings.dtype,
+            dtype=chosen.dtype,
         )
         self.num_blocks = self._num_blocks(settings)
         self.max_model_len = _fit_max_model_len(self.max_model_len, self.num_blocks, settings)
@@ -76,7 +80,13 @@ class ModelRunner:
         self._attention = attention_backend(self.kv_cache, self.spec, shape, attention)
         log.info(
             "model ready",
-            extra={"num_blocks": self.num_blocks, "max_model_len": self.max_model_len, "device": str(self.device)},
+            extra={
+                "num_blocks": self.num_blocks,
+                "max_model_len": self.max_model_len,
+                "device": str(self.device),
+                "dtype": chosen.dtype,
+                "dtype_reason": chosen.reason,
+            },
         )
 
     @torch.inference_mode()

@@ -21,7 +21,7 @@ PATH = Path(__file__).parents[1] / "helm" / "values.schema.json"
 # What the chart itself decides, from other values.
 _OWNED = {
     "log_level", "log_format", "listen", "advertise", "drain_timeout", "metrics_port", "http_listen", "grpc_listen",
-    "prefill", "decode", "routers", "connector", "store", "kv_dir", "model", "served_model_name",
+    "prefill", "decode", "routers", "connector", "store", "kv_dir", "model", "served_model_name", "dtype",
     "external_metrics_listen", "external_metrics_service", "keda_listen", "namespace", "leader_elect", "lease_name",
     "apply", "prefill_workload", "decode_workload", "deletion_costs", "external_metrics_cert", "external_metrics_key",
     "tls_cert", "tls_key", "tls_ca", "tls_server_name", "tls_client_ca", "health_listen", "api_keys_file",
@@ -174,6 +174,7 @@ def values_schema() -> Schema:
         model=obj(
             name={"type": "string", "minLength": 1},
             servedName=STRING,
+            dtype=one_of("bfloat16", "float32", "float16"),
             volume=obj(
                 type=one_of("none", "pvc", "hostPath"),
                 claimName=NAME,

@@ -42,6 +42,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             root_hash=root_hash(worker.fingerprint),
             eos_token_ids=ready.eos_token_ids,
             dtype=ready.spec.dtype,
+            dtype_reason=ready.dtype_reason,
+            fingerprint_but_dtype=ready.spec.fingerprint_but_dtype(),
             device=worker.settings.device,
             version=VERSION,
         )

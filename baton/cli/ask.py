@@ -158,7 +158,7 @@ def print_fleet(workers: Sequence[FleetWorker]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("role", "address", "state"):
+    for title in ("role", "address", "state", "dtype"):
         table.add_column(title, no_wrap=True)
     for title in ("running", "waiting", "blocks", "free", "cached", "leases"):
         table.add_column(title, justify="right")
@@ -166,9 +166,12 @@ def print_fleet(workers: Sequence[FleetWorker]) -> None:
     for one in workers:
         counts = [one.num_requests_running, one.num_requests_waiting, one.num_blocks]
         counts += [one.num_free_blocks, one.num_cached_blocks, one.num_leases]
-        table.add_row(one.role.value, one.address, one.state.value, *map(str, counts), one.integrity)
-    wide = None if sys.stdout.isatty() else 200  # a pipe has no edge to wrap at
-    Console(width=wide).print(table)
+        table.add_row(one.role.value, one.address, one.state.value, one.dtype, *map(str, counts), one.integrity)
+    wide = None if sys.stdout.isatty() else 300  # a pipe has no edge to wrap at
+    console = Console(width=wide, highlight=False)
+    console.print(table)
+    for dtype, reason in dict.fromkeys((one.dtype, one.dtype_reason) for one in workers if one.dtype_reason):
+        console.print(f"{dtype}: {reason}", markup=False)
 
 
 def models(settings: ClientSettings) -> int:
@@ -203,7 +206,7 @@ def demo(settings: DemoSettings, *, question: tuple[str, ...]) -> int:
 
     setup_logging("demo", level=settings.log_level, log_format=settings.log_format)
     stack_plan.check(settings)
-    prepare_model(settings)
+    settings = prepare_model(settings)
     with kv_directory(settings.kv_dir) as kv_dir:
         running = stack_plan.plan(settings, kv_dir)
         return stack.run(running, work=ask)

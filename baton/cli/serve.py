@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from baton.cli.options import SettingsCommand
 from common.config import DEFAULT_MODEL, AutoscalerSettings, RouterSettings, UpSettings, WorkerSettings
+from common.dtype import resolve_dtype
 from common.logs import setup_logging
 from common.types import WorkerRole
 
 if TYPE_CHECKING:
     from baton.stack import Addresses
+
+log = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=UpSettings)
 
 HINTS = """
 Try it from another terminal (Ctrl-C here ends the stack):
@@ -37,16 +43,20 @@ def up(settings: UpSettings) -> int:
 
     setup_logging("up", level=settings.log_level, log_format=settings.log_format)
     stack_plan.check(settings)
-    prepare_model(settings)
+    settings = prepare_model(settings)
     with kv_directory(settings.kv_dir) as kv_dir:
         return stack.run(stack_plan.plan(settings, kv_dir), on_ready=partial(print_ready, hints=settings.hints))
 
 
-def prepare_model(settings: UpSettings) -> None:
-    """Makes sure that the model is on disk, once, before several workers look for it. Progress to standard error."""
+def prepare_model(settings: S) -> S:
+    """What is decided once, before several workers do so: makes sure that the model is on disk (progress to standard
+    error), and chooses the dtype, which all workers need alike."""
     from engine.embedded_model import ensure_model
 
-    ensure_model(settings.model, settings.cache_dir, lambda line: print(line, file=sys.stderr, flush=True))
+    path = ensure_model(settings.model, settings.cache_dir, lambda line: print(line, file=sys.stderr, flush=True))
+    chosen = resolve_dtype(settings.dtype, path, settings.device)
+    log.info("dtype of all workers", extra={"dtype": chosen.dtype, "reason": chosen.reason})
+    return settings.model_copy(update={"dtype": chosen.dtype})
 
 
 def print_ready(addresses: Addresses, *, hints: bool) -> None:

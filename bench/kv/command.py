@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 
@@ -14,7 +14,9 @@ import click
 
 from bench.kv.settings import BenchSettings, Progress, show_progress
 from common.config import DEFAULT_MODEL, default_cache_dir
+from common.dtype import resolve_dtype
 from common.errors import BatonError, ConfigError
+from engine.embedded_model import ensure_model
 
 PARTS = {  # in the order of running; modules are imported when their part runs
     "handoff": "bench.kv.handoff",
@@ -56,7 +58,7 @@ def BENCH() -> None:  # noqa: N802 - what the entry point names
 @click.option("--plot", metavar="FILE", callback=_picture, help="draw it, as .png, .svg or .pdf (needs matplotlib)")
 @click.option("--connectors", metavar="NAME,NAME", callback=_names(CONNECTORS), help="of " + ", ".join(CONNECTORS))
 @click.option("--model", metavar="TEXT", default=DEFAULT_MODEL, show_default=True, help="as for baton up")
-@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True)
+@click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto", show_default=True)
 @click.option("--repeats", metavar="INT", type=click.IntRange(min=1), help="of each measurement  [5; quick: 3]")
 @click.option("--seed", metavar="INT", type=int, default=1, show_default=True, help="of prompts and arrivals")
 def kv(
@@ -117,6 +119,8 @@ def run(
 
     if plot is not None:
         _check_matplotlib()
+    model_dir = ensure_model(settings.model, settings.cache_dir, progress)
+    settings = replace(settings, dtype=resolve_dtype(settings.dtype, model_dir, "cpu").dtype)
     results, machine = Results(), describe_machine()
     for name, module in PARTS.items():
         if name not in parts:

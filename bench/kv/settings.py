@@ -16,7 +16,7 @@ class BenchSettings:
     """`quick` is the same with few lengths and repeats: it shows that everything works, and roughly how well."""
 
     model: str = DEFAULT_MODEL
-    dtype: str = "bfloat16"
+    dtype: str
     cache_dir: str
     connectors: tuple[str, ...] = ("nixl", "shared_storage", "lmcache")
     repeats: int = 5

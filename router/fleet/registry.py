@@ -47,6 +47,8 @@ class ServedModel:
 
     limits: ModelLimits
     fingerprint: str
+    fingerprint_but_dtype: str  # empty where the worker is too old to say
+    dtype: str
     eos_token_ids: frozenset[int]
     tokenizer: Tokenizer
 
@@ -338,9 +340,14 @@ class Registry:
             return ""
         if info.model != self.model.limits.model:
             return f"serves model {info.model!r}, not {self.model.limits.model!r}"
-        if info.fingerprint != self.model.fingerprint:
-            return f"holds KV of another kind ({info.fingerprint}, not {self.model.fingerprint})"
-        return ""
+        if info.fingerprint == self.model.fingerprint:
+            return ""
+        if info.fingerprint_but_dtype and info.fingerprint_but_dtype == self.model.fingerprint_but_dtype:
+            return (
+                f"holds KV of another kind: it computes in {info.dtype} ({info.dtype_reason}), others in "
+                f"{self.model.dtype}. Nothing else differs: give all workers one --dtype"
+            )
+        return f"holds KV of another kind ({info.fingerprint}, not {self.model.fingerprint})"
 
     async def _adopt(self, worker: _Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
         """Makes this decode worker's model the one that is served, where none is, or where nobody is left who has
@@ -367,7 +374,14 @@ class Registry:
             vocab_size=info.vocab_size,
             max_token_bytes=tokenizer.max_token_bytes,
         )
-        self.model = ServedModel(limits, info.fingerprint, frozenset(info.eos_token_ids), tokenizer)
+        self.model = ServedModel(
+            limits,
+            info.fingerprint,
+            info.fingerprint_but_dtype,
+            info.dtype,
+            frozenset(info.eos_token_ids),
+            tokenizer,
+        )
         log.info("serving a model", extra={"model": info.model, "max_model_len": info.max_model_len})
         for other in self._workers.values():  # those that were ready before
             if reason := self._excluded(other):

@@ -31,7 +31,7 @@ def test_help_has_every_field(command: str, capsys: pytest.CaptureFixture[str]) 
 def test_help_shows_choices_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     main(["up", "--help"])
     words = " ".join(capsys.readouterr().out.split())
-    assert "--dtype bfloat16|float32|float16" in words
+    assert "--dtype auto|bfloat16|float32|float16" in words
     assert "[BATON_HTTP_PORT; default: 8000]" in words
     assert "--enable-prefix-caching / --no-enable-prefix-caching" in words
     assert "[BATON_NUM_BLOCKS; default: unset]" in words

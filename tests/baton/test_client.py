@@ -149,16 +149,20 @@ def test_status_json_has_the_documented_keys(
         "num_cached_blocks": 2,
         "num_leases": 1,
         "integrity": "ok",
+        "dtype": "float32",
+        "dtype_reason": "the checkpoint's bfloat16 is slow here: this CPU has no [bf16]",
     }
     assert (second["role"], second["state"]) == ("decode", "unreachable")
 
 
 def test_status_table(router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--router", router[1]]) == 0
-    header, prefill, decode = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert header[:3] == ["role", "address", "state"]
-    assert prefill == ["prefill", "p:1", "ready", "0", "0", "10", "7", "2", "1", "ok"]
+    *table, reason = capsys.readouterr().out.splitlines()
+    header, prefill, decode = (line.split() for line in table)
+    assert header[:4] == ["role", "address", "state", "dtype"]
+    assert prefill == ["prefill", "p:1", "ready", "float32", "0", "0", "10", "7", "2", "1", "ok"]
     assert decode[:3] == ["decode", "d:1", "unreachable"]
+    assert reason == "float32: the checkpoint's bfloat16 is slow here: this CPU has no [bf16]"
 
 
 def test_generate_text_and_json(router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import struct
 from pathlib import Path
 
 import pytest
 
 from baton import stack_plan
+from baton.cli.serve import prepare_model
 from common.config import UpSettings
 from common.errors import ConfigError, StartupError
 
@@ -29,6 +31,21 @@ def test_plan_of_two_prefill_one_decode_and_one_of_both_roles() -> None:
     assert f"--prefill={addresses['prefill-1']},{addresses['prefill-2']},{both}" in commands["router"]
     assert f"--decode={addresses['decode-1']},{both}" in commands["router"]
     assert "--http-listen=127.0.0.1:0" in commands["router"]
+
+
+@pytest.mark.parametrize(("variable", "value"), [("ATEN_CPU_CAPABILITY", "avx2"), ("ONEDNN_MAX_CPU_ISA", "AVX2")])
+def test_the_dtype_is_chosen_once_for_all_workers(
+    variable: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    for device, dtype in (("cpu", "float32"), ("cuda", "bfloat16")):
+        settings = prepare_model(UpSettings(model=str(tmp_path), device=device, prefill=2))
+        commands = stack_plan.plan(settings, Path("/kv")).commands
+        for name in ("prefill-1", "prefill-2", "decode-1"):
+            assert f"--dtype={dtype}" in commands[name]
 
 
 def test_workers_on_one_gpu_share_its_memory() -> None:

@@ -109,7 +109,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(tiny_model: Path, *arguments: str, connectors: tuple[str, ...] = ("shared_storage",)) -> list[str]:
-    base = [sys.executable, "-m", "bench.kv", "--quick", "--repeats=1", f"--model={tiny_model}"]
+    base = [sys.executable, "-m", "bench.kv", "--quick", "--repeats=1", "--dtype=float32", f"--model={tiny_model}"]
     return [*base, f"--connectors={','.join(connectors)}", *arguments]
 
 
@@ -177,7 +177,7 @@ def test_the_parts_with_workers(tiny_model: Path, tmp_path: Path) -> None:
     }
     assert set(moved) == {*product(OVERLAP, (128, 512, 2048))}
     for (_, length), values in moved.items():
-        assert set(values) == {length * 2 * 16 * 2 / 1e6}  # one layer, K and V, one head of 16 dimensions, bfloat16
+        assert set(values) == {length * 2 * 16 * 4 / 1e6}  # one layer, K and V, one head of 16 dimensions, float32
     assert len(found["bars"]) == 4
     check_bars(found)
     assert (tmp_path / "kv.svg").stat().st_size > 0
@@ -199,7 +199,7 @@ def test_every_connector_hands_over_each_shape_and_block_size(tiny_model: Path) 
         if (labels := record["labels"])
     }
     assert len(figures) == len(found["records"])
-    token_bytes = {"SmolLM2-135M": 23_040, "Llama-3-8B": 131_072}
+    token_bytes = {"SmolLM2-135M": 46_080, "Llama-3-8B": 262_144}
     for system, shape, block_size in product(systems, token_bytes, (16, 64)):
         case = system, shape, block_size
         speed, whole = figures.pop((*case, "GB/s")), figures.pop((*case, "whole ms"))

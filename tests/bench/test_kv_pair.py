@@ -76,7 +76,7 @@ def test_whoever_stops_listening_ends_both_processes(tmp_path: Path) -> None:
 @needs_nixl
 def test_nixl_is_held_against_a_raw_read(tmp_path: Path) -> None:
     results = Results()
-    settings = BenchSettings(cache_dir=str(tmp_path), repeats=1)
+    settings = BenchSettings(cache_dir=str(tmp_path), dtype="bfloat16", repeats=1)
     configs = {"nixl": ("nixl", ConnectorConfig())}
     measure(results, SPEC, 4 * SPEC.block_bytes, configs, settings, lambda _: None, shape="tiny")
     add_bar(results)

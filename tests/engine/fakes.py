@@ -45,6 +45,7 @@ class FakeRunner:
     spec = SPEC
     vocab_size = VOCAB_SIZE
     eos_token_ids = [VOCAB_SIZE - 1]  # noqa: RUF012 (never sampled)
+    dtype_reason = "it is a fake"
 
     def __init__(self, num_blocks: int = 64, max_model_len: int = 200) -> None:
         self.num_blocks = num_blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
 import json
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from common.errors import StartupError
-from common.model_files import model_identity, open_model, tokenizer_files
+from common.model_files import checkpoint_dtype, model_identity, open_model, tokenizer_files
 from engine import embedded_model
 from engine.embedded_model import ensure_model
 from tests.engine.tiny_models import full_logprobs, make_model
@@ -54,6 +55,17 @@ def test_a_converted_model_needs_no_package(tmp_path: Path, monkeypatch: pytest.
         make_model(tmp_path / "models" / f"{NAME}-{version}")
     (tmp_path / "models" / f".{NAME}-0.3.partial").mkdir()
     assert ensure_model(NAME, str(tmp_path), silent) == tmp_path / "models" / f"{NAME}-0.2"
+
+
+def test_what_an_earlier_conversion_left_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_model, "_PACKAGE", "no_such_package")
+    monkeypatch.setattr(embedded_model, "_DISTRIBUTION", "pytest")
+    version = importlib.metadata.version("pytest")
+    make_model(tmp_path / "models" / f"{NAME}-{version}")
+    with pytest.raises(StartupError, match="pip install"):  # it would convert
+        ensure_model(NAME, str(tmp_path), silent)
+    made = make_model(tmp_path / "models" / f"{NAME}-{version}-{embedded_model._REVISION}")
+    assert ensure_model(NAME, str(tmp_path), silent) == made
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
@@ -121,6 +133,7 @@ def test_converted_model_is_the_gguf(cache: Path) -> None:
     assert json.loads(files["generation_config.json"])["eos_token_id"] == 2
     assert open_model(path).eos_token_ids == [2]
     assert len(model_identity(path)) == 32
+    assert checkpoint_dtype(open_model(path)) == "bfloat16"  # the original's, though the tensors are float32
 
     tokenizer = AutoTokenizer.from_pretrained(path)
     text = "Grüße, 世界! def f(x):\n    return x ** 2  # Что?"

@@ -39,7 +39,7 @@ def test_settings_are_offered_unless_the_chart_decides_them() -> None:
     worker = set(definitions["workerSettings"]["properties"]) | set(definitions["connectorSettings"]["properties"])
     assert set(WorkerSettings.model_fields) - worker == {
         "listen", "advertise", "drain_timeout", "metrics_port", "connector", "store", "kv_dir", "model",
-        "served_model_name", "log_level", "log_format",
+        "served_model_name", "dtype", "log_level", "log_format",
         "tls_cert", "tls_key", "tls_ca", "tls_server_name", "health_listen",
     }  # fmt: skip
     router = set(definitions["routerSettings"]["properties"])

@@ -23,10 +23,9 @@ def model_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def expected(model_dir: Path, pytestconfig: pytest.Config) -> dict[str, Expected]:
-    """What transformers answers to each case."""
-    assert pytestconfig.cache is not None
-    return reference.load(model_dir, Path(pytestconfig.cache.mkdir("baton-reference")))
+def expected(model_dir: Path) -> dict[str, Expected]:
+    """What transformers answers to each case. Kept beside the model, for every checkout."""
+    return reference.load(model_dir, Path(default_cache_dir()) / "test-references")
 
 
 @pytest.fixture(scope="session")

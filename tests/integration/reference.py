@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from common.model_files import model_identity
 from tests.integration.prompts import BY_NAME, CASES, Case
 
 NUM_PROCESSES = 2
@@ -43,8 +44,8 @@ class Expected:
 def cache_key(model_dir: Path) -> str:
     """Equal where the answers are."""
     versions = [importlib.metadata.version(name) for name in ("transformers", "torch")]
-    weights = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in model_dir.iterdir())
-    text = json.dumps([versions, weights, [asdict(case) for case in CASES]])
+    tokenizer = hashlib.sha256((model_dir / "tokenizer.json").read_bytes()).hexdigest()
+    text = json.dumps([versions, model_identity(model_dir), tokenizer, [asdict(case) for case in CASES]])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -52,6 +53,7 @@ def load(model_dir: Path, cache_dir: Path) -> dict[str, Expected]:
     """Expected answers by the name of their case."""
     file = cache_dir / f"{cache_key(model_dir)}.json"
     if not file.exists():
+        cache_dir.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(_computed_elsewhere(model_dir)))
         partial.rename(file)

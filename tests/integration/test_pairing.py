@@ -88,6 +88,7 @@ def test_the_router_pairs_none_of_them(fleet: OddFleet, salt: Salt) -> None:
         assert "not used: holds KV of another kind" in described[member.address]
         lines = [line for line in log.splitlines() if member.address in line]
         assert any("KV of another kind" in line for line in lines), member.address
+        assert ("Nothing else differs" in described[member.address]) == (member is fleet.odd["dtype"])
 
 
 @pytest.mark.parametrize("field", ODD)

@@ -28,8 +28,7 @@ CAPITAL = "What is the capital of Japan?"
 VALUES: dict[str, Any] = {
     "router__replicas": 2,
     "decode__replicas": 2,
-    "prefill__settings__dtype": "float32",
-    "decode__settings__dtype": "float32",
+    "model__dtype": "float32",
 }
 
 

@@ -15,12 +15,12 @@ CLAIM, NAME = "models", "tiny"
 # Equal answers whatever the batch: float32 throughout.
 VALUES: dict[str, Any] = {
     "model__name": NAME,
+    "model__dtype": "float32",
     "model__volume": {"type": "pvc", "claimName": CLAIM},
     **{
         f"{role}__{key}": value
         for role in ("prefill", "decode", "both")
         for key, value in {
-            "settings__dtype": "float32",
             "settings__kv_cache_memory_gb": 0.03,
             "resources": {"requests": {"cpu": "50m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}},
         }.items()

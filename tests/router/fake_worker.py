@@ -27,9 +27,19 @@ Context = grpc.aio.ServicerContext[object, object]
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeServiceServicer):
-    def __init__(self, role: WorkerRole = WorkerRole.DECODE, *, fingerprint: str = "f1", model: str = MODEL) -> None:
+    def __init__(
+        self,
+        role: WorkerRole = WorkerRole.DECODE,
+        *,
+        fingerprint: str = "f1",
+        fingerprint_but_dtype: str = "",
+        dtype: str = "float32",
+        model: str = MODEL,
+    ) -> None:
         self.role = role
         self.fingerprint = fingerprint
+        self.fingerprint_but_dtype = fingerprint_but_dtype  # a worker of an older version says none
+        self.dtype = dtype
         self.model = model
         self.answer: list[int] = ids_of(ANSWER)
         self.epoch = "e1"
@@ -85,6 +95,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
             epoch=self.epoch,
             model=self.model,
             fingerprint=self.fingerprint,
+            fingerprint_but_dtype=self.fingerprint_but_dtype,
+            dtype=self.dtype,
+            dtype_reason=f"why {self.dtype}",
             max_model_len=MAX_MODEL_LEN,
             vocab_size=vocab_size(),
             block_size=16,

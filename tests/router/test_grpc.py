@@ -238,6 +238,23 @@ async def test_fleet(start_worker: StartWorker, start_router: StartRouter) -> No
     assert "KV of another kind" in by_address[wrong.address].integrity
 
 
+async def test_fleet_says_if_workers_differ_in_dtype_alone(
+    start_worker: StartWorker, start_router: StartRouter
+) -> None:
+    decode = await start_worker(fingerprint="bf16", fingerprint_but_dtype="all", dtype="bfloat16")
+    slow = await start_worker(WorkerRole.PREFILL, fingerprint="fp32", fingerprint_but_dtype="all", dtype="float32")
+    other = await start_worker(WorkerRole.PREFILL, fingerprint="large", fingerprint_but_dtype="blocks of 32")
+    router = await start_router(decode, prefill=(slow, other))
+    fleet = await router.fleet.GetFleet(router_pb2.GetFleetRequest())
+    by_address = {worker.address: worker for worker in fleet.workers}
+    assert (by_address[decode.address].integrity, by_address[decode.address].info.dtype) == ("ok", "bfloat16")
+    assert by_address[slow.address].integrity == (
+        "ok; not used: holds KV of another kind: it computes in float32 (why float32), others in bfloat16. "
+        "Nothing else differs: give all workers one --dtype"
+    )
+    assert by_address[other.address].integrity == "ok; not used: holds KV of another kind (large, not bf16)"
+
+
 async def test_fleet_before_a_worker_has_reported(start_worker: StartWorker) -> None:
     """It answers when it is asked, but no request would be sent to it."""
     worker = await start_worker()

@@ -33,6 +33,7 @@
 {{- else -}}
 {{- $_ := set $settings "model" (printf "%s/%s" ($model.volume.mountPath | trimSuffix "/") ($model.name | trimPrefix "/") | trimSuffix "/") -}}
 {{- end -}}
+{{- $_ := set $settings "dtype" $model.dtype -}}
 {{- with $model.servedName }}{{- $_ := set $settings "served_model_name" . }}{{ end -}}
 {{- if .values.gpus }}{{- if not (hasKey $settings "device") }}{{- $_ := set $settings "device" "cuda" }}{{ end }}{{ end -}}
 {{- toYaml $settings -}}
