@@ -27,6 +27,8 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     transports: dict[int, bytes]  # by rank: what the connector itself adds
 
 
+MAX_BLOCKS = 1 << 22  # of one worker, and more than any of its other numbers; what reads from it keeps a list of them
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(PeerInfo)
 
@@ -36,11 +38,22 @@ def encode_peer(info: PeerInfo) -> bytes:
 
 
 def decode_peer(data: bytes) -> PeerInfo:
-    """Raises `TransferError` for bytes that are no peer."""
+    """Raises `TransferError` for bytes that are no peer, and for numbers that no worker has: a product of two negative
+    ones looks like ours."""
     try:
-        return _decoder.decode(data)
+        info = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TransferError(f"peer: not a description of a connector: {error}") from error
+    spec = info.spec
+    positive = ("num_layers", "num_kv_heads", "head_dim", "block_size", "tp_size")
+    numbers = {**{name: getattr(spec, name) for name in positive}, "num_blocks": info.num_blocks}
+    for name, value in numbers.items():
+        if not 1 <= value <= MAX_BLOCKS:
+            raise TransferError(f"peer: {name} is {value}, not in [1, {MAX_BLOCKS}]")
+    for rank in (spec.tp_rank, *info.transports):
+        if not 0 <= rank < spec.tp_size:
+            raise TransferError(f"peer: {rank} is not a rank of {spec.tp_size}")
+    return info
 
 
 def join_peers(descriptions: Sequence[bytes]) -> bytes:

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 MODULES = ("nixl_cu13", "nixl_cu12", "nixl")  # the first two don't import torch a second time, the last picks one
 _BACKEND = "UCX"
+_ADDRESSES = 1 << 64
+_MAX_DEVICES = 1024
 _PROGRESS_INTERVAL_US = 20_000  # a look takes 30 us of what may be the engine's core: every 2 ms, 1.5 % of it
 
 
@@ -42,6 +44,17 @@ class ServedMemory(msgspec.Struct, frozen=True):
     num_blocks: int
     block_bytes: int
     is_staging: bool = False  # a pool of slots, not the cache
+
+    def check(self, num_blocks: int, block_bytes: int) -> None:
+        """Raises `TransferError` for what cannot be the memory of a worker of so many such blocks."""
+        is_whole = self.num_blocks == num_blocks or (self.is_staging and 1 <= self.num_blocks <= num_blocks)
+        if not is_whole or self.block_bytes != block_bytes:
+            raise TransferError(
+                f"{self.num_blocks} blocks of {self.block_bytes} bytes are not the {num_blocks} of {block_bytes}"
+            )
+        is_address = 0 < self.address <= _ADDRESSES - num_blocks * block_bytes
+        if not is_address or not 0 <= self.device_id < _MAX_DEVICES or self.kind not in ("DRAM", "VRAM"):
+            raise TransferError(f"no memory lies at {self.address} of {self.kind!r} {self.device_id}")
 
     def descriptors(self, runs: Sequence[tuple[int, int]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
         """`[num_blocks * len(runs), 3]`: address, length and device of each run (offset, length) of each block."""

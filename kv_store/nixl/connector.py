@@ -104,7 +104,9 @@ class NixlConnector(KVConnector):
         needed = check_compatible(self.name, self._spec, info)
         try:
             sources = [(part, msgspec.msgpack.decode(info.transports[part.rank], type=ServedMemory)) for part in needed]
-        except msgspec.DecodeError as error:
+            for _, memory in sources:
+                memory.check(info.num_blocks, info.spec.block_bytes)
+        except (msgspec.DecodeError, UnicodeDecodeError, TransferError) as error:
             raise TransferError(f"peer {info.name!r}: no description of its memory: {error}") from error
         self._fetcher.add_peer(info, sources)
 

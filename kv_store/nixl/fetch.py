@@ -220,6 +220,9 @@ class Fetcher:
                     self._idle_s = _MIN_IDLE_S
         except TransferError as failure:
             self._fail(flight, failure.message)
+        except Exception as failure:  # a defect, or a peer's: of this flight, not of all that are under way
+            log.exception("reading KV blocks failed")
+            self._fail(flight, f"{type(failure).__name__}: {failure}")
 
     def _positions(self, part: Part, memory: ServedMemory, blocks: list[FetchBlock]) -> tuple[list[int], bytes]:
         """Where a rank of the peer serves these blocks, and what it is to be told when they have been read."""

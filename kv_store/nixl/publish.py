@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
+from common.errors import TransferError
 from common.types import KVCacheSpec
 from kv_store.base import BlockRef, LocalBlock, TransferKind, TransferResult
 from kv_store.cache_view import CacheView, Staging
@@ -42,6 +43,20 @@ class ReadReport(msgspec.Struct, frozen=True, array_like=True):
     tp_size: int  # of the consumer
     tp_rank: int
     tickets: list[int]
+
+
+def decode_report(message: bytes, spec: KVCacheSpec) -> ReadReport:
+    """Raises `TransferError` for what is no report of a worker with whom we share heads; `spec` is ours."""
+    try:
+        report = msgspec.msgpack.decode(message, type=ReadReport)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TransferError(str(error)) from error
+    num_heads = spec.num_kv_heads * spec.tp_size
+    if not 1 <= report.tp_size <= num_heads or num_heads % report.tp_size:
+        raise TransferError(f"{num_heads} heads cannot be dealt out among {report.tp_size} ranks")
+    if not 0 <= report.tp_rank < report.tp_size:
+        raise TransferError(f"{report.tp_rank} is not a rank of {report.tp_size}")
+    return report
 
 
 @dataclass(slots=True, eq=False)
@@ -159,9 +174,9 @@ class Publisher:
     def _take_in_reports(self, slots: ServedSlots) -> None:
         for message in self._serving.notifications():
             try:
-                report = msgspec.msgpack.decode(message, type=ReadReport)
-            except msgspec.DecodeError as error:
-                log.warning("a peer reports nonsense", extra={"reason": str(error)})
+                report = decode_report(message, self._spec)
+            except TransferError as error:
+                log.warning("a peer reports nonsense", extra={"reason": error.message})
                 continue
             for ticket in report.tickets:
                 slots.report(ticket, report.tp_rank, num_readers(self._spec, report.tp_size))

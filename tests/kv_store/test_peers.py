@@ -64,6 +64,25 @@ def test_every_difference_is_named(field: str, value: object) -> None:
         check_compatible("c", WIDE_SPEC, decode_peer(rank_of(2, 0, spec=spec)))
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"spec": replace(WIDE_SPEC, num_kv_heads=-WIDE_SPEC.num_kv_heads, tp_size=-1)}, "num_kv_heads is -"),
+        ({"spec": replace(WIDE_SPEC, num_kv_heads=0, tp_size=0)}, "num_kv_heads is 0"),
+        ({"spec": replace(WIDE_SPEC, tp_size=2**40)}, "tp_size is 1099511627776"),
+        ({"spec": replace(WIDE_SPEC, tp_size=2, tp_rank=2)}, "2 is not a rank of 2"),
+        ({"spec": replace(WIDE_SPEC, tp_size=2, tp_rank=-1)}, "-1 is not a rank of 2"),
+        ({"transports": {5: b""}}, "5 is not a rank of 1"),
+        ({"num_blocks": 0}, "num_blocks is 0"),
+        ({"num_blocks": 2**60}, "num_blocks is 1152921504606846976"),
+    ],
+)
+def test_numbers_that_no_worker_has(changes: dict[str, object], words: str) -> None:
+    """The first two have as many heads as we have, all in all."""
+    with pytest.raises(TransferError, match=words):
+        check_compatible("c", WIDE_SPEC, decode_peer(rank_of(1, 0, **changes)))
+
+
 def test_one_reference_for_all_ranks() -> None:
     refs = [
         BlockRef(
