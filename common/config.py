@@ -173,6 +173,7 @@ class RouterSettings(TlsSettings, HealthSettings, LogSettings):
         None,
         description="file of API keys, of which a client needs one; read again when it changes; all may where unset",
     )
+    policy: str = Field("least_load", description="who gets a request: least_load or round_robin")
     drain_timeout: float = Field(30.0, ge=0, description="seconds that SIGTERM waits for answers to end")
     request_timeout: float = Field(600.0, gt=0, description="deadline in seconds of a request that brings none")
     worker_wait: float = Field(

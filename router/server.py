@@ -34,7 +34,7 @@ from router.api.rest.auth import KeyMiddleware
 from router.api.rest.listener import listen
 from router.fleet.discovery.follow import fixed, follow
 from router.fleet.registry import Registry
-from router.policy.least_load import LeastLoad
+from router.policy.registry import create_policy
 from router.serving.admission import Admission
 from router.serving.demand import Demand, DemandService
 from router.serving.dispatch import Dispatcher, DispatchLimits
@@ -72,7 +72,7 @@ async def serve(
     keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file is not None else None
     vital = VitalTasks()
     registry = Registry(fixed(settings.prefill), fixed(settings.decode), Channels(settings), vital)
-    dispatcher = Dispatcher(registry, LeastLoad(), limits=limits)
+    dispatcher = Dispatcher(registry, create_policy(settings.policy), limits=limits)
     demand = Demand()
     front = Front(
         Admission(registry, demand, worker_wait_s=settings.worker_wait),

@@ -36,7 +36,7 @@ from protos.convert import finish_reason_of, token_of
 from router.convert import sampling_to_proto
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
-from router.policy.least_load import Policy, RoutingDecision, RoutingRequest
+from router.policy.base import Policy, RoutingDecision, RoutingRequest
 from router.serving.request import GenerationRequest
 from router.serving.retry_budget import RetryBudget
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import UnavailableError
+from common.errors import ConfigError, UnavailableError
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from router.fleet.endpoint import Endpoint
-from router.policy.least_load import LeastLoad, RoutingRequest
+from router.policy.base import RoutingRequest
+from router.policy.registry import create_policy
 
 
 def fleet(text: str) -> list[Endpoint]:
@@ -39,8 +40,10 @@ def fleet(text: str) -> list[Endpoint]:
     return endpoints
 
 
-def decisions(text: str, num: int = 1, tried: frozenset[tuple[str, str]] = frozenset()) -> str:
-    policy, endpoints = LeastLoad(), fleet(text)
+def decisions(
+    text: str, num: int = 1, tried: frozenset[tuple[str, str]] = frozenset(), name: str = "least_load"
+) -> str:
+    policy, endpoints = create_policy(name), fleet(text)
     request = RoutingRequest(num_prompt_tokens=100, fingerprint="f", tried=tried)
     lines = []
     for _ in range(num):
@@ -93,3 +96,13 @@ def test_nobody_left_names_each_reason() -> None:
     )
     with pytest.raises(UnavailableError, match="none is configured"):
         decisions("")
+
+
+def test_round_robin_looks_at_no_load() -> None:
+    text = "a decode 9/9 9/9\nb decode 0/0 9/9\np prefill 9/9 9/9\nq prefill 0/0 9/9\nc decode 0/0 9/9 state=draining"
+    assert decisions(text, 3, name="round_robin") == "a <- p q; b <- q p; a <- p q"
+
+
+def test_an_unknown_policy_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"policy: 'best' is not one of least_load, round_robin"):
+        create_policy("best")
