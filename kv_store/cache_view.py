@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from common.types import KVCacheSpec
@@ -42,45 +40,3 @@ class CacheView:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
-
-
-class Staging:
-    """One thread's way to blocks as host memory: the cache itself on CPU, a pinned buffer and a stream on CUDA."""
-
-    def __init__(self, view: CacheView, max_blocks: int) -> None:
-        self._view = view
-        self._stream: torch.cuda.Stream | None = None
-        self._rows = view.rows
-        if not view.is_on_host:
-            self._stream = torch.cuda.Stream(view.device)  # type: ignore[no-untyped-call]
-            self._rows = torch.empty((max_blocks, view.block_bytes), dtype=torch.uint8, pin_memory=True)
-        self._memory = self._rows.numpy()
-
-    def buffers(self, block_ids: Sequence[int]) -> list[memoryview]:
-        """Writable host memory, `block_bytes` each, for at most `max_blocks` blocks. On CUDA the next call of any
-        method but `store` reuses it."""
-        rows = block_ids if self._stream is None else range(len(block_ids))
-        return [self._memory[row].data for row in rows]
-
-    def load(self, block_ids: Sequence[int], after: torch.cuda.Event | None) -> list[memoryview]:
-        """The blocks' bytes, as they are once `after` has happened."""
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):
-                if after is not None:
-                    self._stream.wait_event(after)
-                for row, block_id in enumerate(block_ids):
-                    self._rows[row].copy_(self._view.rows[block_id], non_blocking=True)
-            self._stream.synchronize()
-        return self.buffers(block_ids)
-
-    def store(self, block_ids: Sequence[int], is_good: Sequence[bool], after: torch.cuda.Event | None) -> None:
-        """Brings what was written to `buffers(block_ids)` into the cache, where `is_good`. Waits until it is there."""
-        if self._stream is None:
-            return
-        with torch.cuda.stream(self._stream):
-            if after is not None:
-                self._stream.wait_event(after)
-            for row, block_id in enumerate(block_ids):
-                if is_good[row]:
-                    self._view.rows[block_id].copy_(self._rows[row], non_blocking=True)
-        self._stream.synchronize()

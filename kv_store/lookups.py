@@ -23,7 +23,7 @@ next one. Waits for the store."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
-class _Job:
+class _Question:
     block_hashes: Sequence[bytes]
     deadline: float  # time.monotonic(); what `LookUp` found by then is the answer
     give_up: float  # the answer is 0 where it has not returned by then
@@ -52,8 +52,8 @@ class Lookups:
         self._lock = threading.Lock()
         self._is_queued = threading.Condition(self._lock)
         self._is_begun = threading.Condition(self._lock)
-        self._queued: deque[_Job] = deque()
-        self._current: _Job | None = None  # with the thread that looks up
+        self._queued: deque[_Question] = deque()
+        self._current: _Question | None = None  # with the thread that looks up
         self._is_closed = False
 
     def run(self, wake: Callable[[], None]) -> list[threading.Thread]:
@@ -69,7 +69,7 @@ class Lookups:
     def start(self, block_hashes: Sequence[bytes], timeout_s: float) -> Lookup:
         """As `KVConnector.start_lookup`. `timeout_s` includes the wait for earlier lookups, and is always the same."""
         now = time.monotonic()
-        job = _Job(block_hashes, now + timeout_s, now + 2 * timeout_s)
+        job = _Question(block_hashes, now + timeout_s, now + 2 * timeout_s)
         with self._lock:
             if self._current is None or not self._current.is_answered:
                 self._queued.append(job)
@@ -104,7 +104,7 @@ class Lookups:
             self._report(failure)
             wake()
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _Question | None:
         """None once closed."""
         with self._lock:
             self._is_queued.wait_for(lambda: self._queued or self._is_closed)
@@ -120,7 +120,7 @@ class Lookups:
                 self._report(_HANGS)
             wake()
 
-    def _hung(self) -> list[_Job] | None:
+    def _hung(self) -> list[_Question] | None:
         """Waits until the lookup under way is overdue; answers it and all behind it. None once closed."""
         with self._lock:
             while not self._is_closed:

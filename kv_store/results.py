@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from kv_store.base import BlockRef, FetchBlock, LocalBlock, TransferKind, TransferResult
+from kv_store.jobs import Job
 
 
 class ResultQueue:
@@ -28,15 +28,6 @@ class ResultQueue:
         while self._results:
             drained.append(self._results.popleft())
         return drained
-
-
-class Job(Protocol):
-    """What a connector's own record of a job has at least."""
-
-    @property
-    def job_id(self) -> int: ...
-    @property
-    def kind(self) -> TransferKind: ...
 
 
 def block_result(

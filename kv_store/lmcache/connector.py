@@ -27,8 +27,10 @@ from kv_store.base import (
     TransferKind,
     TransferResult,
 )
-from kv_store.cache_view import CacheView, Staging
+from kv_store.cache_view import CacheView
 from kv_store.fair_queue import FairQueue
+from kv_store.host_copy import HostCopy
+from kv_store.jobs import Job
 from kv_store.lmcache.client import LMCacheClient
 from kv_store.lmcache.degrees import Degree, Degrees, Finder, LoadedGroup
 from kv_store.lmcache.groups import Group, GroupLayout, split_into_groups
@@ -42,14 +44,6 @@ LOOKUP_TIMEOUT_S = 0.25  # all the time that a lookup has, which is a hint
 _PLACE_TIMEOUT_S = 1.5  # for another writer to finish, or for the server to evict, which it does once a second
 _PLACE_POLL_S = 0.02
 _JOIN_TIMEOUT_S = 2.0  # of close(), before calls under way are cut off
-
-
-@dataclass(slots=True, frozen=True)
-class _Job:
-    job_id: int
-    kind: TransferKind
-    deadline: float  # time.monotonic(); what is not done by then fails
-    after: torch.cuda.Event | None  # device work that comes before it
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,7 +71,7 @@ class LMCacheConnector(KVConnector):
             raise StartupError("lmcache_address: host:port of an LMCache server on this machine is needed")
         self._config = config
         self._client = LMCacheClient(config.lmcache_address)
-        self._queue: FairQueue[_Job, _Part] = FairQueue()
+        self._queue: FairQueue[Job, _Part] = FairQueue()
         self._lookups = Lookups(self._look_up, "LMCache did not answer whether it holds KV blocks")
         self._threads: list[threading.Thread] = []
         try:
@@ -159,12 +153,12 @@ class LMCacheConnector(KVConnector):
     def _start(self, job_id: int, kind: TransferKind, parts: list[_Part]) -> None:
         if parts:
             deadline = time.monotonic() + self._config.transfer_timeout_s
-            self._queue.put(_Job(job_id, kind, deadline, self._view.mark()), parts)
+            self._queue.put(Job(job_id, kind, deadline, self._view.mark()), parts)
 
     # ------------------------------------------------------------------------------------- I/O threads
 
     def _run(self) -> None:
-        staging: Staging | None = None
+        copy: HostCopy | None = None
         while (taken := self._queue.take(1)) is not None:
             job, (part,) = taken
             due = {(block.index, block.block_id): block for block in part.blocks}
@@ -177,11 +171,11 @@ class LMCacheConnector(KVConnector):
                 self._results.add(settled)
 
             try:
-                staging = staging or Staging(self._view, self._layout.sizes[-1])
+                copy = copy or HostCopy(self._view, self._layout.sizes[-1])
                 if job.kind is TransferKind.FETCH:
-                    self._fetch(job, part, staging, settle)
+                    self._fetch(job, part, copy, settle)
                 elif part.group is not None:
-                    settle(self._publish(job, part.blocks, part.group, staging))
+                    settle(self._publish(job, part.blocks, part.group, copy))
             except TransferError as error:
                 settle(_failed(job, due.values(), error.message))
             except Exception as error:
@@ -189,11 +183,11 @@ class LMCacheConnector(KVConnector):
                 log.exception("KV transfer failed", extra={"job_id": job.job_id})
                 settle(_failed(job, due.values(), f"{type(error).__name__}: {error}"))
 
-    def _publish(self, job: _Job, blocks: list[LocalBlock], group: Group, staging: Staging) -> list[TransferResult]:
+    def _publish(self, job: Job, blocks: list[LocalBlock], group: Group, copy: HostCopy) -> list[TransferResult]:
         _check_deadline(job)
         self._degrees.leave_mark(job.deadline)
         hashes = [block.block_hash for block in blocks]
-        data = staging.load([block.block_id for block in blocks], job.after)
+        data = copy.load([block.block_id for block in blocks], job.after)
         give_up = min(job.deadline, time.monotonic() + _PLACE_TIMEOUT_S)
         while (num_bytes := self._store(job, group, hashes, data)) is None:
             if time.monotonic() > give_up:
@@ -209,7 +203,7 @@ class LMCacheConnector(KVConnector):
             for block in blocks
         ]
 
-    def _store(self, job: _Job, group: Group, hashes: list[bytes], data: list[memoryview]) -> int | None:
+    def _store(self, job: Job, group: Group, hashes: list[bytes], data: list[memoryview]) -> int | None:
         """Bytes moved per block, 0 where the group was there; None where it neither is nor can be written now."""
         chunk = self._layout.chunk(group)
         if self._client.store(chunk, lambda slot: self._layout.write(slot, hashes, data), job.deadline):
@@ -224,12 +218,10 @@ class LMCacheConnector(KVConnector):
             self._layout.write(slot, hashes, data)
             return self._view.block_bytes
 
-    def _fetch(
-        self, job: _Job, part: _Part, staging: Staging, settle: Callable[[Iterable[TransferResult]], None]
-    ) -> None:
+    def _fetch(self, job: Job, part: _Part, copy: HostCopy, settle: Callable[[Iterable[TransferResult]], None]) -> None:
         if part.group is not None:
             for degree in self._degrees.to_ask(part.degree, job.deadline):
-                if self._fetch_group(job, part.blocks, degree, part.group, staging, settle):
+                if self._fetch_group(job, part.blocks, degree, part.group, copy, settle):
                     return
             settle([_not_stored(job, block) for block in part.blocks])
             return
@@ -245,16 +237,16 @@ class LMCacheConnector(KVConnector):
             degree, group, indexes = found
             members = [block for block in left if block.index in indexes]
             left = [block for block in left if block.index not in indexes]
-            if not self._fetch_group(job, members, degree, group, staging, settle):
+            if not self._fetch_group(job, members, degree, group, copy, settle):
                 settle([_not_stored(job, block) for block in members])
 
     def _fetch_group(
         self,
-        job: _Job,
+        job: Job,
         blocks: list[LocalBlock],
         degree: Degree,
         group: Group,
-        staging: Staging,
+        copy: HostCopy,
         settle: Callable[[Iterable[TransferResult]], None],
     ) -> bool:
         """False, and nothing settled, where that degree does not have the group."""
@@ -264,27 +256,27 @@ class LMCacheConnector(KVConnector):
                 return False
             # A job may want one block twice, and more blocks than the group has: then most of them are not in it.
             for start in range(0, len(blocks), group.num_blocks):
-                settle(self._read(job, blocks[start : start + group.num_blocks], loaded, staging))
+                settle(self._read(job, blocks[start : start + group.num_blocks], loaded, copy))
             return True
 
-    def _read(self, job: _Job, blocks: list[LocalBlock], loaded: LoadedGroup, staging: Staging) -> list[TransferResult]:
+    def _read(self, job: Job, blocks: list[LocalBlock], loaded: LoadedGroup, copy: HostCopy) -> list[TransferResult]:
         block_ids = [block.block_id for block in blocks]
         results: list[TransferResult] = []
-        for block, buffer in zip(blocks, staging.buffers(block_ids), strict=True):
+        for block, buffer in zip(blocks, copy.buffers(block_ids), strict=True):
             error = loaded.read(block.block_hash, buffer)
             results.append(block_result(job, block, error=error, num_bytes=0 if error else self._view.block_bytes))
-        staging.store(block_ids, [result.error is None for result in results], job.after)
+        copy.store(block_ids, [result.error is None for result in results], job.after)
         return results
 
 
-def _check_deadline(job: _Job) -> None:
+def _check_deadline(job: Job) -> None:
     if time.monotonic() > job.deadline:
         raise TransferError("LMCache: not done in time")
 
 
-def _not_stored(job: _Job, block: LocalBlock) -> TransferResult:
+def _not_stored(job: Job, block: LocalBlock) -> TransferResult:
     return block_result(job, block, error=f"block {block.block_hash.hex()} is not in LMCache")
 
 
-def _failed(job: _Job, blocks: Iterable[LocalBlock], error: str) -> list[TransferResult]:
+def _failed(job: Job, blocks: Iterable[LocalBlock], error: str) -> list[TransferResult]:
     return [block_result(job, block, error=error) for block in blocks]

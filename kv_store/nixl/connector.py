@@ -24,7 +24,7 @@ from common.errors import StartupError, TransferError
 from common.types import KVCacheSpec
 from kv_store.base import ConnectorConfig, FetchBlock, KVConnector, LocalBlock, TransferResult
 from kv_store.cache_view import CacheView
-from kv_store.host_pool import HostPool
+from kv_store.host_copy import HostCopy
 from kv_store.nixl.agent import ServedMemory, ServingAgent, load_library
 from kv_store.nixl.fetch import MAX_READS_PER_PEER, Fetcher
 from kv_store.nixl.publish import Publisher
@@ -132,7 +132,7 @@ class NixlConnector(KVConnector):
                 side.close()
         self._serving.close()
 
-    def _registered(self) -> tuple[ServedMemory, HostPool | None]:
+    def _registered(self) -> tuple[ServedMemory, HostCopy | None]:
         """What peers read: the cache, or a pool where they can't."""
         staging = self._config.nixl_staging
         if staging != "always":
@@ -146,5 +146,5 @@ class NixlConnector(KVConnector):
         pool = self._pool(self._config.nixl_staging_bytes // self._spec.block_bytes)
         return self._serving.register(pool.rows, is_staging=True), pool
 
-    def _pool(self, num_slots: int) -> HostPool:
-        return HostPool(self._view, min(max(num_slots, 1), self._view.num_blocks))
+    def _pool(self, num_slots: int) -> HostCopy:
+        return HostCopy(self._view, min(max(num_slots, 1), self._view.num_blocks), is_apart=True)

@@ -25,11 +25,12 @@ import torch
 
 from common.errors import TransferError
 from common.types import KVCacheSpec
-from kv_store.base import BlockRef, FetchBlock
-from kv_store.cache_view import CacheView, Staging
+from kv_store.base import BlockRef, FetchBlock, TransferKind
+from kv_store.cache_view import CacheView
 from kv_store.checksums import Bytes, checksum_error
 from kv_store.fair_queue import FairQueue
-from kv_store.host_pool import HostPool
+from kv_store.host_copy import HostCopy
+from kv_store.jobs import Job
 from kv_store.nixl.agent import Read, ReadingAgent, ServedMemory
 from kv_store.nixl.publish import ReadReport
 from kv_store.peers import PeerInfo
@@ -60,19 +61,18 @@ class Peer:
         return [memory.agent for _, memory in self.sources]
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    job_id: int
+@dataclass(slots=True, frozen=True, eq=False)
+class _PeerJob(Job):
+    """The part of a job that one peer has; empty, to have it connected to."""
+
     peer: Peer
-    deadline: float  # time.monotonic()
-    after: torch.cuda.Event | None  # device work that comes before it
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
     """A slice that was taken from the queue and whose results are due."""
 
-    job: _Job
+    job: _PeerJob
     blocks: list[FetchBlock]
     slots: list[int] = field(default_factory=list)  # of the pool, where reads land there
     agent: ReadingAgent | None = None
@@ -90,7 +90,7 @@ class Fetcher:
         spec: KVCacheSpec,
         view: CacheView,
         results: ResultQueue,
-        pool: HostPool | None,
+        pool: HostCopy | None,
         slice_blocks: int,
         timeout_s: float,
     ) -> None:
@@ -104,12 +104,12 @@ class Fetcher:
         self._timeout_s = timeout_s
         self._peers: dict[str, Peer] = {}  # by name, current epoch only
         self._peers_lock = threading.Lock()  # held to change them, and by `fetch`
-        self._queue: FairQueue[_Job, FetchBlock] = FairQueue()
+        self._queue: FairQueue[_PeerJob, FetchBlock] = FairQueue()
         # The thread's own:
         self._reading: ReadingAgent | None = None
         self._flights: list[_Flight] = []
         self._doomed: dict[ReadingAgent, list[tuple[_Flight, str]]] = {}  # agents with a failed read, and those reads
-        self._staging: Staging | None = None  # for checksums
+        self._copy: HostCopy | None = None  # for checksums
         self._idle_s = _MIN_IDLE_S
         self._forget_at = 0.0
         self._free_slots = deque(range(pool.num_slots if pool is not None else 0))
@@ -126,7 +126,7 @@ class Fetcher:
                 return
             self._peers[info.name] = added
         # No blocks: connecting takes longer than a read, so it is begun before the first block is announced.
-        self._queue.put_turn(_Job(0, added, 0.0, None))
+        self._queue.put_turn(_PeerJob(0, TransferKind.FETCH, 0.0, None, added))
 
     def fetch(self, job_id: int, blocks: Sequence[FetchBlock]) -> None:
         begin = time.monotonic()
@@ -145,7 +145,7 @@ class Fetcher:
             else:
                 by_peer.setdefault(peer, []).append(block)
         for peer, peer_blocks in by_peer.items():
-            self._queue.put(_Job(job_id, peer, begin + self._timeout_s, after), peer_blocks)
+            self._queue.put(_PeerJob(job_id, TransferKind.FETCH, begin + self._timeout_s, after, peer), peer_blocks)
 
     def close(self) -> None:
         """Ends every read: no byte lands after this."""
@@ -192,7 +192,7 @@ class Fetcher:
             if agent is not None:
                 agent.close()
 
-    def _begin(self, job: _Job, blocks: list[FetchBlock]) -> None:
+    def _begin(self, job: _PeerJob, blocks: list[FetchBlock]) -> None:
         if not blocks:
             self._connect_ahead(job.peer)
             return
@@ -347,9 +347,8 @@ class Fetcher:
         """What is wrong with each block that arrived. Those that came into the pool go into the cache if nothing is."""
         errors = self._verify(flight)
         if self._pool is not None:
-            good = [number for number, error in enumerate(errors) if error is None]
-            block_ids = [flight.blocks[number].block_id for number in good]
-            self._pool.store([flight.slots[number] for number in good], block_ids, flight.job.after)
+            block_ids = [block.block_id for block in flight.blocks]
+            self._pool.store(block_ids, [error is None for error in errors], flight.job.after, flight.slots)
         return errors
 
     def _verify(self, flight: _Flight) -> list[str | None]:
@@ -359,8 +358,8 @@ class Fetcher:
         if self._pool is not None:
             arrived = [self._pool.memory[slot] for slot in flight.slots]
         else:
-            self._staging = self._staging or Staging(self._view, self._slice_blocks * (_LONE_FACTOR + 1))
-            loaded = self._staging.load([block.block_id for block in flight.blocks], None)
+            self._copy = self._copy or HostCopy(self._view, self._slice_blocks * (_LONE_FACTOR + 1))
+            loaded = self._copy.load([block.block_id for block in flight.blocks], None)
             arrived = [np.frombuffer(data, dtype=np.uint8) for data in loaded]
         return [checksum_error(block.ref, data, self._spec) for block, data in zip(flight.blocks, arrived, strict=True)]
 

@@ -12,20 +12,18 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 import msgspec
 import numpy as np
-import torch
 
 from common.errors import TransferError
 from common.types import KVCacheSpec
 from kv_store.base import BlockRef, LocalBlock, TransferKind, TransferResult
-from kv_store.cache_view import CacheView, Staging
+from kv_store.cache_view import CacheView
 from kv_store.checksums import head_checksums
 from kv_store.fair_queue import FairQueue
-from kv_store.host_pool import HostPool
+from kv_store.host_copy import HostCopy
+from kv_store.jobs import Job
 from kv_store.nixl.agent import ServingAgent
 from kv_store.nixl.slots import ServedSlots
 from kv_store.results import ResultQueue, block_result
@@ -59,15 +57,6 @@ def decode_report(message: bytes, spec: KVCacheSpec) -> ReadReport:
     return report
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    kind: ClassVar[TransferKind] = TransferKind.PUBLISH
-    job_id: int
-    after: torch.cuda.Event | None  # device work that comes before it
-    deadline: float  # time.monotonic()
-    is_released: bool = False
-
-
 class Publisher:
     """One thread, which reports to `results`. `pool` is None where peers read the cache itself."""
 
@@ -80,7 +69,7 @@ class Publisher:
         results: ResultQueue,
         peer_name: str,
         epoch: str,
-        pool: HostPool | None,
+        pool: HostCopy | None,
         slice_blocks: int,
         has_checksums: bool,
         timeout_s: float,
@@ -96,25 +85,24 @@ class Publisher:
         self._slice_blocks = slice_blocks
         self._has_checksums = has_checksums
         self._timeout_s = timeout_s
-        self._staging: Staging | None = None  # of the thread
-        self._jobs: dict[int, _Job] = {}  # whose lease lasts, where blocks are staged
-        self._queue: FairQueue[_Job, LocalBlock] = FairQueue()
+        self._copy: HostCopy | None = None  # of the thread, for checksums
+        self._leased: set[int] = set()  # jobs with staged blocks whose lease lasts
+        self._queue: FairQueue[Job, LocalBlock] = FairQueue()
         self._thread = threading.Thread(target=self._run, name="kv-nixl-publish", daemon=True)
         self._thread.start()
 
     def publish(self, job_id: int, blocks: Sequence[LocalBlock]) -> None:
-        job = _Job(job_id, self._view.mark(), time.monotonic() + self._timeout_s)
+        job = Job(job_id, TransferKind.PUBLISH, time.monotonic() + self._timeout_s, self._view.mark())
         if self._pool is not None:
-            self._jobs[job_id] = job
+            self._leased.add(job_id)
         elif job.after is None and not self._has_checksums:
             self._results.add(self._published(job, block) for block in blocks)
             return
         self._queue.put(job, blocks)
 
     def release(self, job_id: int) -> None:
-        job = self._jobs.pop(job_id, None)
-        if job is not None and self._slots is not None:
-            job.is_released = True  # first, so that the thread takes no slot for it after this
+        if self._slots is not None:
+            self._leased.discard(job_id)  # first, so that the thread takes no slot for it after this
             self._slots.release(job_id)
 
     def close(self) -> None:
@@ -138,7 +126,7 @@ class Publisher:
             if taken is not None:
                 self._results.add(self._made_readable(*taken))
 
-    def _made_readable(self, job: _Job, blocks: list[LocalBlock]) -> list[TransferResult]:
+    def _made_readable(self, job: Job, blocks: list[LocalBlock]) -> list[TransferResult]:
         try:
             if self._pool is None or self._slots is None:
                 return self._in_place(job, blocks)
@@ -150,21 +138,21 @@ class Publisher:
             log.exception("publishing KV blocks failed", extra={"job_id": job.job_id})
             return [block_result(job, block, error=f"{type(error).__name__}: {error}") for block in blocks]
 
-    def _in_place(self, job: _Job, blocks: list[LocalBlock]) -> list[TransferResult]:
+    def _in_place(self, job: Job, blocks: list[LocalBlock]) -> list[TransferResult]:
         checksums: list[tuple[int, ...]] = [()] * len(blocks)
         if self._has_checksums:
-            self._staging = self._staging or Staging(self._view, self._slice_blocks)
-            loaded = self._staging.load([block.block_id for block in blocks], job.after)
+            self._copy = self._copy or HostCopy(self._view, self._slice_blocks)
+            loaded = self._copy.load([block.block_id for block in blocks], job.after)
             checksums = [head_checksums(np.frombuffer(data, dtype=np.uint8), self._spec) for data in loaded]
         elif job.after is not None:
             job.after.synchronize()  # peers read past all streams
         return [self._published(job, block, checksums=sums) for block, sums in zip(blocks, checksums, strict=True)]
 
-    def _staged(self, job: _Job, blocks: list[LocalBlock], pool: HostPool, slots: ServedSlots) -> list[TransferResult]:
+    def _staged(self, job: Job, blocks: list[LocalBlock], pool: HostCopy, slots: ServedSlots) -> list[TransferResult]:
         tickets = slots.take(job.job_id, len(blocks))
         positions = [ticket % pool.num_slots for ticket in tickets]
-        pool.load([block.block_id for block in blocks], positions, job.after)
-        if job.is_released:  # meanwhile, maybe before it took the slots
+        pool.load([block.block_id for block in blocks], job.after, positions)
+        if job.job_id not in self._leased:  # released meanwhile, maybe before it took the slots
             slots.release(job.job_id)
         return [
             self._published(job, block, head_checksums(pool.memory[position], self._spec), (ticket,))
@@ -182,7 +170,7 @@ class Publisher:
                 slots.report(ticket, report.tp_rank, num_readers(self._spec, report.tp_size))
 
     def _published(
-        self, job: _Job, block: LocalBlock, checksums: tuple[int, ...] = (), staged_slots: tuple[int, ...] = ()
+        self, job: Job, block: LocalBlock, checksums: tuple[int, ...] = (), staged_slots: tuple[int, ...] = ()
     ) -> TransferResult:
         ref = BlockRef(
             index=block.index,
@@ -195,9 +183,9 @@ class Publisher:
         )
         return block_result(job, block, ref=ref)
 
-    def _refusal(self, job: _Job) -> str | None:
+    def _refusal(self, job: Job) -> str | None:
         """Why a block that waits for a slot will get none."""
-        if job.is_released:
+        if job.job_id not in self._leased:
             return "the lease ended before the block was staged"
         if time.monotonic() >= job.deadline:
             return f"no room to stage the block for {self._timeout_s} s"

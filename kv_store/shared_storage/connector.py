@@ -29,9 +29,11 @@ from kv_store.base import (
     TransferKind,
     TransferResult,
 )
-from kv_store.cache_view import CacheView, Staging
+from kv_store.cache_view import CacheView
 from kv_store.failures import Failures
 from kv_store.fair_queue import FairQueue
+from kv_store.host_copy import HostCopy
+from kv_store.jobs import Job
 from kv_store.lookups import Lookups
 from kv_store.overdue import OverdueWatch
 from kv_store.results import ResultQueue, block_result
@@ -49,19 +51,11 @@ _ROOM_CHECK_S = 0.5  # while writes wait for room below the size limit
 _JOIN_TIMEOUT_S = 5.0  # of close(): a thread that hangs in a dead network file system is left behind
 
 
-@dataclass(slots=True, frozen=True)
-class _Job:
-    job_id: int
-    kind: TransferKind
-    deadline: float | None  # time.monotonic(); None for a publish, whose slices have one each
-    after: torch.cuda.Event | None  # device work that comes before it
-
-
 @dataclass(slots=True, frozen=True, eq=False)
 class _Slice:
     """Blocks of a job that a thread has taken."""
 
-    job: _Job
+    job: Job
     blocks: list[LocalBlock]
 
 
@@ -83,7 +77,7 @@ class SharedStorageConnector(KVConnector):
             self._clock = FileClock(self._kv_dir, writer_id())
         except OSError as error:
             raise StartupError(f"kv_dir: cannot use {config.kv_dir!r}: {error.strerror or error}") from error
-        self._queue: FairQueue[_Job, LocalBlock] = FairQueue()
+        self._queue: FairQueue[Job, LocalBlock] = FairQueue()
         self._lookups = Lookups(self._look_up, "kv_dir did not answer whether it holds KV blocks")
         self._threads: list[threading.Thread] = []
         self._space: StoreSpace | None = None
@@ -129,12 +123,12 @@ class SharedStorageConnector(KVConnector):
         return len(block_hashes), None
 
     def publish(self, job_id: int, blocks: Sequence[LocalBlock]) -> None:
-        self._start(_Job(job_id, TransferKind.PUBLISH, None, self._view.mark()), blocks)
+        self._start(Job(job_id, TransferKind.PUBLISH, math.inf, self._view.mark()), blocks)
 
     def fetch(self, job_id: int, blocks: Sequence[FetchBlock]) -> None:
         deadline = time.monotonic() + self._config.transfer_timeout_s
         self._start(
-            _Job(job_id, TransferKind.FETCH, deadline, self._view.mark()),
+            Job(job_id, TransferKind.FETCH, deadline, self._view.mark()),
             [LocalBlock(block.ref.index, block.block_id, block.ref.block_hash) for block in blocks],
         )
 
@@ -156,7 +150,7 @@ class SharedStorageConnector(KVConnector):
                 log.warning("I/O thread still waits for the file system", extra={"io_thread": thread.name})
         self._threads.clear()
 
-    def _start(self, job: _Job, blocks: Sequence[LocalBlock]) -> None:
+    def _start(self, job: Job, blocks: Sequence[LocalBlock]) -> None:
         self._queue.put(job, blocks)
         if self._watch.is_stuck:
             self._give_up_queued()
@@ -171,7 +165,7 @@ class SharedStorageConnector(KVConnector):
         for job, blocks in self._queue.drop_all():
             self._fail(job, blocks, "kv_dir hangs", is_final=True)
 
-    def _fail(self, job: _Job, blocks: list[LocalBlock], error: str, *, is_final: bool) -> None:
+    def _fail(self, job: Job, blocks: list[LocalBlock], error: str, *, is_final: bool) -> None:
         metrics.kv_store_failed_blocks.labels("write" if job.kind is TransferKind.PUBLISH else "read").inc(len(blocks))
         self._given_up.add(len(blocks), error)
         self._results.add(block_result(job, block, error=error, is_final=is_final) for block in blocks)
@@ -180,21 +174,21 @@ class SharedStorageConnector(KVConnector):
 
     def _run(self, is_cleaner: bool) -> None:
         if is_cleaner:
-            work = _Slice(_Job(0, TransferKind.PUBLISH, None, None), [])
+            work = _Slice(Job(0, TransferKind.PUBLISH, math.inf, None), [])
             self._watch.begin(work, math.inf)
             self._clean_up()
             self._watch.end(work)
-        staging: Staging | None = None
+        copy: HostCopy | None = None
         while (taken := self._take()) is not None:
             job, blocks = taken
             work = _Slice(job, blocks)
-            self._watch.begin(work, job.deadline or time.monotonic() + self._config.transfer_timeout_s)
+            self._watch.begin(work, min(job.deadline, time.monotonic() + self._config.transfer_timeout_s))
             try:
-                staging = staging or Staging(self._view, self._slice_blocks)
+                copy = copy or HostCopy(self._view, self._slice_blocks)
                 if job.kind is TransferKind.PUBLISH:
-                    results = self._write(job, blocks, staging)
+                    results = self._write(job, blocks, copy)
                 else:
-                    results = self._read(job, blocks, staging)
+                    results = self._read(job, blocks, copy)
             except Exception as error:
                 # Not a block's fault: the device, or a defect. Each block still gets its final result.
                 log.exception("KV transfer failed", extra={"job_id": job.job_id})
@@ -202,7 +196,7 @@ class SharedStorageConnector(KVConnector):
             self._watch.end(work)
             self._results.add(results)
 
-    def _take(self) -> tuple[_Job, list[LocalBlock]] | None:
+    def _take(self) -> tuple[Job, list[LocalBlock]] | None:
         """The next slice; None once closed."""
         timeout_s = _ROOM_CHECK_S if self._space is not None else None
         while not self._queue.is_closed:
@@ -210,15 +204,15 @@ class SharedStorageConnector(KVConnector):
                 return taken
         return None
 
-    def _may_begin(self, job: _Job) -> bool:
+    def _may_begin(self, job: Job) -> bool:
         return job.kind is TransferKind.FETCH or self._space is None or self._space.has_room()
 
-    def _write(self, job: _Job, blocks: list[LocalBlock], staging: Staging) -> list[TransferResult]:
+    def _write(self, job: Job, blocks: list[LocalBlock], copy: HostCopy) -> list[TransferResult]:
         outcomes: list[int | TransferError]
         if self._files.own.are_used(block.block_hash for block in blocks):  # nothing has to be copied, nor room made
             outcomes = [0] * len(blocks)
         else:
-            data = staging.load([block.block_id for block in blocks], job.after)
+            data = copy.load([block.block_id for block in blocks], job.after)
             outcomes = self._write_within_limit(
                 [BlockData(block.block_hash, block.index, memory) for block, memory in zip(blocks, data, strict=True)]
             )
@@ -254,15 +248,15 @@ class SharedStorageConnector(KVConnector):
             self._failures.add(len(failed), failed[0].message)
         return outcomes
 
-    def _read(self, job: _Job, blocks: list[LocalBlock], staging: Staging) -> list[TransferResult]:
-        if job.deadline is not None and time.monotonic() > job.deadline:
+    def _read(self, job: Job, blocks: list[LocalBlock], copy: HostCopy) -> list[TransferResult]:
+        if time.monotonic() > job.deadline:
             error = f"not read within {self._config.transfer_timeout_s} s"
             return [block_result(job, block, error=error) for block in blocks]
         block_ids = [block.block_id for block in blocks]
-        buffers = staging.buffers(block_ids)
+        buffers = copy.buffers(block_ids)
         outcomes = self._files.read([(block.block_hash, buffer) for block, buffer in zip(blocks, buffers, strict=True)])
         metrics.kv_store_failed_blocks.labels("read").inc(sum(error is not None for error in outcomes))
-        staging.store(block_ids, [error is None for error in outcomes], job.after)
+        copy.store(block_ids, [error is None for error in outcomes], job.after)
         return [
             block_result(job, block, num_bytes=self._view.block_bytes)
             if error is None

@@ -18,7 +18,7 @@ import torch
 from common import metrics
 from common.errors import StartupError
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, KVConnector, LocalBlock, Lookup
-from kv_store.cache_view import Staging
+from kv_store.host_copy import HostCopy
 from kv_store.shared_storage import connector as shared_storage
 from kv_store.shared_storage.block_files import STALE_TEMP_S
 from kv_store.shared_storage.connector import SharedStorageConnector
@@ -166,7 +166,7 @@ class TestSharedStorage(ConnectorConformance):
         producer.published({3: name_of(1), 4: name_of(2)})
         (run,) = runs_of(kv_dir)
         os.utime(run, (0, 0))
-        monkeypatch.setattr(Staging, "load", None)  # nothing is copied from the device
+        monkeypatch.setattr(HostCopy, "load", None)  # nothing is copied from the device
         consumer.publish([LocalBlock(0, 8, name_of(1)), LocalBlock(1, 9, name_of(2))])
         assert [(result.error, result.num_bytes) for result in consumer.results()] == [(None, 0)] * 2
         assert run.stat().st_mtime > 0
