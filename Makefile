@@ -11,13 +11,16 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 PIP := $(BIN)/python -m pip install -qq --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo up test test-slow test-all test-faults test-gpu lint format format-check types imports protos protos-check ci clean
+.PHONY: help install kernels demo up test test-slow test-all test-kernels test-faults test-gpu lint format format-check types imports protos protos-check ci clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(STAMP) ## Make .venv and install Baton into it
+install: $(STAMP) kernels ## Make .venv and install Baton into it
 	@:
+
+kernels: $(STAMP) ## Compile the CPU kernels that are not compiled yet
+	@$(BIN)/python -m engine.kernels.build
 
 $(STAMP):
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Baton needs Python 3.11 or newer, and \
@@ -39,23 +42,26 @@ $(STAMP):
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
-demo: $(STAMP) ## Start a router, a prefill and a decode worker, ask them one question, show where its time went
+demo: $(STAMP) kernels ## Start a router, a prefill and a decode worker, ask them one question, show where its time went
 	@$(BIN)/baton demo
 
-up: $(STAMP) ## Run a stack until Ctrl-C
+up: $(STAMP) kernels ## Run a stack until Ctrl-C
 	@$(BIN)/baton up --hints
 
 # One process more than cores: many tests wait more than they compute. A file stays together, for what its tests share.
 PYTEST := $(BIN)/python -m pytest --numprocesses=3 --dist=loadfile
 OTHER_TARGETS := not gpu and not kube and not faults and not abuse
 
-test: $(STAMP) ## Run the quick tests: all pure ones, and one real stack (4 minutes on two cores)
+test: $(STAMP) kernels ## Run the quick tests: all pure ones, and one real stack (4 minutes on two cores)
 	@$(PYTEST) -m "not slow and not integration and $(OTHER_TARGETS)" tests
 
-test-slow: $(STAMP) ## Run those that `make test` leaves out: real processes in every way a request can go
+test-slow: $(STAMP) kernels ## Run those that `make test` leaves out: real processes in every way a request can go
 	@$(PYTEST) -m "(slow or integration) and $(OTHER_TARGETS)" tests
 
 test-all: test test-slow ## Both
+
+test-kernels: $(STAMP) kernels ## Test the CPU kernels: every variant that this CPU runs, and under sanitizers
+	@$(BIN)/python -m pytest tests/engine/kernels
 
 test-faults: $(STAMP) ## Run the whole fault matrix: every process, moment and fault (root for cuts and full disks)
 	@$(BIN)/python -m pytest -v tests/faults
@@ -89,7 +95,7 @@ ci: ## Do all that CI does
 	@bash .ci/run
 
 clean: ## Remove environments, caches and build output
-	rm -rf $(VENV) .venv-lmcache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-lmcache engine/kernels/lib build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 LMCACHE := .venv-lmcache

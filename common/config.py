@@ -85,6 +85,9 @@ class EngineSettings(ModelSettings):
         description="of weights, activations and KV; auto: the model's own, or float32 on a CPU that is slow in it",
     )
     device: str = Field("cpu", description="cpu, cuda or cuda:N")
+    kernels: Literal["auto", "avx2", "avx512", "avx512_bf16", "amx", "neon", "torch"] = Field(
+        "auto", description="instruction set of the CPU kernels; auto: the best that this CPU has; torch: none"
+    )
     block_size: Positive = Field(16, description="tokens per KV block")
     num_blocks: Positive | None = Field(None, description="KV blocks; from --kv-cache-memory-gb where unset")
     kv_cache_memory_gb: float | None = Field(

@@ -12,7 +12,13 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from engine.kernels.library import Kernels
+
 LinearKernel = Callable[[torch.Tensor], torch.Tensor]
+
+# From so many rows on oneDNN multiplies faster than the kernels, by instruction set. Fixed figures, never measured at
+# start: equal workers have to compute equal bits.
+_ONEDNN_FROM_ROWS = {"amx": 32}
 
 
 class Linear:
@@ -41,10 +47,10 @@ class Linear:
             raise RuntimeError("the weight was repacked already")
         return self.weight[start:stop]
 
-    def finish(self) -> None:
+    def finish(self, kernels: Kernels | None) -> None:
         if self.weight is None:
             return
-        self._kernel = linear_kernel(self.weight, self.bias)
+        self._kernel = linear_kernel(self.weight, self.bias, kernels)
         self.weight = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,15 +59,32 @@ class Linear:
         return self._kernel(x)
 
 
-def linear_kernel(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
-    """The fastest way to multiply by this weight. It may keep `weight` itself, which must not change any more."""
-    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _onednn_packs(weight):
+def linear_kernel(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None) -> LinearKernel:
+    """The fastest way to multiply by this weight. It may keep `weight` itself, which must not change any more.
+
+    `kernels` are this machine's, None if torch has to do.
+    """
+    is_onednn_fast = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _onednn_packs(weight)
+    if kernels is not None:
+        packed = kernels.pack(weight, bias)
+        from_rows = _ONEDNN_FROM_ROWS.get(kernels.choice.instruction_set)
+        if from_rows is None or not is_onednn_fast:
+            return packed
+        return _by_rows(packed, from_rows, _onednn_linear(weight, bias))
+    if is_onednn_fast:
         return _onednn_linear(weight, bias)
 
     def plain(x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, weight, bias)
 
     return plain
+
+
+def _by_rows(few: LinearKernel, from_rows: int, many: LinearKernel) -> LinearKernel:
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        return few(x) if x.shape[0] < from_rows else many(x)
+
+    return multiply
 
 
 def _onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:

@@ -17,6 +17,7 @@ from engine.attention.base import AttentionShape
 from engine.attention.registry import attention_backend
 from engine.batch import BlockCopy, SampleInput, SequenceInput
 from engine.blocks.host_memory import available_bytes
+from engine.kernels.library import load_kernels
 from engine.models.base import CausalLM
 from engine.models.registry import build_model, max_positions
 from engine.sampler import sample
@@ -60,6 +61,7 @@ class ModelRunner:
         self.dtype: torch.dtype = getattr(torch, chosen.dtype)
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
+        self._kernels = load_kernels(settings.kernels, device=self.device, dtype=self.dtype)
         self.max_model_len = _max_model_len(files, settings)
         self.eos_token_ids = files.eos_token_ids
         self._model = self._load(files)
@@ -172,7 +174,7 @@ class ModelRunner:
             with torch.inference_mode():
                 model = build_model(files, num_positions=self.max_model_len, dtype=self.dtype, device=self.device)
                 load_weights(files, model.places(), may_skip=model.may_skip)
-                model.finish()
+                model.finish(self._kernels)
         except torch.OutOfMemoryError as error:
             raise StartupError(f"the weights of {files.path} do not fit on {self.device}") from error
         return model

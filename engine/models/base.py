@@ -9,6 +9,7 @@ import torch
 
 from common.errors import StartupError
 from engine.attention.base import StepAttention
+from engine.kernels.library import Kernels
 
 
 class CausalLM(ABC):
@@ -33,8 +34,8 @@ class CausalLM(ABC):
         return False
 
     @abstractmethod
-    def finish(self) -> None:
-        """Called once, when all places are filled."""
+    def finish(self, kernels: Kernels | None) -> None:
+        """Called once, when all places are filled. `kernels` are this machine's, None if torch has to do."""
 
     @abstractmethod
     def forward(

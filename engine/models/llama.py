@@ -9,6 +9,7 @@ import torch
 
 from common.errors import StartupError
 from engine.attention.base import StepAttention
+from engine.kernels.library import Kernels
 from engine.layers import Embedding, Linear, RMSNorm, RopeScaling, RotaryEmbedding, silu_and_mul
 from engine.models.base import CausalLM, ConfigReader
 from engine.models.rope import read_rope
@@ -119,9 +120,9 @@ class LlamaLayer:
                 places[f"{name}.bias"] = linear.bias[start : start + size]
         return places
 
-    def finish(self) -> None:
+    def finish(self, kernels: Kernels | None) -> None:
         for linear in (self.qkv, self.out, self.gate_up, self.down):
-            linear.finish()
+            linear.finish(kernels)
 
 
 class Llama(CausalLM):
@@ -167,10 +168,10 @@ class Llama(CausalLM):
             return self.config.tie_word_embeddings
         return name.endswith(".rotary_emb.inv_freq")
 
-    def finish(self) -> None:
+    def finish(self, kernels: Kernels | None) -> None:
         for layer in self.layers:
-            layer.finish()
-        self.head.finish()
+            layer.finish(kernels)
+        self.head.finish(kernels)
 
     def forward(
         self,

@@ -1,0 +1,93 @@
+"""Which variant of the kernels runs here: the best that the CPU has, unless a setting or the environment says less."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from common.errors import StartupError
+from engine.kernels.build import FEATURES, VARIANTS, library_file
+
+# Weakest first, in the order of `baton_cpu_has`. `amx` are the kernels of avx512_bf16, and oneDNN for many rows.
+INSTRUCTION_SETS = ("avx2", "avx512", "avx512_bf16", "amx", "neon")
+TORCH = "torch"
+AUTO = "auto"
+
+# What users forbid oneDNN and torch is forbidden to these kernels too. Other values mean no limit.
+_ONEDNN_LIMITS = {
+    "SSE41": TORCH,
+    "AVX": TORCH,
+    "AVX2": "avx2",
+    "AVX2_VNNI": "avx2",
+    "AVX2_VNNI_2": "avx2",
+    "AVX512_CORE": "avx512",
+    "AVX512_CORE_VNNI": "avx512",
+    "AVX512_CORE_BF16": "avx512_bf16",
+    "AVX512_CORE_FP16": "avx512_bf16",
+}
+_ATEN_LIMITS = {"default": TORCH, "avx2": "avx2"}
+
+
+@dataclass(slots=True, frozen=True)
+class Choice:
+    instruction_set: str  # one of INSTRUCTION_SETS, or TORCH
+    reason: str
+
+    @property
+    def variant(self) -> str:
+        """Name of the library."""
+        return "avx512_bf16" if self.instruction_set == "amx" else self.instruction_set
+
+
+def cpu_instruction_sets() -> list[str]:
+    """Those of `INSTRUCTION_SETS` that this CPU and its system have; none if the kernels were not built."""
+    file = library_file(FEATURES)
+    if not file.exists():
+        return []
+    library = ctypes.CDLL(str(file))
+    return [name for number, name in enumerate(INSTRUCTION_SETS) if library.baton_cpu_has(number)]
+
+
+def built_variants() -> list[str]:
+    return [name for name in VARIANTS if library_file(name).exists()]
+
+
+def choose(wanted: str = AUTO) -> Choice:
+    """`wanted` is the setting `kernels`. Raises `StartupError` if it names one that cannot run here."""
+    return choose_among(wanted, cpu_instruction_sets(), built_variants(), os.environ)
+
+
+def choose_among(wanted: str, has: Collection[str], built: Collection[str], environ: Mapping[str, str]) -> Choice:
+    if wanted == TORCH:
+        return Choice(TORCH, "--kernels torch")
+    possible = [name for name in has if Choice(name, "").variant in built]
+    if wanted != AUTO:
+        if wanted not in possible:
+            why = "was not built (make install builds what the compiler can)" if wanted in has or not has else ""
+            raise StartupError(f"--kernels {wanted} {why or 'is not what this CPU has'}; here work {_list(possible)}")
+        return Choice(wanted, f"--kernels {wanted}")
+    if not built:
+        return Choice(TORCH, "no kernels were built (make install does, with a C++ compiler)")
+    if not possible:
+        return Choice(TORCH, "this CPU has no instruction set that there are kernels for")
+    best, reason = possible[-1], "the best that this CPU has"
+    for variable, limits in (("ONEDNN_MAX_CPU_ISA", _ONEDNN_LIMITS), ("ATEN_CPU_CAPABILITY", _ATEN_LIMITS)):
+        limit = limits.get(environ.get(variable, ""))
+        if limit is None or best == "neon":
+            continue
+        allowed = [name for name in possible if limit != TORCH and _rank(name) <= _rank(limit)]
+        if best not in allowed:
+            best, reason = allowed[-1] if allowed else TORCH, f"{variable}={environ[variable]}"
+            if not allowed:
+                break
+    return Choice(best, reason)
+
+
+def _rank(name: str) -> int:
+    return INSTRUCTION_SETS.index(name)
+
+
+def _list(names: Collection[str]) -> str:
+    return ", ".join([AUTO, *names, TORCH])

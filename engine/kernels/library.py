@@ -1,0 +1,147 @@
+"""The kernels as Python calls them: ctypes, so that no version of torch is bound and the GIL is free meanwhile."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import POINTER, Structure, byref, c_int, c_int32, c_int64, c_void_p
+from enum import IntEnum
+from functools import cache
+
+import torch
+
+from engine.kernels.build import library_file
+from engine.kernels.choice import TORCH, Choice, choose
+
+log = logging.getLogger(__name__)
+
+_ALIGNMENT = 4096
+DTYPES = (torch.float32, torch.bfloat16)  # of activations and KV
+
+
+class WeightKind(IntEnum):
+    """How a packed weight's elements are kept; the numbers are those of `Kind` in matmul.h."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2
+    INT4 = 3
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> WeightKind:
+        return cls.FLOAT32 if dtype == torch.float32 else cls.BFLOAT16
+
+
+class LinearStruct(Structure):
+    _fields_ = (
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("kind", c_int32),
+        ("padding", c_int32),
+    )
+
+
+class Kernels:
+    """One variant's library, and the one team of threads that computes with it."""
+
+    def __init__(self, choice: Choice, num_threads: int) -> None:
+        self.choice = choice
+        self.num_threads = num_threads
+        self.library = _open(choice.variant)
+        self.team: int = self.library.baton_team(num_threads)
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: WeightKind | None = None) -> PackedLinear:
+        return PackedLinear(self, weight, bias, WeightKind.of(weight.dtype) if kind is None else kind)
+
+
+class PackedLinear:
+    """`x @ weight.T + bias` on a copy of the weight in the kernels' own layout.
+
+    `weight` `[out_features, in_features]` and `x` `[num_tokens, in_features]` are float32 or bfloat16; the result has
+    the dtype of `x`. What a row gives does not depend on the other rows.
+    """
+
+    def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None, kind: WeightKind) -> None:
+        if weight.dtype not in DTYPES:
+            raise TypeError(f"no kernels for weights of {weight.dtype}")
+        self._kernels = kernels
+        self.out_features, self.in_features = weight.shape
+        size = kernels.library.baton_packed_bytes(kind, self.out_features, self.in_features)
+        # Whole pages, so that a vector never lies on two lines of the cache.
+        self._memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
+        packed = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        self._bias = None if bias is None else bias.float().contiguous()
+        weight = weight.contiguous()
+        kernels.library.baton_pack(
+            kernels.team,
+            kind,
+            weight.data_ptr(),
+            weight.dtype == torch.bfloat16,
+            self.out_features,
+            self.in_features,
+            packed,
+        )
+        bias_pointer = None if self._bias is None else self._bias.data_ptr()
+        self.struct = LinearStruct(packed, bias_pointer, self.out_features, self.in_features, kind, 0)
+        self._reference = byref(self.struct)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype not in DTYPES or x.shape[1] != self.in_features:
+            raise TypeError(f"a linear layer of {self.in_features} inputs got {list(x.shape)} {x.dtype}")
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = torch.empty(x.shape[0], self.out_features, dtype=x.dtype)
+        is_bf16 = x.dtype == torch.bfloat16
+        self._kernels.library.baton_linear(
+            self._kernels.team,
+            self._reference,
+            x.data_ptr(),
+            x.stride(0),
+            is_bf16,
+            x.shape[0],
+            out.data_ptr(),
+            is_bf16,
+        )
+        return out
+
+
+@cache
+def _open(variant: str) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(library_file(variant)))
+    signatures: dict[str, tuple[object, tuple[object, ...]]] = {
+        "baton_team": (c_void_p, (c_int,)),
+        "baton_team_end": (None, (c_void_p,)),
+        "baton_lanes": (c_int, ()),
+        "baton_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
+        "baton_pack": (None, (c_void_p, c_int, c_void_p, c_int, c_int64, c_int64, c_void_p)),
+        "baton_linear": (
+            None,
+            (c_void_p, POINTER(LinearStruct), c_void_p, c_int64, c_int, c_int64, c_void_p, c_int),
+        ),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+@cache
+def _kernels(choice: Choice, num_threads: int) -> Kernels:
+    """One team per number of threads, for the life of the process."""
+    return Kernels(choice, num_threads)
+
+
+def load_kernels(wanted: str, *, device: torch.device, dtype: torch.dtype) -> Kernels | None:
+    """The kernels for this device and dtype, or None for torch, with as many threads as torch computes with.
+
+    Logs which and why. Raises `StartupError` if `wanted`, the setting `kernels`, names a variant that cannot run here.
+    """
+    if device.type != "cpu":
+        return None
+    choice = choose(wanted)
+    if dtype not in DTYPES:
+        choice = Choice(TORCH, f"there are none for {dtype}")
+    log.info("kernels", extra={"kernels": choice.instruction_set, "reason": choice.reason})
+    return None if choice.instruction_set == TORCH else _kernels(choice, torch.get_num_threads())

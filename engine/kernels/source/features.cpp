@@ -1,0 +1,53 @@
+// What this CPU and its system can run; compiled for the baseline, as nothing else may be called before it is known.
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+#include <cstdint>
+
+extern "C" __attribute__((visibility("default"))) int baton_cpu_has(int feature);
+
+namespace {
+
+bool has_avx2() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+}
+
+bool has_avx512() {  // x86-64-v4
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+uint32_t leaf7(uint32_t subleaf, int output) {
+    uint32_t words[4] = {};
+    if (!__get_cpuid_count(7, subleaf, &words[0], &words[1], &words[2], &words[3])) return 0;
+    return words[output];
+}
+
+bool has_avx512_bf16() { return has_avx512() && leaf7(1, 0) >> 5 & 1; }
+
+bool has_amx() {  // tiles, bfloat16 in them, and a system that keeps them
+    if (!has_avx512_bf16() || (leaf7(0, 3) >> 22 & 5) != 5) return false;
+    uint32_t low, high;
+    asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low >> 17 & 3) == 3;
+}
+
+}  // namespace
+
+extern "C" int baton_cpu_has(int feature) {
+    __builtin_cpu_init();
+    switch (feature) {
+        case 0: return has_avx2();
+        case 1: return has_avx512();
+        case 2: return has_avx512_bf16();
+        case 3: return has_amx();
+        default: return 0;
+    }
+}
+
+#else
+
+extern "C" __attribute__((visibility("default"))) int baton_cpu_has(int feature) { return feature == 4; }  // NEON
+
+#endif

@@ -1,0 +1,150 @@
+// Vectors of floats as wide as the instruction set that this file is compiled for, in GCC's and clang's vector types.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+using bf16 = uint16_t;
+
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
+
+template <class V, class T>
+inline V load_as(const T* from) {
+    V value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+inline Floats load(const float* from) { return load_as<Floats>(from); }
+inline Floats load(const bf16* from) { return (Floats)(__builtin_convertvector(load_as<Halves>(from), Words) << 16); }
+
+inline Floats broadcast(float value) { return Floats{} + value; }
+inline Words broadcast(uint32_t value) { return Words{} + value; }
+
+inline float widen(float value) { return value; }
+inline float widen(bf16 value) {
+    uint32_t bits = uint32_t(value) << 16;
+    float result;
+    std::memcpy(&result, &bits, 4);
+    return result;
+}
+
+// The two bfloat16 of each lane, lower half first.
+inline Floats even(Words pairs) { return (Floats)(pairs << 16); }
+inline Floats odd(Words pairs) { return (Floats)(pairs & 0xffff0000u); }
+
+inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+// To nearest, ties to even; NaN stays NaN.
+inline Halves rounded(Floats value) {
+    Words bits = (Words)value;
+    Words result = (bits + (0x7fffu + ((bits >> 16) & 1))) >> 16;
+    Words is_nan = (Words)(value != value);
+    return __builtin_convertvector((result & ~is_nan) | (is_nan & 0x7fc0u), Halves);
+}
+inline void store(bf16* to, Floats value) {
+    Halves halves = rounded(value);
+    std::memcpy(to, &halves, sizeof halves);
+}
+inline void narrow(float* to, float value) { *to = value; }
+inline void narrow(bf16* to, float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    *to = value != value ? 0x7fc0 : bf16((bits + (0x7fffu + ((bits >> 16) & 1))) >> 16);
+}
+
+inline Floats either(Ints condition, Floats yes, Floats no) {
+    return (Floats)(((Ints)yes & condition) | ((Ints)no & ~condition));
+}
+inline Floats larger(Floats a, Floats b) { return either(a > b, a, b); }
+inline Floats smaller(Floats a, Floats b) { return either(a < b, a, b); }
+
+inline float sum(Floats value) {
+    float lanes[LANES];
+    store(lanes, value);
+    for (int step = LANES / 2; step > 0; step /= 2)
+        for (int i = 0; i < step; i++) lanes[i] += lanes[i + step];
+    return lanes[0];
+}
+inline float largest(Floats value) {
+    float lanes[LANES];
+    store(lanes, value);
+    for (int step = LANES / 2; step > 0; step /= 2)
+        for (int i = 0; i < step; i++) lanes[i] = lanes[i + step] > lanes[i] ? lanes[i + step] : lanes[i];
+    return lanes[0];
+}
+
+// e^x to 2 units in the last place; 0 below -87, so that minus infinity gives 0. NaN stays NaN.
+inline Floats exponential(Floats x) {
+    Floats limited = smaller(x, broadcast(88.0f));
+    limited = either(limited < -87.0f, broadcast(-87.0f), limited);
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    Floats shifted = limited * 1.44269504088896341f + magic;
+    Floats n = shifted - magic;
+    Floats r = limited - n * 0.693359375f + n * 2.12194440e-4f;
+    Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    Floats scale = (Floats)(((Ints)shifted << 23) + (Ints)broadcast(1.0f));
+    return either(x < -87.0f, Floats{}, p * scale);
+}
+
+// Lanes 0, 1, ... of a and b in turn: the first half of both, and the second.
+template <size_t... I>
+inline Floats interleave_low(Floats a, Floats b, std::index_sequence<I...>) {
+    return __builtin_shuffle(a, b, Ints{int(I / 2 + (I % 2) * LANES)...});
+}
+template <size_t... I>
+inline Floats interleave_high(Floats a, Floats b, std::index_sequence<I...>) {
+    return __builtin_shuffle(a, b, Ints{int(LANES / 2 + I / 2 + (I % 2) * LANES)...});
+}
+inline Floats low(Floats a, Floats b) { return interleave_low(a, b, std::make_index_sequence<LANES>()); }
+inline Floats high(Floats a, Floats b) { return interleave_high(a, b, std::make_index_sequence<LANES>()); }
+
+// Lane i of the result is the sum of all lanes of `rows[i]`.
+inline Floats sums(Floats (&rows)[LANES]) {
+#pragma GCC unroll 5
+    for (int half = LANES / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < half; i++) rows[i] = low(rows[i], rows[i + half]) + high(rows[i], rows[i + half]);
+    return rows[0];
+}
+
+inline void transpose(Floats (&rows)[LANES]) {
+    Floats next[LANES];
+#pragma GCC unroll 5
+    for (int level = 1; level < LANES; level *= 2) {
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            next[2 * i] = low(rows[i], rows[i + LANES / 2]);
+            next[2 * i + 1] = high(rows[i], rows[i + LANES / 2]);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) rows[i] = next[i];
+    }
+}
+
+inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+}  // namespace

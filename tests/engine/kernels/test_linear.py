@@ -1,0 +1,139 @@
+"""Products with packed weights against float64, for every variant that this CPU can run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from engine.kernels.library import WeightKind
+from tests.engine.kernels.variants import VARIANTS, each_variant, kernels
+
+KINDS = list(WeightKind)
+# Relative errors of one result: rounding only, 8 bits of mantissa, 127 steps, 15 steps between least and most.
+KIND_ERROR = {WeightKind.FLOAT32: 1e-6, WeightKind.BFLOAT16: 8e-3, WeightKind.INT8: 2e-2, WeightKind.INT4: 0.2}
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+@each_variant
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (31, 7), (33, 64), (48, 100), (96, 576), (130, 257), (64, 2048)])
+def test_odd_sizes(variant: str, kind: WeightKind, n: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(n * k)
+    weight = torch.randn(n, k, generator=generator)
+    bias = torch.randn(n, generator=generator)
+    linear = kernels(variant).pack(weight, bias, kind)
+    for m in (1, 2, 3, 5, 11, 12, 13, 64, 200):
+        x = torch.randn(m, k, generator=generator)
+        expected = x.double() @ weight.double().T + bias
+        assert error(linear(x), expected) < KIND_ERROR[kind], m
+
+
+@each_variant
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_the_batch(variant: str, kind: WeightKind) -> None:
+    weight, x = torch.randn(100, 192), torch.randn(256, 192)
+    linear = kernels(variant).pack(weight, None, kind)
+    whole = linear(x)
+    for rows in (1, 2, 3, 7, 12, 13, 31, 100):
+        assert torch.equal(linear(x[:rows]), whole[:rows])
+    assert torch.equal(kernels(variant, 1).pack(weight, None, kind)(x), whole)
+
+
+@each_variant
+def test_bfloat16_weights_are_kept_exactly(variant: str) -> None:
+    """What is left is the rounding of x, and only if the CPU multiplies bfloat16 itself."""
+    weight = torch.randn(70, 128).bfloat16()
+    x = torch.randn(9, 128).bfloat16()
+    result = kernels(variant).pack(weight, None)(x)
+    assert result.dtype == torch.bfloat16
+    torch.testing.assert_close(result, (x.double() @ weight.double().T).bfloat16(), rtol=2**-7, atol=1e-5)
+
+
+@each_variant
+@pytest.mark.parametrize("kind", [WeightKind.INT8, WeightKind.INT4])
+def test_quantised_weights_are_within_half_a_step(variant: str, kind: WeightKind) -> None:
+    group, steps = (64, 127) if kind is WeightKind.INT8 else (32, 15)
+    weight = torch.randn(40, 96)
+    kept = kernels(variant).pack(weight, None, kind)(torch.eye(96)).T
+    for start in range(0, 96, group):
+        part = weight[:, start : start + group]
+        span = part.abs().amax(1) if kind is WeightKind.INT8 else part.amax(1) - part.amin(1)
+        # A little more for the scale and the minimum of int4, which are bfloat16.
+        step = span / steps * (0.501 if kind is WeightKind.INT8 else 0.6)
+        assert ((kept[:, start : start + group] - part).abs() <= step[:, None] + span[:, None] * 2**-8).all()
+
+
+@each_variant
+def test_rows_with_strides_and_columns_that_are_not_contiguous(variant: str) -> None:
+    weight, wide = torch.randn(30, 48), torch.randn(10, 96)
+    linear = kernels(variant).pack(weight, None)
+    for x in (wide[:, :48], wide[::2, 3:51], wide[:, ::2], torch.randn(48, 10).T):
+        torch.testing.assert_close(linear(x), x @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+@each_variant
+def test_nan_stays_in_its_row(variant: str) -> None:
+    linear = kernels(variant).pack(torch.randn(40, 33), None)
+    x = torch.randn(14, 33)
+    x[5, 3] = float("nan")
+    result = linear(x)
+    assert result[5].isnan().all()
+    assert not result[torch.arange(14) != 5].isnan().any()
+
+
+@each_variant
+def test_a_wrong_shape_is_refused(variant: str) -> None:
+    linear = kernels(variant).pack(torch.randn(4, 8), None)
+    with pytest.raises(TypeError, match="8 inputs"):
+        linear(torch.randn(2, 9))
+    with pytest.raises(TypeError, match="float16"):
+        linear(torch.randn(2, 8).half())
+
+
+@each_variant
+def test_callers_take_turns(variant: str) -> None:
+    """One team, several threads of Python: each gets its own results."""
+    weight = torch.randn(96, 128)
+    linear = kernels(variant, 3).pack(weight, None)
+    wrong: list[int] = []
+
+    def call(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(50):
+            x = torch.randn(5, 128, generator=generator)
+            if not torch.allclose(linear(x), x @ weight.T, atol=1e-3):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+CROWD = """
+import os, sys, torch
+from engine.kernels.choice import Choice
+from engine.kernels.library import Kernels
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+linear = Kernels(Choice(sys.argv[1], ""), 4).pack(torch.ones(64, 64), None)
+for _ in range(3000):
+    assert linear(torch.ones(3, 64))[0, 0] == 64
+"""
+
+
+@pytest.mark.skipif(not VARIANTS, reason="no kernels were built")
+def test_more_threads_than_cores_end_their_work() -> None:
+    """Two processes with four threads each on one core. 6,000 products: a team that spun would take minutes."""
+    command = [sys.executable, "-c", CROWD, VARIANTS[-1]]
+    processes = [subprocess.Popen(command, env=dict(os.environ)) for _ in range(2)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]

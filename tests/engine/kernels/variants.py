@@ -1,0 +1,21 @@
+"""Every variant of the kernels that this machine has built and its CPU can run."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from engine.kernels.choice import Choice, built_variants, cpu_instruction_sets
+from engine.kernels.library import Kernels
+
+VARIANTS = [name for name in built_variants() if name in cpu_instruction_sets()]
+
+each_variant = pytest.mark.parametrize(
+    "variant", VARIANTS or [pytest.param("none", marks=pytest.mark.skip(reason="no kernels were built"))]
+)
+
+
+@cache
+def kernels(variant: str, num_threads: int = 2) -> Kernels:
+    return Kernels(Choice(variant, "a test"), num_threads)
