@@ -22,7 +22,7 @@ class BuildWithKernels(build_py):
         super().run()
         folder = KERNELS if self.editable_mode else Path(self.build_lib) / KERNELS
         for name, reason in build(folder).items():
-            print(f"kernels: {name} not built: {reason}", file=sys.stderr)
+            sys.stderr.write(f"kernels: {name} not built: {reason}\n")
 
 
 class WheelWithKernels(bdist_wheel):

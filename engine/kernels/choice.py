@@ -27,7 +27,11 @@ _ONEDNN_LIMITS = {
     "AVX512_CORE_BF16": "avx512_bf16",
     "AVX512_CORE_FP16": "avx512_bf16",
 }
-_ATEN_LIMITS = {"default": TORCH, "avx2": "avx2"}
+_LIMITS = {
+    "ONEDNN_MAX_CPU_ISA": _ONEDNN_LIMITS,
+    "DNNL_MAX_CPU_ISA": _ONEDNN_LIMITS,
+    "ATEN_CPU_CAPABILITY": {"DEFAULT": TORCH, "AVX2": "avx2"},
+}
 
 
 @dataclass(slots=True, frozen=True)
@@ -73,8 +77,8 @@ def choose_among(wanted: str, has: Collection[str], built: Collection[str], envi
     if not possible:
         return Choice(TORCH, "this CPU has no instruction set that there are kernels for")
     best, reason = possible[-1], "the best that this CPU has"
-    for variable, limits in (("ONEDNN_MAX_CPU_ISA", _ONEDNN_LIMITS), ("ATEN_CPU_CAPABILITY", _ATEN_LIMITS)):
-        limit = limits.get(environ.get(variable, ""))
+    for variable, limits in _LIMITS.items():
+        limit = limits.get(environ.get(variable, "").upper())
         if limit is None or best == "neon":
             continue
         allowed = [name for name in possible if limit != TORCH and _rank(name) <= _rank(limit)]
