@@ -17,7 +17,7 @@ from pathlib import Path
 from baton import lmcache_server
 from baton.settings import did_you_mean, to_flags
 from baton.stack import LMCACHE, Addresses, Stack
-from common.config import RouterSettings, Settings, UpSettings, WorkerSettings
+from common.config import PolicySettings, RouterSettings, Settings, UpSettings, WorkerSettings
 from common.errors import BatonError, ConfigError, StartupError
 from common.types import WorkerState
 from kv_store.registry import check_store, connector_names
@@ -71,6 +71,7 @@ def plan(settings: UpSettings, kv_dir: Path) -> Stack:
         decode=tuple(address for role, address in zip(roles, addresses, strict=True) if role != "prefill"),
         http_listen=f"{host}:{settings.http_port}",
         grpc_listen=f"{host}:{settings.grpc_port}",
+        **{name: getattr(settings, name) for name in PolicySettings.model_fields},
         drain_timeout=settings.drain_timeout,
         log_level=settings.log_level,
         log_format=settings.log_format,

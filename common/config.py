@@ -162,7 +162,17 @@ class WorkerSettings(EngineSettings, ConnectorSettings, TlsSettings, HealthSetti
     metrics_port: Port | None = Field(None, description="port of Prometheus' /metrics over HTTP; off where unset")
 
 
-class RouterSettings(TlsSettings, HealthSettings, LogSettings):
+class PolicySettings(Settings):
+    """How a router chooses workers."""
+
+    policy: str = Field("least_load", description="who gets a request: least_load or round_robin")
+    min_remote_tokens: Positive | None = Field(
+        None,
+        description="fewest prompt tokens without KV for which a prefill worker is asked; one KV block where unset",
+    )
+
+
+class RouterSettings(PolicySettings, TlsSettings, HealthSettings, LogSettings):
     """`baton router`. With --tls-cert and --tls-key both of its ports speak TLS."""
 
     prefill: Addresses = Field((), description="prefill workers: host:port, dns:///name:port or k8s:///ns/service:port")
@@ -176,7 +186,6 @@ class RouterSettings(TlsSettings, HealthSettings, LogSettings):
         None,
         description="file of API keys, of which a client needs one; read again when it changes; all may where unset",
     )
-    policy: str = Field("least_load", description="who gets a request: least_load or round_robin")
     drain_timeout: float = Field(30.0, ge=0, description="seconds that SIGTERM waits for answers to end")
     request_timeout: float = Field(600.0, gt=0, description="deadline in seconds of a request that brings none")
     worker_wait: float = Field(
@@ -238,7 +247,7 @@ class AutoscalerSettings(TlsSettings, LogSettings):
     idle_timeout: float = Field(300.0, ge=0, description="seconds without any request before scaling to zero")
 
 
-class UpSettings(EngineSettings, ConnectorSettings, LogSettings):
+class UpSettings(EngineSettings, ConnectorSettings, PolicySettings, LogSettings):
     """`baton up`: a whole stack on this machine."""
 
     prefill: int = Field(1, ge=0, description="prefill workers")

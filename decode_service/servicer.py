@@ -113,6 +113,7 @@ class DecodeRun:
                 mode=m.RequestMode.REMOTE if is_remote else m.RequestMode.LOCAL,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
+                min_remote_tokens=request.min_remote_tokens,
             )
         )
         try:

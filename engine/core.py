@@ -262,6 +262,7 @@ class EngineCore:
             extra_keys=extra_keys(cache_salt=command.cache_salt),
             priority=command.priority,
             first_block=command.first_block,
+            min_remote_tokens=command.min_remote_tokens,
         )
         self.remote_kv.lookups.start(request)
         self._admit_answered()

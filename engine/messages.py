@@ -33,6 +33,7 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     priority: int = 0
     output_token_ids: list[int] = []  # LOCAL and REMOTE: already generated elsewhere, and already with the client
     first_block: int = 0  # PREFILL: first index in the block table that has to be published
+    min_remote_tokens: int = 0  # REMOTE: see `common.prefill_place`
 
 
 class BlocksAnnounced(msgspec.Struct, tag=True, frozen=True):

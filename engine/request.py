@@ -42,6 +42,7 @@ class Request:
     extra_keys: tuple[str, ...] = ()
     priority: int = 0
     first_block: int = 0  # PREFILL: first index that the decode worker lacks
+    min_remote_tokens: int = 0  # REMOTE: see `common.prefill_place`
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache or store when first admitted

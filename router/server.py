@@ -72,7 +72,8 @@ async def serve(
     keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file is not None else None
     vital = VitalTasks()
     registry = Registry(fixed(settings.prefill), fixed(settings.decode), Channels(settings), vital)
-    dispatcher = Dispatcher(registry, create_policy(settings.policy), limits=limits)
+    policy = create_policy(settings.policy, min_remote_tokens=settings.min_remote_tokens or 0)
+    dispatcher = Dispatcher(registry, policy, limits=limits)
     demand = Demand()
     front = Front(
         Admission(registry, demand, worker_wait_s=settings.worker_wait),

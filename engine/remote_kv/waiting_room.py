@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from common.prefill_place import is_computed_in_place
 from engine.blocks.block_manager import BlockManager
 from engine.messages import RequestMode
 from engine.remote_kv.kv_wait import BlockState, KVWait, Parked
@@ -73,8 +74,8 @@ class WaitingRoom:
         with what other requests fetch already, the rest from a prefill worker. Returns False if there is nothing to
         wait for.
 
-        No worker is asked if all but the prompt's last block is cached, stored or on its way: computing those few
-        tokens costs less than asking for them.
+        No worker is asked if so little is neither cached nor stored nor on its way that it is better computed here
+        (`common.prefill_place`).
         """
         size = self._blocks.block_size
         num_blocks = self._blocks.blocks_for(request.num_prompt_tokens)
@@ -82,7 +83,9 @@ class WaitingRoom:
         limit = min(request.num_prompt_tokens // size, (request.num_tokens - 1) // size)
         stored = min(request.num_stored_blocks, limit)
         ask_from = max(stored, self._fetches.known_until(request, first_block, limit))
-        asks_worker = request.mode is RequestMode.REMOTE and (ask_from == 0 or ask_from < num_blocks - 1)
+        num_missing = request.num_prompt_tokens - ask_from * size
+        in_place = is_computed_in_place(num_missing, request.min_remote_tokens, size)
+        asks_worker = request.mode is RequestMode.REMOTE and not in_place
         if not asks_worker and ask_from <= first_block:
             if request.mode is RequestMode.REMOTE:
                 self._effects.not_needed.append(request.request_id)

@@ -20,6 +20,7 @@ class Endpoint:
     address: str
     epoch: str = ""
     fingerprint: str = ""
+    block_size: int = 0  # tokens per KV block
     load: WorkerLoad = field(default_factory=WorkerLoad)
     state: WorkerState = WorkerState.UNREACHABLE
     excluded: str = ""

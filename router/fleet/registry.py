@@ -77,6 +77,7 @@ class _Worker:
             address=self.address,
             epoch=info.epoch if info else "",
             fingerprint=info.fingerprint if info else "",
+            block_size=info.block_size if info else 0,
             load=self.load,
             state=self.state,
             excluded=excluded,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import UnavailableError
+from common.prefill_place import is_computed_in_place
 from common.types import WorkerRole, WorkerState
 from router.fleet.endpoint import Endpoint
 
@@ -36,6 +37,7 @@ class RoutingDecision:
     decode: Endpoint
     prefill: tuple[Endpoint, ...]  # in order of preference; empty: the decode worker prefills in place
     reasons: tuple[str, ...]  # one line for each worker passed over, and for the choice
+    min_remote_tokens: int = 0  # the decode worker asks for no fewer missing tokens, see `common.prefill_place`
 
 
 class Policy(Protocol):
@@ -58,7 +60,9 @@ def unusable(endpoint: Endpoint, request: RoutingRequest) -> str:
 class RankingPolicy(ABC):
     """Filters, and leaves to `rank` who comes first. A policy that needs more is a `Policy` of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, min_remote_tokens: int = 0) -> None:
+        """`min_remote_tokens`: see `common.prefill_place`."""
+        self._min_remote_tokens = min_remote_tokens
         self._rotation = 0
 
     @abstractmethod
@@ -88,11 +92,17 @@ class RankingPolicy(ABC):
             raise UnavailableError("no decode worker can take the request" + _listed(reasons))
 
         decode = self.rank(self._rotated(decode_candidates))[0]
-        prefill = self.rank(self._rotated(_prefill_candidates(decode, usable)))[:MAX_PREFILL_WORKERS]
+        if is_computed_in_place(request.num_prompt_tokens, self._min_remote_tokens, decode.block_size):
+            reasons.append(f"a prompt of {request.num_prompt_tokens} tokens is too short for a prefill worker")
+            prefill = []
+        else:
+            prefill = self.rank(self._rotated(_prefill_candidates(decode, usable)))[:MAX_PREFILL_WORKERS]
         self._rotation += 1
         where = "prefill by " + ", ".join(e.address for e in prefill) if prefill else "prefill in place"
         reasons.append(f"{decode.address}: {self.reason(decode)}, {where}")
-        return RoutingDecision(decode=decode, prefill=tuple(prefill), reasons=tuple(reasons))
+        return RoutingDecision(
+            decode=decode, prefill=tuple(prefill), reasons=tuple(reasons), min_remote_tokens=self._min_remote_tokens
+        )
 
     def _rotated(self, endpoints: Sequence[Endpoint]) -> list[Endpoint]:
         start = self._rotation % len(endpoints) if endpoints else 0

@@ -9,12 +9,12 @@ from router.policy.base import Policy
 from router.policy.least_load import LeastLoad
 from router.policy.round_robin import RoundRobin
 
-_POLICIES: dict[str, Callable[[], Policy]] = {"least_load": LeastLoad, "round_robin": RoundRobin}
+_POLICIES: dict[str, Callable[..., Policy]] = {"least_load": LeastLoad, "round_robin": RoundRobin}
 
 
-def create_policy(name: str) -> Policy:
-    """Raises `ConfigError` for `policy` if there is none of that name."""
+def create_policy(name: str, *, min_remote_tokens: int = 0) -> Policy:
+    """`min_remote_tokens`: see `common.prefill_place`. Raises `ConfigError` for `policy` if there is none of that name."""
     policy = _POLICIES.get(name)
     if policy is None:
         raise ConfigError("policy", f"{name!r} is not one of {', '.join(sorted(_POLICIES))}")
-    return policy()
+    return policy(min_remote_tokens=min_remote_tokens)

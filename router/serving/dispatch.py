@@ -308,6 +308,7 @@ class Dispatcher:
                 priority=request.priority,
                 prefill_addresses=[endpoint.address for endpoint in decision.prefill[:num_named]],
                 output_token_ids=sent,
+                min_remote_tokens=decision.min_remote_tokens,
             ),
             timeout=timeout_s,
         )

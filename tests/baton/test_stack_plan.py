@@ -16,7 +16,14 @@ from common.errors import ConfigError, StartupError
 
 def test_plan_of_two_prefill_one_decode_and_one_of_both_roles() -> None:
     settings = UpSettings(
-        prefill=2, decode=1, both=1, dtype="float32", cpu_cores=(0, 1, 2, 3), http_port=0, num_blocks=9
+        prefill=2,
+        decode=1,
+        both=1,
+        dtype="float32",
+        cpu_cores=(0, 1, 2, 3),
+        http_port=0,
+        num_blocks=9,
+        min_remote_tokens=64,
     )
     commands = stack_plan.plan(settings, Path("/kv")).commands
     assert list(commands) == ["prefill-1", "prefill-2", "decode-1", "worker-1", "router"]
@@ -30,7 +37,7 @@ def test_plan_of_two_prefill_one_decode_and_one_of_both_roles() -> None:
     both = addresses["worker-1"]
     assert f"--prefill={addresses['prefill-1']},{addresses['prefill-2']},{both}" in commands["router"]
     assert f"--decode={addresses['decode-1']},{both}" in commands["router"]
-    assert "--http-listen=127.0.0.1:0" in commands["router"]
+    assert {"--http-listen=127.0.0.1:0", "--min-remote-tokens=64"} <= set(commands["router"])
 
 
 @pytest.mark.parametrize(("variable", "value"), [("ATEN_CPU_CAPABILITY", "avx2"), ("ONEDNN_MAX_CPU_ISA", "AVX2")])

@@ -191,6 +191,39 @@ def test_a_fully_cached_prompt_needs_no_prefill_worker() -> None:
     assert "b" in pair.received
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_cached", "min_remote_tokens", "asked_from"),
+    [
+        (BLOCK_SIZE - 1, 0, 0, None),  # less than a block
+        (BLOCK_SIZE, 0, 0, 0),
+        (5 * BLOCK_SIZE, 4 * BLOCK_SIZE, 0, 4),  # one whole block, the last
+        (5 * BLOCK_SIZE + 3, 5 * BLOCK_SIZE, 0, None),
+        (5 * BLOCK_SIZE + 3, 4 * BLOCK_SIZE, 0, 4),
+        (20, 0, 21, None),
+        (20, 0, 20, 0),
+        (20, 8, 13, None),
+        (3, 0, 1, 0),
+        (11, 8, 1, 2),
+    ],
+)
+def test_few_missing_tokens_are_computed_in_place(
+    num_tokens: int, num_cached: int, min_remote_tokens: int, asked_from: int | None
+) -> None:
+    """Tokens in the cache here, and a worker to ask for the others if they are many enough."""
+    pair = make_pair()
+    prompt = list(range(num_tokens))
+    if num_cached:
+        add(pair.decode, "fills the cache", prompt[:num_cached], max_tokens=1)
+        run(pair.decode)
+    pair.add("a", prompt, min_remote_tokens=min_remote_tokens)
+    pair.run()
+    assert pair.answers["a"] == reference(prompt, 8)
+    assert pair.first_blocks.get("a") == asked_from
+    assert pair.received == {"a"}
+    assert pair.fallbacks["a"] == ""
+    pair.assert_idle()
+
+
 def num_fallbacks() -> float:
     return metrics.worker_fallbacks._value.get()
 

@@ -30,8 +30,8 @@ def expected(model_dir: Path) -> dict[str, Expected]:
 
 @pytest.fixture(scope="session")
 def two(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """One prefill and one decode worker, with everything else as it comes: the stack that most tests use."""
-    stack = Stack(tmp_path_factory.mktemp("two"))
+    """One prefill and one decode worker: the stack that most tests use. The shortest prompts are handed over, too."""
+    stack = Stack(tmp_path_factory.mktemp("two"), "--min-remote-tokens=1")
     with running(stack):
         yield stack
 

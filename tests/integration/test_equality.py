@@ -122,7 +122,7 @@ def test_beside_requests_that_are_cancelled(two: Stack, expected: Answers, salt:
 
 @pytest.mark.parametrize("chunk_size", [16, 64])  # 512 is the default, in all the others
 def test_chunk_sizes(chunk_size: int, model_dir: Path, tmp_path: Path, expected: Answers, salt: Salt) -> None:
-    stack = Stack(tmp_path, f"--chunk-size={chunk_size}")
+    stack = Stack(tmp_path, f"--chunk-size={chunk_size}", "--min-remote-tokens=1")
     with running(stack):
         ask(stack, expected, FEW, salt)
         stack.settle()
@@ -133,7 +133,7 @@ def test_chunk_sizes(chunk_size: int, model_dir: Path, tmp_path: Path, expected:
 def test_blocks_read_from_the_other_worker(
     model_dir: Path, tmp_path: Path, expected: Answers, salt: Salt, flags: tuple[str, ...]
 ) -> None:
-    stack = Stack(tmp_path, "--connector=nixl", "--chunk-size=64", *flags)
+    stack = Stack(tmp_path, "--connector=nixl", "--chunk-size=64", "--min-remote-tokens=1", *flags)
     with running(stack):
         results = ask(stack, expected, FEWEST, salt)
         stack.settle()

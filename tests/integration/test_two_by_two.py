@@ -16,7 +16,7 @@ NAMES = ["capital", "german", "arabic", "hindi", "thai", "korean", "random-17", 
 
 @pytest.mark.timeout(600)
 def test_load_spreads(model_dir: Path, tmp_path: Path, expected: dict[str, Expected], salt: Salt) -> None:
-    stack = Stack(tmp_path, "--prefill=2", "--decode=2", "--num-blocks=256")
+    stack = Stack(tmp_path, "--prefill=2", "--decode=2", "--num-blocks=256", "--min-remote-tokens=1")
     with running(stack):
         results = ask(stack, expected, NAMES, salt)
         stack.settle()

@@ -315,15 +315,18 @@ async def test_prefill_workers_are_named_to_the_decode_worker(
     start_worker: StartWorker, start_router: StartRouter
 ) -> None:
     decode, prefill = await start_worker(), await start_worker(WorkerRole.PREFILL)
-    await ask(await start_router(decode, prefill=(prefill,)))
+    await ask(await start_router(decode, prefill=(prefill,), min_remote_tokens=1))
     assert list(decode.requests[-1].prefill_addresses) == [prefill.address]
+    assert decode.requests[-1].min_remote_tokens == 1
+    await ask(await start_router(decode, prefill=(prefill,)))
+    assert list(decode.requests[-1].prefill_addresses) == [], "the prompt is shorter than a block"
 
 
 async def test_prefill_retries_have_a_budget_too(start_worker: StartWorker, start_router: StartRouter) -> None:
     """Where it is spent the decode worker has but one to ask; where time has filled it again it has all."""
     decode = await start_worker()
     prefill = [await start_worker(WorkerRole.PREFILL) for _ in range(2)]
-    router = await start_router(decode, prefill=prefill)
+    router = await start_router(decode, prefill=prefill, min_remote_tokens=1)
 
     async def num_named() -> int:
         await ask(router)

@@ -26,6 +26,7 @@ def fleet(text: str) -> list[Endpoint]:
                 address=name,
                 epoch=extra.get("epoch", "e"),
                 fingerprint=extra.get("fingerprint", "f"),
+                block_size=16,
                 load=WorkerLoad(
                     num_requests_running=running,
                     num_requests_waiting=waiting,
@@ -73,6 +74,19 @@ GOLDEN = [
 @pytest.mark.parametrize(("text", "expected"), [case[1:] for case in GOLDEN], ids=[case[0] for case in GOLDEN])
 def test_golden(text: str, expected: str) -> None:
     assert decisions(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "min_remote_tokens", "expected"),
+    [(15, 0, "d <- in place"), (16, 0, "d <- p"), (16, 40, "d <- in place"), (40, 40, "d <- p"), (1, 1, "d <- p")],
+)
+def test_short_prompts_are_computed_in_place(num_tokens: int, min_remote_tokens: int, expected: str) -> None:
+    request = RoutingRequest(num_prompt_tokens=num_tokens, fingerprint="f")
+    policy = LeastLoad(min_remote_tokens=min_remote_tokens)
+    decision = policy.pick(request, fleet("d decode 0/0 9/9\np prefill 0/0 9/9"))
+    assert f"d <- {' '.join(e.address for e in decision.prefill) or 'in place'}" == expected
+    assert decision.min_remote_tokens == min_remote_tokens, "the decode worker applies it to what it lacks"
+    assert any("too short" in reason for reason in decision.reasons) is ("in place" in expected)
 
 
 def test_equals_take_turns() -> None:

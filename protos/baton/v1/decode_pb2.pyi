@@ -32,11 +32,14 @@ class DecodeRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     PREFILL_ADDRESSES_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MIN_REMOTE_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     fingerprint: _builtins.str
     """as the router knows the worker; refused where it differs"""
     cache_salt: _builtins.str
     priority: _builtins.int
+    min_remote_tokens: _builtins.int
+    """fewest missing prompt tokens to ask prefill for; 0: one KV block"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -62,10 +65,11 @@ class DecodeRequest(_message.Message):
         priority: _builtins.int = ...,
         prefill_addresses: _abc.Iterable[_builtins.str] | None = ...,
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        min_remote_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "output_token_ids", b"output_token_ids", "prefill_addresses", b"prefill_addresses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "min_remote_tokens", b"min_remote_tokens", "output_token_ids", b"output_token_ids", "prefill_addresses", b"prefill_addresses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
