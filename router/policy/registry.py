@@ -13,7 +13,7 @@ _POLICIES: dict[str, Callable[..., Policy]] = {"least_load": LeastLoad, "round_r
 
 
 def create_policy(name: str, *, min_remote_tokens: int = 0) -> Policy:
-    """`min_remote_tokens`: see `common.prefill_place`. Raises `ConfigError` for `policy` if there is none of that name."""
+    """Raises `ConfigError` for `policy` if there is none of that name. `min_remote_tokens`: `common.prefill_place`."""
     policy = _POLICIES.get(name)
     if policy is None:
         raise ConfigError("policy", f"{name!r} is not one of {', '.join(sorted(_POLICIES))}")

@@ -82,7 +82,7 @@ def test_golden(text: str, expected: str) -> None:
 )
 def test_short_prompts_are_computed_in_place(num_tokens: int, min_remote_tokens: int, expected: str) -> None:
     request = RoutingRequest(num_prompt_tokens=num_tokens, fingerprint="f")
-    policy = LeastLoad(min_remote_tokens=min_remote_tokens)
+    policy = create_policy("least_load", min_remote_tokens=min_remote_tokens)
     decision = policy.pick(request, fleet("d decode 0/0 9/9\np prefill 0/0 9/9"))
     assert f"d <- {' '.join(e.address for e in decision.prefill) or 'in place'}" == expected
     assert decision.min_remote_tokens == min_remote_tokens, "the decode worker applies it to what it lacks"
