@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from common.cpu import read_cpu
 from common.types import KVCacheSpec
 from engine.attention.base import AttentionBackend, AttentionShape, KVWriter, StepAttention
 from engine.batch import SequenceInput
@@ -33,6 +34,8 @@ class TorchBackend(AttentionBackend):
         self.planes = cache.view(-1, spec.block_size * spec.head_dim)
         self.planes_per_layer = 2 * spec.num_kv_heads
         self.planes_per_block = spec.num_layers * self.planes_per_layer
+        # Tiles round scores to bfloat16; the fused kernel keeps them in float32, as transformers does.
+        self.tiles_chunks = self.device.type == "cpu" and cache.dtype == torch.bfloat16 and read_cpu().has_bf16
         self._plane_offsets = torch.arange(self.planes_per_layer).view(2, 1, spec.num_kv_heads, 1)
         self._workspace = torch.empty(0, dtype=cache.dtype, device=cache.device)
 
@@ -162,8 +165,7 @@ class _Chunk(ABC):
 
 
 def _chunk_attention(backend: TorchBackend, *, num_before: int, num_new: int) -> _Chunk:
-    tiled = backend.device.type == "cpu" and backend.cache.dtype == torch.bfloat16
-    return (_TiledChunk if tiled else _FusedChunk)(backend, num_before, num_new)
+    return (_TiledChunk if backend.tiles_chunks else _FusedChunk)(backend, num_before, num_new)
 
 
 class _FusedChunk(_Chunk):
@@ -190,7 +192,8 @@ class _FusedChunk(_Chunk):
 class _TiledChunk(_Chunk):
     """Tiles of queries as plain products, each with the keys up to its end.
 
-    oneDNN's bfloat16 products are twice as fast as the fused kernel on a CPU that has such instructions.
+    oneDNN's bfloat16 products are up to twice as fast as the fused kernel on a CPU that has such instructions, and ten
+    times slower on one that has not.
     """
 
     def __init__(self, backend: TorchBackend, num_before: int, num_new: int) -> None:

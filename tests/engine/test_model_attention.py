@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -182,6 +183,19 @@ def test_flashinfer_without_a_gpu_is_refused() -> None:
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(StartupError, match="known are flashinfer, reference, torch"):
         make_backend("telepathy")
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [("avx2", "bfloat16"), ("", "float32")])
+def test_chunks_are_not_tiled_if_bfloat16_units_would_not_pay_for_it(
+    capability: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles round their scores to the dtype, too, which the fused kernel keeps in float32."""
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+    spec = replace(SPEC, dtype=dtype)
+    cache = torch.zeros((2, *spec.block_shape), dtype=getattr(torch, dtype))
+    backend = attention_backend(cache, spec, SHAPE, "torch")
+    assert isinstance(backend, cpu.TorchBackend)
+    assert not backend.tiles_chunks
 
 
 @pytest.mark.gpu

@@ -1,36 +1,66 @@
-"""The real model in bfloat16: no further from float32 than transformers' own bfloat16 is by half."""
+"""The real model in bfloat16: hardly further from float32 than transformers' own bfloat16 is.
+
+Every position of the prompts counts, not the last of each alone: a position's error depends on how its roundings happen
+to fall, and the ratio of four positions alone is anything from 0.6 to 1.6 (5th and 95th percentile).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
 from common.config import EngineSettings
-from common.types import SamplingParams
-from engine.batch import SampleInput, SequenceInput
+from engine.batch import SequenceInput
 from engine.model_runner import ModelRunner
-from tests.engine.tiny_models import expected_logprobs, full_logprobs
-from tests.integration.reference import Expected
+from tests.integration.prompts import BY_NAME
 
 pytestmark = pytest.mark.timeout(600)
 
-NAMES = ("chat-poem", "chinese", "code-python", "random-160")
+NAMES = ("chat-poem", "chinese", "code-python", "random-160", "ledger-250")  # some 500 positions
 
 
-def test_logprobs(model_dir: Path, expected: dict[str, Expected]) -> None:
+def prompts(model_dir: Path) -> dict[str, list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    found = {name: BY_NAME[name].prompt for name in NAMES}
+    return {name: tokenizer(one)["input_ids"] if isinstance(one, str) else list(one) for name, one in found.items()}
+
+
+def transformers_logprobs(
+    model_dir: Path, token_ids: Mapping[str, list[int]], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(model_dir, dtype=dtype)
+    with torch.inference_mode():
+        return {name: model(torch.tensor([ids])).logits[0].float().log_softmax(-1) for name, ids in token_ids.items()}
+
+
+def logprobs(runner: ModelRunner, token_ids: list[int]) -> torch.Tensor:
+    """After each token, `[len(token_ids), vocab_size]` float32: what `ModelRunner` computes for the last one alone."""
+    step = SequenceInput(token_ids=token_ids, num_computed_tokens=0, block_ids=list(range(32)), sample=None)
+    with torch.inference_mode():
+        attention = runner._attention.prepare([step])
+        positions = torch.arange(len(token_ids))
+        hidden = runner._model.forward(torch.tensor(token_ids), positions, attention, lambda: None)
+        return runner._model.logits(hidden).float().log_softmax(-1)
+
+
+def error(exact: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> float:
+    """Root of the mean square over all positions and tokens of the vocabulary."""
+    return torch.cat([(found[name] - one).square().mean(-1) for name, one in exact.items()]).mean().sqrt().item()
+
+
+def test_logprobs(model_dir: Path) -> None:
     settings = EngineSettings.model_validate({"dtype": "bfloat16", "num_blocks": 32, "num_threads": 1})
     runner = ModelRunner(model_dir, settings)
-    sample = SampleInput(params=SamplingParams(temperature=0.0, logprobs=runner.vocab_size), num_output_tokens=0)
-    ours, theirs = [], []
-    for name in NAMES:
-        token_ids = expected[name].prompt_token_ids
-        exact = expected_logprobs(model_dir, token_ids)[-1]
-        rounded = expected_logprobs(model_dir, token_ids, torch.bfloat16)[-1]
-        step = SequenceInput(token_ids=token_ids, num_computed_tokens=0, block_ids=list(range(16)), sample=sample)
-        (token,) = runner.execute([step])
-        assert token is not None
-        ours.append((full_logprobs(token, runner.vocab_size) - exact).square().mean())
-        theirs.append((rounded - exact).square().mean())
-    assert torch.stack(ours).mean().sqrt() < 1.5 * torch.stack(theirs).mean().sqrt()
+    token_ids = prompts(model_dir)
+    exact = transformers_logprobs(model_dir, token_ids, torch.float32)
+    theirs = error(exact, transformers_logprobs(model_dir, token_ids, torch.bfloat16))
+    ours = error(exact, {name: logprobs(runner, ids) for name, ids in token_ids.items()})
+    print(f"{ours / theirs:.3f} of transformers' error")
+    assert ours < 1.1 * theirs
