@@ -11,9 +11,9 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from common.config import (
     AutoscalerSettings,
@@ -27,6 +27,7 @@ from common.config import (
     WorkerSettings,
 )
 from common.errors import ConfigError
+from kv_store.registry import settings_classes
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -34,18 +35,34 @@ if TYPE_CHECKING:
 PREFIX = "BATON_"
 CONFIG_VARIABLE = "BATON_CONFIG"
 
+S = TypeVar("S", bound=Settings)
+
+
+def with_connectors(settings_class: type[S]) -> type[S]:
+    """`settings_class` with the fields of every connector's own settings, and no others."""
+    namespace = {
+        "__module__": settings_class.__module__,
+        "__doc__": settings_class.__doc__,
+        "model_config": ConfigDict(extra="forbid"),
+    }
+    return cast("type[S]", type(settings_class.__name__, (*reversed(settings_classes()), settings_class), namespace))
+
+
+UP_SETTINGS = with_connectors(UpSettings)
+DEMO_SETTINGS = with_connectors(DemoSettings)
+WORKER_SETTINGS = with_connectors(WorkerSettings)
 SETTINGS: dict[str, type[Settings]] = {
-    "up": UpSettings,
-    "prefill": WorkerSettings,
-    "decode": WorkerSettings,
-    "worker": WorkerSettings,
+    "up": UP_SETTINGS,
+    "prefill": WORKER_SETTINGS,
+    "decode": WORKER_SETTINGS,
+    "worker": WORKER_SETTINGS,
     "router": RouterSettings,
     "autoscaler": AutoscalerSettings,
     "chat": ChatSettings,
     "generate": GenerateSettings,
     "status": ClientSettings,
     "models": ClientSettings,
-    "demo": DemoSettings,
+    "demo": DEMO_SETTINGS,
 }
 """Every command and what configures it."""
 
@@ -53,8 +70,6 @@ SETTINGS: dict[str, type[Settings]] = {
 # whose name starts with "baton". Nobody wrote these, so nobody is told off for them.
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
 _SERVICE_URL = re.compile(r"^(tcp|udp|sctp)://")
-
-S = TypeVar("S", bound=Settings)
 
 
 def flag_name(field: str) -> str:

@@ -15,18 +15,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton import lmcache_server
-from baton.settings import did_you_mean, to_flags
+from baton.settings import UP_SETTINGS, WORKER_SETTINGS, did_you_mean, to_flags
 from baton.stack import LMCACHE, Addresses, Stack
-from common.config import PolicySettings, RouterSettings, Settings, UpSettings, WorkerSettings
+from common.config import PolicySettings, RouterSettings, Settings, UpSettings
 from common.errors import BatonError, ConfigError, StartupError
 from common.types import WorkerState
+from kv_store.base import own_part
+from kv_store.lmcache.settings import LMCacheSettings
 from kv_store.registry import check_store, connector_names
+from kv_store.shared_storage.settings import SharedStorageSettings
 
 _WORKER_HOST = "127.0.0.1"  # only the router of a local stack is for others
 # Below what Linux, macOS and Windows hand out to outgoing connections, so that none of those takes a port between
 # our choice and the worker's bind.
 _WORKER_PORTS = range(20000, 32000)
 _FLEET_TIMEOUT_S = 10.0
+_SHARED = UP_SETTINGS.model_fields.keys() & WORKER_SETTINGS.model_fields.keys()  # what a worker takes from its stack
 
 
 def check(settings: UpSettings) -> None:
@@ -42,7 +46,13 @@ def check(settings: UpSettings) -> None:
 
 
 def _starts_lmcache(settings: UpSettings) -> bool:
-    return "lmcache" in (settings.connector, settings.store) and settings.lmcache_address is None
+    is_asked = "lmcache" in (settings.connector, settings.store)
+    return is_asked and own_part(settings.model_dump(), LMCacheSettings).lmcache_address is None
+
+
+def given_kv_dir(settings: UpSettings) -> str | None:
+    """`--kv-dir`: where a store's files are kept, or those of the LMCache server that is started."""
+    return own_part(settings.model_dump(), SharedStorageSettings).kv_dir
 
 
 def plan(settings: UpSettings, kv_dir: Path) -> Stack:
@@ -51,19 +61,18 @@ def plan(settings: UpSettings, kv_dir: Path) -> Stack:
     cores = divide_cores(settings.cpu_cores or usable_cores(), len(roles))
     lmcache_address, *addresses = [f"{_WORKER_HOST}:{port}" for port in free_ports(1 + len(roles))]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    common = WorkerSettings.model_fields.keys() & UpSettings.model_fields.keys()
-    shared: dict[str, object] = {name: getattr(settings, name) for name in common}
+    shared = {name: value for name, value in settings.model_dump().items() if name in _SHARED}
     shared["kv_dir"] = str(kv_dir)
     if settings.device == "cuda":  # all workers are on the same device, so each gets its share of it
         shared["memory_utilization"] = settings.memory_utilization / len(roles)
     commands: dict[str, list[str]] = {}
     if _starts_lmcache(settings):
         shared["lmcache_address"] = lmcache_address
-        files = kv_dir if settings.kv_dir is not None else None
+        files = kv_dir if given_kv_dir(settings) is not None else None
         commands[LMCACHE] = lmcache_server.wrapper(lmcache_address, settings.lmcache_size_gb, files)
     numbers: dict[str, int] = {}
     for role, address, own in zip(roles, addresses, cores, strict=True):
-        worker = WorkerSettings.model_validate({**shared, "listen": address, "cpu_cores": own})
+        worker = WORKER_SETTINGS.model_validate({**shared, "listen": address, "cpu_cores": own})
         numbers[role] = numbers.get(role, 0) + 1
         commands[f"{role}-{numbers[role]}"] = baton_command(role, worker)
     router = RouterSettings(

@@ -43,7 +43,7 @@ class Bench:
         runner = ModelRunner(ensure_model(DEFAULT_MODEL, default_cache_dir(), print), settings)
         runner.warm_up()
         self._wakeup = threading.Event()
-        store = SharedStorageConnector(ConnectorConfig(kv_dir=kv_dir, epoch="bench", worker_id="bench"))
+        store = SharedStorageConnector(ConnectorConfig(section={"kv_dir": kv_dir}, epoch="bench", worker_id="bench"))
         self._core = EngineCore(settings, runner, store, time.monotonic, self._wakeup.set)
         self._seed = 0
 

@@ -119,6 +119,12 @@ class EngineSettings(ModelSettings):
 
 
 class ConnectorSettings(Settings):
+    """What all connectors share. Further fields are those of single connectors, which each has a class for in its own
+    package: they are carried along here unread, by name. `kv_store.registry` knows those classes; `baton.settings` puts
+    them together, so that a command knows every flag and refuses unknown ones."""
+
+    model_config = ConfigDict(extra="allow")
+
     connector: str = Field(
         "shared_storage",
         description="how KV blocks move: shared_storage (files), nixl (memory to memory) or lmcache (a server)",
@@ -127,23 +133,14 @@ class ConnectorSettings(Settings):
         "",
         description="keeps computed KV for all workers, beside a connector that is no store: shared_storage or lmcache",
     )
-    kv_dir: str | None = Field(
-        None, description="shared_storage: directory that all workers share; lmcache: where `baton up` keeps files"
-    )
-    kv_dir_size_gb: float | None = Field(
-        None, gt=0, description="shared_storage: GiB that --kv-dir may hold; oldest use goes first; unset: no limit"
-    )
-    lmcache_address: str | None = Field(None, description="lmcache: gRPC address of the server, on the same machine")
     transfer_timeout_s: float = Field(10.0, gt=0, description="a KV block's transfer fails after this many seconds")
     verify_checksums: bool = Field(False, description="verify KV that moves from peer to peer (stores always do)")
-    nixl_staging: Literal["auto", "always", "never"] = Field(
-        "auto", description="nixl: move KV through host memory; auto: where NIXL cannot register the device's memory"
-    )
-    nixl_staging_gb: float = Field(1.0, gt=0, description="nixl: GiB of host memory for KV that is staged to be read")
 
 
 class WorkerSettings(EngineSettings, ConnectorSettings, TlsSettings, HealthSettings, LogSettings):
     """`baton prefill`, `baton decode` and `baton worker`."""
+
+    model_config = ConfigDict(extra="allow")  # see ConnectorSettings
 
     listen: str = Field("127.0.0.1:50061", description="gRPC address; port 0 takes a free one")
     advertise: str | None = Field(None, description="address by which others reach this worker; --listen where unset")
@@ -249,6 +246,8 @@ class AutoscalerSettings(TlsSettings, LogSettings):
 
 class UpSettings(EngineSettings, ConnectorSettings, PolicySettings, LogSettings):
     """`baton up`: a whole stack on this machine."""
+
+    model_config = ConfigDict(extra="allow")  # see ConnectorSettings
 
     prefill: int = Field(1, ge=0, description="prefill workers")
     decode: int = Field(1, ge=0, description="decode workers")

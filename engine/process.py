@@ -123,15 +123,11 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
 
     wakeup = Wakeup()
     config = ConnectorConfig(
-        kv_dir=settings.kv_dir or "",
-        kv_dir_size_bytes=int(settings.kv_dir_size_gb * 2**30) if settings.kv_dir_size_gb is not None else None,
-        lmcache_address=settings.lmcache_address or "",
         epoch=bootstrap.epoch,
         worker_id=bootstrap.worker_id,
         transfer_timeout_s=settings.transfer_timeout_s,
         verify_checksums=settings.verify_checksums,
-        nixl_staging=settings.nixl_staging,
-        nixl_staging_bytes=int(settings.nixl_staging_gb * 2**30),
+        section=settings.model_extra or {},
     )
     connector = create_connector(settings.connector, config)
     store = create_store(settings.connector, settings.store, config)

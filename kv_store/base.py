@@ -24,17 +24,21 @@ one reference, so that a block is announced once. Who reads needs not have the s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import msgspec
 
+from common.config import Settings
 from common.types import KVCacheSpec
 
 if TYPE_CHECKING:
     import torch  # a worker's gRPC front uses these types without loading torch
+
+
+S = TypeVar("S", bound=Settings)
 
 
 class BlockRef(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -102,18 +106,24 @@ class TransferResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ConnectorConfig:
-    """What any connector may need; each reads its own part."""
+    """What any connector may need."""
 
-    kv_dir: str = ""  # shared_storage: the directory
-    kv_dir_size_bytes: int | None = None  # shared_storage: limit of what it holds; none where None
-    lmcache_address: str = ""  # lmcache: host:port of the server
     epoch: str = ""  # this worker's incarnation, new at each start of the process
     worker_id: str = ""  # the same in its next life, where that can be known
     num_io_threads: int = 2
     transfer_timeout_s: float = 10.0  # one block's fetch fails after this
     verify_checksums: bool = False  # P2P: the producer computes checksums; stores always do. Consumers verify all
-    nixl_staging: str = "auto"  # nixl: "auto", "always" or "never" through host memory, see `kv_store.nixl.connector`
-    nixl_staging_bytes: int = 256 << 20  # of host memory for what is published, where it is staged
+    section: Mapping[str, object] = field(default_factory=dict)  # single connectors' own settings, by name
+
+    def own(self, settings_class: type[S]) -> S:
+        return own_part(self.section, settings_class)
+
+
+def own_part(section: Mapping[str, object], settings_class: type[S]) -> S:
+    """What `section` has for the fields of `settings_class`; defaults for the rest."""
+    return settings_class.model_validate(
+        {name: section[name] for name in settings_class.model_fields if name in section}
+    )
 
 
 class KVConnector(ABC):

@@ -1,30 +1,56 @@
-"""Connectors by name. A backend is imported when it is asked for, so that its library is needed only then."""
+"""Connectors by name: one line for each. A backend is imported when it is asked for, so that its library is needed only
+then; its settings before, which need no library."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
+from common.config import Settings
 from common.errors import ConfigError
 from kv_store.base import ConnectorConfig, KVConnector
 
+
+@dataclass(slots=True, frozen=True)
+class _Entry:
+    connector: str  # module:class
+    settings: str = ""  # the same, of its own settings; none if empty
+    is_store: bool = False  # as the class says, known without loading it
+
+
 _CONNECTORS = {
-    "lmcache": "kv_store.lmcache.connector:LMCacheConnector",
-    "memory": "kv_store.memory:MemoryConnector",
-    "nixl": "kv_store.nixl.connector:NixlConnector",
-    "shared_storage": "kv_store.shared_storage.connector:SharedStorageConnector",
+    "shared_storage": _Entry(
+        "kv_store.shared_storage.connector:SharedStorageConnector",
+        "kv_store.shared_storage.settings:SharedStorageSettings",
+        is_store=True,
+    ),
+    "lmcache": _Entry(
+        "kv_store.lmcache.connector:LMCacheConnector", "kv_store.lmcache.settings:LMCacheSettings", is_store=True
+    ),
+    "nixl": _Entry("kv_store.nixl.connector:NixlConnector", "kv_store.nixl.settings:NixlSettings"),
+    "memory": _Entry("kv_store.memory:MemoryConnector"),
 }
-_STORES = ("lmcache", "shared_storage")  # `is_store`, known without loading them
 
 
 def connector_names() -> list[str]:
     return sorted(_CONNECTORS)
 
 
+def store_names() -> list[str]:
+    return sorted(name for name, entry in _CONNECTORS.items() if entry.is_store)
+
+
+def settings_classes() -> list[type[Settings]]:
+    """Of all connectors that have settings of their own."""
+    return [_loaded(entry.settings) for entry in _CONNECTORS.values() if entry.settings]
+
+
 def check_store(connector: str, store: str, key: str = "store") -> None:
     """Raises `ConfigError` for `key` where `store` cannot stand beside `connector`; empty is none beside it."""
-    if store and store not in _STORES:
-        raise ConfigError(key, f"{store!r} is not one of {', '.join(_STORES)}")
-    if store and connector in _STORES and store != connector:
+    if store and store not in store_names():
+        raise ConfigError(key, f"{store!r} is not one of {', '.join(store_names())}")
+    if store and connector in store_names() and store != connector:
         raise ConfigError(key, f"connector {connector} is a store itself; take nixl to have {store} beside it")
 
 
@@ -36,9 +62,14 @@ def create_store(connector: str, store: str, config: ConnectorConfig) -> KVConne
 
 def create_connector(name: str, config: ConnectorConfig) -> KVConnector:
     """Raises `ConfigError` for an unknown name and `StartupError` where the backend cannot work here."""
-    target = _CONNECTORS.get(name)
-    if target is None:
+    entry = _CONNECTORS.get(name)
+    if entry is None:
         raise ConfigError("connector", f"{name!r} is not one of {', '.join(connector_names())}")
-    module, _, attribute = target.partition(":")
-    connector_class: type[KVConnector] = getattr(import_module(module), attribute)
+    connector_class: type[KVConnector] = _loaded(entry.connector)
     return connector_class(config)
+
+
+def _loaded(target: str) -> Any:
+    """The class `module:class`."""
+    module, _, attribute = target.partition(":")
+    return getattr(import_module(module), attribute)

@@ -12,10 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.config import AutoscalerSettings, ConnectorSettings, RouterSettings, Settings, WorkerSettings
+from baton.settings import WORKER_SETTINGS, with_connectors
+from common.config import AutoscalerSettings, ConnectorSettings, RouterSettings, Settings
 from tools.generated import main
 
 Schema = dict[str, Any]
+CONNECTOR_SETTINGS = with_connectors(ConnectorSettings)
 PATH = Path(__file__).parents[1] / "helm" / "values.schema.json"
 
 # What the chart itself decides, from other values.
@@ -261,8 +263,8 @@ def values_schema() -> Schema:
     )
     root["properties"]["global"] = MAP  # helm itself adds it
     generated = {
-        "workerSettings": settings(WorkerSettings, without=ConnectorSettings),
-        "connectorSettings": settings(ConnectorSettings),
+        "workerSettings": settings(WORKER_SETTINGS, without=CONNECTOR_SETTINGS),
+        "connectorSettings": settings(CONNECTOR_SETTINGS),
         "routerSettings": settings(RouterSettings),
         "autoscalerSettings": settings(AutoscalerSettings),
     }

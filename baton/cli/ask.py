@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from baton.cli.options import SettingsCommand
+from baton.settings import DEMO_SETTINGS
 from common.config import ChatSettings, ClientSettings, DemoSettings, GenerateSettings, SamplingSettings
 from common.errors import BatonError
 
@@ -207,7 +208,7 @@ def demo(settings: DemoSettings, *, question: tuple[str, ...]) -> int:
     setup_logging("demo", level=settings.log_level, log_format=settings.log_format)
     stack_plan.check(settings)
     settings = prepare_model(settings)
-    with kv_directory(settings.kv_dir) as kv_dir:
+    with kv_directory(stack_plan.given_kv_dir(settings)) as kv_dir:
         running = stack_plan.plan(settings, kv_dir)
         return stack.run(running, work=ask)
 
@@ -251,7 +252,7 @@ ASK_COMMANDS = (
     ),
     SettingsCommand(
         "demo",
-        DemoSettings,
+        DEMO_SETTINGS,
         demo,
         about="Starts a stack on free ports, asks one question, shows where its time went, and ends the stack.",
         examples=["baton demo", 'baton demo --prefill 2 "Name three colours."'],

@@ -31,6 +31,7 @@ from common.config import (
     WorkerSettings,
 )
 from common.errors import BatonError, ConfigError
+from kv_store.registry import settings_classes
 
 GROUPS: dict[type[Settings], str] = {
     DemoSettings: "Demo",
@@ -45,6 +46,7 @@ GROUPS: dict[type[Settings], str] = {
     ModelSettings: "Model",
     EngineSettings: "Engine",
     ConnectorSettings: "KV blocks",
+    **dict.fromkeys(settings_classes(), "KV blocks"),
     PolicySettings: "Routing",
     TlsSettings: "TLS",
     HealthSettings: "Probes",

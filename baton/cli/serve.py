@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from baton.cli.options import SettingsCommand
+from baton.settings import UP_SETTINGS, WORKER_SETTINGS
 from common.config import DEFAULT_MODEL, AutoscalerSettings, RouterSettings, UpSettings, WorkerSettings
 from common.dtype import resolve_dtype
 from common.logs import setup_logging
@@ -44,7 +45,7 @@ def up(settings: UpSettings) -> int:
     setup_logging("up", level=settings.log_level, log_format=settings.log_format)
     stack_plan.check(settings)
     settings = prepare_model(settings)
-    with kv_directory(settings.kv_dir) as kv_dir:
+    with kv_directory(stack_plan.given_kv_dir(settings)) as kv_dir:
         return stack.run(stack_plan.plan(settings, kv_dir), on_ready=partial(print_ready, hints=settings.hints))
 
 
@@ -88,7 +89,7 @@ def autoscaler(settings: AutoscalerSettings) -> int:
 SERVE_COMMANDS = (
     SettingsCommand(
         "up",
-        UpSettings,
+        UP_SETTINGS,
         up,
         about="Runs a whole stack on this machine: router, prefill and decode workers.",
         examples=[
@@ -99,21 +100,21 @@ SERVE_COMMANDS = (
     ),
     SettingsCommand(
         "prefill",
-        WorkerSettings,
+        WORKER_SETTINGS,
         partial(worker, role=WorkerRole.PREFILL),
         about="Runs one prefill worker.",
         examples=[f"baton prefill --listen 127.0.0.1:50061 --model {DEFAULT_MODEL} --kv-dir /tmp/kv"],
     ),
     SettingsCommand(
         "decode",
-        WorkerSettings,
+        WORKER_SETTINGS,
         partial(worker, role=WorkerRole.DECODE),
         about="Runs one decode worker.",
         examples=[f"baton decode --listen 127.0.0.1:50062 --model {DEFAULT_MODEL} --kv-dir /tmp/kv"],
     ),
     SettingsCommand(
         "worker",
-        WorkerSettings,
+        WORKER_SETTINGS,
         partial(worker, role=WorkerRole.BOTH),
         about="Runs one worker with both roles.",
         examples=[f"baton worker --listen 127.0.0.1:50063 --model {DEFAULT_MODEL} --kv-dir /tmp/kv"],

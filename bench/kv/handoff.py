@@ -22,6 +22,7 @@ from bench.processes import running
 from common.errors import StartupError
 from common.types import KVCacheSpec
 from kv_store.base import ConnectorConfig
+from kv_store.shared_storage.settings import SharedStorageSettings
 
 PART = "handoff"
 P2P_BAR = 10.0  # percent that a fetch takes longer than a raw NIXL read of the same blocks
@@ -132,8 +133,8 @@ def add_bar(results: Results) -> None:
 def _empty_stores(configs: Mapping[str, tuple[str, ConnectorConfig]]) -> None:
     """What one shape left is of no use to the next."""
     for _, config in configs.values():
-        if config.kv_dir:
-            for path in Path(config.kv_dir).iterdir():
+        if kv_dir := config.own(SharedStorageSettings).kv_dir:
+            for path in Path(kv_dir).iterdir():
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -154,14 +155,20 @@ def connectors(settings: BenchSettings, results: Results) -> Iterator[dict[str, 
                     continue
                 kv_dir = tempfile.mkdtemp(prefix="baton-bench-", dir=parent)
                 stack.callback(shutil.rmtree, kv_dir, ignore_errors=True)
-                configs[label] = ("shared_storage", ConnectorConfig(kv_dir=kv_dir, transfer_timeout_s=60.0))
+                configs[label] = (
+                    "shared_storage",
+                    ConnectorConfig(section={"kv_dir": kv_dir}, transfer_timeout_s=60.0),
+                )
         if "lmcache" in settings.connectors:
             try:
                 address = stack.enter_context(lmcache())
             except StartupError as error:
                 results.skipped[f"{PART}: lmcache"] = error.message
             else:
-                configs["lmcache"] = ("lmcache", ConnectorConfig(lmcache_address=address, transfer_timeout_s=60.0))
+                configs["lmcache"] = (
+                    "lmcache",
+                    ConnectorConfig(section={"lmcache_address": address}, transfer_timeout_s=60.0),
+                )
         yield configs
 
 

@@ -34,6 +34,7 @@ from kv_store.jobs import Job
 from kv_store.lmcache.client import LMCacheClient
 from kv_store.lmcache.degrees import Degree, Degrees, Finder, LoadedGroup
 from kv_store.lmcache.groups import Group, GroupLayout, split_into_groups
+from kv_store.lmcache.settings import LMCacheSettings
 from kv_store.lookups import Lookups
 from kv_store.results import ResultQueue, block_result
 
@@ -67,10 +68,11 @@ class LMCacheConnector(KVConnector):
     is_store: ClassVar[bool] = True
 
     def __init__(self, config: ConnectorConfig) -> None:
-        if not config.lmcache_address:
+        address = config.own(LMCacheSettings).lmcache_address
+        if not address:
             raise StartupError("lmcache_address: host:port of an LMCache server on this machine is needed")
         self._config = config
-        self._client = LMCacheClient(config.lmcache_address)
+        self._client = LMCacheClient(address)
         self._queue: FairQueue[Job, _Part] = FairQueue()
         self._lookups = Lookups(self._look_up, "LMCache did not answer whether it holds KV blocks")
         self._threads: list[threading.Thread] = []

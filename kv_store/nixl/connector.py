@@ -28,6 +28,7 @@ from kv_store.host_copy import HostCopy
 from kv_store.nixl.agent import ServedMemory, ServingAgent, load_library
 from kv_store.nixl.fetch import MAX_READS_PER_PEER, Fetcher
 from kv_store.nixl.publish import Publisher
+from kv_store.nixl.settings import NixlSettings
 from kv_store.peers import PeerInfo, check_compatible, decode_peer, encode_peer
 from kv_store.results import ResultQueue
 
@@ -44,6 +45,7 @@ class NixlConnector(KVConnector):
 
     def __init__(self, config: ConnectorConfig) -> None:
         self._config = config
+        self._own = config.own(NixlSettings)
         self._library = load_library()
         self._peer_name = config.worker_id or f"nixl-{uuid.uuid4().hex}"
         self._epoch = config.epoch or uuid.uuid4().hex
@@ -134,7 +136,7 @@ class NixlConnector(KVConnector):
 
     def _registered(self) -> tuple[ServedMemory, HostCopy | None]:
         """What peers read: the cache, or a pool where they can't."""
-        staging = self._config.nixl_staging
+        staging = self._own.nixl_staging
         if staging != "always":
             try:
                 return self._serving.register(self._view.rows), None
@@ -143,7 +145,7 @@ class NixlConnector(KVConnector):
             if staging == "never" or self._view.is_on_host:
                 raise StartupError(f"connector: {reason}")
             log.warning("KV blocks go through host memory", extra={"reason": reason})
-        pool = self._pool(self._config.nixl_staging_bytes // self._spec.block_bytes)
+        pool = self._pool(int(self._own.nixl_staging_gb * 2**30) // self._spec.block_bytes)
         return self._serving.register(pool.rows, is_staging=True), pool
 
     def _pool(self, num_slots: int) -> HostCopy:

@@ -41,6 +41,7 @@ from kv_store.shared_storage.block_files import BlockData, FullDiskError, prepar
 from kv_store.shared_storage.file_clock import FileClock
 from kv_store.shared_storage.layout import writer_id
 from kv_store.shared_storage.run_file import HEADER_BYTES, MAX_BLOCKS, RUN_BYTES
+from kv_store.shared_storage.settings import SharedStorageSettings
 from kv_store.shared_storage.sharded_files import ShardedFiles
 from kv_store.shared_storage.space import StoreSpace
 
@@ -72,11 +73,13 @@ class SharedStorageConnector(KVConnector):
 
     def __init__(self, config: ConnectorConfig) -> None:
         self._config = config
-        self._kv_dir = prepare_directory(config.kv_dir)
+        own = config.own(SharedStorageSettings)
+        self._kv_dir = prepare_directory(own.kv_dir or "")
+        self._limit_bytes = None if own.kv_dir_size_gb is None else int(own.kv_dir_size_gb * 2**30)
         try:
             self._clock = FileClock(self._kv_dir, writer_id())
         except OSError as error:
-            raise StartupError(f"kv_dir: cannot use {config.kv_dir!r}: {error.strerror or error}") from error
+            raise StartupError(f"kv_dir: cannot use {own.kv_dir!r}: {error.strerror or error}") from error
         self._queue: FairQueue[Job, LocalBlock] = FairQueue()
         self._lookups = Lookups(self._look_up, "kv_dir did not answer whether it holds KV blocks")
         self._threads: list[threading.Thread] = []
@@ -92,8 +95,8 @@ class SharedStorageConnector(KVConnector):
         self._files = ShardedFiles(self._kv_dir, spec, self._clock)
         self._results = ResultQueue(wake)
         self._slice_blocks = min(max(1, RUN_BYTES // spec.block_bytes), MAX_BLOCKS)
-        if self._config.kv_dir_size_bytes is not None:
-            self._space = StoreSpace(self._kv_dir, self._clock, self._config.kv_dir_size_bytes, self._queue.recheck)
+        if self._limit_bytes is not None:
+            self._space = StoreSpace(self._kv_dir, self._clock, self._limit_bytes, self._queue.recheck)
             self._space.start()
         for number in range(self._config.num_io_threads):
             thread = threading.Thread(target=self._run, name=f"kv-io-{number}", args=(number == 0,), daemon=True)

@@ -32,8 +32,8 @@ def test_every_system_takes_its_turns(tmp_path: Path) -> None:
         num_blocks=5,
         repeats=2,
         connectors={
-            "files": ("shared_storage", ConnectorConfig(kv_dir=str(tmp_path))),
-            "no files": ("shared_storage", ConnectorConfig(kv_dir="")),
+            "files": ("shared_storage", ConnectorConfig(section={"kv_dir": str(tmp_path)})),
+            "no files": ("shared_storage", ConnectorConfig(section={"kv_dir": ""})),
         },
     )
     turns: dict[str, int] = {}
@@ -59,7 +59,7 @@ def test_every_system_takes_its_turns(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_process_left")
 def test_a_failed_transfer_ends_the_measurement_with_its_reason(tmp_path: Path) -> None:
     """The producer's blocks are there, but not in time."""
-    late = ConnectorConfig(kv_dir=str(tmp_path), transfer_timeout_s=-1.0)
+    late = ConnectorConfig(section={"kv_dir": str(tmp_path)}, transfer_timeout_s=-1.0)
     config = PairConfig(spec=SPEC, num_blocks=3, repeats=1, connectors={"files": ("shared_storage", late)})
     with pytest.raises(TransferError, match=r"files: .*not (read|done) within"):
         list(measure_pair(config))
@@ -67,7 +67,7 @@ def test_a_failed_transfer_ends_the_measurement_with_its_reason(tmp_path: Path) 
 
 @pytest.mark.usefixtures("no_process_left")
 def test_whoever_stops_listening_ends_both_processes(tmp_path: Path) -> None:
-    files = ("shared_storage", ConnectorConfig(kv_dir=str(tmp_path)))
+    files = ("shared_storage", ConnectorConfig(section={"kv_dir": str(tmp_path)}))
     found = measure_pair(PairConfig(spec=SPEC, num_blocks=3, repeats=10_000, connectors={"files": files}))
     next(found)
     found.close()  # type: ignore[attr-defined] # a generator

@@ -42,7 +42,7 @@ def patient_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def engine(folder: Path, **settings: object) -> Iterator[tuple[EngineCore, FakeRunner]]:
-    connector = SharedStorageConnector(ConnectorConfig(kv_dir=str(folder), epoch="e", worker_id="w"))
+    connector = SharedStorageConnector(ConnectorConfig(section={"kv_dir": str(folder)}, epoch="e", worker_id="w"))
     core, runner = make_core(connector=connector, **settings)
     try:
         yield core, runner
@@ -135,7 +135,7 @@ class LateLookups(SharedStorageConnector):
 
 def test_a_lookup_that_takes_its_time_holds_up_nobody_else(tmp_path: Path) -> None:
     fill(tmp_path, PROMPT)
-    connector = LateLookups(ConnectorConfig(kv_dir=str(tmp_path), epoch="e", worker_id="w"))
+    connector = LateLookups(ConnectorConfig(section={"kv_dir": str(tmp_path)}, epoch="e", worker_id="w"))
     core, runner = make_core(connector=connector)
     for name in ("late", "quick", "gone"):
         add(core, name, PROMPT if name == "late" else PROMPT[::-1], max_tokens=4, waits_for_lookup=False)
@@ -198,7 +198,9 @@ def a_hanging_fetch(folder: Path, **settings: object) -> Iterator[tuple[EngineCo
     blocks but the first are good then, however late."""
     fill(folder, PROMPT)
     (first, *_) = block_hashes(root_hash(SPEC.fingerprint()), PROMPT, SPEC.block_size)
-    connector = SharedStorageConnector(ConnectorConfig(kv_dir=str(folder), worker_id="w", transfer_timeout_s=0.5))
+    connector = SharedStorageConnector(
+        ConnectorConfig(section={"kv_dir": str(folder)}, worker_id="w", transfer_timeout_s=0.5)
+    )
     core, _ = make_core(connector=connector, **settings)
     add(core, "a", PROMPT, max_tokens=4)
     with hanging(path_of(folder, first, SPEC)) as go_on:
@@ -284,7 +286,9 @@ def test_without_other_blocks_a_read_that_hangs_is_waited_for(tmp_path: Path) ->
 
 
 def test_a_publication_that_hangs_is_announced_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    connector = SharedStorageConnector(ConnectorConfig(kv_dir=str(tmp_path), worker_id="w", transfer_timeout_s=0.5))
+    connector = SharedStorageConnector(
+        ConnectorConfig(section={"kv_dir": str(tmp_path)}, worker_id="w", transfer_timeout_s=0.5)
+    )
     core, _ = make_core(connector=connector)
     with hanging_writes(monkeypatch) as go_on:
         add(core, "a", PROMPT, mode=m.RequestMode.PREFILL)
@@ -463,7 +467,7 @@ def test_a_lookup_that_misses_what_was_stored_has_it_written_again(tmp_path: Pat
 
 def test_a_store_that_does_not_answer_is_not_taken_to_have_lost_anything(tmp_path: Path) -> None:
     longer = [*PROMPT, *range(50, 70)]
-    connector = LateLookups(ConnectorConfig(kv_dir=str(tmp_path), epoch="e", worker_id="w"))
+    connector = LateLookups(ConnectorConfig(section={"kv_dir": str(tmp_path)}, epoch="e", worker_id="w"))
     core, _ = make_core(connector=connector)
     core._clock = lambda: 1e6
     core.step()
@@ -579,7 +583,7 @@ def test_another_model_layout_or_adapter_finds_nothing(tmp_path: Path) -> None:
         replace(SPEC, num_layers=2),
     ]
     for spec in [SPEC, *specs]:
-        store = SharedStorageConnector(ConnectorConfig(kv_dir=str(tmp_path), epoch="e", worker_id="w"))
+        store = SharedStorageConnector(ConnectorConfig(section={"kv_dir": str(tmp_path)}, epoch="e", worker_id="w"))
         store.register_kv_cache(torch.zeros((4, *spec.block_shape), dtype=getattr(torch, spec.dtype)), spec, int)
         names = block_hashes(root_hash(spec.fingerprint()), PROMPT, spec.block_size)
         adapted = block_hashes(root_hash(spec.fingerprint()), PROMPT, spec.block_size, extra_keys(lora_id="a"))
@@ -595,7 +599,7 @@ def test_a_store_beside_another_connector(tmp_path: Path) -> None:
     """A prefill hands over through its connector and leaves its blocks in the store all the same."""
     for mode in (m.RequestMode.PREFILL, m.RequestMode.LOCAL):
         handoff = MemoryConnector(ConnectorConfig(epoch="e", worker_id="w"))
-        store = SharedStorageConnector(ConnectorConfig(kv_dir=str(tmp_path), epoch="e", worker_id="w"))
+        store = SharedStorageConnector(ConnectorConfig(section={"kv_dir": str(tmp_path)}, epoch="e", worker_id="w"))
         core, runner = make_core(connector=handoff, store=store)
         try:
             add(core, "a", PROMPT, params=SamplingParams(temperature=0, max_tokens=2), mode=mode)

@@ -6,7 +6,8 @@ from typing import Any
 
 import yaml
 
-from common.config import RouterSettings, WorkerSettings
+from baton.settings import WORKER_SETTINGS
+from common.config import RouterSettings
 from tests.helm.chart import CHART
 from tools import values_schema
 
@@ -37,7 +38,7 @@ def test_every_default_is_in_the_schema_and_the_other_way_round() -> None:
 def test_settings_are_offered_unless_the_chart_decides_them() -> None:
     definitions = values_schema.values_schema()["definitions"]
     worker = set(definitions["workerSettings"]["properties"]) | set(definitions["connectorSettings"]["properties"])
-    assert set(WorkerSettings.model_fields) - worker == {
+    assert set(WORKER_SETTINGS.model_fields) - worker == {
         "listen", "advertise", "drain_timeout", "metrics_port", "connector", "store", "kv_dir", "model",
         "served_model_name", "dtype", "log_level", "log_format",
         "tls_cert", "tls_key", "tls_ca", "tls_server_name", "health_listen",

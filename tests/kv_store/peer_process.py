@@ -50,8 +50,7 @@ def make_worker(
         epoch=epoch,
         transfer_timeout_s=timeout_s,
         verify_checksums=checksums,
-        nixl_staging=staging,
-        nixl_staging_bytes=staging_blocks * BIG_SPEC.block_bytes,
+        section={"nixl_staging": staging, "nixl_staging_gb": staging_blocks * BIG_SPEC.block_bytes / 2**30},
     )
     return Worker(NixlConnector(config), num_blocks, BIG_SPEC, seed, device)
 

@@ -58,7 +58,7 @@ def patient_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(server: LMCacheProcess, timeout_s: float = PATIENCE_S) -> ConnectorConfig:
-    return ConnectorConfig(lmcache_address=server.address, transfer_timeout_s=timeout_s)
+    return ConnectorConfig(section={"lmcache_address": server.address}, transfer_timeout_s=timeout_s)
 
 
 @pytest.fixture
@@ -412,7 +412,7 @@ def test_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
         LMCacheConnector(ConnectorConfig())
     address = f"127.0.0.1:{free_ports(1)[0]}"
     with pytest.raises(StartupError, match=f"no LMCache server answers at '{address}'"):
-        LMCacheConnector(ConnectorConfig(lmcache_address=address))
+        LMCacheConnector(ConnectorConfig(section={"lmcache_address": address}))
 
 
 def test_two_writers_of_one_prefix(server: LMCacheProcess, make_worker: Callable[..., Worker]) -> None:

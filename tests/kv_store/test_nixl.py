@@ -48,7 +48,7 @@ class TestNixl(ConnectorConformance):
                 epoch=epoch,
                 verify_checksums=request.param == "checksums",
                 transfer_timeout_s=20.0,
-                nixl_staging="always" if request.param == "staged" else "auto",
+                section={"nixl_staging": "always" if request.param == "staged" else "auto"},
             )
             return create_connector("nixl", config)
 
@@ -110,8 +110,10 @@ class TestSmallPool:
                 worker_id=name,
                 epoch="e1",
                 transfer_timeout_s=timeout_s,
-                nixl_staging=staging,
-                nixl_staging_bytes=self.NUM_SLOTS * SPEC.block_bytes,
+                section={
+                    "nixl_staging": staging,
+                    "nixl_staging_gb": self.NUM_SLOTS * SPEC.block_bytes / 2**30,
+                },
             )
             made.append(Worker(create_connector("nixl", config), num_blocks, SPEC, seed=len(made) + 1))
             return made[-1]

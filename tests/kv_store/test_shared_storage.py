@@ -66,7 +66,7 @@ def hanging_lookups(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event
 
 
 def impatient(kv_dir: Path) -> Worker:
-    return Worker(SharedStorageConnector(ConnectorConfig(kv_dir=str(kv_dir), transfer_timeout_s=1.0)), 16)
+    return Worker(SharedStorageConnector(ConnectorConfig(section={"kv_dir": str(kv_dir)}, transfer_timeout_s=1.0)), 16)
 
 
 def count_failed(kind: str) -> float:
@@ -139,7 +139,9 @@ class TestSharedStorage(ConnectorConformance):
     @pytest.fixture
     def create(self, kv_dir: Path) -> Create:
         def create(worker_id: str, epoch: str) -> KVConnector:
-            return SharedStorageConnector(ConnectorConfig(kv_dir=str(kv_dir), worker_id=worker_id, epoch=epoch))
+            return SharedStorageConnector(
+                ConnectorConfig(section={"kv_dir": str(kv_dir)}, worker_id=worker_id, epoch=epoch)
+            )
 
         return create
 
@@ -247,7 +249,7 @@ class TestSharedStorage(ConnectorConformance):
     def test_reads_not_begun_by_the_deadline_fail(self, workers: Callable[..., Worker], kv_dir: Path) -> None:
         producer = workers("producer")
         (ref,) = producer.published({3: name_of(1)})
-        config = ConnectorConfig(kv_dir=str(kv_dir), transfer_timeout_s=0.0)
+        config = ConnectorConfig(section={"kv_dir": str(kv_dir)}, transfer_timeout_s=0.0)
         late = Worker(SharedStorageConnector(config), 4)
         before = late.bytes_of(1)
         late.fetch([FetchBlock(ref, 1)])
@@ -366,12 +368,12 @@ class TestStart:
 
     def test_missing_parent(self, tmp_path: Path) -> None:
         with pytest.raises(StartupError, match=r"^kv_dir: .*No such file"):
-            SharedStorageConnector(ConnectorConfig(kv_dir=str(tmp_path / "missing" / "kv")))
+            SharedStorageConnector(ConnectorConfig(section={"kv_dir": str(tmp_path / "missing" / "kv")}))
 
     def test_a_file_in_its_place(self, tmp_path: Path) -> None:
         (tmp_path / "kv").write_text("")
         with pytest.raises(StartupError, match=r"^kv_dir: .*exists"):
-            SharedStorageConnector(ConnectorConfig(kv_dir=str(tmp_path / "kv")))
+            SharedStorageConnector(ConnectorConfig(section={"kv_dir": str(tmp_path / "kv")}))
 
     @pytest.fixture
     def read_only_dir(self) -> Iterator[Path]:
@@ -393,13 +395,13 @@ class TestStart:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(Path, "write_bytes", full)
-        connector = SharedStorageConnector(ConnectorConfig(kv_dir=str(tmp_path)))
+        connector = SharedStorageConnector(ConnectorConfig(section={"kv_dir": str(tmp_path)}))
         assert list(tmp_path.glob(".probe*")) == []
         assert connector.is_store
         monkeypatch.setattr(Path, "mkdir", full)
         with pytest.raises(StartupError, match=r"^kv_dir: cannot write to .*No space left"):
-            SharedStorageConnector(ConnectorConfig(kv_dir=str(tmp_path / "kv")))
+            SharedStorageConnector(ConnectorConfig(section={"kv_dir": str(tmp_path / "kv")}))
 
     def test_read_only(self, read_only_dir: Path) -> None:
         with pytest.raises(StartupError, match=r"^kv_dir: cannot write to .*Permission denied"):
-            SharedStorageConnector(ConnectorConfig(kv_dir=str(read_only_dir)))
+            SharedStorageConnector(ConnectorConfig(section={"kv_dir": str(read_only_dir)}))

@@ -39,7 +39,7 @@ def metric(name: str, **labels: str) -> float:
 
 
 def limited(kv_dir: Path, limit_bytes: int) -> Worker:
-    config = ConnectorConfig(kv_dir=str(kv_dir), kv_dir_size_bytes=limit_bytes)
+    config = ConnectorConfig(section={"kv_dir": str(kv_dir), "kv_dir_size_gb": limit_bytes / 2**30})
     return Worker(SharedStorageConnector(config), 16, seed=1)
 
 
@@ -168,7 +168,7 @@ def test_a_full_disk(
     worker = (
         limited(kv_dir, 10**9)
         if has_limit
-        else Worker(SharedStorageConnector(ConnectorConfig(kv_dir=str(kv_dir))), 16, seed=1)
+        else Worker(SharedStorageConnector(ConnectorConfig(section={"kv_dir": str(kv_dir)})), 16, seed=1)
     )
     for number in range(20):
         worker.published({0: name_of(number)})
@@ -260,7 +260,8 @@ from tests.kv_store.stored import data_of
 
 kv_dir, number, limit, rounds, any_error = sys.argv[1], *map(int, sys.argv[2:])
 store_space.MAX_WAIT_S = 600.0  # however busy the machine is
-worker = Worker(SharedStorageConnector(ConnectorConfig(kv_dir=kv_dir, kv_dir_size_bytes=limit)), 16)
+config = ConnectorConfig(section={"kv_dir": kv_dir, "kv_dir_size_gb": limit / 2**30})
+worker = Worker(SharedStorageConnector(config), 16)
 num_read = num_lost = 0
 for turn in range(rounds):
     # Blocks of its own, and blocks that all three write at about the same time.
