@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kube import cluster, images
 from tests.kube.user_cluster import MAY_USE_VARIABLE, ask_to_use
 
 TESTS = Path(__file__).parents[1]
@@ -39,6 +40,10 @@ def main() -> int:
     kubeconfig = os.environ.get("KUBECONFIG")
     if kubeconfig and MAY_USE_VARIABLE not in os.environ:
         os.environ[MAY_USE_VARIABLE] = ask_to_use(Path(kubeconfig), input if sys.stdin.isatty() else None)
+    elif not kubeconfig and not (cluster.why_not() or images.why_not()):
+        for name in ("router", "cpu"):  # here, since no test's time limit is meant for that
+            print(f"image baton-{name}: it takes minutes if it has not been built here before", flush=True)
+            images.archive(name)
     status = pytest.main(["-m", "kube" if full else "kube and not slow", *map(str, PLACES), *arguments])
     if not full:
         print(LEFT_OUT, end="", file=sys.stderr)
