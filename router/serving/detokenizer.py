@@ -17,22 +17,26 @@ from router.serving.tokenizer import Tokenizer
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
 PROMPT_TAIL = 8  # tokens of context before the answer
 MAX_PENDING = 4  # tokens that one unfinished character can span: UTF-8 has at most four bytes
+MAX_UNFINISHED = 3  # replacements that some decoders write for one unfinished character, one for each byte
 
 
 class Detokenizer:
     """One answer's text. What `add` and `flush` return, joined, is the text of all tokens; only bytes at the very end
-    that never became a character are dropped. Special tokens have no text."""
+    that never became a character are dropped. Special tokens have no text, nor have ids beyond the vocabulary.
+
+    A token costs the same however many came before it, and whatever they are: the window stays short.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         tail = prompt_token_ids[-4 * PROMPT_TAIL :]
-        self._window = [t for t in tail if not tokenizer.is_special(t)][-PROMPT_TAIL:]
+        self._window = [t for t in tail if tokenizer.has_text(t)][-PROMPT_TAIL:]
         self._done = len(self._window)  # tokens of the window whose text is out
         self._done_text = tokenizer.decode(self._window)
 
     def add(self, token_id: int) -> str:
         """New whole characters; empty while the last one is unfinished."""
-        if self._tokenizer.is_special(token_id):
+        if not self._tokenizer.has_text(token_id):
             return ""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
@@ -53,7 +57,16 @@ class Detokenizer:
             part = self._tokenizer.decode(self._window[:end])
             if text.startswith(part) and len(part) > len(self._done_text):
                 return self._advance(end, part)
-        return ""
+        # No token ends where a character does: what is whole is shown, and the window begins anew after it.
+        unfinished = text[len(text.rstrip(REPLACEMENT)) :][-MAX_UNFINISHED:]
+        whole = text.removesuffix(unfinished)
+        if len(whole) <= len(self._done_text):  # nothing but bytes that are no character
+            whole, unfinished = text, ""
+        self._window = self._window[-MAX_PENDING:]
+        self._done = len(self._window)
+        new, self._done_text = _after(self._done_text, whole), self._tokenizer.decode(self._window)
+        self._done_text = self._done_text.removesuffix(unfinished)
+        return new
 
     def _advance(self, end: int, text: str) -> str:
         """`text` is that of the window up to `end`, and all of it is out now."""

@@ -56,9 +56,9 @@ class Tokenizer:
         text: str = self.rust.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def is_special(self, token_id: int) -> bool:
-        """Whether the token marks structure and has no text of its own."""
-        return token_id in self._special_ids
+    def has_text(self, token_id: int) -> bool:
+        """False for a token that marks structure, and for an id with which a model pads its vocabulary."""
+        return token_id not in self._special_ids and self.rust.id_to_token(token_id) is not None
 
     def render_chat(self, messages: Sequence[Message]) -> str:
         """The conversation as prompt text, special tokens written out.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from common.errors import InvalidArgumentError, UnavailableError
 from router.serving.chat_template import ChatTemplate
-from router.serving.detokenizer import REPLACEMENT, Detokenizer
+from router.serving.detokenizer import MAX_PENDING, REPLACEMENT, Detokenizer
 from router.serving.stop_strings import StopStrings
 from router.serving.tokenizer import Tokenizer, load_tokenizer
 from tests.router.tiny_tokenizer import byte_ids, eos_id, ids_of, tiny_tokenizer, tokenizer_files, vocab_size
@@ -90,6 +92,44 @@ def test_spaces_and_bytes_of_sentencepiece_models() -> None:
     assert "".join(deltas(tokenizer, [1], ids)) == " worlds東 world"
     assert "".join(deltas(tokenizer, [], ids)) == "worlds東 world"
     assert tokenizer.token_bytes(5 + 0xE6) == b"\xe6"
+
+
+@pytest.mark.parametrize("make", [tiny_tokenizer, metaspace_tokenizer])
+@given(data=st.data())
+def test_no_tokens_make_the_window_grow(make: Callable[[], Tokenizer], data: st.DataObject) -> None:
+    """A few tokens over and over, as `logit_bias` can force them: those that never end where a character does, bytes
+    of no character, ids that pad the vocabulary."""
+    tokenizer = make()
+    vocab = range(tokenizer.rust.get_vocab_size())
+    parts = [token_id for token_id in vocab if REPLACEMENT in tokenizer.decode([token_id])]
+    ids = st.one_of(st.sampled_from(vocab), st.sampled_from(parts), st.just(10**6))
+    few = data.draw(st.lists(ids, min_size=1, max_size=4))
+    stream = data.draw(st.lists(st.sampled_from(few), max_size=60))
+    prompt = [tokenizer.rust.encode("world").ids[-1]]
+    detokenizer = Detokenizer(tokenizer, prompt)
+    text = ""
+    for token_id in stream:
+        text += detokenizer.add(token_id)
+        assert len(detokenizer._window) <= 3 * MAX_PENDING
+    text += detokenizer.flush()
+    if tokenizer is tiny_tokenizer():  # byte fallback makes bytes of no character of a whole run, once it sees it whole
+        whole = tokenizer.decode(prompt + stream)[len(tokenizer.decode(prompt)) :]
+        assert text.replace(REPLACEMENT, "") == whole.replace(REPLACEMENT, "")
+
+
+def test_a_token_across_characters_comes_out_as_it_goes() -> None:
+    """The end of one character and the begin of the next, over and over: text never ends in a whole character."""
+    tokenizer = tiny_tokenizer()
+    across = next(
+        token_id
+        for token_id in range(vocab_size())
+        if len(data := tokenizer.token_bytes(token_id)) == 3 and max(data[:2]) < 0xC0 and 0xE0 <= data[2] < 0xF0
+    )
+    detokenizer = Detokenizer(tokenizer, [])
+    shown = 0
+    for number in range(200):
+        shown += len(detokenizer.add(across))
+        assert shown >= number - 2 * MAX_PENDING
 
 
 def test_token_bytes_joined_are_the_text() -> None:
