@@ -185,6 +185,11 @@ class RouterSettings(PolicySettings, TlsSettings, HealthSettings, LogSettings):
     )
     drain_timeout: float = Field(30.0, ge=0, description="seconds that SIGTERM waits for answers to end")
     request_timeout: float = Field(600.0, gt=0, description="deadline in seconds of a request that brings none")
+    control_tokens: bool = Field(
+        False,
+        description="control tokens (such as <|im_end|>) in chat messages are control tokens, not text: clients may "
+        "then begin and end turns in a message",
+    )
     worker_wait: float = Field(
         0.0, ge=0, description="seconds that a request waits while there is no worker (a fleet scaled to zero)"
     )

@@ -20,6 +20,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_MESSAGES = 4096
 MAX_SALT_CHARS = 256
 MAX_REQUEST_ID_CHARS = 128
 CHAT_ROLES = ("system", "developer", "user", "assistant")
@@ -135,6 +136,22 @@ def check_prompt(prompt_token_ids: Sequence[int], limits: ModelLimits, name: str
             f"{limits.max_model_len} tokens",
         )
     check_token_ids(prompt_token_ids, limits, name)
+
+
+def check_messages(num_messages: int, limits: ModelLimits, name: str) -> None:
+    """Refuses a conversation before it is rendered: none, or more messages than tokens of the context."""
+    if not num_messages:
+        raise InvalidArgumentError(name, "must not be empty")
+    most = min(MAX_MESSAGES, limits.max_model_len)
+    if num_messages > most:
+        raise InvalidArgumentError(name, f"must have at most {most} messages, not {num_messages}")
+
+
+def check_token_count(num_tokens: int, limits: ModelLimits, name: str) -> None:
+    if num_tokens > limits.max_model_len:
+        raise InvalidArgumentError(
+            name, f"must have at most {limits.max_model_len} tokens, the model's context, not {num_tokens}"
+        )
 
 
 def check_token_ids(token_ids: Sequence[int], limits: ModelLimits, name: str) -> None:

@@ -41,6 +41,7 @@ from router.serving.dispatch import Dispatcher, DispatchLimits
 from router.serving.front import Front
 from router.serving.generation import Generation
 from router.serving.preparation import Preparation
+from router.serving.threads import TextThreads
 from router.stop_signals import stop_signals
 
 log = logging.getLogger(__name__)
@@ -75,13 +76,17 @@ async def serve(
     policy = create_policy(settings.policy, min_remote_tokens=settings.min_remote_tokens or 0)
     dispatcher = Dispatcher(registry, policy, limits=limits)
     demand = Demand()
+    threads = TextThreads()
     front = Front(
         Admission(registry, demand, worker_wait_s=settings.worker_wait),
-        Preparation(request_timeout_s=settings.request_timeout),
+        Preparation(
+            request_timeout_s=settings.request_timeout, control_tokens=settings.control_tokens, threads=threads
+        ),
         Generation(dispatcher, demand),
     )
     health = HealthServicer()
     async with contextlib.AsyncExitStack() as stack:
+        stack.callback(threads.close)
         http_socket = stack.enter_context(contextlib.closing(listen(settings.http_listen)))
         interceptors = [] if keys is None else [KeyInterceptor(keys)]
         grpc_server = grpc.aio.server(options=CLIENT_SERVER_OPTIONS, interceptors=interceptors)

@@ -9,7 +9,7 @@ from contextlib import aclosing
 import grpc
 
 from common.errors import InvalidArgumentError
-from common.validation import SamplingFields, chat_role, check_model, check_text, check_token_ids
+from common.validation import SamplingFields, chat_role, check_messages, check_model
 from protos.baton.v1 import inference_pb2, types_pb2
 from protos.convert import finish_reason_to_proto, token_to_proto
 from router.api.api_keys import current_client
@@ -50,8 +50,7 @@ class InferenceService:
         with self._front.admission.running("grpc", context.time_remaining()):
             model = await self._front.admission.serving()
             check_model(request.model, model.limits)
-            if not request.messages:
-                raise InvalidArgumentError("messages", "must not be empty")
+            check_messages(len(request.messages), model.limits, "messages")
             messages = [
                 {"role": chat_role(message.role, f"messages[{index}].role"), "content": message.content}
                 for index, message in enumerate(request.messages)
@@ -66,10 +65,8 @@ class InferenceService:
     ) -> inference_pb2.TokenizeResponse:
         model = self._front.admission.served()
         check_model(request.model, model.limits)
-        if request.text:
-            check_text(request.text, model.limits, "text")
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        ids = await model.tokenizer.encode(request.text, field="text", add_special_tokens=special)
+        ids = await self._front.preparation.tokenize(model, request.text, "text", add_special_tokens=special)
         return inference_pb2.TokenizeResponse(token_ids=ids)
 
     async def Detokenize(  # noqa: N802
@@ -77,11 +74,9 @@ class InferenceService:
     ) -> inference_pb2.DetokenizeResponse:
         model = self._front.admission.served()
         check_model(request.model, model.limits)
-        check_token_ids(request.token_ids, model.limits, "token_ids")
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        return inference_pb2.DetokenizeResponse(
-            text=model.tokenizer.decode(request.token_ids, skip_special_tokens=skip)
-        )
+        text = await self._front.preparation.detokenize(model, request.token_ids, "token_ids", skip_special_tokens=skip)
+        return inference_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(  # noqa: N802
         self, _request: inference_pb2.ListModelsRequest, _context: Context
@@ -94,9 +89,9 @@ class InferenceService:
     async def _prompt(self, model: ServedModel, request: inference_pb2.GenerateRequest) -> Prompt:
         if request.prompt and request.prompt_token_ids:
             raise InvalidArgumentError("prompt_token_ids", "set either prompt or prompt_token_ids, not both")
-        if request.prompt_token_ids:
-            return Prompt(list(request.prompt_token_ids), "prompt_token_ids")
-        return await self._front.preparation.text_prompt(model, request.prompt, "prompt")
+        given = list(request.prompt_token_ids) or request.prompt
+        field = "prompt_token_ids" if request.prompt_token_ids else "prompt"
+        return (await self._front.preparation.prompts(model, [given], field))[0]
 
     async def _answer(
         self,

@@ -4,44 +4,92 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from functools import partial
 
 from common.validation import (
     FieldName,
     SamplingFields,
     check_cache_salt,
+    check_messages,
     check_model,
     check_priority,
     check_prompt,
     check_request_id,
     check_text,
+    check_token_count,
+    check_token_ids,
     validate_sampling,
 )
 from router.fleet.registry import ServedModel
 from router.serving.chat_template import Message
 from router.serving.clients import ApiClient
 from router.serving.request import GenerationRequest, Prompt, new_request_id
+from router.serving.threads import TextThreads
+
+MESSAGE_CHARS = 64  # rendering a message takes about as long as tokenizing this many characters
 
 
 class Preparation:
-    """Shared by both interfaces of a router."""
+    """Shared by both interfaces of a router. Counts and sizes are checked before any work is done on a text, and long
+    texts are worked on in `threads`, one of a request at a time."""
 
-    def __init__(self, *, request_timeout_s: float) -> None:
+    def __init__(self, *, request_timeout_s: float, control_tokens: bool, threads: TextThreads) -> None:
+        """`control_tokens`: whether text of control tokens in messages becomes control tokens."""
         self._request_timeout_s = request_timeout_s
+        self._control_tokens = control_tokens
+        self._threads = threads
 
-    async def text_prompt(
-        self, model: ServedModel, text: str, field: str, *, add_special_tokens: bool = True
-    ) -> Prompt:
-        check_text(text, model.limits, field)
-        ids = await model.tokenizer.encode(text, field=field, add_special_tokens=add_special_tokens)
-        return Prompt(ids, field)
+    async def prompts(
+        self, model: ServedModel, prompts: Sequence[str | list[int]], field: str, *, add_special_tokens: bool = True
+    ) -> list[Prompt]:
+        """Each is a text or token ids. The first that is wrong or too long ends it: none is tokenized after it."""
+        size = 0
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                check_text(prompt, model.limits, field)
+                size += len(prompt)
+            else:
+                check_prompt(prompt, model.limits, field)
+        made = []
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                made.append(Prompt(prompt, field))
+                continue
+            encode = partial(model.tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
+            token_ids = await self._threads.run(size, encode)
+            check_prompt(token_ids, model.limits, field)
+            made.append(Prompt(token_ids, field))
+        return made
 
     async def chat_prompt(self, model: ServedModel, messages: Sequence[Message]) -> Prompt:
         """The template writes special tokens out itself, so none are added."""
+        check_messages(len(messages), model.limits, "messages")
         total = "".join(message["content"] for message in messages)
         if total:
             check_text(total, model.limits, "messages")
-        text = model.tokenizer.render_chat(messages)
-        return await self.text_prompt(model, text, "messages", add_special_tokens=False)
+        encode = partial(
+            model.tokenizer.encode_chat,
+            messages,
+            control_tokens=self._control_tokens,
+            check=lambda text: check_text(text, model.limits, "messages"),
+        )
+        token_ids = await self._threads.run(len(total) + MESSAGE_CHARS * len(messages), encode)
+        check_prompt(token_ids, model.limits, "messages")
+        return Prompt(token_ids, "messages")
+
+    async def tokenize(self, model: ServedModel, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
+        if text:
+            check_text(text, model.limits, field)
+        encode = partial(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return await self._threads.run(len(text), encode)
+
+    async def detokenize(
+        self, model: ServedModel, token_ids: Sequence[int], field: str, *, skip_special_tokens: bool
+    ) -> str:
+        check_token_count(len(token_ids), model.limits, field)
+        check_token_ids(token_ids, model.limits, field)
+        decode = partial(model.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._threads.run(len(token_ids), decode)
 
     def request(
         self,
@@ -66,7 +114,6 @@ class Preparation:
             check_request_id(request_id)
         check_cache_salt(cache_salt)
         check_priority(priority)
-        check_prompt(prompt.token_ids, model.limits, prompt.field)
         params = validate_sampling(
             fields,
             model.limits,

@@ -6,20 +6,19 @@ The `tokenizers` library does the work; the transformers library is imported onl
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer as RustTokenizer
 
 from common.errors import InvalidArgumentError, UnavailableError
-from common.validation import encoded
 from router.serving.chat_template import ChatTemplate, Message
+from router.serving.control_tokens import ControlTokens, Hidden
 
-LONG_TEXT_CHARS = 4096  # tokenized on a thread: about a millisecond, which every other stream would wait for
+SHORT_DECODE = 256  # tokens; decoded in less than a millisecond
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -33,27 +32,52 @@ class Tokenizer:
         rust.no_truncation()
         rust.no_padding()
         self.max_token_bytes = max((len(token.encode()) for token in rust.get_vocab(True)), default=1)
-        decoder = json.loads(rust.to_str()).get("decoder")
+        definition = json.loads(rust.to_str())
+        self._control = ControlTokens(definition)
+        decoder = definition.get("decoder")
         self._byte_level = "ByteLevel" in json.dumps(decoder)
         self._byte_fallback = "ByteFallback" in json.dumps(decoder)
         self._special_ids = frozenset(
             token_id for token_id, token in rust.get_added_tokens_decoder().items() if token.special
         )
 
-    async def encode(self, text: str, *, field: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. `field` is named in the error where the text is not valid Unicode."""
-        if not text.isascii():
-            encoded(text, field)
-        if len(text) <= LONG_TEXT_CHARS:
-            return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self.rust.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, which is valid Unicode. Other threads run meanwhile: alone of the library's functions,
+        those for batches let go of the interpreter."""
+        ids: list[int] = self.rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
+    def encode_chat(
+        self, messages: Sequence[Message], *, control_tokens: bool, check: Callable[[str], None]
+    ) -> list[int]:
+        """Token ids of the conversation as the model's template writes it, control tokens and all.
+
+        With `control_tokens`, control tokens that messages hold the text of are such, as in transformers; else text.
+        `check` sees the prompt before it is tokenized. Raises `InvalidArgumentError` for `messages`.
+        """
+        hidden = Hidden([message["content"] for message in messages])
+        if not control_tokens:
+            messages = [
+                {
+                    "role": message["role"],
+                    **self._control.hide({k: v for k, v in message.items() if k != "role"}, hidden),
+                }
+                for message in messages
+            ]
+        try:
+            text = self.render_chat(messages)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(error.field, hidden.shown(error.reason)) from error
+        check(hidden.shown(text))
+        if hidden or (not control_tokens and self._control.may_be_normalized_into):
+            return self._control.encode(text, hidden)
+        return self.encode(text, add_special_tokens=False)
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        text: str = self.rust.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        if len(token_ids) <= SHORT_DECODE:  # a batch costs more, and this is done for every token of an answer
+            text: str = self.rust.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        else:
+            text = self.rust.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
         return text
 
     def has_text(self, token_id: int) -> bool:

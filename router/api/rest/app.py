@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 
 from common.errors import ModelNotFoundError
-from common.validation import check_model, check_request_id, check_text, check_token_ids
+from common.validation import check_model, check_request_id
 from router.api.api_keys import current_client
 from router.api.rest import errors
 from router.api.rest.answer import Answer
@@ -99,12 +99,7 @@ class _Gateway:
 
         async def prompts(model: ServedModel) -> list[Prompt]:
             special = body.add_special_tokens is not False
-            return [
-                await self._front.preparation.text_prompt(model, prompt, "prompt", add_special_tokens=special)
-                if isinstance(prompt, str)
-                else Prompt(prompt, "prompt")
-                for prompt in body.prompts()
-            ]
+            return await self._front.preparation.prompts(model, body.prompts(), "prompt", add_special_tokens=special)
 
         return await self._generate(request, body, prompts, arrived_at)
 
@@ -198,19 +193,17 @@ class _Gateway:
         check_model(body.model or "", model.limits)
         name = "prompt" if body.text is None else "text"
         text = (body.prompt if body.text is None else body.text) or ""
-        if text:
-            check_text(text, model.limits, name)
         special = body.add_special_tokens is not False
-        ids = await model.tokenizer.encode(text, field=name, add_special_tokens=special)
+        ids = await self._front.preparation.tokenize(model, text, name, add_special_tokens=special)
         return json_response({"token_ids": ids, "count": len(ids), "max_model_len": model.limits.max_model_len})
 
     async def detokenize(self, request: Request) -> Response:
         body = parse(DetokenizeBody, await read_body(request))
         model = self._front.admission.served()
         check_model(body.model or "", model.limits)
-        check_token_ids(body.token_ids, model.limits, "token_ids")
         skip = body.skip_special_tokens is not False
-        return json_response({"text": model.tokenizer.decode(body.token_ids, skip_special_tokens=skip)})
+        text = await self._front.preparation.detokenize(model, body.token_ids, "token_ids", skip_special_tokens=skip)
+        return json_response({"text": text})
 
     async def health(self, _request: Request) -> Response:
         if reason := self._front.admission.not_ready():
