@@ -107,10 +107,13 @@ def test_deadline_in_mid_prompt(two: Stack, expected: dict[str, Expected], salt:
 
 
 def test_deadline_in_mid_stream(two: Stack, salt: Salt) -> None:
-    with Client(two.grpc, timeout=5) as client:
-        answer = client.generate("Once upon a time", cache_salt=salt(), ignore_eos=True, max_tokens=8000)
-        with pytest.raises(DeadlineError):
-            answer.result()
+    for timeout_s in (3, 10, 60):  # the next, if this machine is too busy for a first token by then
+        with Client(two.grpc, timeout=timeout_s) as client:
+            answer = client.generate("Once upon a time", cache_salt=salt(), ignore_eos=True, max_tokens=8000)
+            with pytest.raises(DeadlineError):
+                answer.result()
+        if answer.text:
+            break
     assert answer.text
 
 
