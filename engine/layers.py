@@ -6,13 +6,14 @@ layer into the form that computes fastest. No autograd, no modules: a call is it
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.library import Kernels
+from engine.kernels.library import Kernels, PackedLinear
 
 LinearKernel = Callable[[torch.Tensor], torch.Tensor]
 
@@ -33,6 +34,8 @@ class Linear:
         self.weight: torch.Tensor | None = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias: torch.Tensor | None = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._kernel: LinearKernel | None = None
+        self.packed: PackedLinear | None = None  # what the kernels multiply by, if they do
+        self.packed_below: float = math.inf  # tokens; from so many on another implementation is faster
 
     @classmethod
     def sharing(cls, weight: torch.Tensor) -> Linear:
@@ -50,41 +53,32 @@ class Linear:
     def finish(self, kernels: Kernels | None) -> None:
         if self.weight is None:
             return
-        self._kernel = linear_kernel(self.weight, self.bias, kernels)
+        if kernels is not None:
+            self.packed = kernels.pack(self.weight, self.bias)
+            from_rows = _ONEDNN_FROM_ROWS.get(kernels.choice.instruction_set)
+            if from_rows is not None and _is_onednn_fast(self.weight):
+                self.packed_below = from_rows
+        if self.packed is None or self.packed_below < math.inf:
+            self._kernel = linear_kernel(self.weight, self.bias)
         self.weight = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None and x.shape[0] < self.packed_below:
+            return self.packed(x)
         if self._kernel is None:
             raise RuntimeError("finish() was not called")
         return self._kernel(x)
 
 
-def linear_kernel(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None) -> LinearKernel:
-    """The fastest way to multiply by this weight. It may keep `weight` itself, which must not change any more.
-
-    `kernels` are this machine's, None if torch has to do.
-    """
-    is_onednn_fast = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _onednn_packs(weight)
-    if kernels is not None:
-        packed = kernels.pack(weight, bias)
-        from_rows = _ONEDNN_FROM_ROWS.get(kernels.choice.instruction_set)
-        if from_rows is None or not is_onednn_fast:
-            return packed
-        return _by_rows(packed, from_rows, _onednn_linear(weight, bias))
-    if is_onednn_fast:
+def linear_kernel(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
+    """Torch's fastest way to multiply by this weight. It may keep `weight` itself, which must not change any more."""
+    if _is_onednn_fast(weight):
         return _onednn_linear(weight, bias)
 
     def plain(x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, weight, bias)
 
     return plain
-
-
-def _by_rows(few: LinearKernel, from_rows: int, many: LinearKernel) -> LinearKernel:
-    def multiply(x: torch.Tensor) -> torch.Tensor:
-        return few(x) if x.shape[0] < from_rows else many(x)
-
-    return multiply
 
 
 def _onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
@@ -97,6 +91,10 @@ def _onednn_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKer
         return result
 
     return onednn
+
+
+def _is_onednn_fast(weight: torch.Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _onednn_packs(weight)
 
 
 def _onednn_packs(weight: torch.Tensor) -> bool:
@@ -126,10 +124,10 @@ class RMSNorm:
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.empty(size, dtype=dtype, device=device)
         self._shape = (size,)
-        self._eps = eps
+        self.eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        normed = F.rms_norm(x.float(), self._shape, None, self._eps)
+        normed = F.rms_norm(x.float(), self._shape, None, self.eps)
         return normed.to(x.dtype).mul_(self.weight)
 
 
@@ -163,7 +161,8 @@ class RotaryEmbedding:
             inv_freq = scaling.scale(inv_freq)
         positions = torch.arange(num_positions, device=device)
         angles = positions[:, None].float() * inv_freq
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        self.half_angles = (angles.cos(), angles.sin())  # float32, each [num_positions, head_dim / 2]
+        cos, sin = (each.to(dtype) for each in self.half_angles)
         # The sign of "rotate half" sits in the table, so that a rotation is a swap of halves and a fused multiply-add.
         self._cos = torch.cat((cos, cos), dim=-1)[:, None]
         self._sin = torch.cat((-sin, sin), dim=-1)[:, None]

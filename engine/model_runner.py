@@ -79,7 +79,7 @@ class ModelRunner:
         self.kv_cache = torch.empty((self.num_blocks, *self.spec.block_shape), dtype=self.dtype, device=self.device)
         prepare_pages(self.kv_cache)
         shape = AttentionShape(num_heads=self._model.num_heads, softmax_scale=self._model.softmax_scale)
-        self._attention = attention_backend(self.kv_cache, self.spec, shape, attention)
+        self._attention = attention_backend(self.kv_cache, self.spec, shape, attention, self._kernels)
         log.info(
             "model ready",
             extra={

@@ -26,6 +26,8 @@ class AttentionShape:
 
     num_heads: int
     softmax_scale: float
+    window: int = 0  # tokens that a query sees, itself included; 0: all (only the native backend knows others)
+    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: they stay (likewise)
 
 
 class StepAttention(ABC):

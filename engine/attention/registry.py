@@ -12,7 +12,9 @@ from common.types import KVCacheSpec
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.cpu import TorchBackend
 from engine.attention.flashinfer import FlashInferBackend
+from engine.attention.native import NativeBackend
 from engine.attention.torch_reference import ReferenceBackend
+from engine.kernels.library import Kernels
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +26,20 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 
 
 def attention_backend(
-    cache: torch.Tensor, spec: KVCacheSpec, shape: AttentionShape, name: str | None = None
+    cache: torch.Tensor,
+    spec: KVCacheSpec,
+    shape: AttentionShape,
+    name: str | None = None,
+    kernels: Kernels | None = None,
 ) -> AttentionBackend:
-    """The backend called `name`, else the fastest that this device has. Raises `StartupError` for an unknown name."""
+    """The backend called `name`, else the fastest that this device has. Raises `StartupError` for an unknown name.
+
+    `kernels` are those of the CPU whose cache it is, None if it has none."""
     if name is None:
-        name = _default_for(cache, spec)
+        name = "native" if kernels is not None and NativeBackend.takes(spec) else _default_for(cache, spec)
+    if name == "native" and kernels is not None:
+        log.info("attention backend", extra={"backend": name, "device": str(cache.device)})
+        return NativeBackend(cache, spec, shape, kernels)
     backend = BACKENDS.get(name)
     if backend is None:
         raise StartupError(f"attention backend {name!r} is unknown; known are {', '.join(sorted(BACKENDS))}")

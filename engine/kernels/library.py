@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from ctypes import POINTER, Structure, byref, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
 
@@ -16,6 +16,7 @@ from engine.kernels.choice import TORCH, Choice, choose
 log = logging.getLogger(__name__)
 
 _ALIGNMENT = 4096
+MAX_HEAD_DIM = 512  # of attention
 DTYPES = (torch.float32, torch.bfloat16)  # of activations and KV
 
 
@@ -43,6 +44,52 @@ class LinearStruct(Structure):
     )
 
 
+class AttentionStruct(Structure):
+    """The cache and the shape of its attention: `AttentionShape` of attention.h."""
+
+    _fields_ = (
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("block_size", c_int32),
+        ("block_stride", c_int64),
+        ("layer_stride", c_int64),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+        ("window", c_int32),
+        ("is_bf16", c_int32),
+        ("cache", c_void_p),
+    )
+
+
+class BatchStruct(Structure):
+    """The sequences of one step: `Batch` of attention.h, all arrays int32."""
+
+    _fields_ = (
+        ("num_sequences", c_int32),
+        ("num_tokens", c_int32),
+        ("num_before", c_void_p),
+        ("num_new", c_void_p),
+        ("table_starts", c_void_p),
+        ("tables", c_void_p),
+    )
+
+
+class LayerStruct(Structure):
+    """Weights of one layer of Llama's shape: `Layer` of layer.h."""
+
+    _fields_ = (
+        ("input_norm", c_void_p),
+        ("post_attention_norm", c_void_p),
+        ("qkv", LinearStruct),
+        ("out", LinearStruct),
+        ("gate_up", LinearStruct),
+        ("down", LinearStruct),
+        ("eps", c_float),
+        ("padding", c_int32),
+    )
+
+
 class Kernels:
     """One variant's library, and the one team of threads that computes with it."""
 
@@ -54,6 +101,66 @@ class Kernels:
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: WeightKind | None = None) -> PackedLinear:
         return PackedLinear(self, weight, bias, WeightKind.of(weight.dtype) if kind is None else kind)
+
+    def attention(
+        self,
+        shape: AttentionStruct,
+        batch: BatchStruct,
+        layer: int,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Writes `kv` `[num_tokens, 2, num_kv_heads, head_dim]`, then `q` `[num_tokens, num_heads, head_dim]` attends;
+        both lie in rows of one tensor. `out` `[num_tokens, num_heads * head_dim]` is contiguous."""
+        self.library.baton_attention(
+            self.team,
+            byref(shape),
+            byref(batch),
+            layer,
+            q.data_ptr(),
+            kv.data_ptr(),
+            q.stride(0),
+            q.dtype == torch.bfloat16,
+            out.data_ptr(),
+        )
+
+    def layer(
+        self,
+        weights: LayerStruct,
+        shape: AttentionStruct,
+        batch: BatchStruct,
+        index: int,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> None:
+        """Layer number `index` over `hidden` `[num_tokens, hidden_size]`, in place. `cos` and `sin` `[positions,
+        head_dim / 2]`. All are float32 and contiguous, whatever weights and cache are."""
+        self.library.baton_layer(
+            self.team,
+            byref(weights),
+            byref(shape),
+            byref(batch),
+            index,
+            hidden.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+        )
+
+    def head(self, head: PackedLinear, norm: torch.Tensor, eps: float, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits `[num_tokens, vocab_size]` of `hidden`, before its last norm; all float32 and contiguous."""
+        out = torch.empty(hidden.shape[0], head.out_features)
+        self.library.baton_head(
+            self.team,
+            byref(head.struct),
+            norm.data_ptr(),
+            eps,
+            hidden.data_ptr(),
+            hidden.shape[0],
+            out.data_ptr(),
+        )
+        return out
 
 
 class PackedLinear:
@@ -119,6 +226,24 @@ def _open(variant: str) -> ctypes.CDLL:
         "baton_linear": (
             None,
             (c_void_p, POINTER(LinearStruct), c_void_p, c_int64, c_int, c_int64, c_void_p, c_int),
+        ),
+        "baton_layer": (
+            None,
+            (
+                *(c_void_p, POINTER(LayerStruct), POINTER(AttentionStruct), POINTER(BatchStruct)),
+                *(c_int, c_void_p, c_void_p, c_void_p),
+            ),
+        ),
+        "baton_head": (
+            None,
+            (c_void_p, POINTER(LinearStruct), c_void_p, c_float, c_void_p, c_int64, c_void_p),
+        ),
+        "baton_attention": (
+            None,
+            (
+                *(c_void_p, POINTER(AttentionStruct), POINTER(BatchStruct)),
+                *(c_int, c_void_p, c_void_p, c_int64, c_int, c_void_p),
+            ),
         ),
     }
     for name, (result, arguments) in signatures.items():

@@ -45,14 +45,15 @@ class CausalLM(ABC):
         attention: StepAttention,
         between_layers: Callable[[], None],
     ) -> torch.Tensor:
-        """Hidden states `[num_tokens, hidden_size]`; `token_ids` and `positions` are `[num_tokens]` int64.
+        """Hidden states `[num_tokens, hidden_size]`, float32 or in the model's dtype.
 
-        `between_layers` is called after each layer, so that a long step does not keep others waiting.
+        `token_ids` and `positions` are `[num_tokens]` int64. `between_layers` is called after each layer, so
+        that a long step does not keep others waiting.
         """
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[num_tokens, vocab_size]`, in the model's dtype."""
+        """`[num_tokens, vocab_size]`, float32 or in the model's dtype."""
 
 
 class ConfigReader:

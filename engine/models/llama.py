@@ -9,7 +9,8 @@ import torch
 
 from common.errors import StartupError
 from engine.attention.base import StepAttention
-from engine.kernels.library import Kernels
+from engine.attention.native import NativeStep
+from engine.kernels.library import Kernels, LayerStruct, PackedLinear
 from engine.layers import Embedding, Linear, RMSNorm, RopeScaling, RotaryEmbedding, silu_and_mul
 from engine.models.base import CausalLM, ConfigReader
 from engine.models.rope import read_rope
@@ -125,6 +126,43 @@ class LlamaLayer:
             linear.finish(kernels)
 
 
+class NativeLlama:
+    """The same layers as one call each of the kernels, with a residual stream in float32."""
+
+    def __init__(self, kernels: Kernels, layers: list[LlamaLayer], norm: RMSNorm, head: Linear, rope: RotaryEmbedding):
+        self._kernels = kernels
+        self._cos, self._sin = rope.half_angles
+        self._norm, self._eps = norm.weight.float(), norm.eps
+        self._norms = [(each.input_norm.weight.float(), each.post_attention_norm.weight.float()) for each in layers]
+        self._layers = [
+            LayerStruct(
+                *(each.data_ptr() for each in norms),
+                *(packed(linear).struct for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)),
+                layer.input_norm.eps,
+            )
+            for layer, norms in zip(layers, self._norms, strict=True)
+        ]
+        self._head = packed(head)
+        self.below = layers[0].qkv.packed_below  # tokens of a step
+
+    def forward(self, hidden: torch.Tensor, step: NativeStep, between_layers: Callable[[], None]) -> torch.Tensor:
+        """As `CausalLM.forward`, from `hidden`, the tokens' embeddings; float32."""
+        hidden = hidden.float()
+        for index, layer in enumerate(self._layers):
+            self._kernels.layer(layer, step.backend.struct, step.batch, index, hidden, self._cos, self._sin)
+            between_layers()
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._kernels.head(self._head, self._norm, self._eps, hidden)
+
+
+def packed(linear: Linear) -> PackedLinear:
+    if linear.packed is None:
+        raise RuntimeError("finish() was not called with kernels")
+    return linear.packed
+
+
 class Llama(CausalLM):
     def __init__(
         self, config: dict[str, object], *, num_positions: int, dtype: torch.dtype, device: torch.device
@@ -137,6 +175,7 @@ class Llama(CausalLM):
         self.head_dim = self.config.head_dim
         self.vocab_size = self.config.vocab_size
         self.softmax_scale = self.head_dim**-0.5
+        self._native: NativeLlama | None = None
         hidden = self.config.hidden_size
         self.embedding = Embedding(self.vocab_size, hidden, dtype=dtype, device=device)
         self.layers = [LlamaLayer(self.config, index, dtype, device) for index in range(self.num_layers)]
@@ -172,6 +211,8 @@ class Llama(CausalLM):
         for layer in self.layers:
             layer.finish(kernels)
         self.head.finish(kernels)
+        if kernels is not None:
+            self._native = NativeLlama(kernels, self.layers, self.norm, self.head, self.rope)
 
     def forward(
         self,
@@ -181,6 +222,9 @@ class Llama(CausalLM):
         between_layers: Callable[[], None],
     ) -> torch.Tensor:
         hidden = self.embedding(token_ids)
+        native = self._native
+        if native is not None and isinstance(attention, NativeStep) and len(token_ids) < native.below:
+            return native.forward(hidden, attention, between_layers)
         cos, sin = self.rope.angles(positions)
         for layer in self.layers:
             hidden = layer.forward(hidden, self.rope, cos, sin, attention)
@@ -188,4 +232,6 @@ class Llama(CausalLM):
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._native is not None and hidden.dtype == torch.float32:
+            return self._native.logits(hidden)
         return self.head(self.norm(hidden))

@@ -1,35 +1,19 @@
 // Baton's kernels for CPUs, compiled once for each instruction set (engine/kernels/build.py), called through ctypes.
 // Pointers and sizes come from engine/kernels/library.py, which checks shapes and types.
 
-#include "matmul.h"
+#include "layer.h"
 
 #define BATON extern "C" __attribute__((visibility("default")))
 
 namespace {
 
-struct Linear {
-    const void* packed;
-    const float* bias;  // or null
-    int64_t n, k;
-    int32_t kind, padding;
-};
-
-Product product(const Linear& linear, const void* operand, Output out) {
-    const Kind kind = Kind(linear.kind);
-    out.bias = linear.bias;
-    return {kind, static_cast<const uint8_t*>(linear.packed), linear.n, linear.k, operand,
-            operand_stride(kind, linear.k), out};
-}
-
-enum Buffer { OPERAND = 0 };
-
 template <class T>
 void linear(Team& team, const Linear& linear, const T* x, int64_t stride, int64_t m, Output out) {
-    const Kind kind = Kind(linear.kind);
-    const int64_t row_bytes = operand_stride(kind, linear.k) * operand_size(kind);
-    auto* operand = static_cast<uint8_t*>(team.buffer(OPERAND, m * row_bytes));
-    for_rows(team, m, row_bytes, [&](int64_t i) { to_operand(kind, x + i * stride, linear.k, operand + i * row_bytes); });
-    multiply(team, product(linear, operand, out), m);
+    const Operand operand(team, linear, m);
+    for_rows(team, m, operand.row_bytes, [&](int64_t row) {
+        operand.fill(row, [&](auto* to) { copy_row(x + row * stride, to, linear.k); });
+    });
+    multiply(team, product(linear, operand.memory, out), m);
 }
 
 }  // namespace
@@ -59,4 +43,48 @@ BATON void baton_linear(
         linear(*team, *weights, static_cast<const bf16*>(x), x_stride, m, output);
     else
         linear(*team, *weights, static_cast<const float*>(x), x_stride, m, output);
+}
+
+// Writes `kv` [num_tokens, 2 * num_kv_heads, head_dim] into layer `layer` of the cache, then `q` [num_tokens, num_heads,
+// head_dim] attends to it; `out` is like `q`. Rows are `stride` elements apart; all are of one type.
+BATON void baton_attention(
+    Team* team, const AttentionShape* shape, const Batch* batch, int layer, const void* q, const void* kv, int64_t stride,
+    int is_bf16, void* out) {
+    std::lock_guard<std::mutex> lock(team->turn);
+    const int64_t dim = shape->head_dim, plane = shape->block_size * dim;
+    for_tokens(*team, *batch, 4 * shape->num_kv_heads * dim, [&](int64_t row, int sequence, int position) {
+        const int64_t to = slot(*shape, *batch, sequence, position) + layer * shape->layer_stride;
+        for (int i = 0; i < 2 * shape->num_kv_heads; i++)
+            for (int64_t d = 0; d < dim; d++) {
+                const int64_t from = row * stride + i * dim + d;
+                const float value = is_bf16 ? widen(static_cast<const bf16*>(kv)[from]) : static_cast<const float*>(kv)[from];
+                if (shape->is_bf16)
+                    narrow(static_cast<bf16*>(shape->cache) + to + i * plane + d, value);
+                else
+                    static_cast<float*>(shape->cache)[to + i * plane + d] = value;
+            }
+    });
+    const Heads queries{const_cast<void*>(q), stride, bool(is_bf16)};
+    const Heads result{out, shape->num_heads * dim, bool(is_bf16)};
+    if (shape->is_bf16)
+        attention<bf16>(*team, *shape, *batch, layer, queries, result);
+    else
+        attention<float>(*team, *shape, *batch, layer, queries, result);
+}
+
+// One whole layer; see `run_layer`.
+BATON void baton_layer(
+    Team* team, const Layer* layer, const AttentionShape* shape, const Batch* batch, int index, float* hidden,
+    const float* cos, const float* sin) {
+    std::lock_guard<std::mutex> lock(team->turn);
+    if (shape->is_bf16)
+        run_layer<bf16>(*team, *layer, *shape, *batch, index, hidden, cos, sin);
+    else
+        run_layer<float>(*team, *layer, *shape, *batch, index, hidden, cos, sin);
+}
+
+// `out` [m, n] float32: the norm of `hidden` [m, k], times the weights of the head.
+BATON void baton_head(Team* team, const Linear* head, const float* norm, float eps, const float* hidden, int64_t m, float* out) {
+    std::lock_guard<std::mutex> lock(team->turn);
+    norm_product(*team, *head, norm, eps, hidden, m, {out, head->n, false, false, nullptr});
 }

@@ -362,24 +362,6 @@ inline void multiply(Team& team, const Product& p, int64_t m) {
     });
 }
 
-// ---------------------------------------------------------------------------------------------------- operands
-
-// One row of x as products take it: of that kind's type, zeros behind the last element.
-template <class T>
-inline void to_operand(Kind kind, const T* x, int64_t k, uint8_t* operand) {
-    const int64_t padded = round_up(k, K_MULTIPLE);
-    auto convert = [&](auto* to) {
-        int64_t i = 0;
-        for (; i + LANES <= k; i += LANES) store(to + i, load(x + i));
-        for (; i < k; i++) narrow(to + i, widen(x[i]));
-        for (; i < padded; i++) to[i] = 0;
-    };
-    if (takes_bf16(kind))
-        convert(reinterpret_cast<bf16*>(operand));
-    else
-        convert(reinterpret_cast<float*>(operand));
-}
-
 // Work that is done row by row, in tasks that are worth a claim.
 template <class Row>
 void for_rows(Team& team, int64_t rows, int64_t bytes_per_row, const Row& row) {

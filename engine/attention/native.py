@@ -1,0 +1,74 @@
+"""Attention by Baton's own kernels: reads the blocks where they lie, for prompts and single tokens alike."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from common.types import KVCacheSpec
+from engine.attention.base import AttentionBackend, AttentionShape, StepAttention
+from engine.batch import SequenceInput
+from engine.kernels.library import MAX_HEAD_DIM, AttentionStruct, BatchStruct, Kernels
+
+
+class NativeBackend(AttentionBackend):
+    """Sums are float32 whatever the cache holds. `shape.window` and `shape.soft_cap` are honoured."""
+
+    def __init__(self, cache: torch.Tensor, spec: KVCacheSpec, shape: AttentionShape, kernels: Kernels) -> None:
+        super().__init__(cache, spec, shape)
+        self.kernels = kernels
+        self.struct = AttentionStruct(
+            num_heads=shape.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            block_size=spec.block_size,
+            block_stride=cache.stride(0),
+            layer_stride=cache.stride(1),
+            scale=shape.softmax_scale,
+            soft_cap=shape.soft_cap,
+            window=shape.window,
+            is_bf16=cache.dtype == torch.bfloat16,
+            cache=cache.data_ptr(),
+        )
+
+    @staticmethod
+    def takes(spec: KVCacheSpec) -> bool:
+        return spec.head_dim <= MAX_HEAD_DIM
+
+    def prepare(self, sequences: Sequence[SequenceInput]) -> NativeStep:
+        return NativeStep(self, sequences)
+
+
+class NativeStep(StepAttention):
+    def __init__(self, backend: NativeBackend, sequences: Sequence[SequenceInput]) -> None:
+        self.backend = backend
+        block_size = backend.spec.block_size
+        before, new, starts, tables = array("i"), array("i"), array("i"), array("i")
+        for sequence in sequences:
+            num_new = len(sequence.token_ids)
+            before.append(sequence.num_computed_tokens)
+            new.append(num_new)
+            starts.append(len(tables))
+            tables.extend(sequence.block_ids[: -(-(sequence.num_computed_tokens + num_new) // block_size)])
+        self._arrays = (before, new, starts, tables)  # the struct holds their addresses
+        pointers = (each.buffer_info()[0] for each in self._arrays)
+        self.num_tokens = sum(new)
+        self.batch = BatchStruct(len(sequences), self.num_tokens, *pointers)
+
+    def forward(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        if (
+            q.stride(2) != 1
+            or q.stride(1) != q.shape[2]
+            or kv.stride()[1:] != (kv.stride(2) * kv.shape[2], q.shape[2], 1)
+        ):
+            q, kv = q.contiguous(), kv.contiguous()
+        if q.stride(0) != kv.stride(0):
+            # The kernel takes one distance between rows: that of Q and KV lying in one tensor.
+            both = torch.cat((q.flatten(1), kv.flatten(1)), 1)
+            q = both[:, : q.shape[1] * q.shape[2]].view(q.shape)
+            kv = both[:, q.shape[1] * q.shape[2] :].view(kv.shape)
+        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)
+        self.backend.kernels.attention(self.backend.struct, self.batch, layer, q, kv, out)
+        return out

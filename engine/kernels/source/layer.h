@@ -1,0 +1,146 @@
+// What stands between a layer's products, and the whole layer in one call. The residual stream is float32.
+#pragma once
+
+#include "attention.h"
+
+namespace {
+
+struct Linear {
+    const void* packed;
+    const float* bias;  // or null
+    int64_t n, k;
+    int32_t kind, padding;
+};
+
+struct Layer {
+    const float *input_norm, *post_attention_norm;
+    Linear qkv, out, gate_up, down;
+    float eps;
+    int32_t padding;
+};
+
+enum Buffer { OPERAND = 0, PRODUCT = 1, ATTENDED = 2 };
+
+inline Product product(const Linear& linear, const void* operand, Output out) {
+    const Kind kind = Kind(linear.kind);
+    out.bias = linear.bias;
+    return {kind, static_cast<const uint8_t*>(linear.packed), linear.n, linear.k, operand,
+            operand_stride(kind, linear.k), out};
+}
+
+// Memory for `m` rows of x as a product with these weights takes it.
+struct Operand {
+    Kind kind;
+    int64_t k, row_bytes;
+    uint8_t* memory;
+
+    Operand(Team& team, const Linear& linear, int64_t m)
+        : kind(Kind(linear.kind)), k(linear.k), row_bytes(operand_stride(kind, k) * operand_size(kind)),
+          memory(static_cast<uint8_t*>(team.buffer(OPERAND, m * row_bytes))) {}
+
+    // Calls `with(row)`, a pointer to float or bf16 as the kind asks, and fills what lies behind its k elements.
+    template <class With>
+    void fill(int64_t row, const With& with) const {
+        auto finish = [&](auto* to) {
+            with(to);
+            for (int64_t i = k; i < round_up(k, K_MULTIPLE); i++) to[i] = 0;
+        };
+        if (takes_bf16(kind))
+            finish(reinterpret_cast<bf16*>(memory + row * row_bytes));
+        else
+            finish(reinterpret_cast<float*>(memory + row * row_bytes));
+    }
+};
+
+// x / sqrt(mean(x^2) + eps) * weight
+template <class T>
+void rms_norm(const float* x, const float* weight, int64_t size, float eps, T* to) {
+    Floats squares{};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) squares += load(x + i) * load(x + i);
+    float total = sum(squares);
+    for (; i < size; i++) total += x[i] * x[i];
+    const float factor = 1.0f / std::sqrt(total / float(size) + eps);
+    for (i = 0; i + LANES <= size; i += LANES) store(to + i, load(x + i) * factor * load(weight + i));
+    for (; i < size; i++) narrow(to + i, x[i] * factor * weight[i]);
+}
+
+template <class T>
+void silu_and_mul(const float* gate, const float* up, int64_t size, T* to) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) {
+        const Floats g = load(gate + i);
+        store(to + i, g / (1.0f + exponential(-g)) * load(up + i));
+    }
+    for (; i < size; i++) narrow(to + i, gate[i] / (1.0f + std::exp(-gate[i])) * up[i]);
+}
+
+// The two halves of a head are the pairs; `cos` and `sin` have head_dim / 2 elements.
+inline void rotate(float* head, const float* cos, const float* sin, int half) {
+    int i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        const Floats a = load(head + i), b = load(head + half + i), c = load(cos + i), s = load(sin + i);
+        store(head + i, a * c - b * s);
+        store(head + half + i, b * c + a * s);
+    }
+    for (; i < half; i++) {
+        const float a = head[i], b = head[half + i];
+        head[i] = a * cos[i] - b * sin[i];
+        head[half + i] = b * cos[i] + a * sin[i];
+    }
+}
+
+template <class From, class To>
+void copy_row(const From* from, To* to, int64_t size) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) store(to + i, load(from + i));
+    for (; i < size; i++) narrow(to + i, widen(from[i]));
+}
+
+inline void norm_product(Team& team, const Linear& linear, const float* norm, float eps, const float* hidden, int64_t m,
+                         const Output& out) {
+    const Operand operand(team, linear, m);
+    for_rows(team, m, operand.row_bytes, [&](int64_t row) {
+        operand.fill(row, [&](auto* to) { rms_norm(hidden + row * linear.k, norm, linear.k, eps, to); });
+    });
+    multiply(team, product(linear, operand.memory, out), m);
+}
+
+// One layer of Llama's shape over `hidden` [num_tokens, hidden_size], in place. `cos` and `sin` have a row of
+// head_dim / 2 for each position.
+template <class T>
+void run_layer(Team& team, const Layer& layer, const AttentionShape& shape, const Batch& batch, int index, float* hidden,
+               const float* cos, const float* sin) {
+    const int64_t m = batch.num_tokens, size = layer.qkv.k, dim = shape.head_dim, plane = shape.block_size * dim;
+    auto* qkv = static_cast<float*>(team.buffer(PRODUCT, sizeof(float) * m * layer.qkv.n));
+    norm_product(team, layer.qkv, layer.input_norm, layer.eps, hidden, m, {qkv, layer.qkv.n, false, false, nullptr});
+    for_tokens(team, batch, 4 * layer.qkv.n, [&](int64_t row, int sequence, int position) {
+        float* heads = qkv + row * layer.qkv.n;
+        for (int i = 0; i < shape.num_heads + shape.num_kv_heads; i++)
+            rotate(heads + i * dim, cos + position * dim / 2, sin + position * dim / 2, int(dim / 2));
+        T* to = static_cast<T*>(shape.cache) + slot(shape, batch, sequence, position) + index * shape.layer_stride;
+        for (int i = 0; i < 2 * shape.num_kv_heads; i++)
+            copy_row(heads + (shape.num_heads + i) * dim, to + i * plane, dim);
+    });
+    const int64_t q_size = shape.num_heads * dim;
+    auto* attended = static_cast<float*>(team.buffer(ATTENDED, sizeof(float) * m * q_size));
+    attention<T>(team, shape, batch, index, {qkv, layer.qkv.n, false}, {attended, q_size, false});
+    const Operand out(team, layer.out, m);
+    for_rows(team, m, out.row_bytes, [&](int64_t row) {
+        out.fill(row, [&](auto* to) { copy_row(attended + row * q_size, to, q_size); });
+    });
+    multiply(team, product(layer.out, out.memory, {hidden, size, false, true, nullptr}), m);
+
+    const int64_t inner = layer.down.k;
+    auto* gate_up = static_cast<float*>(team.buffer(PRODUCT, sizeof(float) * m * layer.gate_up.n));
+    norm_product(team, layer.gate_up, layer.post_attention_norm, layer.eps, hidden, m,
+                 {gate_up, layer.gate_up.n, false, false, nullptr});
+    const Operand down(team, layer.down, m);
+    for_rows(team, m, down.row_bytes, [&](int64_t row) {
+        const float* gate = gate_up + row * layer.gate_up.n;
+        down.fill(row, [&](auto* to) { silu_and_mul(gate, gate + inner, inner, to); });
+    });
+    multiply(team, product(layer.down, down.memory, {hidden, size, false, true, nullptr}), m);
+}
+
+}  // namespace

@@ -1,0 +1,92 @@
+"""A whole model on each variant: logits equal those of transformers, in whatever pieces and company."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.model_runner import ModelRunner
+from engine.models.llama import Llama
+from tests.engine.kernels.variants import each_variant
+from tests.engine.tiny_models import (
+    SHAPES,
+    advance,
+    expected_logprobs,
+    make_model,
+    make_runner,
+    random_sequences,
+)
+
+ODD = {"hidden_size": 60, "intermediate_size": 77, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def model(models: Path, name: str) -> Path:
+    path = models / name
+    return path if path.exists() else make_model(path, ODD if name == "odd" else SHAPES.get(name))
+
+
+def is_native(runner: ModelRunner) -> bool:
+    return isinstance(runner._model, Llama) and runner._model._native is not None
+
+
+@each_variant
+@pytest.mark.parametrize("name", ["odd", "tied", "biases", "grouped_heads", "llama3_rope"])
+def test_logits_equal_transformers(models: Path, variant: str, name: str) -> None:
+    path = model(models, name)
+    runner = make_runner(path, kernels=variant, num_threads=2)
+    assert is_native(runner)
+    first, second = random_sequences([70, 40])
+    for sizes in ((33, 1), (20, 30), (1, 1), (1, 1), (7, 1), (1, 5), (7, 1)):
+        advance(runner, [first, second], sizes)
+    for sequence in (first, second):
+        expected = expected_logprobs(path, sequence.token_ids)
+        for position, logprobs in sequence.logprobs.items():
+            torch.testing.assert_close(logprobs, expected[position], atol=2e-4, rtol=0)
+
+
+@each_variant
+def test_a_request_does_not_depend_on_the_batch(models: Path, variant: str) -> None:
+    """Bits: alone and among thirteen others, in a chunk of its own size."""
+    results = []
+    for number in (1, 14):
+        runner = make_runner(model(models, "plain"), kernels=variant)
+        sequences = random_sequences([40] * number)
+        for size in (20, 15, 1, 1, 1, 1, 1):
+            advance(runner, sequences, [size] * number)
+        results.append(sequences[0].logprobs)
+    for position, logprobs in results[0].items():
+        assert torch.equal(logprobs, results[1][position])
+
+
+@each_variant
+def test_bfloat16_is_at_most_a_tenth_worse_than_transformers(models: Path, variant: str) -> None:
+    path = model(models, "plain")
+    runner = make_runner(path, dtype="bfloat16", kernels=variant)
+    ours: list[torch.Tensor] = []
+    theirs: list[torch.Tensor] = []
+    for seed in range(6):
+        (sequence,) = random_sequences([60], seed=seed)
+        for size in (25, 30, 1, 1, 1, 1, 1):
+            advance(runner, [sequence], [size])
+        exact = expected_logprobs(path, sequence.token_ids)
+        rounded = expected_logprobs(path, sequence.token_ids, torch.bfloat16)
+        for position, logprobs in sequence.logprobs.items():
+            ours.append((logprobs - exact[position]).square().mean())
+            theirs.append((rounded[position] - exact[position]).square().mean())
+    assert torch.stack(ours).mean().sqrt() <= 1.1 * torch.stack(theirs).mean().sqrt()
+
+
+@each_variant
+def test_messages_pass_between_layers(models: Path, variant: str) -> None:
+    runner = make_runner(model(models, "plain"), kernels=variant)
+    calls: list[int] = []
+    (sequence,) = random_sequences([20])
+    runner.execute([sequence.step(20)], between_layers=lambda: calls.append(1))
+    assert len(calls) == 3
