@@ -45,7 +45,7 @@ def test_what_a_runner_tells(model_dir: Path) -> None:
 
 def test_warming_up_leaves_no_memory_to_be_had_for_the_longest_context(model_dir: Path) -> None:
     """Else the first long prompt's first tokens wait for its pages."""
-    runner = start(model_dir, num_blocks=20)
+    runner = start(model_dir, num_blocks=20, kernels="torch")
     runner.warm_up()
     workspace = runner._attention._workspace.data_ptr()  # type: ignore[attr-defined]
     last = runner.max_model_len - 1
