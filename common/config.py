@@ -184,7 +184,23 @@ class RouterSettings(PolicySettings, TlsSettings, HealthSettings, LogSettings):
         description="file of API keys, of which a client needs one; read again when it changes; all may where unset",
     )
     drain_timeout: float = Field(30.0, ge=0, description="seconds that SIGTERM waits for answers to end")
-    request_timeout: float = Field(600.0, gt=0, description="deadline in seconds of a request that brings none")
+    request_timeout: float = Field(
+        600.0, gt=0, description="deadline in seconds of a request that brings none, and the most that one may ask for"
+    )
+    max_requests: Positive = Field(
+        1024, description="requests in flight, each choice of an answer counted; more are refused with a delay"
+    )
+    max_requests_per_key: Positive | None = Field(
+        None, description="those of one API key; half of --max-requests where unset"
+    )
+    max_request_mb: float | None = Field(
+        None, gt=0, description="MiB of one request's body; from the model's context where unset, over gRPC at most 4"
+    )
+    max_buffered_mb: float = Field(256.0, gt=0, description="MiB of the bodies of all requests in flight")
+    max_connections: Positive = Field(1024, description="connections of clients, of REST and of gRPC each")
+    receive_timeout: float = Field(
+        30.0, gt=0, description="seconds that a client may take to send the head of a request, and again for its body"
+    )
     control_tokens: bool = Field(
         False,
         description="control tokens (such as <|im_end|>) in chat messages are control tokens, not text: clients may "

@@ -60,8 +60,25 @@ CLIENT_CHANNEL_OPTIONS: Options = [
     *_common(CLIENT_KEEPALIVE_TIME_MS, CLIENT_KEEPALIVE_TIMEOUT_MS),
     ("grpc.enable_http_proxy", 0),  # routers are neighbours; a proxy meant for the web only gets in the way
 ]
-CLIENT_SERVER_OPTIONS: Options = [
-    *_common(CLIENT_KEEPALIVE_TIME_MS, CLIENT_KEEPALIVE_TIMEOUT_MS),
-    ("grpc.keepalive_permit_without_calls", 1),
-    *_SERVER,
-]
+
+
+def client_server_options(*, max_message_bytes: int, max_connections: int, max_streams: int) -> Options:
+    """Of a port that anybody may reach. `max_streams`: calls in one connection at a time."""
+    limits: Options = [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        # A call whose message is not read, for want of a key or of room, holds this much of it.
+        ("grpc.http2.lookahead_bytes", 64 * 2**10),
+        ("grpc.max_concurrent_streams", max_streams),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.max_connection_idle_ms", 120_000),  # a client without a call connects again when it has one
+        ("grpc.server_handshake_timeout_ms", 20_000),
+        ("grpc.max_metadata_size", 8 * 2**10),  # beyond it calls are refused more and more often,
+        ("grpc.absolute_max_metadata_size", 16 * 2**10),  # and beyond this one always
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", CLIENT_KEEPALIVE_TIME_MS // 2),
+        ("grpc.http2.max_ping_strikes", 4),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.so_reuseport", 0),
+    ]
+    names = {name for name, _ in limits}
+    common = _common(CLIENT_KEEPALIVE_TIME_MS, CLIENT_KEEPALIVE_TIMEOUT_MS)
+    return [*(option for option in common if option[0] not in names), *limits]

@@ -23,6 +23,9 @@ router_requests = Counter("baton_router_requests", "Requests that ended, by how 
 router_unauthenticated = Counter(
     "baton_router_unauthenticated", "Calls that were refused for want of a known API key.", ["interface"]
 )
+router_refused = Counter(
+    "baton_router_refused", "Calls and connections that were refused because of a limit of the router.", ["limit"]
+)
 router_requests_running = Gauge("baton_router_requests_running", "Requests that a client is waiting for.")
 router_prompt_tokens = Histogram("baton_router_prompt_tokens", "Prompt tokens of a request.", buckets=TOKEN_BUCKETS)
 router_output_tokens = Histogram("baton_router_output_tokens", "Tokens of an answer.", buckets=TOKEN_BUCKETS)

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator
 
 import grpc
 import uvicorn
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
-from grpc_reflection.v1alpha import reflection, reflection_pb2
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from common.config import RouterSettings
-from common.errors import StartupError
-from common.grpc_options import CLIENT_SERVER_OPTIONS
+from common.errors import OverloadedError, StartupError
+from common.grpc_options import client_server_options
 from common.grpc_transport import Channels, add_port, health_server
 from common.logs import setup_logging
 from common.reflection import ReflectionPool
@@ -27,11 +26,15 @@ from protos.baton.v1 import demand_pb2, inference_pb2, router_pb2
 from router.api.api_keys import ApiKeys
 from router.api.fleet_service import FleetService
 from router.api.grpc_auth import KeyInterceptor
+from router.api.grpc_errors import abort
 from router.api.grpc_handlers import add_service
+from router.api.health import NOT_SERVING, SERVING, Health
 from router.api.inference_service import InferenceService
 from router.api.rest.app import make_app
 from router.api.rest.auth import KeyMiddleware
+from router.api.rest.limits import LimitMiddleware
 from router.api.rest.listener import listen
+from router.api.rest.protocol import MAX_HEAD_BYTES, Connections
 from router.fleet.discovery.follow import fixed, follow
 from router.fleet.registry import Registry
 from router.policy.registry import create_policy
@@ -39,6 +42,7 @@ from router.serving.admission import Admission
 from router.serving.demand import Demand, DemandService
 from router.serving.dispatch import Dispatcher, DispatchLimits
 from router.serving.front import Front
+from router.serving.gate import MESSAGE_BYTES, MIB, Gate, GateLimits
 from router.serving.generation import Generation
 from router.serving.preparation import Preparation
 from router.serving.threads import TextThreads
@@ -49,13 +53,15 @@ log = logging.getLogger(__name__)
 Ready = Callable[[str, str], None]
 """Called once with the REST URL and the gRPC address, when the first request can be served."""
 
-SERVICES = (
-    inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
-    router_pb2.DESCRIPTOR.services_by_name["RouterService"],
-    demand_pb2.DESCRIPTOR.services_by_name["DemandService"],
-)
-REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"  # same messages as v1alpha, another name
+INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
+ROUTER = router_pb2.DESCRIPTOR.services_by_name["RouterService"]
+DEMAND = demand_pb2.DESCRIPTOR.services_by_name["DemandService"]
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+SERVICES = (INFERENCE, ROUTER, DEMAND, HEALTH)
+REFLECTION = ("grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection")  # same messages
 CHECK_HEALTH_S = 1.0
+MAX_OPEN_CALLS = 256  # at a time, of those that need no key: health, demand, and reflection if there are no keys
+MAX_OPEN_READS = 16
 
 
 async def serve(
@@ -77,26 +83,42 @@ async def serve(
     dispatcher = Dispatcher(registry, policy, limits=limits)
     demand = Demand()
     threads = TextThreads()
+    gate = Gate(_gate_limits(settings))
     front = Front(
-        Admission(registry, demand, worker_wait_s=settings.worker_wait),
+        Admission(
+            registry,
+            demand,
+            gate,
+            worker_wait_s=settings.worker_wait,
+            max_request_bytes=_bytes(settings.max_request_mb),
+        ),
         Preparation(
             request_timeout_s=settings.request_timeout, control_tokens=settings.control_tokens, threads=threads
         ),
         Generation(dispatcher, demand),
     )
-    health = HealthServicer()
+    health = Health()
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(threads.close)
         http_socket = stack.enter_context(contextlib.closing(listen(settings.http_listen)))
         interceptors = [] if keys is None else [KeyInterceptor(keys)]
-        grpc_server = grpc.aio.server(options=CLIENT_SERVER_OPTIONS, interceptors=interceptors)
+        grpc_server = grpc.aio.server(
+            options=client_server_options(
+                max_message_bytes=gate.limits.max_message_bytes,
+                max_connections=settings.max_connections,
+                max_streams=settings.max_requests,
+            ),
+            interceptors=interceptors,
+            maximum_concurrent_rpcs=2 * (settings.max_requests + MAX_OPEN_CALLS),  # with those about to be refused
+        )
         grpc_port = _bind(grpc_server, settings.grpc_listen, tls)
         _add_services(grpc_server, front, registry, health)
         probed = _bind_health(settings.health_listen, health)
         stack.push_async_callback(registry.close)
         registry.start()
 
-        app = make_app(front)
+        app = LimitMiddleware(make_app(front), gate)
+        connections = Connections(settings.max_connections, settings.receive_timeout)
         web = _WebServer(
             uvicorn.Config(
                 app if keys is None else KeyMiddleware(app, keys),
@@ -105,11 +127,14 @@ async def serve(
                 access_log=False,
                 lifespan="off",
                 server_header=False,
+                http=connections.protocol(),
+                ws="none",
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 ssl_context_factory=None if tls is None else lambda _config, _default: tls.server_context(),
             )
         )
         with stop_signals(stop):
-            await _set_health(health, front)
+            _set_health(health, front)
             await grpc_server.start()
             if probed is not None:
                 await probed.start()
@@ -133,6 +158,21 @@ async def serve(
                 await vital.close()
         vital.raise_failure()
         log.info("router ended")
+
+
+def _gate_limits(settings: RouterSettings) -> GateLimits:
+    return GateLimits(
+        max_requests=settings.max_requests,
+        max_requests_per_key=settings.max_requests_per_key,
+        max_buffered_bytes=_bytes(settings.max_buffered_mb) or 1,
+        max_message_bytes=_bytes(settings.max_request_mb) or MESSAGE_BYTES,
+        receive_timeout_s=settings.receive_timeout,
+        answer_timeout_s=settings.request_timeout + settings.receive_timeout,
+    )
+
+
+def _bytes(mib: float | None) -> int | None:
+    return None if mib is None else max(1, int(mib * MIB))
 
 
 async def _discover(settings: RouterSettings, registry: Registry) -> None:
@@ -176,60 +216,82 @@ def _bind(server: grpc.aio.Server, address: str, tls: TlsFiles | None) -> int:
     return port
 
 
-def _bind_health(address: str | None, health: HealthServicer) -> grpc.aio.Server | None:
+def _bind_health(address: str | None, health: Health) -> grpc.aio.Server | None:
     if address is None:
         return None
     try:
         server = health_server(address)
     except RuntimeError as error:
         raise StartupError(f"health_listen: cannot bind {address}: is the port taken?") from error
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    add_service(server, HEALTH, health, _open_gate(MESSAGE_BYTES), endless=True)
     return server
 
 
-def _add_services(server: grpc.aio.Server, front: Front, registry: Registry, health: HealthServicer) -> None:
-    servicers = (InferenceService(front), FleetService(registry), DemandService(front.admission.demand))
-    for service, servicer in zip(SERVICES, servicers, strict=True):
-        add_service(server, service, servicer)
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-    names = (*(service.full_name for service in SERVICES), health_name, reflection.SERVICE_NAME, REFLECTION_V1)
-    reflection.enable_server_reflection(names, server, pool=ReflectionPool())
+def _add_services(server: grpc.aio.Server, front: Front, registry: Registry, health: Health) -> None:
+    admission = front.admission
+    demand, fleet = DemandService(admission.demand), FleetService(registry)
+    size = admission.gate.limits.max_message_bytes
+    open_gate = _open_gate(size)
+    add_service(server, INFERENCE, InferenceService(front), admission.gate, admission.max_request_bytes)
+    add_service(server, ROUTER, fleet, admission.gate)
+    add_service(server, DEMAND, demand, open_gate, endless=True)
+    add_service(server, HEALTH, health, open_gate, endless=True)
+    names = (*(service.full_name for service in SERVICES), *REFLECTION)
+    reflection = ReflectionServicer(names, pool=ReflectionPool())
+
+    async def info(requests: object, context: grpc.aio.ServicerContext[object, object]) -> None:
+        try:
+            with open_gate.requests(""):
+                async for response in reflection.ServerReflectionInfo(requests, context):
+                    await context.write(response)
+        except OverloadedError as error:
+            await abort(context, error)
+
     handler = grpc.stream_stream_rpc_method_handler(
-        ReflectionServicer(names, pool=ReflectionPool()).ServerReflectionInfo,
+        info,
         reflection_pb2.ServerReflectionRequest.FromString,
         reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(REFLECTION_V1, {"ServerReflectionInfo": handler}),)
+    methods = {"ServerReflectionInfo": handler}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, methods) for name in REFLECTION])
+
+
+def _open_gate(max_message_bytes: int) -> Gate:
+    """Of calls that need no key. Few at a time have their messages read, as those may be as long as any."""
+    return Gate(
+        GateLimits(
+            max_requests=MAX_OPEN_CALLS,
+            max_buffered_bytes=MAX_OPEN_READS * max_message_bytes,
+            max_message_bytes=max_message_bytes,
+            receive_timeout_s=5.0,
+        )
     )
 
 
-async def _set_health(health: HealthServicer, front: Front) -> None:
-    status = health_pb2.HealthCheckResponse
-    inference = status.NOT_SERVING if front.admission.not_ready() else status.SERVING
-    await health.set("", inference)
-    await health.set(SERVICES[0].full_name, inference)
-    for service in SERVICES[1:]:
-        await health.set(service.full_name, status.SERVING)
+def _set_health(health: Health, front: Front) -> None:
+    inference = NOT_SERVING if front.admission.not_ready() else SERVING
+    health.set("", inference)
+    health.set(INFERENCE.full_name, inference)
+    for service in (ROUTER, DEMAND):
+        health.set(service.full_name, SERVING)
 
 
-async def _watch_health(health: HealthServicer, front: Front, on_ready: Callable[[], None]) -> None:
+async def _watch_health(health: Health, front: Front, on_ready: Callable[[], None]) -> None:
     """Keeps the health service true, and says once that the first request can be served."""
     was_ready = False
     while True:
-        await _set_health(health, front)
+        _set_health(health, front)
         if not was_ready and not front.admission.not_ready():
             was_ready = True
             on_ready()
         await front.admission.registry.changed(CHECK_HEALTH_S)
 
 
-async def _drain(front: Front, health: HealthServicer, grpc_server: grpc.aio.Server, timeout_s: float) -> None:
+async def _drain(front: Front, health: Health, grpc_server: grpc.aio.Server, timeout_s: float) -> None:
     """Finishes what runs. gRPC clients are told first (GOAWAY), so that those with a connection of long standing take
     their next request to another router by themselves rather than having it refused here."""
     log.info("router drains", extra={"timeout_s": timeout_s})
-    await health.enter_graceful_shutdown()
+    health.end()
     closing = asyncio.create_task(grpc_server.stop(timeout_s))
     await asyncio.sleep(0)  # it has begun
     front.admission.drain()

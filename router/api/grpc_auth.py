@@ -1,4 +1,5 @@
-"""Asks gRPC calls for their API key, before any handler sees them.
+"""Asks gRPC calls for their API key, before any handler sees them and before their message is read.
+A method that does not exist needs a key too.
 
 What needs none is listed, so that a new service needs one until somebody decides otherwise: health, which load
 balancers ask for, and the counters that autoscalers watch. Both hold numbers and no content.
@@ -31,31 +32,21 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[RequestT, ResponseT] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[RequestT, ResponseT] | None:
-        handler = await continuation(handler_call_details)
         service = handler_call_details.method.lstrip("/").partition("/")[0]
-        if handler is None or service in OPEN_SERVICES:
-            return handler
-        metadata = dict(handler_call_details.invocation_metadata or ())
-        authorization = metadata.get("authorization")
-        try:
-            current_client.set(self._keys.client(cast("str | None", authorization), "grpc"))
-        except UnauthenticatedError as error:
-            return cast("grpc.RpcMethodHandler[RequestT, ResponseT]", _refusing(handler, error))
-        return handler
+        if service not in OPEN_SERVICES:
+            metadata = dict(handler_call_details.invocation_metadata or ())
+            authorization = metadata.get("authorization")
+            try:
+                current_client.set(self._keys.client(cast("str | None", authorization), "grpc"))
+            except UnauthenticatedError as error:
+                return cast("grpc.RpcMethodHandler[RequestT, ResponseT]", _refusing(error))
+        return await continuation(handler_call_details)
 
 
-def _refusing(
-    handler: grpc.RpcMethodHandler[RequestT, ResponseT], error: UnauthenticatedError
-) -> grpc.RpcMethodHandler[object, object]:
-    """A handler of the same kind that ends each call with `error`."""
+def _refusing(error: UnauthenticatedError) -> grpc.RpcMethodHandler[object, object]:
+    """Ends each call with `error`. As a handler of streams it gets no message read, whatever the call's kind."""
 
-    async def refuse(_request: object, context: Context) -> object:
+    async def refuse(_messages: object, context: Context) -> object:
         return await abort(context, error)
 
-    if handler.request_streaming and handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(refuse)
-    if handler.request_streaming:
-        return grpc.stream_unary_rpc_method_handler(refuse)
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(refuse)
-    return grpc.unary_unary_rpc_method_handler(refuse)
+    return grpc.stream_stream_rpc_method_handler(refuse)

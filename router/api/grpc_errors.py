@@ -21,29 +21,23 @@ async def abort(context: grpc.aio.ServicerContext[object, object], error: BatonE
     raise AssertionError("abort always raises")
 
 
-class BadMessage:
-    """Stands for a request that could not be parsed, so that a handler can answer with the reason."""
-
-    def __init__(self, error: InvalidArgumentError) -> None:
-        self.error = error
-
-
 class Parser(Generic[MessageT]):
-    """A request deserializer that never fails: gRPC would report a failure as INTERNAL, without a reason."""
+    """A request deserializer. gRPC itself would report a failure as INTERNAL, without a reason."""
 
     def __init__(self, message_class: type[MessageT]) -> None:
         self._message_class = message_class
 
-    def __call__(self, data: bytes) -> MessageT | BadMessage:
+    def __call__(self, data: bytes) -> MessageT:
+        """Raises `InvalidArgumentError`."""
         parse: Callable[[bytes], MessageT] = self._message_class.FromString
         try:
             return parse(data)
         except DecodeError as error:
             field = invalid_utf8_field(cast("Descriptor", self._message_class.DESCRIPTOR), data)
             if field:
-                return BadMessage(InvalidArgumentError(field, "is not valid UTF-8"))
+                raise InvalidArgumentError(field, "is not valid UTF-8") from error
             name = self._message_class.DESCRIPTOR.full_name
-            return BadMessage(InvalidArgumentError("request", f"is not a valid {name} message: {error}"))
+            raise InvalidArgumentError("request", f"is not a valid {name} message: {error}") from error
 
 
 def invalid_utf8_field(descriptor: Descriptor, data: bytes) -> str:

@@ -1,6 +1,9 @@
 """Registers a servicer on a grpc.aio server so that every failure of a handler becomes a proper status.
 
 Handlers are written without error handling: they raise `BatonError`, and get only requests that could be parsed.
+
+A call has to pass the gate before its message is read. So all handlers are registered as streaming ones, whose message
+gRPC reads when it is asked to; on the wire there is no difference.
 """
 
 from __future__ import annotations
@@ -16,59 +19,100 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from common.errors import BatonError, InternalError
-from router.api.grpc_errors import BadMessage, Parser, abort
+from common.errors import BatonError, DeadlineError, InternalError, InvalidArgumentError
+from router.api.api_keys import current_client
+from router.api.grpc_errors import Parser, abort
+from router.serving.gate import Gate
 
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[object, object]
 UnaryHandler = Callable[[Message, Context], Awaitable[Message]]
 StreamHandler = Callable[[Message, Context], AsyncGenerator[Message, None]]
+MaxBytes = Callable[[], int]
 
 
-def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: object) -> None:
-    """`servicer` has one coroutine method, or async generator method, for each rpc of `service`."""
-    handlers = {method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods}
+def add_service(
+    server: grpc.aio.Server,
+    service: ServiceDescriptor,
+    servicer: object,
+    gate: Gate,
+    max_bytes: MaxBytes | None = None,
+    *,
+    endless: bool = False,
+) -> None:
+    """`servicer` has one coroutine method, or async generator method, for each rpc of `service`.
+
+    `max_bytes` says how large a request may be; `endless` streams have no time limit.
+    """
+    handlers = {
+        method.name: _Handler(method, getattr(servicer, method.name), gate, max_bytes, endless=endless).registered()
+        for method in service.methods
+    }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 
-def _handler(method: MethodDescriptor, function: object) -> grpc.RpcMethodHandler[object, object]:
-    if method.client_streaming:
-        raise NotImplementedError(f"{method.full_name} streams requests")
-    parser = Parser(GetMessageClass(method.input_type))
-    if method.server_streaming:
-        return grpc.unary_stream_rpc_method_handler(_streaming(cast("StreamHandler", function)), parser, _serialize)
-    return grpc.unary_unary_rpc_method_handler(_unary(cast("UnaryHandler", function)), parser, _serialize)
+class _Handler:
+    """One rpc."""
+
+    def __init__(
+        self, method: MethodDescriptor, function: object, gate: Gate, max_bytes: MaxBytes | None, *, endless: bool
+    ) -> None:
+        if method.client_streaming:
+            raise NotImplementedError(f"{method.full_name} streams requests")
+        self._function = function
+        self._is_streaming = method.server_streaming
+        self._parser = Parser(GetMessageClass(method.input_type))
+        self._gate = gate
+        self._max_bytes = max_bytes
+        self._endless = endless
+
+    def registered(self) -> grpc.RpcMethodHandler[object, object]:
+        return grpc.stream_stream_rpc_method_handler(self.handle, None, _serialize)
+
+    async def handle(self, messages: AsyncIterator[bytes], context: Context) -> None:
+        limit_s = None if self._endless else self._gate.limits.answer_timeout_s
+        client = current_client.get()
+        try:
+            with self._gate.requests(client.name if client else ""):
+                async with asyncio.timeout(limit_s):
+                    await self._answer(messages, context)
+        except TimeoutError:
+            await abort(context, DeadlineError("the call took too long"))
+        except Exception as error:
+            await abort(context, _as_baton(error))
+
+    async def _answer(self, messages: AsyncIterator[bytes], context: Context) -> None:
+        with self._gate.bytes_held() as held:
+            data = await self._receive(messages)
+            held.add(len(data))
+            request = self._parser(data)
+            del data
+            if not self._is_streaming:
+                await context.write(await cast("UnaryHandler", self._function)(request, context))
+                return
+            async with aclosing(cast("StreamHandler", self._function)(request, context)) as responses:
+                async for response in responses:
+                    await context.write(response)
+
+    async def _receive(self, messages: AsyncIterator[bytes]) -> bytes:
+        """The request's bytes. Raises `DeadlineError` if they come too late, `InvalidArgumentError` if too many."""
+        timeout_s = self._gate.limits.receive_timeout_s
+        try:
+            async with self._gate.reading, asyncio.timeout(timeout_s):
+                data = await anext(aiter(messages), None)
+        except TimeoutError as error:
+            raise DeadlineError(f"the request did not come within {timeout_s:g} s") from error
+        if data is None:
+            raise InvalidArgumentError("request", "is missing: the call ended without one")
+        limit = self._gate.limits.max_message_bytes if self._max_bytes is None else self._max_bytes()
+        if len(data) > limit:
+            raise InvalidArgumentError("request", f"has {len(data)} bytes, and may have {limit}")
+        return data
 
 
 def _serialize(message: object) -> bytes:
     return cast("Message", message).SerializeToString()
-
-
-def _unary(function: UnaryHandler) -> Callable[[object, Context], Awaitable[object]]:
-    async def handle(request: object, context: Context) -> object:
-        if isinstance(request, BadMessage):
-            await abort(context, request.error)
-        try:
-            return await function(cast("Message", request), context)
-        except Exception as error:
-            await abort(context, _as_baton(error))
-
-    return handle
-
-
-def _streaming(function: StreamHandler) -> Callable[[object, Context], AsyncIterator[object]]:
-    async def handle(request: object, context: Context) -> AsyncIterator[object]:
-        if isinstance(request, BadMessage):
-            await abort(context, request.error)
-        try:
-            async with aclosing(function(cast("Message", request), context)) as responses:
-                async for response in responses:
-                    yield response
-        except Exception as error:
-            await abort(context, _as_baton(error))
-
-    return handle
 
 
 def _as_baton(error: Exception) -> BatonError:

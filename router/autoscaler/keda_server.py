@@ -9,13 +9,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from common.errors import StartupError
-from common.grpc_options import CLIENT_SERVER_OPTIONS
+from common.grpc_options import client_server_options
 from common.grpc_transport import add_port
 from common.tls import TlsFiles
 from router.api.grpc_handlers import add_service
 from router.autoscaler.board import Board
 from router.autoscaler.keda import SERVICE, ExternalScaler
 from router.autoscaler.rules import Targets
+from router.serving.gate import Gate, GateLimits
+
+MAX_MESSAGE_BYTES = 64 * 2**10
+MAX_CALLS = 256
 
 
 class KedaServer:
@@ -23,8 +27,10 @@ class KedaServer:
 
     def __init__(self, address: str, board: Board, targets: Targets, tls: TlsFiles | None = None) -> None:
         """Raises `StartupError` where it cannot listen."""
-        self._server = grpc.aio.server(options=CLIENT_SERVER_OPTIONS)
-        add_service(self._server, SERVICE, ExternalScaler(board, targets))
+        options = client_server_options(max_message_bytes=MAX_MESSAGE_BYTES, max_connections=256, max_streams=MAX_CALLS)
+        self._server = grpc.aio.server(options=options)
+        gate = Gate(GateLimits(max_requests=MAX_CALLS, max_message_bytes=MAX_MESSAGE_BYTES))
+        add_service(self._server, SERVICE, ExternalScaler(board, targets), gate, endless=True)
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         try:

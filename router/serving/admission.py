@@ -13,7 +13,11 @@ from common import metrics
 from common.errors import BatonError, UnavailableError
 from router.fleet.registry import Registry, ServedModel
 from router.serving.demand import Demand
+from router.serving.gate import Gate
 
+BYTES_PER_TOKEN = 64  # four letters or so, each escaped as \uXXXX, and then as many again
+BODY_OVERHEAD_BYTES = 64 * 2**10
+MOST_BODY_BYTES = 64 * 2**20
 DEADLINE_SLACK_S = 0.05  # clocks of gRPC and of this process may differ by so much
 
 
@@ -30,8 +34,19 @@ class Ending:
 class Admission:
     """Shared by both interfaces of a router."""
 
-    def __init__(self, registry: Registry, demand: Demand, *, worker_wait_s: float = 0.0) -> None:
-        """`worker_wait_s`: how long a request waits for a worker while there is none (a fleet scaled to zero)."""
+    def __init__(
+        self,
+        registry: Registry,
+        demand: Demand,
+        gate: Gate,
+        *,
+        worker_wait_s: float = 0.0,
+        max_request_bytes: int | None = None,
+    ) -> None:
+        """`worker_wait_s`: how long a request waits for a worker while there is none (a fleet scaled to zero).
+        `max_request_bytes`: of one request's body; from the model's context if None."""
+        self.gate = gate
+        self._max_request_bytes = max_request_bytes
         self.registry = registry
         self.demand = demand
         self._worker_wait_s = worker_wait_s
@@ -45,6 +60,15 @@ class Admission:
         if self._draining:
             return "the router is shutting down"
         return "" if self._worker_wait_s else self.registry.not_ready()
+
+    def max_request_bytes(self) -> int:
+        """What one request's body may have: enough for the model's context, however it is escaped."""
+        if self._max_request_bytes is not None:
+            return self._max_request_bytes
+        model = self.registry.model
+        if model is None:
+            return self.gate.limits.max_message_bytes
+        return min(BODY_OVERHEAD_BYTES + BYTES_PER_TOKEN * model.limits.max_model_len, MOST_BODY_BYTES)
 
     def served(self) -> ServedModel:
         """Raises `UnavailableError` while no request can be taken."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 from functools import partial
@@ -107,7 +108,8 @@ class Preparation:
         name: FieldName = str,
         client: ApiClient | None = None,
     ) -> GenerationRequest:
-        """Validates all of it. `timeout_s` is the client's own deadline, counted from `arrived_at`; `client`
+        """Validates all of it. `timeout_s` is the client's own deadline, counted from `arrived_at` and no
+        longer than the router's; `client`
         is whose key came with the request."""
         check_model(model_name, model.limits)
         if request_id:
@@ -130,6 +132,6 @@ class Preparation:
             cache_salt=client.cache_salt(cache_salt) if client else cache_salt,
             priority=priority,
             arrived_at=arrived_at,
-            deadline=arrived_at + (self._request_timeout_s if timeout_s is None else timeout_s),
+            deadline=arrived_at + min(self._request_timeout_s, math.inf if timeout_s is None else timeout_s),
             client=client.name if client else "",
         )

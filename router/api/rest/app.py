@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -10,24 +11,24 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel
 
 from common.errors import ModelNotFoundError
 from common.validation import check_model, check_request_id
 from router.api.api_keys import current_client
 from router.api.rest import errors
 from router.api.rest.answer import Answer
+from router.api.rest.body import read_body
 from router.api.rest.disconnect import ClientGoneError, EventStream, unless_gone
 from router.api.rest.errors import as_baton, error_response, json_response
 from router.api.rest.formats import ChatFormat, CompletionFormat
 from router.api.rest.schema import (
+    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
     TokenizeBody,
     parse,
-    read_body,
 )
 from router.fleet.registry import ServedModel
 from router.serving.front import Front
@@ -35,6 +36,8 @@ from router.serving.request import Prompt, new_request_id
 
 DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's text completion gives where max_tokens is not set
 CLIENT_GONE_STATUS = 499  # nobody reads it; access logs know it
+
+BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Prompts = Callable[[ServedModel], Awaitable[list[Prompt]]]
@@ -45,10 +48,12 @@ def make_app(front: Front) -> FastAPI:
     errors.install(app)
     gateway = _Gateway(front)
 
-    def route(method: str, path: str, handler: Endpoint, body: type[BaseModel] | None = None) -> None:
+    bodies, schemas = msgspec.json.schema_components(BODIES, ref_template="#/components/schemas/{name}")
+
+    def route(method: str, path: str, handler: Endpoint, body: type[Body] | None = None) -> None:
         extra: dict[str, object] | None = None
         if body is not None:
-            schema = body.model_json_schema()
+            schema = bodies[BODIES.index(body)]
             extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
         app.add_api_route(path, _guarded(handler), methods=[method], response_model=None, openapi_extra=extra)
 
@@ -60,6 +65,8 @@ def make_app(front: Front) -> FastAPI:
     route("POST", "/detokenize", gateway.detokenize, DetokenizeBody)
     route("GET", "/health", gateway.health)
     route("GET", "/metrics", gateway.metrics)
+    page = app.openapi()
+    page.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
     return app
 
 
@@ -84,9 +91,13 @@ class _Gateway:
         self._front = front
         self._started = int(time.time())
 
+    async def _read(self, request: Request) -> bytes:
+        admission = self._front.admission
+        return await read_body(request, admission.max_request_bytes(), admission.gate.limits.receive_timeout_s)
+
     async def chat(self, request: Request) -> Response:
         arrived_at = time.monotonic()
-        body = parse(ChatBody, await read_body(request))
+        body = parse(ChatBody, await self._read(request))
 
         async def prompts(model: ServedModel) -> list[Prompt]:
             return [await self._front.preparation.chat_prompt(model, body.chat_messages())]
@@ -95,7 +106,7 @@ class _Gateway:
 
     async def completions(self, request: Request) -> Response:
         arrived_at = time.monotonic()
-        body = parse(CompletionBody, await read_body(request))
+        body = parse(CompletionBody, await self._read(request))
 
         async def prompts(model: ServedModel) -> list[Prompt]:
             special = body.add_special_tokens is not False
@@ -124,7 +135,8 @@ class _Gateway:
         self, body: ChatBody | CompletionBody, prompts: Prompts, request_id: str, arrived_at: float
     ) -> AsyncGenerator[bytes, None]:
         """The answer's bytes: one piece, or server-sent events."""
-        with self._front.admission.running("rest") as ending:
+        client = current_client.get()
+        with self._front.admission.running("rest") as ending, contextlib.ExitStack() as places:
             model = await self._front.admission.serving()
             check_model(body.model or "", model.limits)
             body.check()
@@ -141,17 +153,19 @@ class _Gateway:
                     arrived_at=arrived_at,
                     default_max_tokens=None if is_chat else DEFAULT_COMPLETION_TOKENS,
                     name=body.field_name if isinstance(body, ChatBody) else str,
-                    client=current_client.get(),
+                    client=client,
                 )
                 for prompt in await prompts(model)
             ]
+            choices = [
+                prepared.numbered(number * body.num_choices + index)
+                for number, prepared in enumerate(requests)
+                for index in range(body.num_choices)
+            ]
+            places.enter_context(self._front.admission.gate.requests(client.name if client else "", len(choices) - 1))
             answer = Answer(
                 self._front.generation,
-                [
-                    prepared.numbered(number * body.num_choices + index)
-                    for number, prepared in enumerate(requests)
-                    for index in range(body.num_choices)
-                ],
+                choices,
                 ChatFormat() if is_chat else CompletionFormat(),
                 request_id=request_id,
                 num_choices=body.num_choices,
@@ -188,7 +202,7 @@ class _Gateway:
         }
 
     async def tokenize(self, request: Request) -> Response:
-        body = parse(TokenizeBody, await read_body(request))
+        body = parse(TokenizeBody, await self._read(request))
         model = self._front.admission.served()
         check_model(body.model or "", model.limits)
         name = "prompt" if body.text is None else "text"
@@ -198,7 +212,7 @@ class _Gateway:
         return json_response({"token_ids": ids, "count": len(ids), "max_model_len": model.limits.max_model_len})
 
     async def detokenize(self, request: Request) -> Response:
-        body = parse(DetokenizeBody, await read_body(request))
+        body = parse(DetokenizeBody, await self._read(request))
         model = self._front.admission.served()
         check_model(body.model or "", model.limits)
         skip = body.skip_special_tokens is not False

@@ -25,6 +25,7 @@ _TYPES = {
     400: "invalid_request_error",
     401: "invalid_request_error",
     404: "not_found_error",
+    408: "timeout_error",
     409: "conflict_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
@@ -35,6 +36,10 @@ _TYPES = {
 
 class BodyTooLargeError(BatonError):
     http_status = 413
+
+
+class BodyTooLateError(BatonError):
+    http_status = 408
 
 
 def error_body(error: BatonError) -> dict[str, object]:

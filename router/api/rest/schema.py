@@ -1,39 +1,43 @@
 """Bodies of REST requests. Types are strict, and a field that is neither supported nor harmless is refused by name.
 
-What is only a matter of range is left to `common.validation`, which gRPC shares.
+Decoding ends at the first error, and builds nothing for values that are only looked at: a body costs no more than what
+it is read into. What is only a matter of range is left to `common.validation`, which gRPC shares.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeVar, cast
 
-from fastapi import Request
-from pydantic import BaseModel, ConfigDict, ValidationError
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
 
 from common.errors import InvalidArgumentError
 from common.validation import SamplingFields, chat_role
-from router.api.rest.errors import BodyTooLargeError
 from router.serving.chat_template import Message
 
-MAX_BODY_BYTES = 64 << 20
 MAX_N = 8
 MAX_CHOICES = 128
+MAX_SEARCHED_BYTES = 64 * 2**10  # of a body that is not valid, for the field that is to blame
 
-BodyT = TypeVar("BodyT", bound=BaseModel)
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+BodyT = TypeVar("BodyT", bound="Body")
 
 
-class StreamOptions(Body):
+Given = Raw | UnsetType
+"""A value that is looked at and not decoded."""
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class StreamOptions(Body, kw_only=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class GenerationBody(Body):
+class GenerationBody(Body, kw_only=True):
     """What chat and text completion have in common."""
 
     model: str | None = None
@@ -62,21 +66,21 @@ class GenerationBody(Body):
     add_special_tokens: bool | None = None
 
     # OpenAI's, without a meaning here.
-    user: object = None
-    metadata: object = None
-    store: object = None
-    service_tier: object = None
-    safety_identifier: object = None
-    prompt_cache_key: object = None
-    prompt_cache_retention: object = None
-    prompt_cache_options: object = None
+    user: Given = UNSET
+    metadata: Given = UNSET
+    store: Given = UNSET
+    service_tier: Given = UNSET
+    safety_identifier: Given = UNSET
+    prompt_cache_key: Given = UNSET
+    prompt_cache_retention: Given = UNSET
+    prompt_cache_options: Given = UNSET
 
     unsupported: ClassVar[tuple[str, ...]] = ()
 
     def check(self) -> None:
         """Raises `InvalidArgumentError` for what is well formed and still cannot be done."""
         for name in self.unsupported:
-            if getattr(self, name):  # null, false and empty ask for nothing
+            if _asks(getattr(self, name)):
                 raise InvalidArgumentError(name, "is not supported")
         if not 1 <= self.num_choices <= MAX_N:
             raise InvalidArgumentError("n", f"must be in [1, {MAX_N}], not {self.n}")
@@ -111,25 +115,62 @@ class GenerationBody(Body):
         )
 
 
-class ChatBody(GenerationBody):
-    messages: list[dict[str, object]]
+class ContentPart(msgspec.Struct):
+    type: str = ""
+    text: str | None = None
+
+
+class ChatMessage(Body, kw_only=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: Given = UNSET
+
+    # What answers hold and clients send back; each must be empty.
+    refusal: Given = UNSET
+    annotations: Given = UNSET
+    audio: Given = UNSET
+    function_call: Given = UNSET
+    tool_calls: Given = UNSET
+    tool_call_id: Given = UNSET
+    reasoning: Given = UNSET
+    reasoning_content: Given = UNSET
+
+    unsupported: ClassVar[tuple[str, ...]] = (
+        "refusal",
+        "annotations",
+        "audio",
+        "function_call",
+        "tool_calls",
+        "tool_call_id",
+        "reasoning",
+        "reasoning_content",
+    )
+
+
+class ResponseFormat(Body, kw_only=True):
+    type: str
+    json_schema: Given = UNSET
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: dict[str, object] | None = None
+    response_format: ResponseFormat | None = None
     modalities: list[str] | None = None
-    tool_choice: object = None
-    parallel_tool_calls: object = None  # without tools it asks for nothing
-    tools: list[object] | None = None
-    functions: list[object] | None = None
-    function_call: object = None
-    audio: object = None
-    prediction: object = None
-    reasoning_effort: object = None
-    verbosity: object = None
-    web_search_options: object = None
+    tool_choice: Given = UNSET
+    parallel_tool_calls: Given = UNSET  # without tools it asks for nothing
+    tools: Given = UNSET
+    functions: Given = UNSET
+    function_call: Given = UNSET
+    audio: Given = UNSET
+    prediction: Given = UNSET
+    reasoning_effort: Given = UNSET
+    verbosity: Given = UNSET
+    web_search_options: Given = UNSET
 
-    unsupported = (
+    unsupported: ClassVar[tuple[str, ...]] = (
         "tools",
         "functions",
         "audio",
@@ -141,12 +182,13 @@ class ChatBody(GenerationBody):
 
     def check(self) -> None:
         super().check()
-        if self.response_format is not None and self.response_format != {"type": "text"}:
+        if self.response_format is not None and self.response_format.type != "text":
             raise InvalidArgumentError("response_format", 'only {"type": "text"} is supported')
         if self.modalities not in (None, [], ["text"]):
             raise InvalidArgumentError("modalities", 'only ["text"] is supported')
         for name in ("tool_choice", "function_call"):
-            if getattr(self, name) not in (None, "none", "auto"):
+            given = getattr(self, name)
+            if _asks(given) and bytes(given) not in (b'"none"', b'"auto"'):
                 raise InvalidArgumentError(name, "tools are not supported")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidArgumentError("top_logprobs", "needs logprobs to be true")
@@ -169,14 +211,14 @@ class ChatBody(GenerationBody):
         return [_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
 
 
-class CompletionBody(GenerationBody):
-    prompt: str | list[str] | list[int] | list[list[int]]
+class CompletionBody(GenerationBody, kw_only=True):
+    prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None
 
-    unsupported = ("echo", "suffix")
+    unsupported: ClassVar[tuple[str, ...]] = ("echo", "suffix")
 
     def check(self) -> None:
         super().check()
@@ -194,19 +236,24 @@ class CompletionBody(GenerationBody):
             return [self.prompt]
         if not self.prompt:
             raise InvalidArgumentError("prompt", "must not be empty")
-        if isinstance(self.prompt[0], int):
-            return [[token_id for token_id in self.prompt if isinstance(token_id, int)]]
-        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+        kind = type(self.prompt[0])
+        if any(type(item) is not kind for item in self.prompt):
+            raise InvalidArgumentError(
+                "prompt", "must be a text, texts, token ids or lists of token ids, not a mixture"
+            )
+        if kind is int:
+            return [cast("list[int]", self.prompt)]
+        return cast("list[str | list[int]]", self.prompt)
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Body, kw_only=True):
     model: str | None = None
     text: str | None = None
     prompt: str | None = None  # another name for `text`
     add_special_tokens: bool | None = None
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(Body, kw_only=True):
     model: str | None = None
     token_ids: list[int]
     skip_special_tokens: bool | None = None
@@ -219,82 +266,84 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
         raise InvalidArgumentError("logit_bias", "keys must be token ids") from error
 
 
-def _message(message: dict[str, object], where: str) -> Message:
-    for key, value in message.items():
-        if key not in ("role", "content", "name") and value:
-            raise InvalidArgumentError(f"{where}.{key}", "is not supported")
-    role = message.get("role")
-    if not isinstance(role, str):
-        raise InvalidArgumentError(f"{where}.role", "must be a string")
-    return {"role": chat_role(role, f"{where}.role"), "content": _content(message.get("content"), f"{where}.content")}
+def _asks(value: object) -> bool:
+    """Null, false and empty ask for nothing."""
+    if isinstance(value, Raw):
+        return bytes(value).translate(None, b" \t\r\n") not in (b"null", b"false", b'""', b"[]", b"{}", b"0")
+    return value is not UNSET and bool(value)
 
 
-def _content(content: object, where: str) -> str:
+def _message(message: ChatMessage, where: str) -> Message:
+    for name in message.unsupported:
+        if _asks(getattr(message, name)):
+            raise InvalidArgumentError(f"{where}.{name}", "is not supported")
+    return {
+        "role": chat_role(message.role, f"{where}.role"),
+        "content": _content(message.content, f"{where}.content"),
+    }
+
+
+def _content(content: str | list[ContentPart] | None, where: str) -> str:
     """A string, or text parts, which are joined by line breaks."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
+    if content is None:
         raise InvalidArgumentError(where, "must be a string or a list of text parts")
     texts = []
     for index, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text":
+        if part.type != "text":
             raise InvalidArgumentError(f"{where}[{index}].type", 'only parts of type "text" are supported')
-        text = part.get("text")
-        if not isinstance(text, str):
+        if part.text is None:
             raise InvalidArgumentError(f"{where}[{index}].text", "must be a string")
-        texts.append(text)
+        texts.append(part.text)
     return "\n".join(texts)
 
 
-async def read_body(request: Request) -> bytes:
-    """Raises `BodyTooLargeError` as soon as it is known, so that a huge body is not read to its end."""
-    declared = request.headers.get("content-length", "0")
-    chunks: list[bytes] = []
-    size = int(declared) if declared.isdecimal() else 0
-    if size <= MAX_BODY_BYTES:
-        size = 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            chunks.append(chunk)
-            if size > MAX_BODY_BYTES:
-                break
-    if size > MAX_BODY_BYTES:
-        raise BodyTooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes")
-    return b"".join(chunks)
+_NO_CHARACTER = re.compile("[\ud800-\udfff]")
+_NO_NUMBER = re.compile(r"NaN|Infinity")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`")
 
 
 def parse(body_class: type[BodyT], data: bytes) -> BodyT:
-    """Raises `InvalidArgumentError` with the field that is unknown, missing or of the wrong type."""
+    """Raises `InvalidArgumentError` with the first field that is unknown, missing or of the wrong type."""
     try:
-        return body_class.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-    if first["type"] == "json_invalid":
+        return msgspec.json.decode(data, type=body_class)
+    except msgspec.ValidationError as error:
+        raise _wrong(str(error)) from error
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(_field_of_bad_text(data), "is not valid UTF-8") from error
+    except RecursionError as error:
+        raise InvalidArgumentError("", "the body is not valid JSON: it is nested too deeply") from error
+    except msgspec.DecodeError as error:
         if field := _field_of_bad_text(data):
-            raise InvalidArgumentError(field, "is not valid UTF-8")
-        raise InvalidArgumentError("", f"the body is not valid JSON: {first['msg']}")
-    if not first["loc"]:
-        raise InvalidArgumentError("", "the body must be a JSON object")
-    field = str(first["loc"][0])
-    if first["type"] == "extra_forbidden":
-        raise InvalidArgumentError(field, "is not a known field")
-    if first["type"] == "missing":
-        raise InvalidArgumentError(field, "is required")
-    raise InvalidArgumentError(field, f"has the wrong type: {first['msg']}")
+            raise InvalidArgumentError(field, "is not valid: text must be UTF-8, and numbers finite") from error
+        raise InvalidArgumentError("", f"the body is not valid JSON: {error}") from error
 
 
-_NO_CHARACTER = re.compile("[\ud800-\udfff]")
+def _wrong(message: str) -> InvalidArgumentError:
+    """From msgspec's words, which end in the place: ... - at `$.messages[0].role`."""
+    reason, _, place = message.partition(" - at `$")
+    path = place.rstrip("`").removeprefix(".").removesuffix("[...]")
+    for pattern, said in ((_UNKNOWN, "is not a known field"), (_MISSING, "is required")):
+        if match := pattern.fullmatch(reason):
+            return InvalidArgumentError(f"{path}.{match[1]}" if path else match[1][:100], said)
+    if not path:
+        return InvalidArgumentError("", "the body must be a JSON object")
+    return InvalidArgumentError(path, f"has the wrong type: {reason}")
 
 
 def _field_of_bad_text(data: bytes) -> str:
-    """The top-level field whose text is not UTF-8, or holds half of a surrogate pair; empty where that is not it."""
+    """The top-level field that holds NaN, infinity, or text that is no Unicode; empty if the body is no JSON object at
+    all, or so large that looking for it is too much work."""
+    if len(data) > MAX_SEARCHED_BYTES:
+        return ""
     try:
         body = json.loads(data.decode(errors="surrogateescape"))
     except (ValueError, RecursionError):
         return ""
-    if not isinstance(body, dict):
-        return ""
-    for key, value in body.items():
-        if _NO_CHARACTER.search(json.dumps(value, ensure_ascii=False)):
-            return str(key)
+    for name, value in body.items() if isinstance(body, dict) else ():
+        text = json.dumps(value, ensure_ascii=False)
+        if _NO_CHARACTER.search(text) or _NO_NUMBER.search(text):
+            return str(name)
     return ""

@@ -1,0 +1,67 @@
+"""`grpc.health.v1.Health`, whose watchers cannot hold it up: grpcio's own writes to them while it holds a lock that
+changes of the status need, and anybody may watch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+Context = grpc.aio.ServicerContext[object, object]
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class Health:
+    def __init__(self) -> None:
+        self._statuses: dict[str, int] = {}
+        self._news = asyncio.Event()
+        self._is_ending = False
+
+    def set(self, service: str, status: int) -> None:
+        """The empty name is the server as a whole."""
+        if not self._is_ending and self._statuses.get(service) != status:
+            self._statuses[service] = status
+            self._tell()
+
+    def end(self) -> None:
+        """Nothing is served from now on, whatever is set later."""
+        self._is_ending = True
+        self._statuses = dict.fromkeys(self._statuses, NOT_SERVING)
+        self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        status = self._statuses.get(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+            raise AssertionError("abort always raises")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def List(  # noqa: N802
+        self, _request: health_pb2.HealthListRequest, _context: Context
+    ) -> health_pb2.HealthListResponse:
+        statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._statuses.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+    async def Watch(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, _context: Context
+    ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
+        told: int | None = None
+        while True:
+            news = self._news
+            status = self._statuses.get(request.service, SERVICE_UNKNOWN)
+            if status != told:
+                told = status
+                yield health_pb2.HealthCheckResponse(status=status)
+            else:
+                await news.wait()

@@ -1,0 +1,121 @@
+"""HTTP/1.1 connections, with limits: how many, and how long a client may take for the head of a request.
+
+A connection that waits for no answer is idle: a new one too, and one whose answer came before all of its body did.
+If all places are taken, the one that has been idle longest gives way to a newcomer: clients that connect and say
+nothing keep nobody out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import h11
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from common import metrics
+
+MAX_HEAD_BYTES = 32 * 2**10
+FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
+LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+class Connections:
+    """Those of one listener."""
+
+    def __init__(self, max_connections: int, head_timeout_s: float) -> None:
+        self.max_connections = max_connections
+        self.head_timeout_s = head_timeout_s
+        self.num = 0
+        self.idle: dict[LimitedProtocol, None] = {}  # longest idle first
+
+    def protocol(self) -> type[LimitedProtocol]:
+        """What uvicorn makes for each connection."""
+        return type("Protocol", (LimitedProtocol,), {"limits": self})
+
+    def has_room(self) -> bool:
+        """Whether a new connection may stay; closes an idle one if that is what it takes."""
+        if self.num < self.max_connections:
+            return True
+        metrics.router_refused.labels("connections").inc()
+        if not self.idle:
+            return False
+        next(iter(self.idle)).give_way()
+        return True
+
+
+class LimitedProtocol(H11Protocol):
+    limits: Connections
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, object],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._is_counted = False
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if not self.limits.has_room():
+            transport.write(FULL)
+            transport.close()
+            return
+        self._is_counted = True
+        self.limits.num += 1
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._uncount()
+
+    def _uncount(self) -> None:
+        self._stop_timer()
+        self.limits.idle.pop(self, None)
+        if self._is_counted:
+            self._is_counted = False
+            self.limits.num -= 1
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def _look(self) -> None:
+        """Keeps the timer and the list of idle connections true."""
+        if not self._is_counted or self.transport.is_closing():
+            self._stop_timer()
+            self.limits.idle.pop(self, None)
+            return
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if not is_idle:
+            self._stop_timer()
+            self.limits.idle.pop(self, None)
+        elif self._head_timer is None:
+            self.limits.idle[self] = None
+            self._head_timer = self.loop.call_later(self.limits.head_timeout_s, self._is_late)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _is_late(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            if self.conn.their_state is h11.IDLE:
+                self.transport.write(LATE)
+            self.give_way()
+
+    def give_way(self) -> None:
+        self._uncount()
+        self.transport.close()

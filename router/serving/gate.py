@@ -1,0 +1,91 @@
+"""How much is taken on at once, whoever asks: requests in flight, those of one key, and bytes of their bodies.
+
+What is too much is refused at once, with a delay after which to try again: nothing queues here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from common import metrics
+from common.errors import OverloadedError
+
+MIB = 2**20
+MESSAGE_BYTES = 4 * MIB  # gRPC's own default, and enough for a context of 250,000 tokens of most languages
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class GateLimits:
+    max_requests: int = 1024  # in flight; each choice of an answer counts as one
+    max_requests_per_key: int | None = None  # half of max_requests where None
+    max_buffered_bytes: int = 256 * MIB  # bodies of requests in flight
+    max_message_bytes: int = MESSAGE_BYTES  # of one gRPC message, before anything is known of it
+    receive_timeout_s: float = 30.0  # for a request's body to come
+    answer_timeout_s: float = 660.0  # for a whole call: a client that reads too slowly is cut off
+
+
+class Gate:
+    """Shared by all calls of one kind."""
+
+    def __init__(self, limits: GateLimits | None = None) -> None:
+        self.limits = limits or GateLimits()
+        self._max_per_key = self.limits.max_requests_per_key or max(1, self.limits.max_requests // 2)
+        self._by_key: Counter[str] = Counter()
+        self._num_requests = 0
+        self._num_bytes = 0
+        # gRPC takes memory for a whole message once it is asked to read it, and says its size only afterwards.
+        self.reading = asyncio.Semaphore(max(1, self.limits.max_buffered_bytes // self.limits.max_message_bytes))
+
+    @contextlib.contextmanager
+    def requests(self, key: str, num: int = 1) -> Iterator[None]:
+        """Around all work for `num` requests. `key` is empty if no keys are asked for. Raises `OverloadedError`."""
+        limits = self.limits
+        if self._num_requests + num > limits.max_requests:
+            raise _too_much("requests", f"the router has {limits.max_requests} requests in flight")
+        if key and self._by_key[key] + num > self._max_per_key:
+            raise _too_much("key", f"this key has {self._max_per_key} requests in flight, the most for one")
+        self._num_requests += num
+        if key:
+            self._by_key[key] += num
+        try:
+            yield
+        finally:
+            self._num_requests -= num
+            if key:
+                self._by_key[key] -= num
+                if not self._by_key[key]:
+                    del self._by_key[key]
+
+    @contextlib.contextmanager
+    def bytes_held(self) -> Iterator[HeldBytes]:
+        """Around the time that a request's body is held."""
+        held = HeldBytes(self)
+        try:
+            yield held
+        finally:
+            self._num_bytes -= held.num
+
+    def hold(self, num: int) -> None:
+        if self._num_bytes + num > self.limits.max_buffered_bytes:
+            raise _too_much("bytes", f"the router holds {self._num_bytes} bytes of requests")
+        self._num_bytes += num
+
+
+class HeldBytes:
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self.num = 0
+
+    def add(self, num: int) -> None:
+        """Raises `OverloadedError` if the router holds too much already."""
+        self._gate.hold(num)
+        self.num += num
+
+
+def _too_much(reason: str, message: str) -> OverloadedError:
+    metrics.router_refused.labels(reason).inc()
+    return OverloadedError(f"{message}; try again later")
