@@ -106,7 +106,7 @@ async def serve(
             options=client_server_options(
                 max_message_bytes=gate.limits.max_message_bytes,
                 max_connections=settings.max_connections,
-                max_streams=settings.max_requests,
+                max_streams=settings.max_requests + MAX_OPEN_CALLS,  # so that too many are refused, not left to wait
             ),
             interceptors=interceptors,
             maximum_concurrent_rpcs=2 * (settings.max_requests + MAX_OPEN_CALLS),  # with those about to be refused
