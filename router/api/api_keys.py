@@ -37,8 +37,6 @@ class ApiKeys:
     def __init__(self, path: str) -> None:
         self._path = path
         self._watched = WatchedFiles("api_keys", [path], self._load)
-        if not self._watched.current():
-            raise StartupError(f"api_keys_file: {path} holds no key: nobody could ask anything")
 
     def client(self, authorization: str | None, interface: str) -> ApiClient:
         """Whose key `Authorization: Bearer KEY` is. Raises `UnauthenticatedError`; `interface` is for the count."""
@@ -83,6 +81,8 @@ class ApiKeys:
             if digest in clients:
                 raise StartupError(f"{where}: this key was there before")
             clients[digest] = ApiClient(fields.get("name") or f"key-{digest.hex()[:8]}", fields.get("tenant", ""))
+        if not clients:  # nor later: whoever empties the file by mistake would lock everybody out
+            raise StartupError(f"api_keys_file: {self._path} holds no key: nobody could ask anything")
         return clients
 
 

@@ -272,7 +272,8 @@ class Dispatcher:
                     if event.HasField("summary"):
                         num_retries = report.summary.num_prefill_retries
                         report.take_in(event.summary, earlier)
-                        for _ in range(report.summary.num_prefill_retries - num_retries):
+                        num_new = report.summary.num_prefill_retries - num_retries
+                        for _ in range(min(num_new, len(decision.prefill))):  # it was told of no more
                             self._budget.spend(self._clock())
                     new = NewTokens(
                         [token_of(token) for token in event.tokens],
