@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from bench.kv.client import Prompts, StackClient, Timed
 from bench.kv.results import Results
-from bench.kv.settings import BenchSettings, Progress
+from bench.kv.settings import QUICK_SETTLE_S, BenchSettings, Progress
 from bench.kv.stacks import stack
 from common.errors import StartupError
 
@@ -67,7 +67,7 @@ def _run(settings: BenchSettings, results: Results, progress: Progress, connecto
     ):
         clients = {"colocated": colocated, "disaggregated": disaggregated}
         long_tokens = QUICK_LONG_TOKENS if settings.quick else LONG_TOKENS
-        time.sleep(SETTLE_S)
+        time.sleep(QUICK_SETTLE_S if settings.quick else SETTLE_S)
         long_s = _long_prompt_s(disaggregated, settings.seed, long_tokens)
         figures: dict[str, dict[str, list[float]]] = {name: {} for name in clients}
         for phase in range(num_phases):

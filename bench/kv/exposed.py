@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from bench.kv.client import Prompts, StackClient, Timed
 from bench.kv.results import Bar, Label, Results, Samples
-from bench.kv.settings import BenchSettings, Progress
+from bench.kv.settings import QUICK_SETTLE_S, BenchSettings, Progress
 from bench.kv.stacks import stack
 from common.errors import StartupError
 
@@ -49,7 +49,7 @@ def measure(settings: BenchSettings, results: Results, progress: Progress, conne
     One stack after the other: an idle stack's threads would run in the other's decode steps. Raises `StartupError`."""
     for mode, announce in OVERLAP.items():
         with stack(settings, f"--connector={connector}", f"--announce={announce}") as client:
-            time.sleep(SETTLE_S)
+            time.sleep(QUICK_SETTLE_S if settings.quick else SETTLE_S)
             prompts = Prompts(settings.seed, PART)
             for length in lengths(client, settings):
                 progress(f"{PART}: {connector}, {mode}, prompts of {length} tokens")

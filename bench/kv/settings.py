@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from common.config import DEFAULT_MODEL
 
+QUICK_SETTLE_S = 1.0  # a quick run shows that everything works; what it measures may be disturbed
+
 Progress = Callable[[str], None]
 
 
