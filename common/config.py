@@ -88,6 +88,9 @@ class EngineSettings(ModelSettings):
     kernels: Literal["auto", "avx2", "avx512", "avx512_bf16", "amx", "neon", "torch"] = Field(
         "auto", description="instruction set of the CPU kernels; auto: the best that this CPU has; torch: none"
     )
+    quantization: Literal["none", "int8", "int4"] = Field(
+        "none", description="of weights, when they are loaded; needs the CPU kernels"
+    )
     block_size: Positive = Field(16, description="tokens per KV block")
     num_blocks: Positive | None = Field(None, description="KV blocks; from --kv-cache-memory-gb where unset")
     kv_cache_memory_gb: float | None = Field(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.library import Kernels, PackedLinear
+from engine.kernels.library import Kernels, PackedLinear, WeightKind
 
 LinearKernel = Callable[[torch.Tensor], torch.Tensor]
 
@@ -50,13 +50,14 @@ class Linear:
             raise RuntimeError("the weight was repacked already")
         return self.weight[start:stop]
 
-    def finish(self, kernels: Kernels | None) -> None:
+    def finish(self, kernels: Kernels | None, *, is_head: bool = False) -> None:
         if self.weight is None:
             return
         if kernels is not None:
-            self.packed = kernels.pack(self.weight, self.bias)
+            kind = kernels.kind_of(self.weight, is_head=is_head)
+            self.packed = kernels.pack(self.weight, self.bias, kind)
             from_rows = _ONEDNN_FROM_ROWS.get(kernels.choice.instruction_set)
-            if from_rows is not None and _is_onednn_fast(self.weight):
+            if from_rows is not None and kind is WeightKind.BFLOAT16 and _is_onednn_fast(self.weight):
                 self.packed_below = from_rows
         if self.packed is None or self.packed_below < math.inf:
             self._kernel = linear_kernel(self.weight, self.bias)

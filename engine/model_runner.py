@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -61,13 +62,15 @@ class ModelRunner:
         self.dtype: torch.dtype = getattr(torch, chosen.dtype)
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
-        self._kernels = load_kernels(settings.kernels, device=self.device, dtype=self.dtype)
+        self._kernels = load_kernels(
+            settings.kernels, device=self.device, dtype=self.dtype, quantization=settings.quantization
+        )
         self.max_model_len = _max_model_len(files, settings)
         self.eos_token_ids = files.eos_token_ids
         self._model = self._load(files)
         self.vocab_size = self._model.vocab_size
         self.spec = KVCacheSpec(
-            model_id=model_identity(model_dir),
+            model_id=_weights_identity(model_dir, settings.quantization),
             num_layers=self._model.num_layers,
             num_kv_heads=self._model.num_kv_heads,
             head_dim=self._model.head_dim,
@@ -215,6 +218,14 @@ class ModelRunner:
                 f"{self.spec.block_bytes} bytes; raise {flag}"
             )
         return num_blocks
+
+
+def _weights_identity(model_dir: Path, quantization: str) -> str:
+    """32 hex digits. KV of quantised weights is another model's: blocks are never exchanged with those of others."""
+    identity = model_identity(model_dir)
+    if quantization == "none":
+        return identity
+    return hashlib.blake2b(f"{identity} {quantization}".encode(), digest_size=16).hexdigest()
 
 
 def weight_bytes(files: ModelFiles, itemsize: int) -> int:

@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 
+from common.errors import StartupError
 from engine.kernels.build import library_file
 from engine.kernels.choice import TORCH, Choice, choose
 
@@ -93,11 +94,19 @@ class LayerStruct(Structure):
 class Kernels:
     """One variant's library, and the one team of threads that computes with it."""
 
-    def __init__(self, choice: Choice, num_threads: int) -> None:
+    def __init__(self, choice: Choice, num_threads: int, quantization: str = "none") -> None:
+        """`quantization` none, int8 or int4: what `kind_of` says of weights."""
         self.choice = choice
+        self.quantization = quantization
         self.num_threads = num_threads
         self.library = _open(choice.variant)
         self.team: int = self.library.baton_team(num_threads)
+
+    def kind_of(self, weight: torch.Tensor, *, is_head: bool = False) -> WeightKind:
+        """How a layer's weight is kept. The head decides between tokens, so it has 8 bits at least."""
+        if self.quantization == "none":
+            return WeightKind.of(weight.dtype)
+        return WeightKind.INT8 if is_head or self.quantization == "int8" else WeightKind.INT4
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: WeightKind | None = None) -> PackedLinear:
         return PackedLinear(self, weight, bias, WeightKind.of(weight.dtype) if kind is None else kind)
@@ -253,20 +262,29 @@ def _open(variant: str) -> ctypes.CDLL:
 
 
 @cache
-def _kernels(choice: Choice, num_threads: int) -> Kernels:
+def _kernels(choice: Choice, num_threads: int, quantization: str) -> Kernels:
     """One team per number of threads, for the life of the process."""
-    return Kernels(choice, num_threads)
+    return Kernels(choice, num_threads, quantization)
 
 
-def load_kernels(wanted: str, *, device: torch.device, dtype: torch.dtype) -> Kernels | None:
+def load_kernels(
+    wanted: str, *, device: torch.device, dtype: torch.dtype, quantization: str = "none"
+) -> Kernels | None:
     """The kernels for this device and dtype, or None for torch, with as many threads as torch computes with.
 
-    Logs which and why. Raises `StartupError` if `wanted`, the setting `kernels`, names a variant that cannot run here.
+    Logs which and why. Raises `StartupError` if `wanted`, the setting `kernels`, names a variant that cannot run here,
+    or if weights shall be quantised and there are no kernels for that.
     """
     if device.type != "cpu":
+        if quantization != "none":
+            raise StartupError(f"--quantization {quantization} needs --device cpu")
         return None
     choice = choose(wanted)
     if dtype not in DTYPES:
         choice = Choice(TORCH, f"there are none for {dtype}")
     log.info("kernels", extra={"kernels": choice.instruction_set, "reason": choice.reason})
-    return None if choice.instruction_set == TORCH else _kernels(choice, torch.get_num_threads())
+    if choice.instruction_set != TORCH:
+        return _kernels(choice, torch.get_num_threads(), quantization)
+    if quantization != "none":
+        raise StartupError(f"--quantization {quantization} needs the CPU kernels: {choice.reason}")
+    return None

@@ -210,7 +210,7 @@ class Llama(CausalLM):
     def finish(self, kernels: Kernels | None) -> None:
         for layer in self.layers:
             layer.finish(kernels)
-        self.head.finish(kernels)
+        self.head.finish(kernels, is_head=True)
         if kernels is not None:
             self._native = NativeLlama(kernels, self.layers, self.norm, self.head, self.rope)
 

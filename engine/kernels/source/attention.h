@@ -290,6 +290,7 @@ void attention(Team& team, const AttentionShape& shape, const Batch& batch, int 
     for (int s = 0, row = 0; s < batch.num_sequences; row += batch.num_new[s], s++)
         for (int head = 0; head < shape.num_kv_heads; head++) {
             const int before = batch.num_before[s], count = batch.num_new[s];
+            if (count < 1) continue;
             if (count > 1) {
                 for (int i = 0; i < count; i += queries) {
                     const int number = std::min(queries, count - i);

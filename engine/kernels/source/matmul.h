@@ -214,8 +214,7 @@ struct Tile<INT8, R, P> {
 #pragma GCC unroll 8
                 for (int c = 0; c < 2 * P; c++) {
                     const uint8_t* from = panel + (c / 2) * bytes + PANEL * 4 + i * PANEL + (c % 2) * LANES;
-                    const Ints wide = __builtin_convertvector(load_as<Bytes>(from), Ints);
-                    w[c] = __builtin_convertvector(wide, Floats) * scales[c];
+                    w[c] = load(reinterpret_cast<const int8_t*>(from)) * scales[c];
                 }
                 multiply_add<R, P>(sums, a + start + i, stride, w);
             }

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -36,6 +36,16 @@ inline V load_as(const T* from) {
 
 inline Floats load(const float* from) { return load_as<Floats>(from); }
 inline Floats load(const bf16* from) { return (Floats)(__builtin_convertvector(load_as<Halves>(from), Words) << 16); }
+
+inline Floats load(const int8_t* from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)load_as<Bytes>(from)));
+#elif defined(__AVX2__)  // compilers make a dozen instructions of the line below
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+    return __builtin_convertvector(load_as<Bytes>(from), Floats);
+#endif
+}
 
 inline Floats broadcast(float value) { return Floats{} + value; }
 inline Words broadcast(uint32_t value) { return Words{} + value; }

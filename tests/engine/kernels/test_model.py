@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.errors import StartupError
 from engine.model_runner import ModelRunner
 from engine.models.llama import Llama
 from tests.engine.kernels.variants import each_variant
@@ -90,3 +91,30 @@ def test_messages_pass_between_layers(models: Path, variant: str) -> None:
     (sequence,) = random_sequences([20])
     runner.execute([sequence.step(20)], between_layers=lambda: calls.append(1))
     assert len(calls) == 3
+
+
+@each_variant
+@pytest.mark.parametrize(("quantization", "limit"), [("int8", 0.1), ("int4", 1.0)])
+def test_quantised_weights_give_nearly_the_same_logits(
+    models: Path, variant: str, quantization: str, limit: float
+) -> None:
+    path = model(models, "plain")
+    runner = make_runner(path, kernels=variant, quantization=quantization)
+    (sequence,) = random_sequences([40])
+    for size in (30, 8, 1, 1):
+        advance(runner, [sequence], [size])
+    expected = expected_logprobs(path, sequence.token_ids)
+    errors = [(logprobs - expected[position]).square().mean() for position, logprobs in sequence.logprobs.items()]
+    assert 1e-4 < torch.stack(errors).mean().sqrt() < limit * expected.std()
+
+
+@each_variant
+def test_kv_of_quantised_weights_is_another_models(models: Path, variant: str) -> None:
+    path = model(models, "plain")
+    runners = [make_runner(path, kernels=variant, quantization=kind) for kind in ("none", "int8", "int4")]
+    assert len({runner.spec.fingerprint() for runner in runners}) == 3
+
+
+def test_quantisation_without_kernels_is_refused(models: Path) -> None:
+    with pytest.raises(StartupError, match="--quantization int8 needs the CPU kernels: --kernels torch"):
+        make_runner(model(models, "plain"), kernels="torch", quantization="int8")
