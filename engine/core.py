@@ -140,7 +140,7 @@ class EngineCore:
                 remote_kv.transfers.release(request_id)
             case m.StopPrefill(request_id):
                 remote_kv.lookups.drop(request_id)
-                self._stop(request_id)
+                self.scheduler.stop(request_id)
             case m.AddPeer(peer):
                 remote_kv.add_peer(peer)
             case m.GetStatus(call_id):
@@ -293,13 +293,9 @@ class EngineCore:
             # One batch is lost, not the worker: its requests fail with their ids, all others go on.
             log.exception("a step failed", extra={"num_requests": len(sequences)})
             for request in list(output.num_tokens):
-                self._stop(request.request_id)  # blocks of a prefill that were announced may be being read
+                self.scheduler.stop(request.request_id)  # blocks of a prefill that were announced may be being read
                 self._fail(request.request_id, "INTERNAL", "the engine failed to compute this request")
             return [None] * len(sequences)
-
-    def _stop(self, request_id: str) -> None:
-        if not self.scheduler.stop(request_id):
-            self.remote_kv.transfers.release(request_id)
 
     def _sequence(self, request: Request, num_new: int) -> SequenceInput:
         start = request.num_computed_tokens

@@ -51,20 +51,18 @@ class Scheduler:
         if request is not None:
             self._finish(request, RequestStatus.FINISHED_ABORTED)
 
-    def stop(self, request_id: str) -> bool:
+    def stop(self, request_id: str) -> None:
         """Computes no more of a request. If its decode worker may be reading blocks of it, it is leased until it is
-        released, and this returns True; if not, it has ended."""
+        released; if none was published, it has ended."""
         request = self.requests.get(request_id)
         if request is None:
-            return False
+            return
         if not request.num_published_blocks:
             self._finish(request, RequestStatus.FINISHED_ABORTED)
-            return False
-        if request.status is RequestStatus.RUNNING:
+        elif request.status is RequestStatus.RUNNING:
             self._running.remove(request)
             self._offer(request)
             request.status = RequestStatus.FINISHED_LEASED
-        return True
 
     @property
     def has_work(self) -> bool:

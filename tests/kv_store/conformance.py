@@ -445,6 +445,21 @@ class ConnectorConformance:
         consumer.fetch([FetchBlock(old, 2)])
         assert [bool(result.error) for result in consumer.results()] == [not consumer.connector.is_store]
 
+    def test_the_same_block_of_a_restarted_producer(
+        self, pair: tuple[Worker, Worker], workers: Callable[..., Worker]
+    ) -> None:
+        """Nothing but the epoch tells the reference of the life before from one of the new life."""
+        producer, consumer = pair
+        (old,) = producer.published({2: name_of(1)})
+        producer.connector.close()
+        again = workers("producer", 16, epoch="e2")
+        consumer.connector.add_peer(again.connector.describe())
+        (new,) = again.published({2: name_of(1)})
+        consumer.fetch([FetchBlock(old, 1), FetchBlock(new, 2)])
+        errors = {result.block_id: result.error for result in consumer.results()}
+        assert bool(errors[1]) is not consumer.connector.is_store
+        assert errors[2] is None
+
     def test_close_with_work_under_way(self, pair: tuple[Worker, Worker]) -> None:
         producer, consumer = pair
         refs = producer.published({block_id: name_of(block_id) for block_id in range(16)})

@@ -61,6 +61,14 @@ class TestMemory(ConnectorConformance):
         with pytest.raises(TransferError, match="producer"):
             consumer.connector.add_peer(description)
 
+    def test_the_description_of_a_former_life_is_no_peer(self, workers: Callable[..., Worker]) -> None:
+        producer, consumer = workers("producer"), workers("consumer")
+        description = producer.connector.describe()
+        producer.connector.close()
+        workers("producer", epoch="e2")
+        with pytest.raises(TransferError, match="e1"):
+            consumer.connector.add_peer(description)
+
     def test_a_reference_to_another_hash_fails(self, pair: tuple[Worker, Worker]) -> None:
         producer, consumer = pair
         (ref,) = producer.published({3: name_of(1)})
