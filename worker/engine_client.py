@@ -267,10 +267,10 @@ class EngineClient:
             extra={"request_id": stream.request_id, "keep_s": stream.keep_s},
         )
         self.send(m.StopPrefill(stream.engine_id))
-        later = asyncio.get_running_loop().call_later(stream.keep_s, self._end_keep, stream.engine_id)
+        later = asyncio.get_running_loop().call_later(stream.keep_s, self._release_kept, stream.engine_id)
         self._kept[stream.engine_id] = later
 
-    def _end_keep(self, engine_id: str) -> None:
+    def _release_kept(self, engine_id: str) -> None:
         del self._kept[engine_id]
         self.release(engine_id)
 
