@@ -36,6 +36,7 @@ class Engine:
                 max_model_len=200_000,
                 vocab_size=VOCAB_SIZE,
                 eos_token_ids=[VOCAB_SIZE - 1],
+                dtype_reason="",
                 peer=b"",
             )
         )

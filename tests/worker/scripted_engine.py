@@ -98,6 +98,7 @@ class ScriptedEngine:
                 max_model_len=MAX_MODEL_LEN,
                 vocab_size=VOCAB_SIZE,
                 eos_token_ids=[0],
+                dtype_reason="",
                 peer=b"fake",
             )
         )
