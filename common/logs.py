@@ -58,3 +58,9 @@ def setup_logging(process: str, *, level: str = "info", log_format: LogFormat = 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_for_operators)
+
+
+def _is_for_operators(record: logging.LogRecord) -> bool:
+    """Not what gRPC says, with a stack, of each header of a client that is no text: clients could fill the log."""
+    return not str(record.msg).startswith("Invalid encoding on")

@@ -338,3 +338,20 @@ async def test_how_requests_end_is_counted(router: RunningRouter, stream: bool) 
             before = sample("baton_router_requests_total", interface="rest", outcome=outcome)
             await client.post("/v1/chat/completions", json={"messages": MESSAGES, "stream": stream, **body})
             assert sample("baton_router_requests_total", interface="rest", outcome=outcome) == before + 1
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_failure(
+    router: RunningRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, _, port = router.url.removeprefix("http://").partition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+    await writer.drain()
+    await asyncio.sleep(0.05)  # its handler waits for the rest
+    writer.close()
+    await writer.wait_closed()
+    async with httpx.AsyncClient() as client:
+        for _ in range(20):
+            assert (await client.get(f"{router.url}/health")).status_code == 200
+    assert "Traceback" not in caplog.text
+    assert "a handler failed" not in caplog.text

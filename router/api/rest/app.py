@@ -11,6 +11,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.requests import ClientDisconnect
 
 from common.errors import ModelNotFoundError
 from common.validation import check_model, check_request_id
@@ -76,7 +77,7 @@ def _guarded(handler: Endpoint) -> Endpoint:
     async def guarded(request: Request) -> Response:
         try:
             return await handler(request)
-        except ClientGoneError:
+        except (ClientGoneError, ClientDisconnect):  # while its answer was made, or in the middle of its body
             return Response(status_code=CLIENT_GONE_STATUS)
         except Exception as error:
             return error_response(as_baton(error), getattr(request.state, "request_id", ""))
