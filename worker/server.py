@@ -20,6 +20,7 @@ from common.grpc_transport import add_port, health_server
 from common.reflection import ReflectionPool
 from common.tls import serving_files
 from common.types import WorkerRole, WorkerState
+from worker.bad_messages import BadMessageInterceptor
 from worker.drain import drain
 from worker.shell import Worker
 from worker.worker_service import add_service as add_worker_service
@@ -49,7 +50,7 @@ async def serve(
     """
     worker = Worker(settings, role, model_dir, model_name)
     await worker.engine.spawn()
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[BadMessageInterceptor()])
     probed: grpc.aio.Server | None = None
     try:
         worker.address = _bind(server, settings)

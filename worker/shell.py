@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from common import metrics
 from common.config import WorkerSettings
@@ -30,6 +31,7 @@ from common.types import WorkerRole, WorkerState
 from common.validation import ModelLimits, check_prompt
 from engine.messages import EngineReady, RequestFailed
 from protos.status import status_details
+from worker.bad_messages import bad_message
 from worker.channels import ChannelPool
 from worker.engine_client import EngineClient, EngineStream
 
@@ -178,10 +180,13 @@ def check_names(request_id: str, cache_salt: str) -> None:
 
 @contextlib.asynccontextmanager
 async def errors_as_status(context: grpc.aio.ServicerContext[Any, Any], service: str = "") -> AsyncIterator[None]:
-    """Turns a `BatonError` into the status that its class names; counts how streams of `service` end."""
+    """Turns a `BatonError`, and a message that is none, into its status; counts how streams of `service` end."""
     code = "OK"
     try:
-        yield
+        try:
+            yield
+        except DecodeError as error:
+            raise bad_message(error) from error
     except BatonError as error:
         code = error.grpc_code
         await context.abort(grpc.StatusCode[error.grpc_code], error.message, trailing_metadata=status_details(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import grpc
 import pytest
@@ -80,6 +81,26 @@ async def test_prefill_requests_that_no_decode_worker_sends(
         await call.read()
     assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert (failed.value.details() or "").startswith(f"{field}: ")
+    assert await is_well(worker)
+
+
+async def test_messages_that_are_none(start_worker: StartWorker, caplog: pytest.LogCaptureFixture) -> None:
+    """Of each kind of call; none counts as a failure of the worker, or leaves a stack in its log."""
+    worker = await start_worker()
+    rubbish = b"\x0a\xff"
+    channel: Any = worker.channel  # bytes in, bytes out
+    calls = (
+        channel.unary_unary("/baton.v1.WorkerService/GetStatus")(rubbish, timeout=20),
+        channel.unary_stream("/baton.v1.WorkerService/WatchLoad")(rubbish, timeout=20).read(),
+        channel.unary_stream("/baton.v1.DecodeService/Decode")(rubbish, timeout=20).read(),
+        channel.stream_stream("/baton.v1.PrefillService/Prefill")(iter([rubbish]), timeout=20).read(),
+    )
+    for call in calls:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await call
+        assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT, failed.value
+        assert (failed.value.details() or "").startswith("request: ")
+    assert "Traceback" not in caplog.text
     assert await is_well(worker)
 
 
