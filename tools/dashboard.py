@@ -91,6 +91,7 @@ ROWS: dict[str, list[Panel]] = {
             "ops",
             (
                 (rate("baton_router_unauthenticated_total", ROUTER, "interface"), "no API key: {{interface}}"),
+                (rate("baton_router_refused_total", ROUTER, "limit"), "limit reached: {{limit}}"),
                 (rate("baton_file_reloads_total", ROUTER, "what, outcome"), "{{what}}: {{outcome}}"),
             ),
         ),
