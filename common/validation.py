@@ -99,8 +99,8 @@ def chat_role(role: str, name: str) -> str:
 
 
 def check_priority(priority: int, name: str = "priority") -> None:
-    if priority not in _INT32:
-        raise InvalidArgumentError(name, "must be a 32-bit integer")
+    if priority != 0:
+        raise InvalidArgumentError(name, f"must be 0, not {priority}: every request runs in the order of its arrival")
 
 
 def check_text(text: str, limits: ModelLimits, name: str) -> None:

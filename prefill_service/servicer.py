@@ -21,6 +21,7 @@ from common.config import WorkerSettings
 from common.errors import IncompatibleError, InvalidArgumentError
 from common.grpc_options import LOSS_NOTICED_S
 from common.types import SamplingParams
+from common.validation import check_priority
 from engine import messages as m
 from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc
 from protos.convert import token_to_proto
@@ -74,6 +75,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         worker, num_tokens = self._worker, len(start.prompt_token_ids)
         worker.check_fingerprint(start.fingerprint)
         check_names(start.request_id, start.cache_salt)
+        check_priority(start.priority)
         worker.check_tokens("prompt_token_ids", start.prompt_token_ids)
         num_blocks = -(-num_tokens // worker.ready.spec.block_size)
         if start.first_block > num_blocks:

@@ -98,7 +98,7 @@ async def test_extensions_reach_the_worker(router: RunningRouter, worker: FakeWo
         "stop_token_ids": [9],
         "cache_salt": "tenant",
         "repetition_penalty": 1.5,
-        "priority": -3,
+        "priority": 0,
         "request_id": "mine-1",
     }
     answer = await router.openai.chat.completions.create(
@@ -108,7 +108,7 @@ async def test_extensions_reach_the_worker(router: RunningRouter, worker: FakeWo
     params = request.sampling_params
     assert (params.top_k, params.min_p, params.ignore_eos, params.min_tokens) == (5, 0.25, True, 2)
     assert (list(params.stop_token_ids), params.repetition_penalty) == ([9], 1.5)
-    assert (request.cache_salt, request.priority, request.request_id) == ("tenant", -3, "mine-1")
+    assert (request.cache_salt, request.priority, request.request_id) == ("tenant", 0, "mine-1")
     assert answer.id == "chatcmpl-mine-1"
 
 
@@ -216,6 +216,7 @@ BAD_CHAT = [
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"request_id": "a b"}, "request_id"),
     ({"cache_salt": "s" * 300}, "cache_salt"),
+    ({"priority": -3}, "priority"),
     ({"priority": 2**31}, "priority"),
     ({"seed": 2**63}, "seed"),
     ({"min_tokens": 5, "max_tokens": 2}, "min_tokens"),

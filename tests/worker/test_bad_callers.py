@@ -42,6 +42,7 @@ BAD_DECODES: list[tuple[str, dict[str, object]]] = [
     ("request_id", {"request_id": "x" * 5000}),
     ("request_id", {"request_id": "a\nforged log line"}),
     ("cache_salt", {"cache_salt": "x" * 5000}),
+    ("priority", {"priority": -3}),
 ]
 
 
@@ -67,6 +68,7 @@ async def test_decode_requests_that_no_router_sends(start_worker: StartWorker) -
         ("first_block", {"first_block": 3}),
         ("prompt_token_ids", {"prompt_token_ids": [VOCAB_SIZE]}),
         ("request_id", {"request_id": "x" * 5000}),
+        ("priority", {"priority": 7}),
         ("sampling_params.logit_bias", {"sampling_params": types_pb2.SamplingParams(logit_bias={-1: 1.0})}),
     ],
 )

@@ -40,7 +40,7 @@ class GenerateRequest(_message.Message):
     cache_salt: _builtins.str
     """requests of different salts never share a KV block"""
     priority: _builtins.int
-    """lower runs earlier where the queue policy is priority"""
+    """must be 0: requests run in the order of their arrival"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
