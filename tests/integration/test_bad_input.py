@@ -29,8 +29,9 @@ GRPC_CASES: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty prompt": (lambda: generate(prompt=""), "prompt"),
     "too long": (lambda: generate(prompt="", prompt_token_ids=[5] * CONTEXT), "prompt_token_ids"),
     "too long text": (lambda: generate(prompt="word " * CONTEXT), "prompt"),
-    "10 MB": (lambda: generate(prompt="x" * 10_000_000), "prompt"),
-    "10 MB of tokens": (lambda: generate(prompt="", prompt_token_ids=[40_000] * 3_500_000), "prompt_token_ids"),
+    "half a megabyte": (lambda: generate(prompt="x" * 500_000), "prompt"),
+    "half a megabyte of tokens": (lambda: generate(prompt="", prompt_token_ids=[40_000] * 160_000), "prompt_token_ids"),
+    "a megabyte": (lambda: generate(prompt="x" * 1_000_000), "request"),
     "both prompts": (lambda: generate(prompt_token_ids=[5]), "prompt_token_ids"),
     "outside the vocabulary": (lambda: generate(prompt="", prompt_token_ids=[5, 49_152]), "prompt_token_ids"),
     "negative token": (lambda: generate(prompt="", prompt_token_ids=[-1]), "prompt_token_ids"),
@@ -54,7 +55,7 @@ GRPC_CASES: dict[str, tuple[Callable[[], bytes], str]] = {
 REST_CASES: dict[str, tuple[bytes, str | None]] = {
     "empty prompt": (b'{"prompt": ""}', "prompt"),
     "too long": (json.dumps({"prompt": [5] * CONTEXT}).encode(), "prompt"),
-    "10 MB": (json.dumps({"prompt": "x" * 10_000_000}).encode(), "prompt"),
+    "half a megabyte": (json.dumps({"prompt": "x" * 500_000}).encode(), "prompt"),
     "outside the vocabulary": (b'{"prompt": [49152]}', "prompt"),
     "temperature": (b'{"prompt": "x", "temperature": -0.1}', "temperature"),
     "NaN": (b'{"prompt": "x", "temperature": NaN}', "temperature"),
@@ -83,6 +84,20 @@ def test_grpc(two: Stack, name: str) -> None:
         assert_serves(channel)
 
 
+@pytest.mark.parametrize(
+    "fields", [{"prompt": "x" * 10_000_000}, {"prompt": "", "prompt_token_ids": [40_000] * 3_500_000}]
+)
+def test_grpc_messages_that_no_context_needs(two: Stack, fields: dict[str, object]) -> None:
+    """10 MB: refused by their length, before anybody parses them."""
+    options = [("grpc.max_send_message_length", 64 << 20), ("grpc.enable_http_proxy", 0)]
+    with grpc.insecure_channel(two.grpc, options=options) as channel:
+        method = channel.unary_stream(GENERATE, request_serializer=bytes, response_deserializer=bytes)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(method(generate(**fields), timeout=60))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert_serves(channel)
+
+
 def assert_serves(channel: grpc.Channel) -> None:
     method = channel.unary_stream(
         GENERATE, request_serializer=bytes, response_deserializer=inference_pb2.GenerateResponse.FromString
@@ -100,6 +115,17 @@ def test_rest(two: Stack, name: str) -> None:
         error = answer.json()["error"]
         assert (error["param"], error["type"]) == (field, "invalid_request_error")
         assert error["message"]
+        good = client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 2})
+        assert good.json()["usage"]["completion_tokens"] == 2
+
+
+def test_a_rest_body_that_no_context_needs(two: Stack) -> None:
+    with httpx.Client(base_url=two.http, timeout=120, trust_env=False) as client:
+        answer = client.post("/v1/completions", json={"prompt": "x" * 10_000_000})
+        assert answer.status_code == 413, answer.text
+        error = answer.json()["error"]
+        assert (error["param"], error["type"]) == (None, "invalid_request_error")
+        assert "context" in error["message"]
         good = client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 2})
         assert good.json()["usage"]["completion_tokens"] == 2
 

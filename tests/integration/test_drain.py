@@ -144,16 +144,16 @@ def test_a_draining_prefill_worker_finishes_what_it_took_and_refuses_the_rest(fl
 
 @contextmanager
 def slowed_down(pid: int) -> Iterator[None]:
-    """The process gets a tenth of its time, so that no machine is fast enough to finish what it does."""
+    """The process gets a fiftieth of its time, so that no machine is fast enough to finish what it does."""
     is_over = threading.Event()
 
     def pulse() -> None:
         with suppress(ProcessLookupError):
             while not is_over.is_set():
                 os.kill(pid, signal.SIGSTOP)
-                is_over.wait(0.09)
+                is_over.wait(0.098)
                 os.kill(pid, signal.SIGCONT)
-                is_over.wait(0.01)
+                is_over.wait(0.002)
 
     thread = threading.Thread(target=pulse)
     thread.start()

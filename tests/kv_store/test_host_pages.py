@@ -34,7 +34,8 @@ def page_threads() -> set[threading.Thread]:
 @pytest.mark.slow
 def test_pages_are_made_and_keep_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_pages, "_DELAY_S", 0.0)
-    tensor = torch.empty(NUM_BYTES, dtype=torch.uint8)
+    # Fresh from the kernel: `torch.empty` may give memory that a test before has touched.
+    tensor = torch.frombuffer(mmap.mmap(-1, NUM_BYTES), dtype=torch.uint8)
     tensor[: 4 << 20] = 7  # written before, and while the thread runs
     assert num_resident(tensor) < NUM_BYTES // 2
     others = page_threads()  # of tests before
