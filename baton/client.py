@@ -17,22 +17,14 @@ from types import TracebackType
 from typing import Self, TypedDict, TypeVar, Unpack
 
 import grpc
-from google.protobuf import any_pb2
 from google.protobuf.message import Message
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
 from baton.report import Chunk, FleetWorker, ModelCard, RequestReport, Result, Timings, Usage
 from common.errors import (
     BatonError,
     ConfigError,
-    DeadlineError,
-    IncompatibleError,
     InternalError,
     InvalidArgumentError,
-    ModelNotFoundError,
-    OverloadedError,
-    UnauthenticatedError,
     UnavailableError,
 )
 from common.grpc_options import CLIENT_CHANNEL_OPTIONS
@@ -47,6 +39,7 @@ from protos.baton.v1 import (
     types_pb2,
 )
 from protos.convert import finish_reason_of, role_of, state_of, token_of
+from protos.status import error_of_call
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
@@ -247,50 +240,17 @@ def to_baton_error(error: grpc.RpcError, router: str) -> BatonError:
     if not isinstance(error, grpc.Call):
         return InternalError(str(error))
     code, message = error.code(), error.details() or error.code().name
-    retry_after_s, field, reason = 1.0, "", ""
-    for detail in _status_details(error):
-        retry, bad = error_details_pb2.RetryInfo(), error_details_pb2.BadRequest()
-        if detail.Unpack(retry):
-            retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
-        elif detail.Unpack(bad) and bad.field_violations:
-            field, reason = bad.field_violations[0].field, bad.field_violations[0].description
     match code:
-        case grpc.StatusCode.INVALID_ARGUMENT:
-            if field:
-                return InvalidArgumentError(field, reason)
-            named, separator, why = message.partition(": ")
-            return InvalidArgumentError(named, why) if separator else InvalidArgumentError("request", message)
-        case grpc.StatusCode.UNAUTHENTICATED:
-            return UnauthenticatedError(message)
-        case grpc.StatusCode.NOT_FOUND:
-            return _NotFoundError(message)
-        case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return OverloadedError(message, retry_after_s)
         case grpc.StatusCode.UNAVAILABLE:
             if tls_problem := _tls_problem(message, router):
-                return UnavailableError(tls_problem, retry_after_s)
+                return UnavailableError(tls_problem)
             if any(sign in message for sign in ("failed to connect", "DNS resolution failed", "Connection refused")):
-                return UnavailableError(f"no router answers at {router} (`baton up` starts a stack)", retry_after_s)
-            return UnavailableError(message, retry_after_s)
-        case grpc.StatusCode.FAILED_PRECONDITION:
-            return IncompatibleError(message)
-        case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return DeadlineError(message)
+                return UnavailableError(f"no router answers at {router} (`baton up` starts a stack)")
         case grpc.StatusCode.CANCELLED:
             return CancelledError(message)
         case grpc.StatusCode.UNIMPLEMENTED:
             return UnavailableError(f"what answers at {router} is not a Baton router: {message}")
-        case _:
-            return InternalError(message)
-
-
-def _status_details(call: grpc.Call) -> Sequence[any_pb2.Any]:
-    """What the server says beyond code and words."""
-    try:
-        status = rpc_status.from_call(call)
-    except ValueError:
-        return ()  # the call had ended here, by its deadline, when the server's own status came: not what ended it
-    return () if status is None else status.details
+    return error_of_call(code.name, message, error.trailing_metadata())
 
 
 def _tls_problem(message: str, router: str) -> str:
@@ -309,12 +269,6 @@ class CancelledError(BatonError):
 
     grpc_code = "CANCELLED"
     http_status = 499
-
-
-class _NotFoundError(ModelNotFoundError):
-    def __init__(self, message: str) -> None:
-        BatonError.__init__(self, message)  # the router's words, which name the model already
-        self.field = "model"
 
 
 # -------------------------------------------------------------------------------------------- conversion

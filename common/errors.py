@@ -21,26 +21,31 @@ from typing import ClassVar
 
 
 class BatonError(Exception):
-    """Root of the tree. `grpc_code` is the name of a `grpc.StatusCode`; this package knows no grpc."""
+    """Root of the tree. `grpc_code` is the name of a `grpc.StatusCode`; this package knows no grpc.
+
+    `field` names what of a request is to blame, as the client wrote it; empty if nothing is. `message` is `reason` with
+    that name before it.
+    """
 
     grpc_code: ClassVar[str] = "INTERNAL"
     http_status: ClassVar[int] = 500
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.message = message
+    def __init__(self, reason: str, *, field: str = "", retry_after_s: float | None = None) -> None:
+        self.message = f"{field}: {reason}" if field else reason
+        super().__init__(self.message)
+        self.field = field
+        self.reason = reason
+        self.retry_after_s = retry_after_s  # when to try again; None if that is of no use, or not known
 
 
 class InvalidArgumentError(BatonError):
-    """A request that can never succeed. `field` is the name as the client wrote it."""
+    """A request that can never succeed."""
 
     grpc_code = "INVALID_ARGUMENT"
     http_status = 400
 
     def __init__(self, field: str, reason: str) -> None:
-        super().__init__(f"{field}: {reason}")
-        self.field = field
-        self.reason = reason
+        super().__init__(reason, field=field)
 
 
 class UnknownModelError(InvalidArgumentError):
@@ -54,10 +59,6 @@ class ModelNotFoundError(BatonError):
     grpc_code = "NOT_FOUND"
     http_status = 404
 
-    def __init__(self, model: str, served: str) -> None:
-        super().__init__(f"model: {model!r} is not served here; this is {served!r}")
-        self.field = "model"
-
 
 class UnauthenticatedError(BatonError):
     grpc_code = "UNAUTHENTICATED"
@@ -68,18 +69,16 @@ class OverloadedError(BatonError):
     grpc_code = "RESOURCE_EXHAUSTED"
     http_status = 429
 
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+    def __init__(self, reason: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(reason, retry_after_s=retry_after_s)
 
 
 class UnavailableError(BatonError):
     grpc_code = "UNAVAILABLE"
     http_status = 503
 
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+    def __init__(self, reason: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(reason, retry_after_s=retry_after_s)
 
 
 class IncompatibleError(BatonError):
@@ -97,11 +96,10 @@ class InternalError(BatonError):
 
 
 class ConfigError(BatonError):
-    """A setting that is unknown or out of range. `key` is its name in flags, environment and YAML alike."""
+    """A setting that is unknown or out of range. `field` is its name in flags, environment or YAML."""
 
     def __init__(self, key: str, reason: str) -> None:
-        super().__init__(f"{key}: {reason}")
-        self.key = key
+        super().__init__(reason, field=key)
 
 
 class StartupError(BatonError):
@@ -110,3 +108,16 @@ class StartupError(BatonError):
 
 class TransferError(BatonError):
     """A KV block could not be moved."""
+
+
+def error_of(grpc_code: str, reason: str, *, field: str = "", retry_after_s: float | None = None) -> BatonError:
+    """The error that a status of another process stands for; `InternalError` for a code that no error here has."""
+    if grpc_code == InvalidArgumentError.grpc_code:
+        return InvalidArgumentError(field, reason)
+    for retriable in (OverloadedError, UnavailableError):
+        if grpc_code == retriable.grpc_code:
+            return retriable(reason) if retry_after_s is None else retriable(reason, retry_after_s)
+    for kind in (ModelNotFoundError, UnauthenticatedError, IncompatibleError, DeadlineError):
+        if grpc_code == kind.grpc_code:
+            return kind(reason, field=field)
+    return InternalError(reason, field=field)

@@ -245,12 +245,12 @@ class EngineCore:
     def _add(self, command: m.AddRequest) -> None:
         num_tokens = len(command.prompt_token_ids) + len(command.output_token_ids)
         if not command.prompt_token_ids:
-            self._fail(command.request_id, "INVALID_ARGUMENT", "prompt_token_ids: is empty")
+            self._fail(command.request_id, "INVALID_ARGUMENT", "is empty", "prompt_token_ids")
             return
         if num_tokens >= self._runner.max_model_len:
             limit = self._runner.max_model_len
-            reason = f"prompt_token_ids: {num_tokens} tokens leave no room in a context of {limit}"
-            self._fail(command.request_id, "INVALID_ARGUMENT", reason)
+            reason = f"{num_tokens} tokens leave no room in a context of {limit}"
+            self._fail(command.request_id, "INVALID_ARGUMENT", reason, "prompt_token_ids")
             return
         request = Request(
             request_id=command.request_id,
@@ -277,8 +277,8 @@ class EngineCore:
         for request in self.remote_kv.take_settled():
             self.scheduler.take_back(request)
 
-    def _fail(self, request_id: str, grpc_code: str, message: str) -> None:
-        self._events.append(m.RequestFailed(request_id, grpc_code, message))
+    def _fail(self, request_id: str, grpc_code: str, reason: str, field: str = "") -> None:
+        self._events.append(m.RequestFailed(request_id, grpc_code, reason, field))
 
     # ----------------------------------------------------------------------------------------------- step
 

@@ -177,7 +177,8 @@ class RequestFailed(msgspec.Struct, tag=True, frozen=True):
 
     request_id: str
     grpc_code: str
-    message: str
+    reason: str
+    field: str = ""  # of the request, if one is to blame: as its caller wrote it, `sampling_params.seed`
 
 
 class LoadChanged(msgspec.Struct, tag=True, frozen=True):

@@ -1,4 +1,4 @@
-"""Baton's errors as gRPC carries them, for everyone who serves.
+"""Baton's errors as gRPC carries them, both ways.
 
 A `google.rpc.Status` with details goes into the trailing metadata, where `grpc_status` and its like in every language
 look for it: BadRequest names the field, RetryInfo says when to try again.
@@ -6,24 +6,26 @@ look for it: BadRequest names the field, RetryInfo says when to try again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from google.protobuf import duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from common.errors import BatonError, InvalidArgumentError, ModelNotFoundError, OverloadedError, UnavailableError
+from common.errors import BatonError, error_of
 
 DETAILS_KEY = "grpc-status-details-bin"
+
+Metadata = Iterable[tuple[str, str | bytes]]
 
 
 def rich_status(error: BatonError) -> status_pb2.Status:
     """The error as every gRPC client library can read it."""
     status = status_pb2.Status(code=code_pb2.Code.Value(error.grpc_code), message=error.message)
-    if isinstance(error, InvalidArgumentError):
+    if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.reason)
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
-    elif isinstance(error, ModelNotFoundError):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
-        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
-    elif isinstance(error, OverloadedError | UnavailableError):
+    if error.retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
@@ -33,3 +35,28 @@ def rich_status(error: BatonError) -> status_pb2.Status:
 def status_details(error: BatonError) -> tuple[tuple[str, bytes], ...]:
     """What goes into a failed call's trailing metadata."""
     return ((DETAILS_KEY, rich_status(error).SerializeToString()),)
+
+
+def error_of_call(grpc_code: str, message: str, trailing_metadata: Metadata | None) -> BatonError:
+    """The error that a failed call stands for. `message` is its own words, for a peer that sends no details."""
+    field, reason, retry_after_s = "", message, None
+    for detail in _status(grpc_code, trailing_metadata).details:
+        retry, bad = error_details_pb2.RetryInfo(), error_details_pb2.BadRequest()
+        if detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
+        elif detail.Unpack(bad) and bad.field_violations:
+            field, reason = bad.field_violations[0].field, bad.field_violations[0].description
+    return error_of(grpc_code, reason, field=field, retry_after_s=retry_after_s)
+
+
+def _status(grpc_code: str, trailing_metadata: Metadata | None) -> status_pb2.Status:
+    """What the peer said of this end; empty if it said nothing, or said it of another end: a call whose deadline passed
+    here may still bring what its peer would have answered."""
+    status = status_pb2.Status()
+    value = dict(trailing_metadata or ()).get(DETAILS_KEY)
+    if isinstance(value, bytes):
+        try:
+            status.ParseFromString(value)
+        except DecodeError:
+            return status_pb2.Status()
+    return status if status.code == code_pb2.Code.Value(grpc_code) else status_pb2.Status()

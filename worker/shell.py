@@ -21,10 +21,9 @@ from common.errors import (
     BatonError,
     DeadlineError,
     IncompatibleError,
-    InternalError,
     InvalidArgumentError,
-    OverloadedError,
     UnavailableError,
+    error_of,
 )
 from common.grpc_transport import Channels
 from common.types import WorkerRole, WorkerState
@@ -203,10 +202,4 @@ async def errors_as_status(context: grpc.aio.ServicerContext[Any, Any], service:
 
 def error_from(event: RequestFailed) -> BatonError:
     """The error that an engine's refusal stands for."""
-    if event.grpc_code == InvalidArgumentError.grpc_code:
-        field, _, reason = event.message.partition(": ")
-        return InvalidArgumentError(field, reason)
-    for kind in (UnavailableError, OverloadedError):
-        if event.grpc_code == kind.grpc_code:
-            return kind(event.message)
-    return InternalError(event.message)
+    return error_of(event.grpc_code, event.reason, field=event.field)

@@ -33,6 +33,7 @@ from common.errors import (
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc
 from protos.convert import finish_reason_of, token_of
+from protos.status import error_of_call
 from router.convert import sampling_to_proto
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
@@ -329,8 +330,8 @@ class Dispatcher:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and self._clock() >= request.deadline - 0.05:
             return DeadlineError("the request's deadline passed before it was finished")
         if code is grpc.StatusCode.INVALID_ARGUMENT:
-            name, separator, reason = details.partition(": ")
-            return InvalidArgumentError(name, reason) if separator else InvalidArgumentError("request", details)
+            fault = error_of_call(code.name, details, error.trailing_metadata())
+            return InvalidArgumentError(request.client_field(fault.field), fault.reason)
         if code is grpc.StatusCode.INTERNAL and "RST_STREAM" not in details:
             log.error("decode worker failed", extra={"request_id": request.request_id, "reason": details})
         gone = code is grpc.StatusCode.UNAVAILABLE

@@ -134,4 +134,6 @@ class Preparation:
             arrived_at=arrived_at,
             deadline=arrived_at + min(self._request_timeout_s, math.inf if timeout_s is None else timeout_s),
             client=client.name if client else "",
+            prompt_field=prompt.field,
+            sampling_field=name,
         )

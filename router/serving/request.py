@@ -6,6 +6,7 @@ import uuid
 from dataclasses import dataclass, replace
 
 from common.types import FinishReason, SampledToken, SamplingParams
+from common.validation import FieldName
 from router.fleet.registry import ServedModel
 
 
@@ -30,6 +31,15 @@ class GenerationRequest:
     arrived_at: float
     deadline: float  # time.monotonic() at which the client gives up
     client: str = ""  # name of the API key
+    prompt_field: str = "prompt"  # the client's name for the prompt
+    sampling_field: FieldName = str  # from a sampling parameter's name to the client's name for it
+
+    def client_field(self, field: str) -> str:
+        """The client's name for a field of `DecodeRequest`, as workers name it in errors."""
+        if field in ("prompt_token_ids", "output_token_ids"):
+            return self.prompt_field
+        name = field.removeprefix("sampling_params.")
+        return field if name == field else self.sampling_field(name)
 
     def numbered(self, index: int) -> GenerationRequest:
         """The index-th of several answers to one request: another id and seed, the same everything else."""

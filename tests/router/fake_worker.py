@@ -11,12 +11,14 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from common.errors import BatonError
 from common.grpc_options import SERVER_OPTIONS
 from common.grpc_transport import add_port
 from common.tls import TlsFiles
 from common.types import WorkerRole
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from protos.convert import role_to_proto
+from protos.status import status_details
 from tests.router.tiny_tokenizer import eos_id, ids_of, tokenizer_files, vocab_size
 
 MODEL = "tiny"
@@ -46,7 +48,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
         self.state: worker_pb2.WorkerState.ValueType = worker_pb2.WORKER_STATE_READY
         self.num_requests_waiting = 0
         # Faults.
-        self.refuse: tuple[grpc.StatusCode, str] | None = None
+        self.refuse: tuple[grpc.StatusCode, str] | BatonError | None = None
         self.die_after: int | None = None  # tokens sent in one call, then the call fails as if the connection broke
         self.end_after: int | None = None  # tokens sent in one call, then the stream ends without a reason
         self.hang_after: int | None = None  # tokens sent in one call, then nothing until it is cancelled
@@ -145,7 +147,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
         self.requests.append(request)
         self.asked.set()
         self.deadlines.append(context.time_remaining())
-        if self.refuse is not None:
+        if isinstance(self.refuse, BatonError):
+            code = grpc.StatusCode[self.refuse.grpc_code]
+            await context.abort(code, self.refuse.message, trailing_metadata=status_details(self.refuse))
+        elif self.refuse is not None:
             await context.abort(*self.refuse)
         first = len(request.output_token_ids)
         params = request.sampling_params

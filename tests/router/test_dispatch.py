@@ -6,10 +6,13 @@ import asyncio
 import time
 
 import grpc
+import openai
 import pytest
 
+from common.errors import InvalidArgumentError
 from common.types import WorkerRole
 from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2, worker_pb2
+from protos.status import error_of_call
 from router.fleet import registry
 from router.serving.dispatch import DispatchLimits
 from router.serving.retry_budget import RetryBudget
@@ -186,12 +189,37 @@ async def test_an_end_that_was_not_announced(worker: FakeWorker, router: Running
 async def test_a_worker_refusing_the_request_itself_is_believed(
     pair: tuple[FakeWorker, FakeWorker], start_router: StartRouter
 ) -> None:
-    pair[0].refuse = (grpc.StatusCode.INVALID_ARGUMENT, "max_tokens: can never fit")
+    pair[0].refuse = InvalidArgumentError("sampling_params.max_tokens", "can never fit: blocks are few")
     router = await start_router(*pair)
-    with pytest.raises(grpc.aio.AioRpcError, match="max_tokens: can never fit") as caught:
+    with pytest.raises(grpc.aio.AioRpcError, match="can never fit") as caught:
         await ask(router)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    error = error_of_call(caught.value.code().name, caught.value.details() or "", caught.value.trailing_metadata())
+    assert isinstance(error, InvalidArgumentError)
+    assert (error.field, error.reason) == ("sampling_params.max_tokens", "can never fit: blocks are few")
     assert pair[1].requests == []
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ("sampling_params.max_tokens", "max_completion_tokens"),
+        ("sampling_params.logprobs", "top_logprobs"),
+        ("sampling_params.seed", "seed"),
+        ("prompt_token_ids", "messages"),
+        ("cache_salt", "cache_salt"),
+        ("", None),
+    ],
+)
+async def test_what_a_worker_refuses_bears_the_clients_name(
+    worker: FakeWorker, router: RunningRouter, field: str, param: str | None
+) -> None:
+    worker.refuse = InvalidArgumentError(field, "is of no use: none")
+    with pytest.raises(openai.BadRequestError) as caught:
+        await router.openai.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Hi"}], max_completion_tokens=3
+        )
+    assert caught.value.param == param
+    assert caught.value.body["message"].endswith("is of no use: none")  # type: ignore[index]
 
 
 async def test_retries_are_few_where_every_worker_fails(start_worker: StartWorker, start_router: StartRouter) -> None:

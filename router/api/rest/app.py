@@ -189,7 +189,7 @@ class _Gateway:
         name = request.path_params["model"]
         served = self._model()
         if name != served["id"]:
-            raise ModelNotFoundError(name, str(served["id"]))
+            raise ModelNotFoundError(f"{name!r} is not served here; this is {served['id']!r}", field="model")
         return json_response(served)
 
     def _model(self) -> dict[str, object]:

@@ -32,6 +32,12 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+_CODES: dict[type[BatonError], str] = {
+    UnknownModelError: "model_not_found",
+    ModelNotFoundError: "model_not_found",
+    InvalidArgumentError: "invalid_value",
+    UnauthenticatedError: "invalid_api_key",
+}
 
 
 class BodyTooLargeError(BatonError):
@@ -43,17 +49,8 @@ class BodyTooLateError(BatonError):
 
 
 def error_body(error: BatonError) -> dict[str, object]:
-    code: str | None = None
-    param: str | None = None
-    if isinstance(error, InvalidArgumentError):
-        param = error.field or None
-        code = "model_not_found" if isinstance(error, UnknownModelError) else "invalid_value"
-    elif isinstance(error, ModelNotFoundError):
-        param, code = error.field, "model_not_found"
-    elif isinstance(error, UnauthenticatedError):
-        code = "invalid_api_key"
-    message = error.reason if isinstance(error, InvalidArgumentError) and not error.field else error.message
-    return _body(message, error.http_status, param, code)
+    code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
+    return _body(error.message, error.http_status, error.field or None, code)
 
 
 def _body(message: str, status: int, param: str | None, code: str | None) -> dict[str, object]:
@@ -72,9 +69,8 @@ def json_response(
 
 def error_response(error: BatonError, request_id: str = "") -> Response:
     headers: dict[str, str] = {}
-    retry_after_s = getattr(error, "retry_after_s", None)
-    if retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, UnauthenticatedError):
         headers["WWW-Authenticate"] = "Bearer"
     return json_response(error_body(error), status=error.http_status, headers=headers, request_id=request_id)
