@@ -247,9 +247,13 @@ def _stop_strings(stop: Sequence[str], name: str) -> tuple[str, ...]:
     return tuple(stop)
 
 
+def check_num_biases(num: int, name: str) -> None:
+    if num > MAX_LOGIT_BIAS:
+        raise InvalidArgumentError(name, f"must have at most {MAX_LOGIT_BIAS} entries, not {num}")
+
+
 def _logit_bias(bias: Mapping[int, float], limits: ModelLimits, name: str) -> dict[int, float]:
-    if len(bias) > MAX_LOGIT_BIAS:
-        raise InvalidArgumentError(name, f"must have at most {MAX_LOGIT_BIAS} entries, not {len(bias)}")
+    check_num_biases(len(bias), name)
     check_token_ids(list(bias), limits, name)
     return {token_id: _number(value, 0.0, name, low=-100, high=100) for token_id, value in bias.items()}
 

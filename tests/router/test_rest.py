@@ -199,6 +199,9 @@ BAD_CHAT = [
     ({"stop": ""}, "stop"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"100000": 1}}, "logit_bias"),
+    ({"logit_bias": {" 1": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias"),
+    ({"logit_bias": {f"x{number}": 1 for number in range(1025)}}, "logit_bias"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": []}, "messages"),
@@ -283,10 +286,20 @@ async def test_errors_outside_of_requests_have_the_same_shape(router: RunningRou
         for answer, status in (
             (await client.get("/v1/nothing"), 404),
             (await client.get("/v1/chat/completions"), 405),
-            (await client.post("/v1/completions", content=b"x" * ((64 << 20) + 1)), 413),
         ):
             assert answer.status_code == status
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_a_body_that_is_too_large_is_refused_by_its_head(router: RunningRouter) -> None:
+    """None of it is sent here: a client that goes on sending may find the connection closed before it reads."""
+    host, _, port = router.url.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (2**26 + 1))
+    head, _, body = (await asyncio.wait_for(reader.read(), 60)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 413 ")
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+    writer.close()
 
 
 async def test_unknown_model(router: RunningRouter) -> None:

@@ -14,11 +14,12 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from common.errors import InvalidArgumentError
-from common.validation import SamplingFields, chat_role
+from common.validation import SamplingFields, chat_role, check_num_biases
 from router.serving.chat_template import Message
 
 MAX_N = 8
 MAX_CHOICES = 128
+MAX_ID_DIGITS = 10  # of a token id, zeros before it counted
 MAX_SEARCHED_BYTES = 64 * 2**10  # of a body that is not valid, for the field that is to blame
 
 BodyT = TypeVar("BodyT", bound="Body")
@@ -260,10 +261,17 @@ class DetokenizeBody(Body, kw_only=True):
 
 
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
-    try:
-        return {int(token_id): value for token_id, value in (bias or {}).items()}
-    except ValueError as error:
-        raise InvalidArgumentError("logit_bias", "keys must be token ids") from error
+    if not bias:
+        return {}
+    check_num_biases(len(bias), "logit_bias")
+    made: dict[int, float] = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS):
+            raise InvalidArgumentError("logit_bias", f"keys must be token ids, not {key[:40]!r}")
+        if int(key) in made:
+            raise InvalidArgumentError("logit_bias", f"has token id {int(key)} twice")
+        made[int(key)] = value
+    return made
 
 
 def _asks(value: object) -> bool:

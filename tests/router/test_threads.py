@@ -1,0 +1,179 @@
+"""Work on long texts: off the event loop, in turn, bounded; what is cancelled or refused leaves no place taken."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import pytest
+
+from common.errors import InvalidArgumentError, OverloadedError, UnavailableError
+from common.validation import ModelLimits
+from router.fleet.registry import ServedModel
+from router.serving.preparation import Preparation
+from router.serving.threads import SHORT, TextThreads
+from tests.router.tiny_tokenizer import tiny_tokenizer, vocab_size
+
+LONG = SHORT + 1
+
+
+class Held:
+    """Work that goes on until `go` is set."""
+
+    def __init__(self, begun: list[str], name: str) -> None:
+        self.go = threading.Event()
+        self._begun, self._name = begun, name
+
+    def __call__(self) -> str:
+        self._begun.append(self._name)
+        assert self.go.wait(60)
+        return self._name
+
+
+async def until(done: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not done():  # noqa: ASYNC110 (set by a thread)
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+async def threads() -> AsyncIterator[TextThreads]:
+    made = TextThreads(num_threads=1, max_waiting=2)
+    yield made
+    made.close()
+
+
+async def test_the_loop_is_free_meanwhile(threads: TextThreads) -> None:
+    begun: list[str] = []
+    held = Held(begun, "a")
+    running = asyncio.create_task(threads.run(LONG, held))
+    await until(lambda: begun)
+    assert await threads.run(SHORT, threading.get_ident) == threading.get_ident()  # small work waits for nobody
+    held.go.set()  # by the loop, which held work would have stopped
+    assert await running == "a"
+    assert await threads.run(LONG, threading.get_ident) != threading.get_ident()
+
+
+async def test_too_much_is_refused_until_there_is_room(threads: TextThreads) -> None:
+    begun: list[str] = []
+    held = [Held(begun, name) for name in "abc"]
+    running = [asyncio.create_task(threads.run(LONG, work)) for work in held]
+    await until(lambda: begun)
+    with pytest.raises(OverloadedError):
+        await threads.run(LONG, lambda: "d")
+    for work in held:
+        work.go.set()
+    assert await asyncio.gather(*running) == ["a", "b", "c"] == begun
+    assert await threads.run(LONG, lambda: "e") == "e"
+
+
+async def test_what_is_cancelled_while_it_waits_never_begins(threads: TextThreads) -> None:
+    begun: list[str] = []
+    first, second = Held(begun, "a"), Held(begun, "b")
+    running = asyncio.create_task(threads.run(LONG, first))
+    await until(lambda: begun)
+    for _ in range(5):  # each gives its place back
+        waiting = [asyncio.create_task(threads.run(LONG, second)) for _ in range(2)]
+        await asyncio.sleep(0)
+        for task in waiting:
+            task.cancel()
+        assert all(
+            isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*waiting, return_exceptions=True)
+        )
+    first.go.set()
+    assert await running == "a"
+    assert await threads.run(LONG, lambda: "c") == "c"
+    assert begun == ["a"]
+
+
+async def test_what_is_cancelled_while_it_runs_keeps_its_thread_until_it_ends(threads: TextThreads) -> None:
+    begun: list[str] = []
+    first, second = Held(begun, "a"), Held(begun, "b")
+    running = asyncio.create_task(threads.run(LONG, first))
+    await until(lambda: begun)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    waiting = asyncio.create_task(threads.run(LONG, second))
+    await asyncio.sleep(0.01)
+    assert begun == ["a"]  # one thread, and it is busy
+    first.go.set()
+    second.go.set()
+    assert await waiting == "b"
+
+
+async def test_failures_give_the_thread_back(threads: TextThreads) -> None:
+    def fail() -> None:
+        raise InvalidArgumentError("prompt", "is wrong")
+
+    for _ in range(5):
+        with pytest.raises(InvalidArgumentError):
+            await threads.run(LONG, fail)
+
+
+async def test_after_its_end_it_says_so() -> None:
+    threads = TextThreads(num_threads=1, max_waiting=1)
+    threads.close()
+    for _ in range(5):  # and goes on saying so: no place is lost
+        with pytest.raises(UnavailableError):
+            await threads.run(LONG, lambda: None)
+
+
+def a_model(max_model_len: int) -> ServedModel:
+    limits = ModelLimits(model="tiny", max_model_len=max_model_len, vocab_size=vocab_size(), max_token_bytes=8)
+    return ServedModel(limits, "f", "", "float32", frozenset(), tiny_tokenizer())
+
+
+class Untouched:
+    """A tokenizer that must not be asked."""
+
+    def __getattr__(self, name: str) -> object:
+        raise AssertionError(f"{name} was asked for before sizes were checked")
+
+
+async def test_sizes_are_checked_before_anything_is_tokenized(threads: TextThreads) -> None:
+    model = replace(a_model(256), tokenizer=Untouched())  # type: ignore[arg-type]
+    preparation = Preparation(request_timeout_s=60, control_tokens=False, threads=threads)
+    too_long = "x" * (256 * 8 + 1)
+    with pytest.raises(InvalidArgumentError):
+        await preparation.prompts(model, ["fine", too_long], "prompt")
+    with pytest.raises(InvalidArgumentError):
+        await preparation.prompts(model, ["fine", [vocab_size()]], "prompt")
+    with pytest.raises(InvalidArgumentError):
+        await preparation.tokenize(model, too_long, "text", add_special_tokens=True)
+    with pytest.raises(InvalidArgumentError):
+        await preparation.detokenize(model, [1] * 257, "token_ids", skip_special_tokens=True)
+    for messages in ([], [{"role": "user", "content": ""}] * 257, [{"role": "user", "content": too_long}]):
+        with pytest.raises(InvalidArgumentError):
+            await preparation.chat_prompt(model, messages)
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
+    """The interpreter is let go of: a thread that looks at the clock never waits for as long as it all takes."""
+    tokenizer = tiny_tokenizer()
+    text = "The capital of France is Paris. " * 20_000
+    longest_s, stop = 0.0, threading.Event()
+
+    def look() -> None:
+        nonlocal longest_s
+        last = time.monotonic()
+        while not stop.is_set():
+            time.sleep(0.001)
+            now = time.monotonic()
+            longest_s, last = max(longest_s, now - last), now
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        shares = []
+        for _ in range(5):  # a busy machine holds up a thread, too, but not each time
+            longest_s, begin = 0.0, time.monotonic()
+            assert len(tokenizer.encode(text)) > 20_000
+            shares.append(longest_s / (time.monotonic() - begin))
+        assert min(shares) < 0.7
+    finally:
+        stop.set()
+        thread.join()
