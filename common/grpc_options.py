@@ -55,6 +55,41 @@ _SERVER: Options = [
 
 SERVER_OPTIONS: Options = [*_FLEET, *_SERVER]
 
+_PORT_LIMITS: Options = [
+    # A call whose message is not read, for want of a key or of room, holds this much of it.
+    ("grpc.http2.lookahead_bytes", 64 * 2**10),
+    ("grpc.server_handshake_timeout_ms", 20_000),
+    ("grpc.max_metadata_size", 8 * 2**10),  # beyond it calls are refused more and more often,
+    ("grpc.absolute_max_metadata_size", 16 * 2**10),  # and beyond this one always
+    ("grpc.http2.max_ping_strikes", 4),
+    ("grpc.so_reuseport", 0),
+]
+_MAX_PEERS = 1024  # connections of a fleet's processes to one of them
+MAX_HEALTH_CALLS = 256  # at a time
+
+
+def _limited(common: Options, *limits: tuple[str, int | str]) -> Options:
+    names = {name for name, _ in limits}
+    return [*(option for option in common if option[0] not in names), *limits]
+
+
+def worker_server_options(*, max_message_bytes: int, max_streams: int) -> Options:
+    """Of a worker's port, which the processes of its fleet reach. `max_streams`: calls in one connection at a time."""
+    return _limited(
+        SERVER_OPTIONS,
+        *_PORT_LIMITS,
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_concurrent_streams", max_streams),
+        ("grpc.max_allowed_incoming_connections", _MAX_PEERS),
+    )
+
+
+# Of a port in plain text that answers health checks and nothing else.
+HEALTH_SERVER_OPTIONS: Options = [
+    *worker_server_options(max_message_bytes=64 * 2**10, max_streams=MAX_HEALTH_CALLS // 4),
+    ("grpc.max_connection_idle_ms", 120_000),
+]
+
 # Between a client and a router. A router pings connections without calls too: their clients may be gone for good.
 CLIENT_CHANNEL_OPTIONS: Options = [
     *_common(CLIENT_KEEPALIVE_TIME_MS, CLIENT_KEEPALIVE_TIMEOUT_MS),
@@ -64,21 +99,13 @@ CLIENT_CHANNEL_OPTIONS: Options = [
 
 def client_server_options(*, max_message_bytes: int, max_connections: int, max_streams: int) -> Options:
     """Of a port that anybody may reach. `max_streams`: calls in one connection at a time."""
-    limits: Options = [
+    return _limited(
+        _common(CLIENT_KEEPALIVE_TIME_MS, CLIENT_KEEPALIVE_TIMEOUT_MS),
+        *_PORT_LIMITS,
         ("grpc.max_receive_message_length", max_message_bytes),
-        # A call whose message is not read, for want of a key or of room, holds this much of it.
-        ("grpc.http2.lookahead_bytes", 64 * 2**10),
         ("grpc.max_concurrent_streams", max_streams),
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_connection_idle_ms", 120_000),  # a client without a call connects again when it has one
-        ("grpc.server_handshake_timeout_ms", 20_000),
-        ("grpc.max_metadata_size", 8 * 2**10),  # beyond it calls are refused more and more often,
-        ("grpc.absolute_max_metadata_size", 16 * 2**10),  # and beyond this one always
         ("grpc.http2.min_recv_ping_interval_without_data_ms", CLIENT_KEEPALIVE_TIME_MS // 2),
-        ("grpc.http2.max_ping_strikes", 4),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.so_reuseport", 0),
-    ]
-    names = {name for name, _ in limits}
-    common = _common(CLIENT_KEEPALIVE_TIME_MS, CLIENT_KEEPALIVE_TIMEOUT_MS)
-    return [*(option for option in common if option[0] not in names), *limits]
+    )

@@ -1,13 +1,15 @@
-"""gRPC ports and channels, plain text or TLS. The one module of this package that knows grpc: every other package's
-channels and ports have to agree on it, and this is the only package below all of them.
+"""gRPC ports and channels, plain text or TLS. Beside `common.grpc_health` the one module of this package that knows
+grpc: every other package's channels and ports have to agree on it, and this is the only package below all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import grpc
 
 from common.config import TlsSettings
-from common.grpc_options import CHANNEL_OPTIONS, SERVER_OPTIONS, Options
+from common.grpc_options import CHANNEL_OPTIONS, HEALTH_SERVER_OPTIONS, MAX_HEALTH_CALLS, Options
 from common.tls import TlsFiles, peer_files
 
 
@@ -65,12 +67,14 @@ class Channels:
         return grpc.aio.secure_channel(address, channel_credentials(self._tls), options=self._options)
 
 
-def health_server(address: str) -> grpc.aio.Server:
+def health_server(address: str, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
     """A server for health checks alone, in plain text: kubelets' gRPC probes speak no TLS and have no certificate.
 
     Raises RuntimeError where the address is taken. The caller adds the servicer.
     """
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(
+        options=HEALTH_SERVER_OPTIONS, interceptors=interceptors, maximum_concurrent_rpcs=MAX_HEALTH_CALLS
+    )
     if server.add_insecure_port(address) == 0:
         raise RuntimeError(f"cannot bind {address}")
     return server

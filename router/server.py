@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from common.config import RouterSettings
 from common.errors import OverloadedError, StartupError
+from common.grpc_health import NOT_SERVING, SERVING, Health
 from common.grpc_options import client_server_options
 from common.grpc_transport import Channels, add_port, health_server
 from common.logs import setup_logging
@@ -28,7 +29,6 @@ from router.api.fleet_service import FleetService
 from router.api.grpc_auth import KeyInterceptor
 from router.api.grpc_errors import abort
 from router.api.grpc_handlers import add_service
-from router.api.health import NOT_SERVING, SERVING, Health
 from router.api.inference_service import InferenceService
 from router.api.rest.app import make_app
 from router.api.rest.auth import KeyMiddleware

@@ -10,18 +10,19 @@ from pathlib import Path
 
 import grpc
 import prometheus_client
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from common.config import WorkerSettings
 from common.errors import StartupError
-from common.grpc_options import SERVER_OPTIONS
+from common.grpc_health import SERVING, Health
 from common.grpc_transport import add_port, health_server
 from common.reflection import ReflectionPool
 from common.tls import serving_files
 from common.types import WorkerRole, WorkerState
-from worker.bad_messages import BadMessageInterceptor
 from worker.drain import drain
+from worker.port import server_limits
+from worker.receiving import ReceivingInterceptor
 from worker.shell import Worker
 from worker.worker_service import add_service as add_worker_service
 
@@ -30,8 +31,7 @@ log = logging.getLogger(__name__)
 AddService = Callable[[Worker, grpc.aio.Server], str]
 """Adds a servicer to the server; returns the service's full name."""
 
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 CLOSE_GRACE_S = 1.0  # for streams that outlived the drain to say so
 
 
@@ -50,30 +50,31 @@ async def serve(
     """
     worker = Worker(settings, role, model_dir, model_name)
     await worker.engine.spawn()
-    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[BadMessageInterceptor()])
+    options, max_calls = server_limits(settings, model_dir)
+    server = grpc.aio.server(options=options, interceptors=[ReceivingInterceptor()], maximum_concurrent_rpcs=max_calls)
     probed: grpc.aio.Server | None = None
     try:
         worker.address = _bind(server, settings)
         _serve_metrics(settings)
-        health_servicer = health.aio.HealthServicer()
-        probed = _bind_health(settings, health_servicer)
+        health = Health()
+        probed = _bind_health(settings, health)
         names = [add(worker, server) for add in [*services, add_worker_service]]
-        health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-        reflected = [*names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
+        reflected = [*names, HEALTH, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(reflected, server, pool=ReflectionPool())
         await worker.wait_ready()
         await server.start()
         if probed is not None:
             await probed.start()
         for name in ("", *names):
-            await health_servicer.set(name, SERVING)
+            health.set(name, SERVING)
         _drain_on_signals(worker)
         log.info("serving", extra={"address": worker.address, "epoch": worker.epoch, "fingerprint": worker.fingerprint})
         on_ready(worker.address)
         num_cut = 0
         if not await _wait_for_end(worker):
             worker.state = WorkerState.DRAINING
-            await health_servicer.enter_graceful_shutdown()
+            health.end()
             await worker.engine.notify_load()
             num_cut = await drain(worker)
         return 1 if num_cut or worker.engine.died.is_set() else 0
@@ -99,14 +100,14 @@ def _bind(server: grpc.aio.Server, settings: WorkerSettings) -> str:
     return settings.advertise or f"{host}:{port}"
 
 
-def _bind_health(settings: WorkerSettings, servicer: health.aio.HealthServicer) -> grpc.aio.Server | None:
+def _bind_health(settings: WorkerSettings, health: Health) -> grpc.aio.Server | None:
     if settings.health_listen is None:
         return None
     try:
-        server = health_server(settings.health_listen)
+        server = health_server(settings.health_listen, [ReceivingInterceptor()])
     except RuntimeError as error:
         raise StartupError(f"health_listen: cannot bind {settings.health_listen}: is the port taken?") from error
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
     return server
 
 

@@ -30,9 +30,9 @@ from common.types import WorkerRole, WorkerState
 from common.validation import ModelLimits, check_prompt
 from engine.messages import EngineReady, RequestFailed
 from protos.status import status_details
-from worker.bad_messages import bad_message
 from worker.channels import ChannelPool
 from worker.engine_client import EngineClient, EngineStream
+from worker.receiving import bad_message
 
 
 @dataclass(slots=True, eq=False)

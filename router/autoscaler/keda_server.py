@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1 import health_pb2
 
 from common.errors import StartupError
+from common.grpc_health import SERVING, Health
 from common.grpc_options import client_server_options
 from common.grpc_transport import add_port
 from common.tls import TlsFiles
@@ -18,6 +18,7 @@ from router.autoscaler.keda import SERVICE, ExternalScaler
 from router.autoscaler.rules import Targets
 from router.serving.gate import Gate, GateLimits
 
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 MAX_MESSAGE_BYTES = 64 * 2**10
 MAX_CALLS = 256
 
@@ -31,8 +32,8 @@ class KedaServer:
         self._server = grpc.aio.server(options=options)
         gate = Gate(GateLimits(max_requests=MAX_CALLS, max_message_bytes=MAX_MESSAGE_BYTES))
         add_service(self._server, SERVICE, ExternalScaler(board, targets), gate, endless=True)
-        self._health = HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._health = Health()
+        add_service(self._server, HEALTH, self._health, gate, endless=True)
         try:
             port = add_port(self._server, address, tls)
         except RuntimeError as error:
@@ -40,7 +41,7 @@ class KedaServer:
         self.address = f"{address.rpartition(':')[0]}:{port}"
 
     async def run(self) -> None:
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        self._health.set("", SERVING)
         await self._server.start()
         await asyncio.Event().wait()  # until cancelled: to cancel gRPC's own wait would break its shutdown
 

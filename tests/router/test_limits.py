@@ -105,7 +105,7 @@ async def test_a_client_may_not_ask_for_more_time(worker: FakeWorker, start_rout
     async for _ in router.inference.Generate(ASK, timeout=9999):
         pass
     assert worker.deadlines[0] is not None
-    assert worker.deadlines[0] <= 7
+    assert worker.deadlines[0] < 8  # gRPC rounds a call's time up
 
 
 async def test_bodies_fit_the_context(router: RunningRouter) -> None:

@@ -96,6 +96,9 @@ async def test_messages_that_are_none(start_worker: StartWorker, caplog: pytest.
         channel.unary_stream("/baton.v1.WorkerService/WatchLoad")(rubbish, timeout=20).read(),
         channel.unary_stream("/baton.v1.DecodeService/Decode")(rubbish, timeout=20).read(),
         channel.stream_stream("/baton.v1.PrefillService/Prefill")(iter([rubbish]), timeout=20).read(),
+        channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")(
+            iter([rubbish]), timeout=20
+        ).read(),
     )
     for call in calls:
         with pytest.raises(grpc.aio.AioRpcError) as failed:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.stack_plan import free_ports
 from common import metrics
-from protos.baton.v1 import decode_pb2, prefill_pb2, worker_pb2
+from common.config import WorkerSettings
+from protos.baton.v1 import decode_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
 from protos.status import DETAILS_KEY
 from tests.worker.conftest import RunningWorker, StartWorker, decode_request
 from tests.worker.words import ANSWER, FLOOD, WAIT
 from worker import engine_client
+from worker.port import max_message_bytes
 
 
 async def refusal(worker: RunningWorker, word: int, num_tokens: int = 8) -> grpc.aio.AioRpcError:
@@ -124,3 +131,108 @@ async def test_a_prefill_stream_without_a_first_message_ends(
     call = worker.prefill.Prefill()
     with pytest.raises(grpc.aio.AioRpcError, match="did not come within"):
         await asyncio.wait_for(call.read(), 60)
+
+
+async def test_messages_are_no_longer_than_the_context_needs(start_worker: StartWorker) -> None:
+    worker = await start_worker(max_model_len=1000)
+    largest = decode_request(ANSWER, 200_000)  # too many tokens, and few enough bytes to be told so
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await worker.decode.Decode(largest, timeout=20).read()
+    assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await worker.decode.Decode(decode_request(ANSWER, 300_000), timeout=20).read()
+    assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_the_largest_message_follows_the_model(tmp_path: Path) -> None:
+    def largest(**settings: object) -> int:
+        return max_message_bytes(WorkerSettings.model_validate(settings), tmp_path)
+
+    unknown = largest()
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
+    assert largest(max_model_len=100) < largest() < unknown
+    for text in ('{"max_position_embeddings": "many"}', '{"max_position_embeddings": -1}', "[]", "no JSON"):
+        (tmp_path / "config.json").write_text(text)
+        assert largest() == unknown
+
+
+async def test_a_call_without_its_message_ends(start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.receiving.RECEIVE_TIMEOUT_S", 0.1)
+    worker = await start_worker()
+    channel: Any = worker.channel  # a stream of messages that never come
+    call = channel.stream_stream("/baton.v1.DecodeService/Decode")()
+    with pytest.raises(grpc.aio.AioRpcError, match="did not come within"):
+        await asyncio.wait_for(call.read(), 60)
+    call = channel.stream_stream("/baton.v1.DecodeService/Decode")()
+    await call.done_writing()
+    with pytest.raises(grpc.aio.AioRpcError, match="is missing"):
+        await asyncio.wait_for(call.read(), 60)
+
+
+async def test_calls_at_a_time_are_bounded(start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.port.OTHER_CALLS", 2)
+    worker = await start_worker(max_waiting_requests=1, max_num_seqs=1)  # four in one connection, eight in all
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with contextlib.AsyncExitStack() as stack:
+        watching = []
+        for _ in range(2):
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(worker.address, options=options))
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            for _ in range(4):
+                watching.append(stub.WatchLoad(worker_pb2.WatchLoadRequest()))
+                assert await watching[-1].read()
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await worker.status()
+        assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        watching[0].cancel()
+        assert await eventually_answers(worker)
+
+
+async def eventually_answers(worker: RunningWorker) -> bool:
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                return bool(await worker.status())
+
+
+async def test_large_headers_are_refused(start_worker: StartWorker) -> None:
+    worker = await start_worker()
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await worker.worker.GetInfo(worker_pb2.GetInfoRequest(), metadata=[("x-large", "x" * 20_000)])
+    assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await worker.status()
+
+
+@pytest.mark.parametrize("of_probes", [False, True])
+async def test_health_answers_all_that_it_may_be_asked(
+    start_worker: StartWorker, caplog: pytest.LogCaptureFixture, of_probes: bool
+) -> None:
+    (port,) = free_ports(1)
+    worker = await start_worker(health_listen=f"127.0.0.1:{port}")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}" if of_probes else worker.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        serving = health_pb2.HealthCheckResponse.SERVING
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == serving
+        assert (await health.List(health_pb2.HealthListRequest())).statuses["baton.v1.DecodeService"].status == serving
+        assert (await health.Watch(health_pb2.HealthCheckRequest()).read()).status == serving
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await health.Check(health_pb2.HealthCheckRequest(service="nobody"))
+        assert failed.value.code() is grpc.StatusCode.NOT_FOUND
+        raw: Any = channel
+        for method in ("Check", "Watch"):
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await raw.unary_stream(f"/grpc.health.v1.Health/{method}")(b"\x0a\xff").read()
+            assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "Traceback" not in caplog.text
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_pings_are_bounded_by_strikes(start_worker: StartWorker) -> None:
+    worker = await start_worker()
+    host, _, port = worker.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    ping = b"\x00\x00\x08\x06\x00\x00\x00\x00\x00" + b"12345678"
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00" + ping * 50)
+    assert b"too_many_pings" in await asyncio.wait_for(reader.read(), 60)  # to the end of the connection
+    writer.close()
+    assert await worker.status()

@@ -1,5 +1,5 @@
-"""`grpc.health.v1.Health`, whose watchers cannot hold it up: grpcio's own writes to them while it holds a lock that
-changes of the status need, and anybody may watch.
+"""`grpc.health.v1.Health` of every port, whose watchers cannot hold it up: grpcio's own writes to them while it holds a
+lock that changes of the status need, and anybody may watch.
 """
 
 from __future__ import annotations

@@ -1,0 +1,39 @@
+"""How much a worker's port takes in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from common.config import WorkerSettings
+from common.grpc_options import Options, worker_server_options
+
+TOKEN_BYTES = 5  # of an id on the wire, at most
+OTHER_BYTES = 256 * 2**10  # sampling parameters, names and addresses of the largest request
+MOST_POSITIONS = 2**20  # where config.json does not say how many
+OTHER_CALLS = 256  # of those that watch and ask
+
+
+def server_limits(settings: WorkerSettings, model_dir: Path) -> tuple[Options, int]:
+    """Options of the gRPC server, and how many calls it has at a time.
+
+    The calls of one connection are as many as the engine may have in hand, so that what is too much is refused and does
+    not wait; two connections may bring as many together.
+    """
+    max_streams = settings.max_waiting_requests + settings.max_num_seqs + OTHER_CALLS
+    options = worker_server_options(max_message_bytes=max_message_bytes(settings, model_dir), max_streams=max_streams)
+    return options, 2 * max_streams
+
+
+def max_message_bytes(settings: WorkerSettings, model_dir: Path) -> int:
+    """Of what fits the model's context. The port is bound before the engine has read the model."""
+    return TOKEN_BYTES * (settings.max_model_len or _positions(model_dir)) + OTHER_BYTES
+
+
+def _positions(model_dir: Path) -> int:
+    """What is wrong with the file is the engine's to say."""
+    try:
+        positions = json.loads((model_dir / "config.json").read_text())["max_position_embeddings"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return MOST_POSITIONS
+    return positions if isinstance(positions, int) and positions > 0 else MOST_POSITIONS
