@@ -37,6 +37,7 @@ async def unless_gone(request: Request, work: Coroutine[object, object, ResultT]
         return task.result()
     finally:
         await _end(task, watcher)
+        del task, watcher  # a failure's stack holds this frame, which would hold the failure: a body kept for nothing
 
 
 async def _end(*tasks: asyncio.Future[ResultT] | asyncio.Future[None]) -> None:
@@ -67,6 +68,7 @@ class EventStream(Response):
                     task.result()
             finally:
                 await _end(task, watcher)
+                del task, watcher  # as above
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
