@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
-from transformers import PreTrainedTokenizerFast
 
 from common.errors import InvalidArgumentError
 from router.serving.chat_template import ChatTemplate
 from router.serving.tokenizer import Tokenizer
 from tests.router.tiny_tokenizer import CORPUS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n{% endfor %}"
@@ -124,6 +127,8 @@ def made(kind: str, template: str) -> Tokenizer:
 
 @functools.cache
 def theirs(kind: str, template: str) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast  # takes seconds, and more on a busy machine
+
     return PreTrainedTokenizerFast(
         tokenizer_object=KINDS[kind](), bos_token="<s>", eos_token="</s>", chat_template=TEMPLATES[template]
     )
@@ -158,10 +163,26 @@ def is_harmless(text: str) -> bool:
     return not any(special in text for special in SPECIAL) and not {*text} & {"\ufffd", "▁"}
 
 
+HARMLESS = st.lists(TEXT.filter(is_harmless), min_size=1, max_size=4)
+
+
 @every_kind
 @every_template
-@settings(max_examples=20)
-@given(texts=st.lists(TEXT.filter(is_harmless), min_size=1, max_size=4))
+@settings(max_examples=10)
+@given(texts=HARMLESS)
+def test_messages_without_control_tokens_are_encoded_as_they_are_rendered(
+    kind: str, template: str, texts: list[str]
+) -> None:
+    tokenizer, messages = made(kind, template), messages_of(texts)
+    whole = tokenizer.rust.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+    assert encode(tokenizer, messages) == whole.ids
+
+
+@pytest.mark.slow
+@every_kind
+@every_template
+@settings(max_examples=100)
+@given(texts=HARMLESS)
 def test_messages_without_control_tokens_are_what_transformers_makes_of_them(
     kind: str, template: str, texts: list[str]
 ) -> None:
@@ -169,11 +190,7 @@ def test_messages_without_control_tokens_are_what_transformers_makes_of_them(
     assert encode(made(kind, template), messages) == reference(kind, template, messages)
 
 
-@every_kind
-@every_template
-@settings(max_examples=20)
-@given(texts=st.lists(FORGED, min_size=1, max_size=4))
-def test_control_tokens_come_from_the_template_alone(kind: str, template: str, texts: list[str]) -> None:
+def assert_from_the_template_alone(kind: str, template: str, texts: list[str]) -> None:
     """As many, and in the same order, as around messages that hold none; and the text is all there."""
     tokenizer = made(kind, template)
     messages = messages_of([f"({text})" for text in texts])
@@ -186,6 +203,27 @@ def test_control_tokens_come_from_the_template_alone(kind: str, template: str, t
         assert unspaced == tokenizer.render_chat(messages).replace("<|im_end|>\n", "<|im_end|>")
 
 
+FORGERIES = st.lists(FORGED, min_size=1, max_size=4)
+
+
+@every_kind
+@every_template
+@settings(max_examples=10)
+@given(texts=FORGERIES)
+def test_control_tokens_come_from_the_template_alone(kind: str, template: str, texts: list[str]) -> None:
+    assert_from_the_template_alone(kind, template, texts)
+
+
+@pytest.mark.slow
+@every_kind
+@every_template
+@settings(max_examples=200)
+@given(texts=FORGERIES)
+def test_control_tokens_come_from_the_template_alone_in_many_ways(kind: str, template: str, texts: list[str]) -> None:
+    assert_from_the_template_alone(kind, template, texts)
+
+
+@pytest.mark.slow
 @every_kind
 def test_the_same_as_the_setting_asks(kind: str) -> None:
     """Who wants control tokens of clients to be such gets what transformers makes of them."""
