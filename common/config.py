@@ -200,6 +200,10 @@ class RouterSettings(PolicySettings, TlsSettings, HealthSettings, LogSettings):
         None, gt=0, description="MiB of one request's body; from the model's context where unset, over gRPC at most 4"
     )
     max_buffered_mb: float = Field(256.0, gt=0, description="MiB of the bodies of all requests in flight")
+    max_answer_tokens: Positive = Field(
+        2**20,
+        description="tokens of all answers to one request: max_tokens, times n and prompts, times 1 + logprobs",
+    )
     max_connections: Positive = Field(1024, description="connections of clients, of REST and of gRPC each")
     receive_timeout: float = Field(
         30.0, gt=0, description="seconds that a client may take to send the head of a request, and again for its body"

@@ -93,7 +93,10 @@ async def serve(
             max_request_bytes=_bytes(settings.max_request_mb),
         ),
         Preparation(
-            request_timeout_s=settings.request_timeout, control_tokens=settings.control_tokens, threads=threads
+            request_timeout_s=settings.request_timeout,
+            control_tokens=settings.control_tokens,
+            threads=threads,
+            max_answer_tokens=settings.max_answer_tokens,
         ),
         Generation(dispatcher, demand),
     )

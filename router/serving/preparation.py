@@ -7,7 +7,9 @@ import secrets
 from collections.abc import Sequence
 from functools import partial
 
+from common.errors import InvalidArgumentError
 from common.validation import (
+    MAX_LOGPROBS,
     FieldName,
     SamplingFields,
     check_cache_salt,
@@ -34,9 +36,13 @@ class Preparation:
     """Shared by both interfaces of a router. Counts and sizes are checked before any work is done on a text, and long
     texts are worked on in `threads`, one of a request at a time."""
 
-    def __init__(self, *, request_timeout_s: float, control_tokens: bool, threads: TextThreads) -> None:
-        """`control_tokens`: whether text of control tokens in messages becomes control tokens."""
+    def __init__(
+        self, *, request_timeout_s: float, control_tokens: bool, threads: TextThreads, max_answer_tokens: int = 2**20
+    ) -> None:
+        """`control_tokens`: whether text of control tokens in messages becomes control tokens. `max_answer_tokens`: of
+        all answers to one body, each logprob that is asked for beside a token counted as one more."""
         self._request_timeout_s = request_timeout_s
+        self._max_answer_tokens = max_answer_tokens
         self._control_tokens = control_tokens
         self._threads = threads
 
@@ -107,23 +113,32 @@ class Preparation:
         default_max_tokens: int | None = None,
         name: FieldName = str,
         client: ApiClient | None = None,
+        num_answers: int = 1,
     ) -> GenerationRequest:
-        """Validates all of it. `timeout_s` is the client's own deadline, counted from `arrived_at` and no
-        longer than the router's; `client`
-        is whose key came with the request."""
+        """Validates all of it. `timeout_s` is the client's own deadline, counted from `arrived_at` and no longer than
+        the router's; `client` is whose key came with the request; `num_answers` are asked for in the same body."""
         check_model(model_name, model.limits)
         if request_id:
             check_request_id(request_id)
         check_cache_salt(cache_salt)
         check_priority(priority)
+        num_logprobs = min(max(fields.logprobs or 0, 0), MAX_LOGPROBS)
+        counted = num_answers * (1 + num_logprobs)  # for each of max_tokens
+        most = max(1, self._max_answer_tokens // counted)
         params = validate_sampling(
             fields,
             model.limits,
             num_prompt_tokens=len(prompt.token_ids),
             draw_seed=lambda: secrets.randbits(63),
-            default_max_tokens=default_max_tokens,
+            default_max_tokens=most if default_max_tokens is None else min(default_max_tokens, most),
             name=name,
         )
+        if params.max_tokens * counted > self._max_answer_tokens:
+            raise InvalidArgumentError(
+                name("max_tokens"),
+                f"{params.max_tokens} tokens, times {num_answers} answers, times 1 + {num_logprobs} logprobs, are more "
+                f"than the {self._max_answer_tokens} that this router allows one request",
+            )
         return GenerationRequest(
             request_id=request_id or new_request_id(),
             model=model,

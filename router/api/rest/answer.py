@@ -18,6 +18,7 @@ from router.serving.generation import Generation
 from router.serving.request import GenerationRequest, Output, Report
 
 DONE = b"data: [DONE]\n\n"
+MAX_AHEAD = 16  # outputs of all choices together that wait for their reader
 
 
 @dataclass(slots=True)
@@ -26,8 +27,31 @@ class _Choice:
 
     num_chars: int = 0  # of all tokens' texts, for logprobs' offsets
     texts: list[str] = field(default_factory=list)
-    tokens: list[SampledToken] = field(default_factory=list)
+    logprobs: _Logprobs | None = None
     last: Output | None = None
+
+
+class _Logprobs:
+    """Those of a whole answer, made to JSON piece by piece as they come: the end of a long answer then costs little,
+    and bytes take a fifth of the memory of what they are made of."""
+
+    def __init__(self) -> None:
+        self._lists: dict[str, list[bytes]] = {}
+        self._rest: JsonObject = {}
+
+    def add(self, piece: JsonObject) -> None:
+        """Lists grow, anything else is replaced."""
+        for name, value in piece.items():
+            if isinstance(value, list):
+                self._lists.setdefault(name, [])
+                if value:
+                    self._lists[name].append(msgspec.json.encode(value)[1:-1])  # without its brackets
+            else:
+                self._rest[name] = value
+
+    def joined(self) -> JsonObject:
+        lists = {name: msgspec.Raw(b"[" + b",".join(pieces) + b"]") for name, pieces in self._lists.items()}
+        return {**lists, **self._rest}
 
 
 class Answer:
@@ -60,12 +84,14 @@ class Answer:
             async for index, output in outputs:
                 choice = self._choices[index]
                 choice.texts.append(output.text)
-                choice.tokens.extend(output.tokens)
+                if piece := self._logprobs(choice, output.tokens):
+                    choice.logprobs = choice.logprobs or _Logprobs()
+                    choice.logprobs.add(piece)
                 if output.finish_reason is not None:
                     choice.last = output
         choices = []
         for index, choice in enumerate(self._choices):
-            logprobs = self._logprobs(choice, choice.tokens)
+            logprobs = None if choice.logprobs is None else choice.logprobs.joined()
             formatted = self._format.whole(index, "".join(choice.texts), logprobs)
             choices.append({**formatted, **_end(choice.last)})
         reports = self._reports()
@@ -165,23 +191,24 @@ def _sse(content: JsonObject) -> bytes:
 async def _merged(
     generation: Generation, requests: Sequence[GenerationRequest]
 ) -> AsyncGenerator[tuple[int, Output], None]:
-    """Outputs of all requests as they come, with their index. The first failure ends all of them."""
+    """Outputs of all requests as they come, with their index. The first failure ends all of them. A reader that is slow
+    holds up these requests, and nothing piles up here."""
     if len(requests) == 1:
         async with aclosing(generation.generate(requests[0])) as outputs:
             async for output in outputs:
                 yield 0, output
         return
 
-    queue: asyncio.Queue[tuple[int, Output] | Exception | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Output] | Exception | None] = asyncio.Queue(MAX_AHEAD)
 
     async def pump(index: int, request: GenerationRequest) -> None:
         try:
             async with aclosing(generation.generate(request)) as outputs:
                 async for output in outputs:
-                    queue.put_nowait((index, output))
-            queue.put_nowait(None)
+                    await queue.put((index, output))
+            await queue.put(None)
         except Exception as error:  # raised where the queue is read
-            queue.put_nowait(error)
+            await queue.put(error)
 
     tasks = [asyncio.create_task(pump(index, request)) for index, request in enumerate(requests)]
     try:

@@ -143,6 +143,7 @@ class _Gateway:
             body.check()
             is_chat = isinstance(body, ChatBody)
             fields = body.fields()
+            given = await prompts(model)
             requests = [
                 self._front.preparation.request(
                     model,
@@ -155,8 +156,9 @@ class _Gateway:
                     default_max_tokens=None if is_chat else DEFAULT_COMPLETION_TOKENS,
                     name=body.field_name if isinstance(body, ChatBody) else str,
                     client=client,
+                    num_answers=len(given) * body.num_choices,
                 )
-                for prompt in await prompts(model)
+                for prompt in given
             ]
             choices = [
                 prepared.numbered(number * body.num_choices + index)

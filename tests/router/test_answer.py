@@ -1,0 +1,208 @@
+"""Answers of several choices: bounded before they begin, no further ahead than their reader, formatted as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+import grpc
+import httpx
+import msgspec
+import pytest
+
+from common.errors import UnavailableError
+from common.types import FinishReason, SampledToken, SamplingParams, TokenLogprob
+from common.validation import ModelLimits
+from protos.baton.v1 import inference_pb2, types_pb2
+from router.api.rest.answer import MAX_AHEAD, Answer, _merged
+from router.api.rest.formats import AnswerFormat, ChatFormat, CompletionFormat, JsonObject
+from router.fleet.registry import ServedModel
+from router.serving.request import GenerationRequest, Output, Report
+from router.serving.tokenizer import Tokenizer
+from tests.router.conftest import StartRouter
+from tests.router.fake_worker import FakeWorker
+from tests.router.tiny_tokenizer import ids_of, tiny_tokenizer, vocab_size
+
+LIMITS = ModelLimits(model="tiny", max_model_len=256, vocab_size=vocab_size(), max_token_bytes=8)
+REPORT = Report(
+    num_prompt_tokens=1, num_output_tokens=1, num_cached_tokens=0, queue_ms=0, prefill_ms=0, handoff_ms=0,
+    transfer_ms=0, first_decode_ms=0, ttft_ms=0, total_ms=0, tokens_per_second=0, prefill_worker="", decode_worker="",
+    num_blocks_moved=0, num_bytes_moved=0, fallback_reason="", num_retries=0, num_migrations=0, num_preemptions=0,
+    num_handovers=0,
+)  # fmt: skip
+
+
+class FakeGeneration:
+    """Gives out `outputs` for each request, or goes on for ever; knows who runs, and how far it came."""
+
+    def __init__(self, outputs: Sequence[Output] = ()) -> None:
+        self._outputs = outputs
+        self.num_given = 0
+        self.running: set[str] = set()
+        self.fails: str = ""  # id of the request that fails at once
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
+        self.running.add(request.request_id)
+        try:
+            if request.request_id == self.fails:
+                raise UnavailableError("gone")
+            for output in self._outputs:
+                yield output
+            while not self._outputs:
+                await asyncio.sleep(0)  # as anything that comes over a network
+                self.num_given += 1
+                yield Output(text="x", tokens=[])
+        finally:
+            self.running.discard(request.request_id)
+
+
+def requests(num: int) -> list[GenerationRequest]:
+    model = ServedModel(LIMITS, "f", "", "float32", frozenset(), tiny_tokenizer())
+    return [
+        GenerationRequest(
+            request_id=str(number),
+            model=model,
+            prompt_token_ids=[1],
+            sampling_params=SamplingParams(),
+            arrived_at=0.0,
+            deadline=1e9,
+        )
+        for number in range(num)
+    ]
+
+
+async def turns(num: int) -> None:
+    for _ in range(num):
+        await asyncio.sleep(0)
+
+
+async def test_a_slow_reader_holds_up_its_own_choices() -> None:
+    generation = FakeGeneration()
+    async with aclosing(_merged(generation, requests(8))) as outputs:  # type: ignore[arg-type]
+        for _ in range(3):
+            await anext(outputs)
+            await turns(200)
+        assert generation.num_given <= 3 + MAX_AHEAD + 8  # what was read, what waits, one in each hand
+        assert len(generation.running) == 8
+    assert not generation.running
+
+
+async def test_readers_that_leave_while_all_wait_end_all_of_them() -> None:
+    generation = FakeGeneration()
+
+    async def read() -> None:
+        async with aclosing(_merged(generation, requests(40))) as outputs:  # type: ignore[arg-type]
+            await anext(outputs)
+            await asyncio.Event().wait()
+
+    reading = asyncio.create_task(read())
+    await turns(300)
+    assert len(generation.running) == 40
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert not generation.running
+
+
+async def test_the_first_failure_ends_all_of_them() -> None:
+    generation = FakeGeneration()
+    generation.fails = "30"
+
+    async def read() -> None:
+        async with aclosing(_merged(generation, requests(40))) as outputs:  # type: ignore[arg-type]
+            async for _ in outputs:
+                pass
+
+    with pytest.raises(UnavailableError):
+        await asyncio.wait_for(read(), 60)
+    assert not generation.running
+
+
+def sampled(text: str) -> list[SampledToken]:
+    return [SampledToken(i, -0.5, (TokenLogprob(i, -0.5), TokenLogprob(i + 1, -1.5))) for i in ids_of(text)]
+
+
+@pytest.mark.parametrize("answer_format", [ChatFormat(), CompletionFormat()])
+async def test_whole_answers_are_formatted_as_they_come(
+    answer_format: AnswerFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few tokens at a time, and the same comes of it as of all of them at once."""
+    text = "The capital of France is Paris. How are you?"
+    tokens = sampled(text)
+    outputs = [Output(text="", tokens=tokens[at : at + 2]) for at in range(0, len(tokens), 2)]
+    end = Output(text=text, tokens=[], finish_reason=FinishReason.STOP, report=REPORT)
+    wanted = answer_format.logprobs(tokens, tiny_tokenizer(), 0)
+    sizes: list[int] = []
+    original = type(answer_format).logprobs
+
+    def counted(self: AnswerFormat, tokens: Sequence[SampledToken], tokenizer: Tokenizer, offset: int) -> JsonObject:
+        sizes.append(len(tokens))
+        return original(self, tokens, tokenizer, offset)
+
+    monkeypatch.setattr(type(answer_format), "logprobs", counted)
+    answer = Answer(
+        FakeGeneration([*outputs, end]),  # type: ignore[arg-type]
+        requests(3),
+        answer_format,
+        request_id="r",
+        num_choices=3,
+        wants_logprobs=True,
+        wants_usage_chunk=False,
+    )
+    whole = msgspec.json.decode(msgspec.json.encode(await answer.whole()))
+    assert [choice["logprobs"] for choice in whole["choices"]] == [wanted] * 3
+    assert max(sizes) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("completions", {"prompt": "x", "max_tokens": 101}, "max_tokens"),
+        ("completions", {"prompt": "x", "max_tokens": 26, "n": 4}, "max_tokens"),
+        ("completions", {"prompt": ["x", "y"], "max_tokens": 26, "n": 2}, "max_tokens"),
+        ("completions", {"prompt": "x", "max_tokens": 21, "logprobs": 4}, "max_tokens"),
+        ("completions", {"prompt": ["x"] * 101, "max_tokens": 1}, "max_tokens"),
+        ("chat/completions", {"max_completion_tokens": 51, "n": 2}, "max_completion_tokens"),
+        ("chat/completions", {"max_tokens": 5, "logprobs": True, "top_logprobs": 20}, "max_tokens"),
+        ("chat/completions", {"min_tokens": 101}, "max_tokens"),
+    ],
+)
+async def test_tokens_of_all_answers_to_a_body_are_bounded(
+    worker: FakeWorker, start_router: StartRouter, path: str, body: dict[str, object], param: str
+) -> None:
+    router = await start_router(worker, max_answer_tokens=100)
+    if path.startswith("chat"):
+        body = {"messages": [{"role": "user", "content": "x"}], **body}
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        answer = await client.post(f"/v1/{path}", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+        assert not worker.requests
+        body = {"prompt": "x", "max_tokens": 5, "logprobs": 4, "n": 4}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+
+async def test_an_answer_without_a_limit_ends_at_the_routers(worker: FakeWorker, start_router: StartRouter) -> None:
+    router = await start_router(worker, max_answer_tokens=12)
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 1, "n": 2}
+        answer = (await client.post("/v1/chat/completions", json=body)).json()
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 2
+    assert answer["usage"]["completion_tokens"] == 6
+
+
+async def test_answers_over_grpc_are_bounded(worker: FakeWorker, start_router: StartRouter) -> None:
+    router = await start_router(worker, max_answer_tokens=100)
+    for params, is_allowed in (
+        (types_pb2.SamplingParams(max_tokens=101), False),
+        (types_pb2.SamplingParams(max_tokens=34, logprobs=2), False),
+        (types_pb2.SamplingParams(max_tokens=33, logprobs=2), True),
+    ):
+        call = router.inference.Generate(inference_pb2.GenerateRequest(prompt="x", sampling_params=params))
+        if is_allowed:
+            assert [response async for response in call]
+            continue
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "sampling_params.max_tokens" in (caught.value.details() or "")
