@@ -157,17 +157,17 @@ class PrefillLeg:
             vocab_size=ready.vocab_size,
         )
         outbox.put_nowait(prefill_pb2.PrefillRequest(start=self._start(first_block)))
-        stub = prefill_pb2_grpc.PrefillServiceStub(self._worker.channels.get(address))
         # A request whose deadline passes is ended like any other, by its own call's; this one is for when it is not.
         timeout = None if deadline is None else max(deadline - asyncio.get_running_loop().time(), 0.0) + END_WAIT_S
-        call = stub.Prefill(self._messages(outbox), timeout=timeout)
-        try:
-            async for event in call:
-                if not self._is_finished:
-                    self._take_in(address, events, event)
-        finally:
-            call.cancel()
-            outbox.put_nowait(None)  # the call's own task still waits for a message
+        with self._worker.channels.calling(address) as channel:
+            call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(self._messages(outbox), timeout=timeout)
+            try:
+                async for event in call:
+                    if not self._is_finished:
+                        self._take_in(address, events, event)
+            finally:
+                call.cancel()
+                outbox.put_nowait(None)  # the call's own task still waits for a message
 
     async def _messages(
         self, outbox: asyncio.Queue[prefill_pb2.PrefillRequest | None]

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -103,6 +104,7 @@ class Registry:
         self._vital = vital or VitalTasks()
         self._workers: dict[str, _Worker] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._num_running: Counter[str] = Counter()  # requests, by address; of former workers too, while they have any
         self._started = False
         self._closing: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()
@@ -143,7 +145,7 @@ class Registry:
     def _retire(self, worker: _Worker) -> None:
         if task := self._tasks.pop(worker.address, None):
             task.cancel()
-
+        self._count_requests(worker.address, 0)
         self._close_when_idle(worker)
 
     def _close_when_idle(self, worker: _Worker) -> None:
@@ -242,14 +244,23 @@ class Registry:
         for worker in workers:
             worker.sent[key] = time.monotonic()
             worker.running.add(key)
-            metrics.router_endpoint_requests.labels(worker.address).set(len(worker.running))
+            self._count_requests(worker.address, 1)
         try:
             yield
         finally:
             for worker in workers:
                 worker.sent.pop(key, None)
                 worker.running.discard(key)
-                metrics.router_endpoint_requests.labels(worker.address).set(len(worker.running))
+                self._count_requests(worker.address, -1)
+
+    def _count_requests(self, address: str, change: int) -> None:
+        """An address that is no worker's any more leaves the metrics with its last request."""
+        self._num_running[address] += change
+        if self._num_running[address] or address in self._workers:
+            metrics.router_endpoint_requests.labels(address).set(self._num_running[address])
+        else:
+            del self._num_running[address]
+            metrics.router_endpoint_requests.remove(address)
 
     def suspect(self, address: str, epoch: str, reason: str) -> None:
         """A call to the worker failed as if it were gone: nothing is sent there until it reports again."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+import grpc
 import pytest
+from prometheus_client import generate_latest
 
+from common.grpc_transport import Channels
 from common.types import WorkerRole, WorkerState
 from router.fleet import registry as registry_module
 from router.fleet.endpoint import Endpoint
@@ -103,3 +106,76 @@ async def test_addresses_come_and_go(registry: Registry, worker: FakeWorker, sta
         assert [e.address for e in registry.endpoints()] == [other.address]
     registry.set_addresses([], [])
     assert registry.not_ready() == "no decode worker is ready (none is configured)"
+
+
+class Counted(Channels):
+    """Knows which of its channels are open; as if the certificates had changed with each `rotate`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open_ones: list[str] = []
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def rotate(self) -> None:
+        self._version += 1
+
+    def open(self, address: str) -> grpc.aio.Channel:
+        channel = super().open(address)
+        self.open_ones.append(address)
+        original = channel.close
+
+        async def close(grace: float | None = None) -> None:
+            self.open_ones.remove(address)
+            await original(grace)
+
+        channel.close = close  # type: ignore[method-assign]
+        return channel
+
+
+async def test_workers_that_come_and_go_leave_nothing(worker: FakeWorker) -> None:
+    channels = Counted()
+    registry = Registry([], [worker.address], channels)
+    registry.start()
+    try:
+        await until(registry, lambda: not registry.not_ready())
+        with registry.sending(worker.address):
+            for number in range(20):
+                others = [f"10.0.0.{number}:1"]
+                registry.set_addresses(others, [worker.address])
+                with registry.sending(*others):
+                    assert f'address="10.0.0.{number}:1"' in generate_latest().decode()
+            registry.set_addresses([], [worker.address])
+            assert 'address="10.0.0.' not in generate_latest().decode()
+            await until(registry, lambda: channels.open_ones == [worker.address])
+            registry.set_addresses([], [])
+            # Its request goes on: the channel stays open for it, and the metrics have it.
+            await asyncio.sleep(0.05)
+            assert channels.open_ones == [worker.address]
+            assert f'address="{worker.address}"' in generate_latest().decode()
+        assert f'address="{worker.address}"' not in generate_latest().decode()
+        await until(registry, lambda: channels.open_ones == [])
+    finally:
+        await registry.close()
+    assert channels.open_ones == []
+
+
+async def test_rotated_certificates_leave_no_channels(worker: FakeWorker) -> None:
+    channels = Counted()
+    registry = Registry([], [worker.address], channels)
+    registry.start()
+    try:
+        for epoch in range(5):
+            await until(registry, lambda: not registry.not_ready())
+            channels.rotate()
+            await worker.stop()
+            await until(registry, lambda: bool(registry.not_ready()))
+            worker.epoch = f"after {epoch}"
+            await worker.start(worker.address)
+        await until(registry, lambda: not registry.not_ready())
+        await until(registry, lambda: channels.open_ones == [worker.address])
+    finally:
+        await registry.close()
