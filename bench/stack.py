@@ -21,7 +21,7 @@ from bench.engine import BatonEngine, random_prompts
 from bench.measure import interleave, print_table, write_json
 from bench.processes import running_stack
 from common.config import DEFAULT_MODEL, default_cache_dir
-from common.dtype import resolve_dtype
+from engine.dtype import resolve_dtype
 from engine.embedded_model import ensure_model
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 

@@ -19,10 +19,10 @@ import torch
 
 from bench.measure import interleave, print_table, write_json
 from common.config import DEFAULT_MODEL, EngineSettings, default_cache_dir
-from common.dtype import resolve_dtype
 from common.types import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
+from engine.dtype import resolve_dtype
 from engine.embedded_model import ensure_model
 from engine.model_runner import ModelRunner
 from kv_store.base import ConnectorConfig

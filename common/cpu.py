@@ -1,4 +1,4 @@
-"""What this machine's CPU computes fast, by its flags and never by a timing: two machines of a kind decide alike.
+"""What this machine's CPU has, by its flags and never by a timing: two machines of a kind decide alike.
 
 Variables that keep torch and oneDNN from using a part of the CPU count as flags that are missing, so that any machine
 can be tested as an older one: `ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2`.
@@ -13,20 +13,42 @@ from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
 
-# As Linux names them; the last of each is Arm's.
+# Levels of x86, weakest first.
+LEVELS = ("baseline", "avx2", "avx512", "avx512_bf16", "avx512_fp16", "amx")
+
+_ONEDNN_LEVELS = {
+    "SSE41": "baseline",
+    "AVX": "baseline",
+    "AVX2": "avx2",
+    "AVX2_VNNI": "avx2",
+    "AVX2_VNNI_2": "avx2",
+    "AVX512_CORE": "avx512",
+    "AVX512_CORE_VNNI": "avx512",
+    "AVX512_CORE_BF16": "avx512_bf16",
+    "AVX512_CORE_FP16": "avx512_fp16",
+}
+# The highest level that a variable's value leaves. Other values leave all. They are read on x86 only.
+_LIMITS = {
+    "ONEDNN_MAX_CPU_ISA": _ONEDNN_LEVELS,
+    "DNNL_MAX_CPU_ISA": _ONEDNN_LEVELS,
+    "ATEN_CPU_CAPABILITY": {"DEFAULT": "baseline", "AVX2": "avx2"},
+}
+
+# As Linux names them; those with a level are x86's, the last of each is Arm's.
+_X86_FLAGS = {"avx512_bf16": "avx512_bf16", "avx512_fp16": "avx512_fp16", "amx_bf16": "amx", "amx_fp16": "amx"}
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
 FP16_FLAGS = ("avx512_fp16", "amx_fp16", "asimdhp")
 
-_X86_BF16, _X86_FP16 = frozenset(BF16_FLAGS[:-1]), frozenset(FP16_FLAGS[:-1])
-_BELOW_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
-_ONEDNN_VALUES = {**dict.fromkeys(_BELOW_BF16, _X86_BF16 | _X86_FP16), "AVX512_CORE_BF16": _X86_FP16}
 
-# Which value of which variable takes which flags away. They are read on x86 only.
-_LIMITS = {
-    "ONEDNN_MAX_CPU_ISA": _ONEDNN_VALUES,
-    "DNNL_MAX_CPU_ISA": _ONEDNN_VALUES,
-    "ATEN_CPU_CAPABILITY": dict.fromkeys(("DEFAULT", "AVX2"), _X86_BF16 | _X86_FP16),
-}
+@dataclass(slots=True, frozen=True)
+class Limit:
+    """A variable that keeps oneDNN or torch from using all of an x86 CPU."""
+
+    setting: str  # NAME=VALUE
+    level: str  # the highest of LEVELS that is left
+
+    def allows(self, level: str) -> bool:
+        return LEVELS.index(level) <= LEVELS.index(self.level)
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,6 +64,16 @@ class Cpu:
     @property
     def has_fp16(self) -> bool:
         return not self.flags.isdisjoint(FP16_FLAGS)
+
+
+def read_limits(environ: Mapping[str, str] = os.environ) -> list[Limit]:
+    """What the environment sets."""
+    found = []
+    for variable, levels in _LIMITS.items():
+        value = environ.get(variable, "")
+        if (level := levels.get(value.upper())) is not None:
+            found.append(Limit(f"{variable}={value}", level))
+    return found
 
 
 def read_cpu(cpuinfo: Path = _CPUINFO, environ: Mapping[str, str] = os.environ) -> Cpu:
@@ -60,20 +92,9 @@ def read_cpu(cpuinfo: Path = _CPUINFO, environ: Mapping[str, str] = os.environ) 
                 name = value.strip()
     whole = frozenset[str]().union(*cores[:1]).intersection(*cores)
     flags, limits = whole, []
-    for variable, values in _LIMITS.items():
-        value = environ.get(variable, "")
-        taken = values.get(value.upper(), frozenset()) & whole
+    for limit in read_limits(environ):
+        taken = {flag for flag, level in _X86_FLAGS.items() if not limit.allows(level)} & whole
         if taken:
             flags -= taken
-            limits.append(f"{variable}={value}")
+            limits.append(limit.setting)
     return Cpu(name, flags, tuple(limits))
-
-
-def fast_dtypes(cpu: Cpu) -> frozenset[str]:
-    """Those that `cpu` multiplies at least as fast as float32."""
-    fast = {"float32"}
-    if cpu.has_bf16:
-        fast.add("bfloat16")
-    if cpu.has_fp16:
-        fast.add("float16")
-    return frozenset(fast)

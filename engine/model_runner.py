@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from common.config import EngineSettings
-from common.dtype import resolve_dtype
 from common.errors import InternalError, StartupError
 from common.model_files import ModelFiles, model_identity, open_model, read_safetensors_header
 from common.types import KVCacheSpec, SampledToken, SamplingParams
@@ -18,6 +17,7 @@ from engine.attention.base import AttentionShape
 from engine.attention.registry import attention_backend
 from engine.batch import BlockCopy, SampleInput, SequenceInput
 from engine.blocks.host_memory import available_bytes
+from engine.dtype import resolve_dtype
 from engine.kernels.library import load_kernels
 from engine.models.base import CausalLM
 from engine.models.registry import build_model, max_positions
@@ -57,7 +57,7 @@ class ModelRunner:
         """
         files = open_model(model_dir)
         self.device = _device(settings.device)
-        chosen = resolve_dtype(settings.dtype, model_dir, settings.device)
+        chosen = resolve_dtype(settings.dtype, model_dir, settings.device, settings.kernels)
         self.dtype_reason = chosen.reason
         self.dtype: torch.dtype = getattr(torch, chosen.dtype)
         if settings.num_threads is not None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 from baton.cli.options import SettingsCommand
 from baton.settings import UP_SETTINGS, WORKER_SETTINGS
 from common.config import DEFAULT_MODEL, AutoscalerSettings, RouterSettings, UpSettings, WorkerSettings
-from common.dtype import resolve_dtype
 from common.logs import setup_logging
 from common.types import WorkerRole
+from engine.dtype import resolve_dtype
 
 if TYPE_CHECKING:
     from baton.stack import Addresses
@@ -55,7 +55,7 @@ def prepare_model(settings: S) -> S:
     from engine.embedded_model import ensure_model
 
     path = ensure_model(settings.model, settings.cache_dir, lambda line: print(line, file=sys.stderr, flush=True))
-    chosen = resolve_dtype(settings.dtype, path, settings.device)
+    chosen = resolve_dtype(settings.dtype, path, settings.device, settings.kernels)
     log.info("dtype of all workers", extra={"dtype": chosen.dtype, "reason": chosen.reason})
     return settings.model_copy(update={"dtype": chosen.dtype})
 

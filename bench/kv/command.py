@@ -14,8 +14,8 @@ import click
 
 from bench.kv.settings import BenchSettings, Progress, show_progress
 from common.config import DEFAULT_MODEL, default_cache_dir
-from common.dtype import resolve_dtype
 from common.errors import BatonError, ConfigError
+from engine.dtype import resolve_dtype
 from engine.embedded_model import ensure_model
 
 PARTS = {  # in the order of running; modules are imported when their part runs

@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from common.cpu import read_limits
 from common.errors import StartupError
 from engine.kernels.build import FEATURES, VARIANTS, library_file
 
@@ -14,24 +15,6 @@ from engine.kernels.build import FEATURES, VARIANTS, library_file
 INSTRUCTION_SETS = ("avx2", "avx512", "avx512_bf16", "amx", "neon")
 TORCH = "torch"
 AUTO = "auto"
-
-# What users forbid oneDNN and torch is forbidden to these kernels too. Other values mean no limit.
-_ONEDNN_LIMITS = {
-    "SSE41": TORCH,
-    "AVX": TORCH,
-    "AVX2": "avx2",
-    "AVX2_VNNI": "avx2",
-    "AVX2_VNNI_2": "avx2",
-    "AVX512_CORE": "avx512",
-    "AVX512_CORE_VNNI": "avx512",
-    "AVX512_CORE_BF16": "avx512_bf16",
-    "AVX512_CORE_FP16": "avx512_bf16",
-}
-_LIMITS = {
-    "ONEDNN_MAX_CPU_ISA": _ONEDNN_LIMITS,
-    "DNNL_MAX_CPU_ISA": _ONEDNN_LIMITS,
-    "ATEN_CPU_CAPABILITY": {"DEFAULT": TORCH, "AVX2": "avx2"},
-}
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,20 +60,13 @@ def choose_among(wanted: str, has: Collection[str], built: Collection[str], envi
     if not possible:
         return Choice(TORCH, "this CPU has no instruction set that there are kernels for")
     best, reason = possible[-1], "the best that this CPU has"
-    for variable, limits in _LIMITS.items():
-        limit = limits.get(environ.get(variable, "").upper())
-        if limit is None or best == "neon":
-            continue
-        allowed = [name for name in possible if limit != TORCH and _rank(name) <= _rank(limit)]
-        if best not in allowed:
-            best, reason = allowed[-1] if allowed else TORCH, f"{variable}={environ[variable]}"
-            if not allowed:
-                break
+    if best != "neon":
+        for limit in read_limits(environ):  # what users forbid oneDNN and torch is forbidden to the kernels too
+            allowed = [name for name in possible if limit.allows(name)]
+            if best not in allowed:
+                best, reason = allowed[-1] if allowed else TORCH, limit.setting
+            possible = allowed
     return Choice(best, reason)
-
-
-def _rank(name: str) -> int:
-    return INSTRUCTION_SETS.index(name)
 
 
 def _list(names: Collection[str]) -> str:

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.config import EngineSettings
-from common.cpu import fast_dtypes, read_cpu
-from common.dtype import resolve_dtype
+from common.cpu import read_cpu
 from common.errors import InternalError, StartupError
 from common.model_files import open_model
 from engine.batch import SequenceInput
+from engine.dtype import fast_dtypes, resolve_dtype
+from engine.kernels.choice import choose
 from engine.model_runner import ModelRunner, weight_bytes
 from tests.engine.tiny_models import VOCAB_SIZE, edit_config, make_model, make_runner
 
@@ -101,17 +102,18 @@ def test_wrong_weights_are_named(
     assert words in refusal(model_dir)
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [("avx2", torch.float32), ("", None)])
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("capability", ["avx2", ""])
 def test_the_dtype_is_the_checkpoints_own_if_the_cpu_is_fast_in_it(
-    capability: str, dtype: torch.dtype | None, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    capability: str, kernels: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
     edit_config(model_dir, dtype="bfloat16")
-    runner = start(model_dir, dtype="auto", num_blocks=16)
-    expected = dtype or (torch.bfloat16 if "bfloat16" in fast_dtypes(read_cpu()) else torch.float32)
+    runner = start(model_dir, dtype="auto", num_blocks=16, kernels=kernels)
+    expected = torch.bfloat16 if "bfloat16" in fast_dtypes(read_cpu(), choose(kernels)) else torch.float32
     assert (runner.dtype, runner.kv_cache.dtype) == (expected, expected)
     assert getattr(torch, runner.spec.dtype) == expected
-    assert runner.dtype_reason == resolve_dtype("auto", model_dir, "cpu").reason
+    assert runner.dtype_reason == resolve_dtype("auto", model_dir, "cpu", kernels).reason
 
 
 def test_weights_cut_short(model_dir: Path) -> None:

@@ -25,12 +25,19 @@ constexpr int PANEL = 2 * LANES;  // rows of the weight
 constexpr int INT8_GROUP = 64;    // weights that share a scale
 constexpr int INT4_GROUP = 32;    // weights that share a scale and a minimum
 constexpr int K_MULTIPLE = 64;    // rows of an operand are padded with zeros to this
+constexpr int64_t MAX_STRETCH = 1024;  // of k with many rows: what x and weights of it take stays in a core's caches
 
 #if defined(__AVX512BF16__)
 using Bf16Operand = bf16;
 #else
 using Bf16Operand = float;
 #endif
+
+// Rows of a tile that widens weights on its way: pairs of bfloat16 need registers, of which AVX2 has 16.
+constexpr int tile_rows(Kind kind) { return kind == BF16 && LANES == 8 ? 4 : MAX_ROWS; }
+
+// With more rows than these, weights are widened to memory first, and read from there by each tile.
+constexpr int few_rows(Kind kind) { return kind == INT4 ? MAX_ROWS : 24; }
 
 // What x has to be made of before it is multiplied by a weight of that kind.
 inline bool takes_bf16(Kind kind) { return kind == BF16 && std::is_same<Bf16Operand, bf16>::value; }
@@ -39,12 +46,15 @@ inline int64_t operand_size(Kind kind) { return takes_bf16(kind) ? 2 : 4; }
 // Elements from one row of an operand to the next: never a power of two, or the rows of a tile share few cache sets.
 inline int64_t operand_stride(Kind kind, int64_t k) { return round_up(k, K_MULTIPLE) + 64 / operand_size(kind); }
 
+constexpr int64_t group_bytes(Kind kind) { return PANEL * (kind == INT8 ? 4 + INT8_GROUP : 4 + INT4_GROUP / 2); }
+
+// Of `k` weights of each row of a panel.
 inline int64_t panel_bytes(Kind kind, int64_t k) {
     switch (kind) {
         case F32: return k * PANEL * 4;
         case BF16: return (k + 1) / 2 * PANEL * 4;
-        case INT8: return (k + INT8_GROUP - 1) / INT8_GROUP * PANEL * (4 + INT8_GROUP);
-        default: return (k + INT4_GROUP - 1) / INT4_GROUP * PANEL * (4 + INT4_GROUP / 2);
+        case INT8: return (k + INT8_GROUP - 1) / INT8_GROUP * group_bytes(INT8);
+        default: return (k + INT4_GROUP - 1) / INT4_GROUP * group_bytes(INT4);
     }
 }
 
@@ -77,8 +87,7 @@ void pack_panel(Kind kind, int64_t k, const Row& row, uint8_t* to) {
         return;
     }
     const int group = kind == INT8 ? INT8_GROUP : INT4_GROUP;
-    const int64_t group_bytes = kind == INT8 ? PANEL * (4 + INT8_GROUP) : PANEL * (4 + INT4_GROUP / 2);
-    for (int64_t start = 0; start < k; start += group, to += group_bytes) {
+    for (int64_t start = 0; start < k; start += group, to += group_bytes(kind)) {
         for (int column = 0; column < PANEL; column++) {
             const int64_t stop = std::min<int64_t>(start + group, k);
             float most = at(column, start), least = most;
@@ -204,7 +213,7 @@ struct Tile<BF16, R, P> {
 template <int R, int P>
 struct Tile<INT8, R, P> {
     static void run(Sums<R, P>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t bytes, int64_t k) {
-        for (int64_t start = 0; start < k; start += INT8_GROUP, panel += PANEL * (4 + INT8_GROUP)) {
+        for (int64_t start = 0; start < k; start += INT8_GROUP, panel += group_bytes(INT8)) {
             Floats scales[2 * P];
 #pragma GCC unroll 8
             for (int c = 0; c < 2 * P; c++)
@@ -222,16 +231,20 @@ struct Tile<INT8, R, P> {
     }
 };
 
+// The low 4 bits of each lane.
+inline Floats int4_values(Words quants) {
+#if defined(__AVX512F__)
+    const Floats values = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return __builtin_shuffle(values, (Ints)quants);  // looks at no more than these bits
+#else
+    return __builtin_convertvector((Ints)(quants & 15), Floats);
+#endif
+}
+
 template <int R, int P>
 struct Tile<INT4, R, P> {
     static void run(Sums<R, P>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t bytes, int64_t k) {
-#if defined(__AVX512F__)
-        const Floats values = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        auto value = [&](Words quants) { return __builtin_shuffle(values, (Ints)quants); };  // takes the low 4 bits
-#else
-        auto value = [&](Words quants) { return __builtin_convertvector((Ints)(quants & 15), Floats); };
-#endif
-        for (int64_t start = 0; start < k; start += INT4_GROUP, panel += PANEL * (4 + INT4_GROUP / 2)) {
+        for (int64_t start = 0; start < k; start += INT4_GROUP, panel += group_bytes(INT4)) {
             Words pairs[2 * P];
 #pragma GCC unroll 8
             for (int c = 0; c < 2 * P; c++)
@@ -246,7 +259,7 @@ struct Tile<INT4, R, P> {
                     Floats w[2 * P];
 #pragma GCC unroll 8
                     for (int c = 0; c < 2 * P; c++) {
-                        w[c] = value(quants[c]) * even(pairs[c]) + odd(pairs[c]);
+                        w[c] = int4_values(quants[c]) * even(pairs[c]) + odd(pairs[c]);
                         quants[c] >>= 4;
                     }
                     multiply_add<R, P>(sums, a + start + word * 8 + i, stride, w);
@@ -286,13 +299,16 @@ struct Product {
     Output out;
 };
 
-template <Kind K, int R, int P>
-void compute(const Product& p, int64_t row, int64_t panel) {
-    using Operand = typename std::conditional<K == BF16, Bf16Operand, float>::type;
-    const int64_t bytes = panel_bytes(K, p.k);
-    Sums<R, P> sums{};
-    Tile<K, R, P>::run(
-        sums, static_cast<const Operand*>(p.a) + row * p.stride, p.stride, p.packed + panel * bytes, bytes, p.k);
+// Stretch of k, from `start` to `stop`, of a panel's products. What comes before is in `partial`, [rows, PANEL], unless
+// there is nothing; sums that have more to come go there. So a result stays one chain of additions.
+struct Stretch {
+    const uint8_t* weights;  // of the first panel, at `start`
+    int64_t start, stop;
+    float* partial;  // null if the stretch is all of k
+};
+
+template <int R, int P>
+inline void finish(const Product& p, int64_t row, int64_t panel, const Sums<R, P>& sums) {
     for (int r = 0; r < R; r++)
         for (int c = 0; c < 2 * P; c++) {
             const int64_t column = panel * PANEL + c * LANES;
@@ -309,54 +325,125 @@ void compute(const Product& p, int64_t row, int64_t panel) {
         }
 }
 
-template <Kind K, int... R>
-void compute_rows(const Product& p, int64_t row, int rows, int64_t panel, std::integer_sequence<int, R...>) {
-    using Function = void (*)(const Product&, int64_t, int64_t);
-    static constexpr Function functions[] = {compute<K, R + 1, 1>...};
-    functions[rows - 1](p, row, panel);
+template <Kind K, int R, int P>
+void compute(const Product& p, int64_t row, int64_t panel, const Stretch& stretch) {
+    using Operand = typename std::conditional<K == BF16, Bf16Operand, float>::type;
+    const Operand* a = static_cast<const Operand*>(p.a) + row * p.stride + stretch.start;
+    Sums<R, P> sums{};
+    if (stretch.start > 0)
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < 2 * P; c++) sums.of[r][c] = load(stretch.partial + r * PANEL + c * LANES);
+    Tile<K, R, P>::run(sums, a, p.stride, stretch.weights, panel_bytes(p.kind, p.k), stretch.stop - stretch.start);
+    if (stretch.stop == p.k) return finish<R, P>(p, row, panel, sums);
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < 2 * P; c++) store(stretch.partial + r * PANEL + c * LANES, sums.of[r][c]);
 }
 
-// Rows in tiles of nearly equal size, panels one by one; few rows take two panels at once, to keep the pipelines full.
-template <Kind K>
-void compute_block(const Product& p, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
-    for (int64_t i = 0; i < panels;) {
-        if (rows <= 2 && i + 2 <= panels) {
-            if (rows == 1)
-                compute<K, 1, 2>(p, row, panel + i);
-            else
-                compute<K, 2, 2>(p, row, panel + i);
-            i += 2;
-            continue;
-        }
-        const int64_t tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
-        for (int64_t t = 0; t < tiles; t++) {
-            const int64_t start = rows * t / tiles, stop = rows * (t + 1) / tiles;
-            compute_rows<K>(p, row + start, int(stop - start), panel + i, std::make_integer_sequence<int, MAX_ROWS>());
-        }
-        i++;
+// All rows in tiles of nearly equal size.
+template <Kind K, int MAX = tile_rows(K), int... R>
+void compute_rows(const Product& p, int64_t row, int64_t rows, int64_t panel, Stretch stretch,
+                  std::integer_sequence<int, R...>) {
+    using Function = void (*)(const Product&, int64_t, int64_t, const Stretch&);
+    static constexpr Function functions[] = {compute<K, R + 1, 1>...};
+    const int64_t tiles = (rows + MAX - 1) / MAX;
+    float* partial = stretch.partial;
+    for (int64_t t = 0; t < tiles; t++) {
+        const int64_t start = rows * t / tiles, count = rows * (t + 1) / tiles - start;
+        stretch.partial = partial + start * PANEL;
+        functions[count - 1](p, row + start, panel, stretch);
     }
 }
 
+constexpr auto ROW_COUNTS = std::make_integer_sequence<int, MAX_ROWS>();
+
+// Weights of one panel as float32, [k, PANEL]: the very factors that `Tile` computes for itself.
+template <Kind K>
+void widen_panel(const uint8_t* from, int64_t k, float* to) {
+    for (int c = 0; c < 2; c++) {
+        const int64_t lanes = c * LANES;
+        if (K == BF16)
+            for (int64_t i = 0; i < k; i += 2) {
+                const Words pairs = load_as<Words>(from + (i / 2 * PANEL + lanes) * 4);
+                store(to + i * PANEL + lanes, even(pairs));
+                store(to + (i + 1) * PANEL + lanes, odd(pairs));
+            }
+        if (K == INT8)
+            for (int64_t i = 0; i < k; i++) {
+                const uint8_t* group = from + i / INT8_GROUP * group_bytes(INT8);
+                const Floats scale = load_as<Floats>(group + lanes * 4);
+                const uint8_t* quants = group + (4 + i % INT8_GROUP) * PANEL + lanes;
+                store(to + i * PANEL + lanes, load(reinterpret_cast<const int8_t*>(quants)) * scale);
+            }
+        if (K == INT4)
+            for (int64_t i = 0; i < k; i += 8) {
+                const uint8_t* group = from + i / INT4_GROUP * group_bytes(INT4);
+                const Words pair = load_as<Words>(group + lanes * 4);
+                Words quants = load_as<Words>(group + (PANEL * (1 + i % INT4_GROUP / 8) + lanes) * 4);
+                for (int j = 0; j < 8; j++, quants >>= 4)
+                    store(to + (i + j) * PANEL + lanes, int4_values(quants) * even(pair) + odd(pair));
+            }
+    }
+}
+
+// Rows of x that stay in the second-level cache, times some panels. With few rows weights are widened in registers,
+// tile by tile, and two panels at once keep the pipelines full. With many rows a stretch of a panel is widened once.
+template <Kind K>
+void compute_block(const Product& p, int64_t row, int64_t rows, int64_t panel, int64_t panels, float* scratch) {
+    const int64_t bytes = panel_bytes(K, p.k);
+    const Stretch whole{p.packed + panel * bytes, 0, p.k, nullptr};
+    if (rows <= few_rows(K)) {
+        for (int64_t i = 0; i < panels; i++) {
+            const Stretch at{whole.weights + i * bytes, 0, p.k, scratch};
+            if (rows > 2 || i + 2 > panels)
+                compute_rows<K>(p, row, rows, panel + i, at, ROW_COUNTS);
+            else if (rows == 1)
+                compute<K, 1, 2>(p, row, panel + i++, at);
+            else
+                compute<K, 2, 2>(p, row, panel + i++, at);
+        }
+        return;
+    }
+    constexpr bool is_direct = K == F32 || (K == BF16 && std::is_same<Bf16Operand, bf16>::value);
+    constexpr Kind TILE_KIND = is_direct ? K : F32;
+    const int64_t stretches = (p.k + MAX_STRETCH - 1) / MAX_STRETCH;
+    const int64_t length = round_up((p.k + stretches - 1) / stretches, K_MULTIPLE);
+    for (int64_t i = 0; i < panels; i++)
+        for (int64_t start = 0; start < p.k; start += length) {
+            const int64_t stop = std::min(p.k, start + length);
+            const uint8_t* weights = whole.weights + i * bytes + panel_bytes(K, start);
+            if (!is_direct) {
+                widen_panel<K>(weights, stop - start, scratch);
+                weights = reinterpret_cast<const uint8_t*>(scratch);
+            }
+            const Stretch at{weights, start, stop, scratch + length * PANEL};
+            compute_rows<TILE_KIND>(p, row, rows, panel + i, at, ROW_COUNTS);
+        }
+}
+
 inline void multiply(Team& team, const Product& p, int64_t m) {
-    constexpr int64_t BLOCK_BYTES = 192 << 10;  // of x: stays in the second-level cache while panels pass by
+    constexpr int64_t BLOCK_BYTES = 320 << 10;  // of x: stays in the second-level cache while panels pass by
     constexpr int64_t TASK_BYTES = 48 << 10;    // of weights, so that claiming a task costs little
     const int64_t bytes = panel_bytes(p.kind, p.k), panels = (p.n + PANEL - 1) / PANEL;
-    int64_t block = BLOCK_BYTES / (p.stride * operand_size(p.kind)) / MAX_ROWS * MAX_ROWS;
+    int64_t block = BLOCK_BYTES / (std::min(p.stride, MAX_STRETCH) * operand_size(p.kind)) / MAX_ROWS * MAX_ROWS;
     block = std::max<int64_t>(block, MAX_ROWS);
     const int64_t blocks = (m + block - 1) / block;
     int64_t per_task = std::max<int64_t>((TASK_BYTES + bytes - 1) / bytes, (panels + 63) / 64);
     per_task = std::max<int64_t>(1, std::min(per_task, panels / (4 * team.num_threads())));
     per_task += per_task > 1 && per_task % 2;
     const int64_t tasks = (panels + per_task - 1) / per_task;
-    team.run(int(blocks * tasks), [&](int index, int) {
-        const int64_t b = index / tasks, first = index % tasks * per_task;
+    // What is larger comes from memory, and only once.
+    const bool is_weight_larger = panels * bytes > m * p.stride * operand_size(p.kind);
+    team.run(int(blocks * tasks), [&](int index, int thread) {
+        const int64_t b = is_weight_larger ? index % blocks : index / tasks;
+        const int64_t first = (is_weight_larger ? index / blocks : index % tasks) * per_task;
         const int64_t row = m * b / blocks, rows = m * (b + 1) / blocks - row;
         const int64_t count = std::min(per_task, panels - first);
+        auto* scratch = static_cast<float*>(team.scratch(thread, sizeof(float) * PANEL * (MAX_STRETCH + rows)));
         switch (p.kind) {
-            case F32: return compute_block<F32>(p, row, rows, first, count);
-            case BF16: return compute_block<BF16>(p, row, rows, first, count);
-            case INT8: return compute_block<INT8>(p, row, rows, first, count);
-            default: return compute_block<INT4>(p, row, rows, first, count);
+            case F32: return compute_block<F32>(p, row, rows, first, count, scratch);
+            case BF16: return compute_block<BF16>(p, row, rows, first, count, scratch);
+            case INT8: return compute_block<INT8>(p, row, rows, first, count, scratch);
+            default: return compute_block<INT4>(p, row, rows, first, count, scratch);
         }
     });
 }

@@ -35,7 +35,7 @@ template <class T>
 void products(Team* team) {
     for (int kind = 0; kind < NUM_KINDS; kind++)
         for (int64_t n : {1, 31, 70})
-            for (int64_t k : {1, 33, 130}) {
+            for (int64_t k : {1, 33, 130, 1100}) {
                 Packed packed(team, Kind(kind), n, k);
                 for (int64_t m : {1, 2, 5, 13, 30}) {
                     const auto x = numbers<T>(m * k);

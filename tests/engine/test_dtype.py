@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from common.cpu import Cpu, fast_dtypes, read_cpu
-from common.dtype import choose_dtype, resolve_dtype
+from common.cpu import Cpu, read_cpu
 from common.model_files import checkpoint_dtype, open_model
+from engine.dtype import choose_dtype, fast_dtypes, resolve_dtype
+from engine.kernels.choice import Choice
 
 ZEN3 = "fpu sse4_2 fma avx avx2"
 ICE_LAKE = f"{ZEN3} avx512f avx512bw avx512_vnni"
@@ -23,6 +24,9 @@ CPUS = {"Zen 3": ZEN3, "Ice Lake": ICE_LAKE, "Zen 4": ZEN4, "Sapphire Rapids": S
 BF16 = ("Zen 4", "Sapphire Rapids")
 FAST = {name: {"float32"} | ({"bfloat16"} if name in BF16 else set()) for name in CPUS}
 FAST["Sapphire Rapids"].add("float16")
+
+NO_KERNELS = Choice("torch", "--kernels torch")
+KERNELS = Choice("avx2", "the best that this CPU has")
 
 
 def cpu(folder: Path, flags: str | None, **environ: str) -> Cpu:
@@ -37,7 +41,8 @@ def cpu(folder: Path, flags: str | None, **environ: str) -> Cpu:
 def test_flags_say_what_is_fast(name: str, tmp_path: Path) -> None:
     read = cpu(tmp_path, CPUS[name])
     assert (read.name, read.limits) == ("A CPU @ 2 GHz", ())
-    assert fast_dtypes(read) == FAST[name]
+    assert fast_dtypes(read, NO_KERNELS) == FAST[name]
+    assert fast_dtypes(read, KERNELS) == FAST[name] | {"bfloat16"}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,7 @@ def test_flags_say_what_is_fast(name: str, tmp_path: Path) -> None:
         ("ATEN_CPU_CAPABILITY", "avx2", {"float32"}),
         ("ATEN_CPU_CAPABILITY", "default", {"float32"}),
         ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", {"float32", "bfloat16"}),
+        ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16", {"float32", "bfloat16", "float16"}),
         ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_AMX", {"float32", "bfloat16", "float16"}),
         ("ONEDNN_MAX_CPU_ISA", "ALL", {"float32", "bfloat16", "float16"}),
         ("ATEN_CPU_CAPABILITY", "avx512", {"float32", "bfloat16", "float16"}),
@@ -58,8 +64,9 @@ def test_flags_say_what_is_fast(name: str, tmp_path: Path) -> None:
 )
 def test_variables_take_flags_away(variable: str, value: str, fast: set[str], tmp_path: Path) -> None:
     read = cpu(tmp_path, SAPPHIRE_RAPIDS, **{variable: value})
-    assert fast_dtypes(read) == fast
-    assert read.limits == (() if "float16" in fast else (f"{variable}={value}",))
+    assert fast_dtypes(read, NO_KERNELS) == fast
+    takes_some = "float16" not in fast or value == "AVX512_CORE_FP16"
+    assert read.limits == ((f"{variable}={value}",) if takes_some else ())
 
 
 def test_a_variable_that_takes_nothing_away_is_not_named(tmp_path: Path) -> None:
@@ -71,15 +78,15 @@ def test_arm(tmp_path: Path) -> None:
     file = tmp_path / "cpuinfo"
     big, little = "Features\t: fp asimd asimdhp bf16 i8mm\n", "Features\t: fp asimd asimdhp\n"
     file.write_text(big * 2)
-    assert fast_dtypes(read_cpu(file, {"ONEDNN_MAX_CPU_ISA": "AVX2"})) == {"float32", "bfloat16", "float16"}
+    assert fast_dtypes(read_cpu(file, {"ONEDNN_MAX_CPU_ISA": "AVX2"}), NO_KERNELS) == {"float32", "bfloat16", "float16"}
     file.write_text(big + little)
-    assert fast_dtypes(read_cpu(file, {})) == {"float32", "float16"}
+    assert fast_dtypes(read_cpu(file, {}), NO_KERNELS) == {"float32", "float16"}
 
 
 def test_not_linux(tmp_path: Path) -> None:
     read = cpu(tmp_path, None)
     assert read == Cpu("", frozenset())
-    assert fast_dtypes(read) == {"float32"}
+    assert fast_dtypes(read, NO_KERNELS) == {"float32"}
 
 
 # ------------------------------------------------------------------------------------------------ the choice
@@ -90,24 +97,30 @@ def test_not_linux(tmp_path: Path) -> None:
 def test_auto(checkpoint: str, name: str, tmp_path: Path) -> None:
     """The checkpoint's own if it is fast; on a CUDA device always."""
     here = cpu(tmp_path, CPUS[name])
-    chosen = choose_dtype("auto", checkpoint=checkpoint, device="cpu", cpu=here)
+    chosen = choose_dtype("auto", checkpoint=checkpoint, device="cpu", cpu=here, kernels=NO_KERNELS)
     if checkpoint in FAST[name]:
         assert (chosen.dtype, chosen.reason) == (checkpoint, "the checkpoint's own")
     else:
         assert chosen.dtype == "float32"
         assert f"the checkpoint's {checkpoint} is slow here: this CPU has no" in chosen.reason
-    assert choose_dtype("auto", checkpoint=checkpoint, device="cuda:1", cpu=here).dtype == checkpoint
+    on_device = choose_dtype("auto", checkpoint=checkpoint, device="cuda:1", cpu=here, kernels=NO_KERNELS)
+    assert on_device.dtype == checkpoint
+    native = choose_dtype("auto", checkpoint=checkpoint, device="cpu", cpu=here, kernels=KERNELS)
+    assert native.dtype == ("bfloat16" if checkpoint == "bfloat16" else chosen.dtype)
 
 
 def test_reasons(tmp_path: Path) -> None:
     def reason(asked: str, flags: str, **environ: str) -> str:
         here = cpu(tmp_path, flags, **environ)
-        return choose_dtype(asked, checkpoint="bfloat16", device="cpu", cpu=here).reason
+        return choose_dtype(asked, checkpoint="bfloat16", device="cpu", cpu=here, kernels=NO_KERNELS).reason
 
-    slow = "the checkpoint's bfloat16 is slow here: this CPU has no bfloat16 units (avx512_bf16 or amx_bf16)"
+    slow = (
+        "the checkpoint's bfloat16 is slow here: this CPU has no bfloat16 units (avx512_bf16 or amx_bf16), "
+        "and the CPU kernels are not used: --kernels torch"
+    )
     hidden = (
         "the checkpoint's bfloat16 is slow here: ONEDNN_MAX_CPU_ISA=AVX2 and ATEN_CPU_CAPABILITY=avx2 "
-        "take this CPU's bfloat16 units away"
+        "take this CPU's bfloat16 units away, and the CPU kernels are not used: --kernels torch"
     )
     assert reason("auto", ZEN3) == slow
     assert reason("float32", ZEN3) == slow  # what `baton up` chose for its workers
@@ -148,7 +161,7 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     """So `baton up` can resolve it, which starts in a moment."""
     model = write_model(tmp_path, {"dtype": "float16"})
     script = (
-        "import sys, pathlib; from common.dtype import resolve_dtype; "
+        "import sys, pathlib; from engine.dtype import resolve_dtype; "
         f"print(resolve_dtype('auto', pathlib.Path({str(model)!r}), 'cuda').dtype, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
