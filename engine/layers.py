@@ -7,8 +7,7 @@ layer into the form that computes fastest. No autograd, no modules: a call is it
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -46,9 +45,23 @@ class Linear:
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """View of some output rows of the weight, to be filled."""
+        return self.whole()[start:stop]
+
+    def whole(self) -> torch.Tensor:
+        """The weight, to be filled."""
         if self.weight is None:
             raise RuntimeError("the weight was repacked already")
-        return self.weight[start:stop]
+        return self.weight
+
+    def places(self, parts: Mapping[str, tuple[int, int] | None]) -> dict[str, torch.Tensor]:
+        """Where weight and bias of each of `parts` go, by its name; a part is a range of output rows, None all."""
+        places: dict[str, torch.Tensor] = {}
+        for name, part in parts.items():
+            rows = slice(None) if part is None else slice(*part)
+            places[f"{name}.weight"] = self.whole()[rows]
+            if self.bias is not None:
+                places[f"{name}.bias"] = self.bias[rows]
+        return places
 
     def finish(self, kernels: Kernels | None, *, is_head: bool = False) -> None:
         if self.weight is None:
@@ -110,76 +123,85 @@ def _onednn_packs(weight: torch.Tensor) -> bool:
 
 
 class Embedding:
-    """Rows of `weight` `[vocab_size, hidden_size]` by token id."""
+    """Rows of `weight` `[vocab_size, hidden_size]` by token id, times `scale` rounded to the dtype."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, scale: float = 1.0, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
+        self._scale = None if scale == 1.0 else torch.tensor(scale, dtype=dtype, device=device)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(token_ids, self.weight)
+        rows = F.embedding(token_ids, self.weight)
+        return rows if self._scale is None else rows.mul_(self._scale)
 
 
 class RMSNorm:
-    """Root mean square norm over the last axis: float32 inside, rounded to the dtype, then times the weight."""
+    """Root mean square norm over the last axis: float32 inside, rounded to the dtype, then times the weight.
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    `from_one`: the weight that is filled in is a difference from 1, and the product with it is float32 too.
+    """
+
+    def __init__(
+        self, size: int, eps: float, *, from_one: bool = False, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.weight = torch.empty(size, dtype=dtype, device=device)
         self._shape = (size,)
+        self._from_one = from_one
         self.eps = eps
+
+    def finish(self) -> None:
+        """Called once, when the weight is filled."""
+        if self._from_one:
+            self.weight = self.weight.float() + 1
+
+    def factors(self) -> torch.Tensor:
+        """What a normed row is multiplied by, `[size]` float32; call `finish` first."""
+        return self.weight.float()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         normed = F.rms_norm(x.float(), self._shape, None, self.eps)
+        if self._from_one:
+            return normed.mul_(self.weight).to(x.dtype)
         return normed.to(x.dtype).mul_(self.weight)
 
 
-class RopeScaling(ABC):
-    """How rotary frequencies are stretched for contexts longer than those first trained on."""
-
-    @abstractmethod
-    def scale(self, inv_freq: torch.Tensor) -> torch.Tensor:
-        """`inv_freq` `[head_dim / 2]` float32, in radians per position."""
-
-
 class RotaryEmbedding:
-    """Rotary position embedding (arXiv 2104.09864), with the two halves of a head as the pairs.
+    """Rotary position embedding (arXiv 2104.09864), with the two halves of a head's rotary part as the pairs.
 
     Cosines and sines of all positions are computed once; a step gathers those of its tokens once for all layers.
     """
 
     def __init__(
-        self,
-        head_dim: int,
-        num_positions: int,
-        theta: float,
-        scaling: RopeScaling | None,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, inv_freq: torch.Tensor, scale: float, num_positions: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float, device=device) / head_dim
-        inv_freq = 1.0 / (theta**exponents)
-        if scaling is not None:
-            inv_freq = scaling.scale(inv_freq)
-        positions = torch.arange(num_positions, device=device)
-        angles = positions[:, None].float() * inv_freq
-        self.half_angles = (angles.cos(), angles.sin())  # float32, each [num_positions, head_dim / 2]
-        cos, sin = (each.to(dtype) for each in self.half_angles)
-        # The sign of "rotate half" sits in the table, so that a rotation is a swap of halves and a fused multiply-add.
-        self._cos = torch.cat((cos, cos), dim=-1)[:, None]
-        self._sin = torch.cat((-sin, sin), dim=-1)[:, None]
-        self._half = head_dim // 2
+        """`inv_freq` `[rotary_dim / 2]` float32, radians per position; `scale` is that of cosines and sines. What lies
+        behind the first `rotary_dim` elements of a head is not rotated."""
+        angles = torch.arange(num_positions, device=device)[:, None].float() * inv_freq.to(device)
+        self.half_angles = (angles.cos() * scale, angles.sin() * scale)  # float32, each [num_positions, rotary_dim / 2]
+        self._dtype = dtype
+        self._half = inv_freq.shape[0]
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines, each `[num_tokens, 1, head_dim]`, for `positions` `[num_tokens]`."""
-        return self._cos[positions], self._sin[positions]
+        """Cosines and signed sines, each `[num_tokens, 1, rotary_dim]`, for `positions` `[num_tokens]`."""
+        cos, sin = (each[positions].to(self._dtype) for each in self.half_angles)
+        # The sign of "rotate half" sits in the table, so that a rotation is a swap of halves and a fused multiply-add.
+        return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 
     def rotate_(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotates `heads` `[num_tokens, num_heads, head_dim]` in place."""
-        swapped = torch.roll(heads, self._half, -1)
-        torch.addcmul(heads * cos, swapped, sin, out=heads)
+        rotary = heads[..., : 2 * self._half]
+        swapped = torch.roll(rotary, self._half, -1)
+        torch.addcmul(rotary * cos, swapped, sin, out=rotary)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` of `[num_tokens, 2 * intermediate_size]`, gate first."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gelu(gate) * up` of `[num_tokens, 2 * intermediate_size]`, gate first; GELU by its approximation with tanh."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)

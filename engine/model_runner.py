@@ -70,7 +70,7 @@ class ModelRunner:
         self._model = self._load(files)
         self.vocab_size = self._model.vocab_size
         self.spec = KVCacheSpec(
-            model_id=_weights_identity(model_dir, settings.quantization),
+            model_id=_weights_identity(model_dir, settings.quantization, self._model.kv_variant),
             num_layers=self._model.num_layers,
             num_kv_heads=self._model.num_kv_heads,
             head_dim=self._model.head_dim,
@@ -81,7 +81,12 @@ class ModelRunner:
         self.max_model_len = _fit_max_model_len(self.max_model_len, self.num_blocks, settings)
         self.kv_cache = torch.empty((self.num_blocks, *self.spec.block_shape), dtype=self.dtype, device=self.device)
         prepare_pages(self.kv_cache)
-        shape = AttentionShape(num_heads=self._model.num_heads, softmax_scale=self._model.softmax_scale)
+        shape = AttentionShape(
+            num_heads=self._model.num_heads,
+            softmax_scale=self._model.softmax_scale,
+            windows=self._model.windows,
+            soft_cap=self._model.soft_cap,
+        )
         self._attention = attention_backend(self.kv_cache, self.spec, shape, attention, self._kernels)
         log.info(
             "model ready",
@@ -220,12 +225,13 @@ class ModelRunner:
         return num_blocks
 
 
-def _weights_identity(model_dir: Path, quantization: str) -> str:
-    """32 hex digits. KV of quantised weights is another model's: blocks are never exchanged with those of others."""
+def _weights_identity(model_dir: Path, quantization: str, variant: str) -> str:
+    """32 hex digits. KV of quantised weights, or of another `CausalLM.kv_variant`, is another model's: blocks are never
+    exchanged with those of others."""
     identity = model_identity(model_dir)
-    if quantization == "none":
+    if quantization == "none" and not variant:
         return identity
-    return hashlib.blake2b(f"{identity} {quantization}".encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(f"{identity} {quantization} {variant}".rstrip().encode(), digest_size=16).hexdigest()
 
 
 def weight_bytes(files: ModelFiles, itemsize: int) -> int:

@@ -26,8 +26,16 @@ class AttentionShape:
 
     num_heads: int
     softmax_scale: float
-    window: int = 0  # tokens that a query sees, itself included; 0: all (only the native backend knows others)
-    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: they stay (likewise)
+    windows: tuple[
+        int, ...
+    ] = ()  # by layer, tokens that a query sees, itself included; 0: all. Empty: all in all layers
+    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: they stay
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
+
+    def distinct_windows(self) -> list[int]:
+        return sorted(set(self.windows)) or [0]
 
 
 class StepAttention(ABC):
@@ -45,7 +53,8 @@ class StepAttention(ABC):
 class AttentionBackend(ABC):
     """Bound to one cache `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
 
-    Slots that no token was written to hold anything, NaN included; a backend never lets them reach a result.
+    Slots that no token was written to hold anything, NaN included; a backend never lets them reach a result. The same
+    goes for blocks that lie before every query's window: they may belong to another sequence by now.
     """
 
     def __init__(self, cache: torch.Tensor, spec: KVCacheSpec, shape: AttentionShape) -> None:
@@ -57,6 +66,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def prepare(self, sequences: Sequence[SequenceInput]) -> StepAttention:
         """`sequences` in the order in which their tokens lie in the step's flat batch."""
+
+
+def first_seen(num_before: int, window: int) -> int:
+    """The first token that the query after `num_before` others sees."""
+    return max(0, num_before + 1 - window) if window else 0
 
 
 class KVWriter:

@@ -5,6 +5,8 @@ A step's sequences are cut into runs, each a stretch of the flat batch:
 - a later chunk gathers its blocks, and masks what lies ahead;
 - single tokens of neighbouring sequences with similar numbers of blocks are one batched product.
 
+A layer that sees a window only gathers the blocks in which the window lies.
+
 A gather copies `block_size` tokens of one head at a time, so it runs at the speed of memory. What it copied beyond
 a sequence's last token is set to zero: masking alone would let NaN through (0 * NaN).
 """
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 
 from common.cpu import read_cpu
 from common.types import KVCacheSpec
-from engine.attention.base import AttentionBackend, AttentionShape, KVWriter, StepAttention
+from engine.attention.base import AttentionBackend, AttentionShape, KVWriter, StepAttention, first_seen
 from engine.batch import SequenceInput
 
 _TILE = 64  # queries of each head at a time
@@ -34,27 +36,38 @@ class TorchBackend(AttentionBackend):
         self.planes = cache.view(-1, spec.block_size * spec.head_dim)
         self.planes_per_layer = 2 * spec.num_kv_heads
         self.planes_per_block = spec.num_layers * self.planes_per_layer
-        # Tiles round scores to bfloat16; the fused kernel keeps them in float32, as transformers does.
-        self.tiles_chunks = self.device.type == "cpu" and cache.dtype == torch.bfloat16 and read_cpu().has_bf16
+        # Tiles round scores to bfloat16; the fused kernel keeps them in float32, as transformers does. It has no cap.
+        is_fast = self.device.type == "cpu" and cache.dtype == torch.bfloat16 and read_cpu().has_bf16
+        self.tiles_chunks = is_fast or shape.soft_cap > 0
         self._plane_offsets = torch.arange(self.planes_per_layer).view(2, 1, spec.num_kv_heads, 1)
         self._workspace = torch.empty(0, dtype=cache.dtype, device=cache.device)
 
     def prepare(self, sequences: Sequence[SequenceInput]) -> StepAttention:
+        runs = {window: self._runs(sequences, window) for window in self.shape.distinct_windows()}
+        layers = [runs[self.shape.window(layer)] for layer in range(self.spec.num_layers)]
+        return _TorchStep(KVWriter(self, sequences), layers)
+
+    def _runs(self, sequences: Sequence[SequenceInput], window: int) -> list[_Run]:
         runs: list[_Run] = []
         start = index = 0
         while index < len(sequences):
             sequence = sequences[index]
             if len(sequence.token_ids) == 1:
-                stop = self._end_of_group(sequences, index)
-                runs.append(_DecodeRun(self, sequences[index:stop], start))
+                stop = self._end_of_group(sequences, index, window)
+                runs.append(_DecodeRun(self, sequences[index:stop], start, window))
                 start += stop - index
                 index = stop
                 continue
             run_type = _LaterChunkRun if sequence.num_computed_tokens else _FirstChunkRun
-            runs.append(run_type(self, sequence, start))
+            runs.append(run_type(self, sequence, start, window))
             start += len(sequence.token_ids)
             index += 1
-        return _TorchStep(KVWriter(self, sequences), runs)
+        return runs
+
+    def capped(self, scores: torch.Tensor) -> torch.Tensor:
+        """`scores`, overwritten."""
+        cap = self.shape.soft_cap
+        return scores.div_(cap).tanh_().mul_(cap) if cap else scores
 
     def plane_index(self, tables: torch.Tensor) -> torch.Tensor:
         """Planes in the order [2, sequence, head, block] for block ids `tables` `[num_sequences, num_blocks]`."""
@@ -71,15 +84,21 @@ class TorchBackend(AttentionBackend):
         torch.index_select(self.planes[layer * self.planes_per_layer :], 0, index, out=out)
         return out.view(2, num_sequences, self.spec.num_kv_heads, -1, self.spec.head_dim)
 
-    def num_blocks(self, sequence: SequenceInput) -> int:
-        return -(-(sequence.num_computed_tokens + len(sequence.token_ids)) // self.spec.block_size)
+    def seen_blocks(self, sequence: SequenceInput, window: int) -> list[int]:
+        """Ids of the blocks that its new tokens see, from number `first_block` on."""
+        size = self.spec.block_size
+        last = -(-(sequence.num_computed_tokens + len(sequence.token_ids)) // size)
+        return sequence.block_ids[self.first_block(sequence, window) : last]
 
-    def _end_of_group(self, sequences: Sequence[SequenceInput], start: int) -> int:
+    def first_block(self, sequence: SequenceInput, window: int) -> int:
+        return first_seen(sequence.num_computed_tokens, window) // self.spec.block_size
+
+    def _end_of_group(self, sequences: Sequence[SequenceInput], start: int, window: int) -> int:
         """End of the run of single tokens that are computed together: padding at most doubles anyone's work."""
-        fewest = most = self.num_blocks(sequences[start])
+        fewest = most = len(self.seen_blocks(sequences[start], window))
         stop = start + 1
         while stop < len(sequences) and len(sequences[stop].token_ids) == 1:
-            blocks = self.num_blocks(sequences[stop])
+            blocks = len(self.seen_blocks(sequences[stop], window))
             fewest, most = min(fewest, blocks), max(most, blocks)
             gathered = (stop + 1 - start) * most * self.planes_per_layer * self.planes.shape[1] * self.spec.itemsize
             if most > 2 * fewest + 1 or gathered > _GROUP_BYTES:
@@ -100,24 +119,26 @@ class _Run(ABC):
 
 
 class _TorchStep(StepAttention):
-    def __init__(self, writer: KVWriter, runs: list[_Run]) -> None:
+    def __init__(self, writer: KVWriter, runs: list[list[_Run]]) -> None:
+        """`runs` by layer."""
         self._writer = writer
         self._runs = runs
 
     def forward(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         self._writer.write(layer, kv)
-        if len(self._runs) == 1:
-            return self._runs[0].attend(layer, q, kv)
-        parts = [run.attend(layer, q[run.start : run.stop], kv[run.start : run.stop]) for run in self._runs]
+        runs = self._runs[layer]
+        if len(runs) == 1:
+            return runs[0].attend(layer, q, kv)
+        parts = [run.attend(layer, q[run.start : run.stop], kv[run.start : run.stop]) for run in runs]
         return torch.cat(parts)
 
 
 class _FirstChunkRun(_Run):
     """The first tokens of a prompt: nothing in the cache to look at."""
 
-    def __init__(self, backend: TorchBackend, sequence: SequenceInput, start: int) -> None:
+    def __init__(self, backend: TorchBackend, sequence: SequenceInput, start: int, window: int) -> None:
         self.start, self.stop = start, start + len(sequence.token_ids)
-        self._chunk = _chunk_attention(backend, num_before=0, num_new=len(sequence.token_ids))
+        self._chunk = _chunk_attention(backend, num_before=0, num_new=len(sequence.token_ids), window=window)
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         keys, values = kv.permute(1, 2, 0, 3)
@@ -127,13 +148,14 @@ class _FirstChunkRun(_Run):
 class _LaterChunkRun(_Run):
     """A chunk of a prompt whose beginning is in the cache already."""
 
-    def __init__(self, backend: TorchBackend, sequence: SequenceInput, start: int) -> None:
+    def __init__(self, backend: TorchBackend, sequence: SequenceInput, start: int, window: int) -> None:
         num_new = len(sequence.token_ids)
         self.start, self.stop = start, start + num_new
         self._backend = backend
-        self._context = sequence.num_computed_tokens + num_new
-        self._index = backend.plane_index(torch.tensor([sequence.block_ids[: backend.num_blocks(sequence)]]))
-        self._chunk = _chunk_attention(backend, num_before=sequence.num_computed_tokens, num_new=num_new)
+        num_before = sequence.num_computed_tokens - backend.first_block(sequence, window) * backend.spec.block_size
+        self._context = num_before + num_new
+        self._index = backend.plane_index(torch.tensor([backend.seen_blocks(sequence, window)]))
+        self._chunk = _chunk_attention(backend, num_before=num_before, num_new=num_new, window=window)
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         keys, values = self._backend.gather(layer, self._index, 1)[:, 0, :, : self._context]
@@ -141,9 +163,11 @@ class _LaterChunkRun(_Run):
 
 
 class _Chunk(ABC):
-    """Causal attention of one sequence's `num_new` tokens that follow `num_before` others."""
+    """Causal attention of one sequence's `num_new` tokens that follow `num_before` others, within `window` if not 0."""
 
-    def __init__(self, backend: TorchBackend, num_before: int, num_new: int) -> None:
+    def __init__(self, backend: TorchBackend, num_before: int, num_new: int, window: int) -> None:
+        self._backend = backend
+        self._window = window
         self._group = backend.group
         self._scale = backend.shape.softmax_scale
         self._num_before = num_before
@@ -158,22 +182,27 @@ class _Chunk(ABC):
         """`[num_kv_heads, group, num_new, head_dim]`."""
         return q.view(q.shape[0], -1, self._group, q.shape[2]).permute(1, 2, 0, 3)
 
-    def _ahead(self, num_rows: int, num_columns: int, first_ahead: int) -> torch.Tensor:
-        """To be added to scores: row r may not see column r + first_ahead and those behind it."""
-        mask = torch.full((num_rows, num_columns), float("-inf"), dtype=self._dtype, device=self._device)
-        return mask.triu_(first_ahead)
+    def _mask(self, num_rows: int, num_columns: int, own: int) -> torch.Tensor:
+        """To be added to scores: row r stands at column r + own, sees no column behind that nor before its window."""
+        shape = (num_rows, num_columns)
+        mask = torch.full(shape, float("-inf"), dtype=self._dtype, device=self._device).triu_(own + 1)
+        if self._window:
+            too_old = torch.ones(shape, dtype=torch.bool, device=self._device).tril_(own - self._window)
+            mask.masked_fill_(too_old, float("-inf"))
+        return mask
 
 
-def _chunk_attention(backend: TorchBackend, *, num_before: int, num_new: int) -> _Chunk:
-    return (_TiledChunk if backend.tiles_chunks else _FusedChunk)(backend, num_before, num_new)
+def _chunk_attention(backend: TorchBackend, *, num_before: int, num_new: int, window: int) -> _Chunk:
+    return (_TiledChunk if backend.tiles_chunks else _FusedChunk)(backend, num_before, num_new, window)
 
 
 class _FusedChunk(_Chunk):
     """Torch's own fused kernel."""
 
-    def __init__(self, backend: TorchBackend, num_before: int, num_new: int) -> None:
-        super().__init__(backend, num_before, num_new)
-        self._mask = self._ahead(num_new, num_before + num_new, num_before + 1) if num_before else None
+    def __init__(self, backend: TorchBackend, num_before: int, num_new: int, window: int) -> None:
+        super().__init__(backend, num_before, num_new, window)
+        needs_mask = num_before or 0 < window < num_new
+        self._added = self._mask(num_new, num_before + num_new, num_before) if needs_mask else None
 
     def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         # The KV heads are the batch and each one's query heads the heads: then K and V are shared by a stride of 0.
@@ -182,23 +211,23 @@ class _FusedChunk(_Chunk):
             self._by_kv_head(q),
             keys[:, None].expand(heads),
             values[:, None].expand(heads),
-            attn_mask=self._mask,
-            is_causal=self._mask is None,
+            attn_mask=self._added,
+            is_causal=self._added is None,
             scale=self._scale,
         )
         return out.permute(2, 0, 1, 3).reshape(q.shape[0], -1)
 
 
 class _TiledChunk(_Chunk):
-    """Tiles of queries as plain products, each with the keys up to its end.
+    """Tiles of queries as plain products, each with the keys from its window's start up to its end.
 
     oneDNN's bfloat16 products are up to twice as fast as the fused kernel on a CPU that has such instructions, and ten
     times slower on one that has not.
     """
 
-    def __init__(self, backend: TorchBackend, num_before: int, num_new: int) -> None:
-        super().__init__(backend, num_before, num_new)
-        self._diagonal = self._ahead(_TILE, _TILE, 1)
+    def __init__(self, backend: TorchBackend, num_before: int, num_new: int, window: int) -> None:
+        super().__init__(backend, num_before, num_new, window)
+        self._diagonal = self._mask(_TILE, _TILE, 0)
         self._nothing = torch.zeros(1, 1, 1, dtype=self._dtype, device=self._device)
 
     def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -207,12 +236,16 @@ class _TiledChunk(_Chunk):
         out = torch.empty((self._num_new, num_kv_heads, self._group, head_dim), dtype=q.dtype, device=q.device)
         for start in range(0, self._num_new, _TILE):
             size = min(_TILE, self._num_new - start)
-            seen = self._num_before + start + size
+            own = self._num_before + start
+            first, stop = first_seen(own, self._window), own + size
             rows = queries[:, :, start : start + size].reshape(num_kv_heads, -1, head_dim)
-            scores = torch.baddbmm(self._nothing, rows, keys[:, :, :seen], beta=0, alpha=self._scale)
-            tail = scores.view(num_kv_heads, self._group, size, seen)[..., seen - size :]
-            tail.add_(self._diagonal[:size, :size])
-            attended = torch.bmm(scores.softmax(-1), values[:, :seen])
+            scores = torch.baddbmm(self._nothing, rows, keys[:, :, first:stop], beta=0, alpha=self._scale)
+            by_row = self._backend.capped(scores).view(num_kv_heads, self._group, size, stop - first)
+            if self._window:
+                by_row.add_(self._mask(size, stop - first, own - first))
+            else:
+                by_row[..., own:].add_(self._diagonal[:size, :size])
+            attended = torch.bmm(scores.softmax(-1), values[:, first:stop])
             out[start : start + size] = attended.view(num_kv_heads, self._group, size, head_dim).permute(2, 0, 1, 3)
         return out.view(self._num_new, -1)
 
@@ -220,18 +253,20 @@ class _TiledChunk(_Chunk):
 class _DecodeRun(_Run):
     """One token each of several sequences, all padded to the longest one's blocks."""
 
-    def __init__(self, backend: TorchBackend, sequences: Sequence[SequenceInput], start: int) -> None:
+    def __init__(self, backend: TorchBackend, sequences: Sequence[SequenceInput], start: int, window: int) -> None:
         self.start, self.stop = start, start + len(sequences)
         self._backend = backend
         spec = backend.spec
-        width = max(map(backend.num_blocks, sequences))
-        tables: list[list[int]] = []
-        for sequence in sequences:
-            table = sequence.block_ids[: backend.num_blocks(sequence)]
-            tables.append(table + table[:1] * (width - len(table)))
-        self._index = backend.plane_index(torch.tensor(tables))
-        contexts = torch.tensor([sequence.num_computed_tokens + 1 for sequence in sequences])
-        unused = torch.arange(width * spec.block_size) >= contexts[:, None]  # [sequences, tokens]
+        tables = [backend.seen_blocks(sequence, window) for sequence in sequences]
+        width = max(map(len, tables))
+        self._index = backend.plane_index(torch.tensor([table + table[:1] * (width - len(table)) for table in tables]))
+        # Tokens are counted from the first one in the table.
+        starts = [backend.first_block(sequence, window) * spec.block_size for sequence in sequences]
+        positions = torch.tensor([s.num_computed_tokens - first for s, first in zip(sequences, starts, strict=True)])
+        tokens = torch.arange(width * spec.block_size)
+        unused = tokens > positions[:, None]  # [sequences, tokens]
+        if window:
+            unused |= tokens <= positions[:, None] - window
         rows = unused[None, :, None].expand(2, -1, spec.num_kv_heads, -1).flatten().nonzero()[:, 0]
         self._unused_rows = rows.to(backend.device, non_blocking=True) if len(rows) else None
         mask = torch.zeros(unused.shape, dtype=backend.cache.dtype).masked_fill_(unused, float("-inf"))
@@ -244,5 +279,10 @@ class _DecodeRun(_Run):
             gathered.view(-1, gathered.shape[-1]).index_fill_(0, self._unused_rows, 0)
         keys, values = gathered.flatten(1, 2)  # [sequences * num_kv_heads, tokens, head_dim]
         grouped = q.reshape(-1, self._backend.group, q.shape[-1])
-        scores = torch.baddbmm(self._mask, grouped, keys.transpose(1, 2), alpha=self._backend.shape.softmax_scale)
+        scale, keys = self._backend.shape.softmax_scale, keys.transpose(1, 2)
+        if self._backend.shape.soft_cap:
+            scores = torch.bmm(grouped, keys).mul_(scale)
+            scores = self._backend.capped(scores).add_(self._mask)
+        else:
+            scores = torch.baddbmm(self._mask, grouped, keys, alpha=scale)
         return torch.bmm(scores.softmax(-1), values).view(q.shape[0], -1)

@@ -1,5 +1,7 @@
 """FlashInfer's paged kernels for CUDA: one call per layer for the decodes of a step, one for its prefill chunks.
 
+Layers with different windows are planned apart; tables begin at the block in which a window begins.
+
 They read K and V where they lie: each layer is a strided view of the one cache tensor,
 `[num_blocks, 2, num_kv_heads, block_size, head_dim]` ("HND").
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from types import ModuleType
 from typing import Protocol
 
@@ -16,13 +18,15 @@ import torch
 
 from common.errors import StartupError
 from common.types import KVCacheSpec
-from engine.attention.base import AttentionBackend, AttentionShape, KVWriter, StepAttention
+from engine.attention.base import AttentionBackend, AttentionShape, KVWriter, StepAttention, first_seen
 from engine.batch import SequenceInput
 
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends for split-KV partial results
 
 
 class _Wrapper(Protocol):
+    def plan(self, *tables_and_sizes: torch.Tensor | int, **options: object) -> None: ...
+
     def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor: ...
 
 
@@ -42,49 +46,50 @@ class FlashInferBackend(AttentionBackend):
         prefill_workspace = torch.empty_like(workspace)
         # Tensor cores pay off for decode where several query heads share a KV head.
         grouped = shape.num_heads // spec.num_kv_heads >= 4
-        self.decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=grouped)
-        self.prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(prefill_workspace, "HND")
+        # By window. They run one after another, so they share their workspaces.
+        self.decode: dict[int, _Wrapper] = {}
+        self.prefill: dict[int, _Wrapper] = {}
+        for window in shape.distinct_windows():
+            self.decode[window] = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, "HND", use_tensor_cores=grouped
+            )
+            self.prefill[window] = flashinfer.BatchPrefillWithPagedKVCacheWrapper(prefill_workspace, "HND")
 
     def prepare(self, sequences: Sequence[SequenceInput]) -> StepAttention:
         """Decodes first, then prefill chunks: the model runner's order. Other orders cost one index each layer."""
         decodes = [s for s in sequences if len(s.token_ids) == 1]
         chunks = [s for s in sequences if len(s.token_ids) != 1]
         spec, shape = self.spec, self.shape
-        if decodes:
-            self.decode.plan(
-                *self._tables(decodes),
-                shape.num_heads,
-                spec.num_kv_heads,
-                spec.head_dim,
-                spec.block_size,
-                q_data_type=self.cache.dtype,
-                kv_data_type=self.cache.dtype,
-                sm_scale=shape.softmax_scale,
-            )
-        if chunks:
-            self.prefill.plan(
-                _offsets([len(s.token_ids) for s in chunks]),
-                *self._tables(chunks),
-                shape.num_heads,
-                spec.num_kv_heads,
-                spec.head_dim,
-                spec.block_size,
-                causal=True,
-                q_data_type=self.cache.dtype,
-                kv_data_type=self.cache.dtype,
-                sm_scale=shape.softmax_scale,
-            )
+        sizes = (shape.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size)
+        for window in shape.distinct_windows():
+            options: dict[str, object] = {
+                "q_data_type": self.cache.dtype,
+                "kv_data_type": self.cache.dtype,
+                "sm_scale": shape.softmax_scale,
+                "window_left": window - 1,  # tokens beside the query's own; -1: all
+                "logits_soft_cap": shape.soft_cap,
+            }
+            if decodes:
+                self.decode[window].plan(*self._tables(decodes, window), *sizes, **options)
+            if chunks:
+                offsets = _offsets([len(s.token_ids) for s in chunks])
+                self.prefill[window].plan(offsets, *self._tables(chunks, window), *sizes, causal=True, **options)
         return _FlashInferStep(self, sequences, num_decodes=len(decodes), num_chunks=len(chunks))
 
-    def _tables(self, sequences: Sequence[SequenceInput]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _tables(
+        self, sequences: Sequence[SequenceInput], window: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Offsets into the block ids, the block ids (on the device), and the tokens in each last block, all int32."""
         block_size = self.spec.block_size
         lengths = [s.num_computed_tokens + len(s.token_ids) for s in sequences]
-        counts = [-(-length // block_size) for length in lengths]
-        ids = [b for s, count in zip(sequences, counts, strict=True) for b in s.block_ids[:count]]
+        tables = [
+            s.block_ids[first_seen(s.num_computed_tokens, window) // block_size : -(-length // block_size)]
+            for s, length in zip(sequences, lengths, strict=True)
+        ]
         last = [(length - 1) % block_size + 1 for length in lengths]
-        block_ids = torch.tensor(ids, dtype=torch.int32).to(self.device, non_blocking=True)
-        return _offsets(counts), block_ids, torch.tensor(last, dtype=torch.int32)
+        block_ids = torch.tensor(list(chain.from_iterable(tables)), dtype=torch.int32)
+        offsets = _offsets([len(table) for table in tables])
+        return offsets, block_ids.to(self.device, non_blocking=True), torch.tensor(last, dtype=torch.int32)
 
 
 def _offsets(counts: list[int]) -> torch.Tensor:
@@ -96,9 +101,10 @@ class _FlashInferStep(StepAttention):
         self, backend: FlashInferBackend, sequences: Sequence[SequenceInput], *, num_decodes: int, num_chunks: int
     ) -> None:
         self._cache = backend.cache
+        self._shape = backend.shape
         self._writer = KVWriter(backend, sequences)
-        self._decode: _Wrapper | None = backend.decode if num_decodes else None
-        self._prefill: _Wrapper | None = backend.prefill if num_chunks else None
+        self._decode = backend.decode if num_decodes else {}
+        self._prefill = backend.prefill if num_chunks else {}
         self._num_decodes = num_decodes
         self._order: torch.Tensor | None = None
         if any(len(s.token_ids) != 1 for s in sequences[:num_decodes]):
@@ -109,10 +115,11 @@ class _FlashInferStep(StepAttention):
         cache = self._cache[:, layer]
         q = q.contiguous() if self._order is None else q[self._order]
         parts: list[torch.Tensor] = []
-        if self._decode is not None:
-            parts.append(self._decode.run(q[: self._num_decodes], cache))
-        if self._prefill is not None:
-            parts.append(self._prefill.run(q[self._num_decodes :], cache))
+        window = self._shape.window(layer)
+        if self._decode:
+            parts.append(self._decode[window].run(q[: self._num_decodes], cache))
+        if self._prefill:
+            parts.append(self._prefill[window].run(q[self._num_decodes :], cache))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self._order is not None:
             out = torch.empty_like(out).index_copy_(0, self._order, out)

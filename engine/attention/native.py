@@ -14,24 +14,28 @@ from engine.kernels.library import MAX_HEAD_DIM, AttentionStruct, BatchStruct, K
 
 
 class NativeBackend(AttentionBackend):
-    """Sums are float32 whatever the cache holds. `shape.window` and `shape.soft_cap` are honoured."""
+    """Sums are float32 whatever the cache holds."""
 
     def __init__(self, cache: torch.Tensor, spec: KVCacheSpec, shape: AttentionShape, kernels: Kernels) -> None:
         super().__init__(cache, spec, shape)
         self.kernels = kernels
-        self.struct = AttentionStruct(
-            num_heads=shape.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            block_size=spec.block_size,
-            block_stride=cache.stride(0),
-            layer_stride=cache.stride(1),
-            scale=shape.softmax_scale,
-            soft_cap=shape.soft_cap,
-            window=shape.window,
-            is_bf16=cache.dtype == torch.bfloat16,
-            cache=cache.data_ptr(),
-        )
+        structs = {
+            window: AttentionStruct(
+                num_heads=shape.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                block_size=spec.block_size,
+                block_stride=cache.stride(0),
+                layer_stride=cache.stride(1),
+                scale=shape.softmax_scale,
+                soft_cap=shape.soft_cap,
+                window=window,
+                is_bf16=cache.dtype == torch.bfloat16,
+                cache=cache.data_ptr(),
+            )
+            for window in shape.distinct_windows()
+        }
+        self.structs = [structs[shape.window(layer)] for layer in range(spec.num_layers)]  # one for each layer
 
     @staticmethod
     def takes(spec: KVCacheSpec) -> bool:
@@ -70,5 +74,5 @@ class NativeStep(StepAttention):
             q = both[:, : q.shape[1] * q.shape[2]].view(q.shape)
             kv = both[:, q.shape[1] * q.shape[2] :].view(kv.shape)
         out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype)
-        self.backend.kernels.attention(self.backend.struct, self.batch, layer, q, kv, out)
+        self.backend.kernels.attention(self.backend.structs[layer], self.batch, layer, q, kv, out)
         return out

@@ -36,9 +36,15 @@ class _ReferenceStep(StepAttention):
             group = self._backend.shape.num_heads // spec.num_kv_heads
             keys = seen[:, 0].repeat_interleave(group, dim=1)  # [context, num_heads, head_dim]
             values = seen[:, 1].repeat_interleave(group, dim=1)
-            scores = torch.einsum("qhd,chd->hqc", q[start:stop].float(), keys) * self._backend.shape.softmax_scale
-            future = everything[None, :] > positions[:, None]
-            scores.masked_fill_(future.to(scores.device), float("-inf"))
+            shape = self._backend.shape
+            scores = torch.einsum("qhd,chd->hqc", q[start:stop].float(), keys) * shape.softmax_scale
+            if shape.soft_cap:
+                scores = (scores / shape.soft_cap).tanh() * shape.soft_cap
+            hidden = everything[None, :] > positions[:, None]
+            if window := shape.window(layer):
+                hidden |= everything[None, :] <= positions[:, None] - window
+                values = values.masked_fill(hidden.all(0)[:, None, None].to(values.device), 0)  # NaN times 0 is NaN
+            scores.masked_fill_(hidden.to(scores.device), float("-inf"))
             out[start:stop] = torch.einsum("hqc,chd->qhd", scores.softmax(-1), values).to(q.dtype)
             start = stop
         return out.flatten(1)

@@ -34,6 +34,13 @@ class WeightKind(IntEnum):
         return cls.FLOAT32 if dtype == torch.float32 else cls.BFLOAT16
 
 
+class Activation(IntEnum):
+    """Of an MLP's gate; the numbers are those of `Activation` in layer.h."""
+
+    SILU = 0
+    GELU_TANH = 1
+
+
 class LinearStruct(Structure):
     _fields_ = (
         ("packed", c_void_p),
@@ -77,16 +84,22 @@ class BatchStruct(Structure):
 
 
 class LayerStruct(Structure):
-    """Weights of one layer of Llama's shape: `Layer` of layer.h."""
+    """Weights of one layer of a decoder: `Layer` of layer.h. Norms are float32, None if the layer has none there."""
 
     _fields_ = (
         ("input_norm", c_void_p),
-        ("post_attention_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("out_norm", c_void_p),
+        ("down_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
         ("qkv", LinearStruct),
         ("out", LinearStruct),
         ("gate_up", LinearStruct),
         ("down", LinearStruct),
         ("eps", c_float),
+        ("rotary_dim", c_int32),
+        ("activation", c_int32),
         ("padding", c_int32),
     )
 
@@ -144,8 +157,9 @@ class Kernels:
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> None:
-        """Layer number `index` over `hidden` `[num_tokens, hidden_size]`, in place. `cos` and `sin` `[positions,
-        head_dim / 2]`. All are float32 and contiguous, whatever weights and cache are."""
+        """Layer number `index` over `hidden` `[num_tokens, hidden_size]`, in place, or its attention alone if `weights`
+        has no gate_up. `cos` and `sin` `[positions, rotary_dim / 2]`. All are float32 and contiguous, whatever weights
+        and cache are."""
         self.library.baton_layer(
             self.team,
             byref(weights),

@@ -24,6 +24,11 @@ class CausalLM(ABC):
     head_dim: int
     vocab_size: int
     softmax_scale: float
+    windows: tuple[int, ...]  # by layer, tokens that a query sees, itself included; 0: all
+    soft_cap: float  # of attention scores, 0: none
+    kv_variant: (
+        str  # names what decides about KV beyond config.json and weights; KV is never exchanged between variants
+    )
 
     @abstractmethod
     def places(self) -> dict[str, torch.Tensor]:

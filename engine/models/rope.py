@@ -1,72 +1,55 @@
-"""Rotary embedding as config.json describes it: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
+"""Rotary frequencies as transformers computes them from config.json: plain, linear, dynamic, yarn, longrope, llama3."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import logging
 
 import torch
 
 from common.errors import StartupError
-from engine.layers import RopeScaling
 from engine.models.base import ConfigReader
+from engine.models.description import Rope
+from engine.models.hf_config import HFConfig
 
-DEFAULT_THETA = 10_000.0
+log = logging.getLogger(__name__)
 
-
-@dataclass(slots=True, frozen=True)
-class LinearScaling(RopeScaling):
-    """Positions divided by a factor (arXiv 2306.15595)."""
-
-    factor: float
-
-    def scale(self, inv_freq: torch.Tensor) -> torch.Tensor:
-        return inv_freq / self.factor
+KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Llama3Scaling(RopeScaling):
-    """Llama 3.1's: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+def read_rope(
+    config: HFConfig, head_dim: int, num_positions: int, *, layer_type: str | None = None, may_be_partial: bool = False
+) -> Rope:
+    """`layer_type` names the section of rope_parameters if each type of layer has its own. Frequencies are those for
+    sequences up to `num_positions`; they never change while a model runs, so that equal tokens have equal KV.
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_positions: int
-
-    def scale(self, inv_freq: torch.Tensor) -> torch.Tensor:
-        longest_kept = self.original_positions / self.high_freq_factor  # wavelengths, in positions
-        shortest_stretched = self.original_positions / self.low_freq_factor
-        wavelength = 2 * math.pi / inv_freq
-        share = (self.original_positions / wavelength - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
-        between = (1 - share) * inv_freq / self.factor + share * inv_freq
-        scaled = torch.where(wavelength > shortest_stretched, inv_freq / self.factor, between)
-        return torch.where(wavelength < longest_kept, inv_freq, scaled)
-
-
-def read_rope(config: ConfigReader, max_positions: int) -> tuple[float, RopeScaling | None]:
-    """Base wavelength ("theta") and scaling. Raises `StartupError` for a type of scaling that is not known."""
-    parameters = config.section("rope_parameters")
-    if parameters is not None:
-        theta = parameters.number("rope_theta", config.number("rope_theta", DEFAULT_THETA))
-    else:
-        theta = config.number("rope_theta", DEFAULT_THETA)
-        parameters = config.section("rope_scaling")
-    if parameters is None:
-        return theta, None
-    if parameters.number("partial_rotary_factor", 1.0) != 1.0:
+    That matters to longrope alone, whose frequencies transformers chooses anew for each call, by its length. The other
+    kinds are the same for all lengths that the model was made for.
+    """
+    parameters = config.values.section("rope_parameters") or ConfigReader({})
+    if layer_type is not None:
+        parameters = parameters.section(layer_type) or ConfigReader({})
+    kind = parameters.text("rope_type", "default")
+    share = parameters.number("partial_rotary_factor", 1.0)
+    if share != 1.0 and not may_be_partial:
         raise StartupError("config.json: partial_rotary_factor other than 1 is not supported by this architecture")
-    kind = parameters.text("rope_type", parameters.text("type", "default"))
     if kind == "default":
-        return theta, None
-    if kind == "linear":
-        return theta, LinearScaling(parameters.number("factor"))
-    if kind == "llama3":
-        return theta, Llama3Scaling(
-            factor=parameters.number("factor"),
-            low_freq_factor=parameters.number("low_freq_factor"),
-            high_freq_factor=parameters.number("high_freq_factor"),
-            original_positions=parameters.integer("original_max_position_embeddings", max_positions),
-        )
-    raise StartupError(f"config.json: rope type {kind!r} is not supported; known are default, linear, llama3")
+        rotary_dim = int(head_dim * share)
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim
+        return Rope(inv_freq=1.0 / (parameters.number("rope_theta") ** exponents), scale=1.0)
+    if kind not in KINDS:
+        raise StartupError(f"config.json: rope type {kind!r} is not supported; known are {', '.join(KINDS)}")
+
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config.raw.head_dim = head_dim  # some classes leave it None
+    variant, length = "", None
+    if kind == "longrope":
+        length = num_positions
+        is_long = num_positions > parameters.integer("original_max_position_embeddings")
+        variant = f"longrope {'long' if is_long else 'short'}"
+        log.info("rotary frequencies", extra={"rope": variant, "max_model_len": num_positions})
+    try:
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config.raw, None, seq_len=length, layer_type=layer_type)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise StartupError(f"config.json: rope_parameters of type {kind} do not fit: {error!r}") from error
+    return Rope(inv_freq=inv_freq.float(), scale=float(scale), variant=variant)

@@ -14,17 +14,29 @@ from common.errors import StartupError
 from common.types import KVCacheSpec
 from engine.attention import cpu
 from engine.attention.base import AttentionBackend, AttentionShape
+from engine.attention.flashinfer import FlashInferBackend, import_flashinfer
 from engine.attention.registry import attention_backend
 from engine.batch import SequenceInput
+from tests.engine.kernels.variants import VARIANTS, kernels
 
 SPEC = KVCacheSpec(model_id="m", num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 SHAPE = AttentionShape(num_heads=6, softmax_scale=0.4)
+SHAPES = {
+    "plain": SHAPE,
+    "windows": replace(SHAPE, windows=(0, 7)),
+    "one window": replace(SHAPE, windows=(13, 13)),
+    "narrow": replace(SHAPE, windows=(1, 40)),
+    "capped": replace(SHAPE, soft_cap=0.7),
+    "capped windows": replace(SHAPE, windows=(30, 0), soft_cap=0.7),
+}
 NUM_BLOCKS = 120
 
+each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
-def make_backend(name: str) -> AttentionBackend:
+
+def make_backend(name: str, shape: AttentionShape = SHAPE) -> AttentionBackend:
     cache = torch.full((NUM_BLOCKS, *SPEC.block_shape), float("nan"))
-    return attention_backend(cache, SPEC, SHAPE, name)
+    return attention_backend(cache, SPEC, shape, name)
 
 
 def random_step(rng: random.Random, tables: list[list[int]], progress: list[int]) -> list[SequenceInput]:
@@ -42,7 +54,7 @@ def random_step(rng: random.Random, tables: list[list[int]], progress: list[int]
 def compare(backend: AttentionBackend, seed: int) -> None:
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    reference = make_backend("reference")
+    reference = make_backend("reference", backend.shape)
     free = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
     tables = [[free.pop() for _ in range(size)] for size in (1, 2, 2, 3, 8, 8, 9, 30, 1, 20)]
     progress = [0] * len(tables)
@@ -60,24 +72,80 @@ def compare(backend: AttentionBackend, seed: int) -> None:
     assert backend.cache.isnan().any()
 
 
+def by_formula(shape: AttentionShape, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """`q` of a whole sequence, row by row: `[num_tokens, num_heads * head_dim]`."""
+    rows = []
+    for position in range(len(q)):
+        window = shape.window(layer) or len(q)
+        seen = kv[max(0, position + 1 - window) : position + 1].repeat_interleave(3, dim=2)
+        scores = torch.einsum("hd,chd->hc", q[position], seen[:, 0]) * shape.softmax_scale
+        if shape.soft_cap:
+            scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
+        rows.append(torch.einsum("hc,chd->hd", scores.softmax(-1), seen[:, 1]))
+    return torch.stack(rows).flatten(1)
+
+
+@each_shape
+def test_the_reference(shape: AttentionShape) -> None:
+    backend = make_backend("reference", shape)
+    qkv = torch.randn(50, 10, SPEC.head_dim)
+    q, kv = qkv[:, :6], qkv[:, 6:].view(50, 2, 2, SPEC.head_dim)
+    for layer in range(2):
+        parts, table = [], list(range(7, 20))
+        for start, stop in ((0, 20), (20, 49), (49, 50)):
+            step = SequenceInput(token_ids=[0] * (stop - start), num_computed_tokens=start, block_ids=table)
+            parts.append(backend.prepare([step]).forward(layer, q[start:stop], kv[start:stop]))
+        torch.testing.assert_close(torch.cat(parts), by_formula(shape, layer, q, kv), atol=1e-5, rtol=1e-5)
+
+
+@each_shape
 @pytest.mark.parametrize("seed", range(5))
-def test_torch_backend(seed: int) -> None:
-    compare(make_backend("torch"), seed)
+def test_torch_backend(seed: int, shape: AttentionShape) -> None:
+    compare(make_backend("torch", shape), seed)
 
 
-def test_torch_backend_in_small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+@each_shape
+def test_torch_backend_in_small_groups(monkeypatch: pytest.MonkeyPatch, shape: AttentionShape) -> None:
     monkeypatch.setattr(cpu, "_GROUP_BYTES", 20_000)
-    compare(make_backend("torch"), 9)
+    compare(make_backend("torch", shape), 9)
 
 
+@each_shape
 @pytest.mark.parametrize("seed", range(3))
-def test_torch_backend_in_tiles(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_torch_backend_in_tiles(monkeypatch: pytest.MonkeyPatch, seed: int, shape: AttentionShape) -> None:
     """What bfloat16 takes, here in float32, where a slip shows."""
     monkeypatch.setattr(cpu, "_TILE", 4)
-    monkeypatch.setattr(
-        cpu, "_chunk_attention", lambda backend, num_before, num_new: cpu._TiledChunk(backend, num_before, num_new)
+    backend = make_backend("torch", shape)
+    assert isinstance(backend, cpu.TorchBackend)
+    backend.tiles_chunks = True
+    compare(backend, seed)
+
+
+@pytest.mark.parametrize("name", ["torch", "flashinfer", "native"])
+@pytest.mark.parametrize("num_new", [1, 6])
+def test_blocks_before_every_window_are_not_read(name: str, num_new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be another sequence's by now; here they are NaN."""
+    shape = AttentionShape(num_heads=6, softmax_scale=0.4, windows=(9, 9), soft_cap=2.0)
+    cache = torch.full((NUM_BLOCKS, *SPEC.block_shape), float("nan"))
+    if name == "native":
+        if not VARIANTS:
+            pytest.skip("no kernels were built")
+        backend = attention_backend(cache, SPEC, shape, name, kernels(VARIANTS[-1]))
+    else:
+        fake_flashinfer(monkeypatch)
+        backend = (FlashInferBackend if name == "flashinfer" else cpu.TorchBackend)(cache, SPEC, shape)
+    total = 100 + num_new
+    qkv = torch.randn(total, 10, SPEC.head_dim)
+    q, kv = qkv[:, :6], qkv[:, 6:].view(total, 2, 2, SPEC.head_dim)
+    table = list(range(3, 3 + -(-total // SPEC.block_size)))
+    backend.prepare([SequenceInput(token_ids=[0] * 100, num_computed_tokens=0, block_ids=table)]).forward(
+        0, q[:100], kv[:100]
     )
-    compare(make_backend("torch"), seed)
+    freed = (100 + 1 - 9) // SPEC.block_size
+    cache[table[:freed]] = float("nan")
+    step = SequenceInput(token_ids=[0] * num_new, num_computed_tokens=100, block_ids=table)
+    result = backend.prepare([step]).forward(0, q[100:], kv[100:])
+    torch.testing.assert_close(result, by_formula(shape, 0, q, kv)[100:], atol=1e-5, rtol=1e-5)
 
 
 class FakeWrapper:
@@ -97,6 +165,10 @@ class FakeWrapper:
         options: dict[str, object],
     ) -> None:
         assert sizes == (SHAPE.num_heads, SPEC.num_kv_heads, SPEC.head_dim, SPEC.block_size)
+        window, cap = options.pop("window_left"), options.pop("logits_soft_cap")
+        assert isinstance(window, int)
+        assert isinstance(cap, float)
+        self._window_left, self._soft_cap = window, cap
         assert options == {"q_data_type": torch.float32, "kv_data_type": torch.float32, "sm_scale": 0.4}
         assert {t.dtype for t in (qo_indptr, indptr, indices, last_page_len)} == {torch.int32}
         self._tables = (qo_indptr.tolist(), indptr.tolist(), indices.tolist(), last_page_len.tolist())
@@ -112,8 +184,13 @@ class FakeWrapper:
             keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].repeat_interleave(3, dim=1)
             queries = q[qo_indptr[i] : qo_indptr[i + 1]].transpose(0, 1)
             scores = queries @ keys.transpose(1, 2) * 0.4
-            ahead = torch.ones(scores.shape[1:], dtype=torch.bool).triu(length - queries.shape[1] + 1)
-            attended = scores.masked_fill(ahead, float("-inf")).softmax(-1) @ values
+            if self._soft_cap:
+                scores = torch.tanh(scores / self._soft_cap) * self._soft_cap
+            before = length - queries.shape[1]
+            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(before + 1)
+            if self._window_left >= 0:
+                hidden |= torch.ones(scores.shape[1:], dtype=torch.bool).tril(before - self._window_left - 1)
+            attended = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ values
             out[qo_indptr[i] : qo_indptr[i + 1]] = attended.transpose(0, 1)
         return out
 
@@ -154,22 +231,23 @@ class FakePrefillWrapper(FakeWrapper):
         self._plan(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, sizes, options)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_flashinfer_tables(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Its kernels need a GPU; which tokens and blocks they are given does not."""
-    from engine.attention.flashinfer import FlashInferBackend
-
+def fake_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = ModuleType("flashinfer")
     vars(fake)["BatchDecodeWithPagedKVCacheWrapper"] = FakeDecodeWrapper
     vars(fake)["BatchPrefillWithPagedKVCacheWrapper"] = FakePrefillWrapper
     monkeypatch.setitem(sys.modules, "flashinfer", fake)
+
+
+@each_shape
+@pytest.mark.parametrize("seed", range(3))
+def test_flashinfer_tables(monkeypatch: pytest.MonkeyPatch, seed: int, shape: AttentionShape) -> None:
+    """Its kernels need a GPU; which tokens and blocks they are given does not."""
+    fake_flashinfer(monkeypatch)
     cache = torch.full((NUM_BLOCKS, *SPEC.block_shape), float("nan"))
-    compare(FlashInferBackend(cache, SPEC, SHAPE), seed)
+    compare(FlashInferBackend(cache, SPEC, shape), seed)
 
 
 def test_flashinfer_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.attention.flashinfer import import_flashinfer
-
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(StartupError, match=r"baton-serve\[flashinfer\]"):
         import_flashinfer()

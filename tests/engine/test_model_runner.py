@@ -125,8 +125,8 @@ def test_weights_cut_short(model_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"architectures": ["NoSuchForCausalLM"]}, "known are LlamaForCausalLM"),
-        ({"architectures": None}, "known are LlamaForCausalLM"),
+        ({"architectures": ["NoSuchForCausalLM"]}, "LlamaForCausalLM, MistralForCausalLM"),
+        ({"architectures": None}, "LlamaForCausalLM, MistralForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"hidden_size": "big"}, "hidden_size"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),

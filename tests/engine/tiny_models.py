@@ -1,4 +1,4 @@
-"""Small random Llamas in Hugging Face directories, and what transformers computes with them."""
+"""Small random models in Hugging Face directories, and what transformers computes with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.config import EngineSettings
 from common.types import SampledToken, SamplingParams
@@ -36,11 +36,86 @@ SHAPES: dict[str, dict[str, object]] = {
         }
     },
     "linear_rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}},
+    "dynamic_rope": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}},
+    "yarn_rope": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+}
+
+# Windows are shorter than the prompts of the tests, and begin within a block.
+FAMILIES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "mistral": {"model_type": "mistral", "sliding_window": 21, "head_dim": 20},
+    "mistral_without_window": {"model_type": "mistral", "sliding_window": None},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2_windows": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "qwen3": {"model_type": "qwen3", "head_dim": 24},
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 24,
+        "sliding_window": 18,
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 6.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 24,
+        "sliding_window": 18,
+        "query_pre_attn_scalar": 20,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+        },
+    },
+    "gemma3_all_sliding": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "sliding_window": 37,
+        "layer_types": ["sliding_attention"] * 3,
+    },
+    "phi3": {"model_type": "phi3", "pad_token_id": 0, "sliding_window": 25},
+    "phi3_partial": {
+        "model_type": "phi3",
+        "pad_token_id": 0,
+        "original_max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5],
+            "long_factor": [2.0, 2.5, 3.0, 4.0, 6.0, 9.0],
+        },
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 30},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "head_dim": 16,
+    },
+    "qwen3_moe_sparse": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "decoder_sparse_step": 2,
+        "head_dim": 16,
+    },
 }
 
 
 def make_model(path: Path, overrides: dict[str, object] | None = None, *, dtype: torch.dtype = torch.float32) -> Path:
-    """A Llama with weights large enough that attention and every token matter."""
+    """A model with weights large enough that attention and every token matter; a Llama without `model_type`."""
     torch.manual_seed(sum(map(ord, path.name)))
     sizes: dict[str, object] = {
         "vocab_size": VOCAB_SIZE,
@@ -53,11 +128,14 @@ def make_model(path: Path, overrides: dict[str, object] | None = None, *, dtype:
         "initializer_range": 0.2,
         "eos_token_id": 2,
     }
-    model = LlamaForCausalLM(LlamaConfig(**{**sizes, **(overrides or {})}))
+    flags = {"model_type": "llama", **sizes, **(overrides or {})}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**flags))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+            elif "experts" in name or ".gate.weight" in name:  # some families leave these as they were
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
     model.to(dtype).save_pretrained(path)
     (path / "tokenizer.json").write_text("{}")
     return path
@@ -65,7 +143,8 @@ def make_model(path: Path, overrides: dict[str, object] | None = None, *, dtype:
 
 def expected_logprobs(model_dir: Path, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """`[len(token_ids), vocab_size]` float32, by transformers."""
-    model = LlamaForCausalLM.from_pretrained(model_dir, dtype=dtype)
+    # Other implementations of attention than this one leave out soft caps.
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([list(token_ids)])).logits[0]
     return logits.float().log_softmax(-1)

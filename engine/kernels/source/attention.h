@@ -109,12 +109,13 @@ struct Context {
     const T* plane;  // of the layer and KV head, in block 0
     const int32_t* table;
 
-    // Rows of tokens start, start + 1, ...; zeros from `stop` on.
-    void rows(int start, int stop, const T** keys, const T** values) const {
+    // Rows of tokens start, start + 1, ...; zeros before `first`, whose blocks may belong to others by now, and from
+    // `stop` on.
+    void rows(int start, int first, int stop, const T** keys, const T** values) const {
         const int64_t values_offset = int64_t(shape.num_kv_heads) * shape.block_size * shape.head_dim;
         for (int i = 0; i < TILE; i++) {
             const int token = start + i;
-            if (token >= stop) {
+            if (token < first || token >= stop) {
                 keys[i] = values[i] = reinterpret_cast<const T*>(ZEROS);
                 continue;
             }
@@ -244,10 +245,11 @@ void attend(const Workspace& w, const Context<T>& context, int rows, int group, 
         w.total[r] = 0;
     }
     std::memset(w.sums, 0, sizeof(float) * rows * w.width);
-    if (shape.window > 0) start = std::max(start, (position - shape.window + 1) / TILE * TILE);
+    const int first = shape.window > 0 ? std::max(0, position - shape.window + 1) : 0;
+    start = std::max(start, first / TILE * TILE);
     for (int tile = start; tile < stop; tile += TILE) {
         const T *keys[TILE], *values[TILE];
-        context.rows(tile, stop, keys, values);
+        context.rows(tile, first, stop, keys, values);
         if (rows <= FEW_ROWS)
             few_scores(w, rows, shape.head_dim, keys);
         else

@@ -12,14 +12,18 @@ struct Linear {
     int32_t kind, padding;
 };
 
+enum Activation { SILU = 0, GELU_TANH = 1 };
+
 struct Layer {
-    const float *input_norm, *post_attention_norm;
-    Linear qkv, out, gate_up, down;
+    const float *input_norm, *mlp_norm;  // of what attention and the MLP take
+    const float *out_norm, *down_norm;   // of what they give, or null
+    const float *q_norm, *k_norm;        // of each head, or null
+    Linear qkv, out, gate_up, down;      // without packed gate_up the layer ends after attention
     float eps;
-    int32_t padding;
+    int32_t rotary_dim, activation, padding;
 };
 
-enum Buffer { OPERAND = 0, PRODUCT = 1, ATTENDED = 2 };
+enum Buffer { OPERAND = 0, PRODUCT = 1, ATTENDED = 2, GIVEN = 3 };
 
 inline Product product(const Linear& linear, const void* operand, Output out) {
     const Kind kind = Kind(linear.kind);
@@ -65,17 +69,23 @@ void rms_norm(const float* x, const float* weight, int64_t size, float eps, T* t
     for (; i < size; i++) narrow(to + i, x[i] * factor * weight[i]);
 }
 
+// gate * sigmoid(inner(gate)) * up. GELU by its tanh is gate * sigmoid(1.5957691 * (gate + 0.044715 * gate^3)).
 template <class T>
-void silu_and_mul(const float* gate, const float* up, int64_t size, T* to) {
+void activate_and_mul(int activation, const float* gate, const float* up, int64_t size, T* to) {
+    const float linear = activation == GELU_TANH ? 1.5957691216057308f : 1.0f;
+    const float cubic = activation == GELU_TANH ? linear * 0.044715f : 0.0f;
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) {
         const Floats g = load(gate + i);
-        store(to + i, g / (1.0f + exponential(-g)) * load(up + i));
+        store(to + i, g / (1.0f + exponential(-(g * (linear + cubic * g * g)))) * load(up + i));
     }
-    for (; i < size; i++) narrow(to + i, gate[i] / (1.0f + std::exp(-gate[i])) * up[i]);
+    for (; i < size; i++) {
+        const float g = gate[i];
+        narrow(to + i, g / (1.0f + std::exp(-(g * (linear + cubic * g * g)))) * up[i]);
+    }
 }
 
-// The two halves of a head are the pairs; `cos` and `sin` have head_dim / 2 elements.
+// The two halves of a head's rotary part are the pairs; `cos` and `sin` have `half` elements.
 inline void rotate(float* head, const float* cos, const float* sin, int half) {
     int i = 0;
     for (; i + LANES <= half; i += LANES) {
@@ -106,18 +116,39 @@ inline void norm_product(Team& team, const Linear& linear, const float* norm, fl
     multiply(team, product(linear, operand.memory, out), m);
 }
 
-// One layer of Llama's shape over `hidden` [num_tokens, hidden_size], in place. `cos` and `sin` have a row of
-// head_dim / 2 for each position.
+// hidden += x * weights of `linear`, through a norm on the way if there is one.
+inline void add_product(Team& team, const Linear& linear, const void* operand, const float* norm, float eps, int64_t m,
+                        float* hidden) {
+    if (norm == nullptr) {
+        multiply(team, product(linear, operand, {hidden, linear.n, false, true, nullptr}), m);
+        return;
+    }
+    auto* given = static_cast<float*>(team.buffer(GIVEN, sizeof(float) * m * linear.n));
+    multiply(team, product(linear, operand, {given, linear.n, false, false, nullptr}), m);
+    for_rows(team, m, sizeof(float) * linear.n, [&](int64_t row) {
+        float *from = given + row * linear.n, *to = hidden + row * linear.n;
+        rms_norm(from, norm, linear.n, eps, from);
+        for (int64_t i = 0; i < linear.n; i++) to[i] += from[i];
+    });
+}
+
+// One layer of a decoder over `hidden` [num_tokens, hidden_size], in place. `cos` and `sin` have a row of
+// rotary_dim / 2 for each position.
 template <class T>
 void run_layer(Team& team, const Layer& layer, const AttentionShape& shape, const Batch& batch, int index, float* hidden,
                const float* cos, const float* sin) {
-    const int64_t m = batch.num_tokens, size = layer.qkv.k, dim = shape.head_dim, plane = shape.block_size * dim;
+    const int64_t m = batch.num_tokens, dim = shape.head_dim, plane = shape.block_size * dim;
+    const int half = layer.rotary_dim / 2;
     auto* qkv = static_cast<float*>(team.buffer(PRODUCT, sizeof(float) * m * layer.qkv.n));
     norm_product(team, layer.qkv, layer.input_norm, layer.eps, hidden, m, {qkv, layer.qkv.n, false, false, nullptr});
     for_tokens(team, batch, 4 * layer.qkv.n, [&](int64_t row, int sequence, int position) {
         float* heads = qkv + row * layer.qkv.n;
-        for (int i = 0; i < shape.num_heads + shape.num_kv_heads; i++)
-            rotate(heads + i * dim, cos + position * dim / 2, sin + position * dim / 2, int(dim / 2));
+        for (int i = 0; i < shape.num_heads + shape.num_kv_heads; i++) {
+            float* head = heads + i * dim;
+            const float* norm = i < shape.num_heads ? layer.q_norm : layer.k_norm;
+            if (norm != nullptr) rms_norm(head, norm, dim, layer.eps, head);
+            rotate(head, cos + int64_t(position) * half, sin + int64_t(position) * half, half);
+        }
         T* to = static_cast<T*>(shape.cache) + slot(shape, batch, sequence, position) + index * shape.layer_stride;
         for (int i = 0; i < 2 * shape.num_kv_heads; i++)
             copy_row(heads + (shape.num_heads + i) * dim, to + i * plane, dim);
@@ -129,18 +160,19 @@ void run_layer(Team& team, const Layer& layer, const AttentionShape& shape, cons
     for_rows(team, m, out.row_bytes, [&](int64_t row) {
         out.fill(row, [&](auto* to) { copy_row(attended + row * q_size, to, q_size); });
     });
-    multiply(team, product(layer.out, out.memory, {hidden, size, false, true, nullptr}), m);
+    add_product(team, layer.out, out.memory, layer.out_norm, layer.eps, m, hidden);
+    if (layer.gate_up.packed == nullptr) return;
 
     const int64_t inner = layer.down.k;
     auto* gate_up = static_cast<float*>(team.buffer(PRODUCT, sizeof(float) * m * layer.gate_up.n));
-    norm_product(team, layer.gate_up, layer.post_attention_norm, layer.eps, hidden, m,
+    norm_product(team, layer.gate_up, layer.mlp_norm, layer.eps, hidden, m,
                  {gate_up, layer.gate_up.n, false, false, nullptr});
     const Operand down(team, layer.down, m);
     for_rows(team, m, down.row_bytes, [&](int64_t row) {
         const float* gate = gate_up + row * layer.gate_up.n;
-        down.fill(row, [&](auto* to) { silu_and_mul(gate, gate + inner, inner, to); });
+        down.fill(row, [&](auto* to) { activate_and_mul(layer.activation, gate, gate + inner, inner, to); });
     });
-    multiply(team, product(layer.down, down.memory, {hidden, size, false, true, nullptr}), m);
+    add_product(team, layer.down, down.memory, layer.down_norm, layer.eps, m, hidden);
 }
 
 }  // namespace

@@ -57,7 +57,12 @@ void layers(Team* team, int heads, int kv_heads, int dim, int block_size, int wi
     Packed qkv(team, kind, (heads + 2 * kv_heads) * dim, hidden), out(team, kind, hidden, heads * dim);
     Packed gate_up(team, kind, 2 * inner, hidden), down(team, kind, hidden, inner), head(team, kind, 77, hidden);
     const auto norm = numbers<float>(hidden), cos = numbers<float>(700 * dim), sin = numbers<float>(700 * dim);
-    const Layer layer{norm.data(), norm.data(), qkv.linear, out.linear, gate_up.linear, down.linear, 1e-5f, 0};
+    const auto head_norm = numbers<float>(dim);
+    const bool is_gemma = window > 0;
+    const float *given_norm = is_gemma ? norm.data() : nullptr, *qk_norm = is_gemma ? head_norm.data() : nullptr;
+    const Layer layer{norm.data(), norm.data(), given_norm, given_norm, qk_norm, qk_norm,
+                      qkv.linear, out.linear, gate_up.linear, down.linear,
+                      1e-5f, is_gemma ? dim / 4 * 2 : dim, is_gemma ? GELU_TANH : SILU, 0};
     const std::vector<int32_t> before{0, 20, 600, 3}, counts{17, 1, 1, 9};
     std::vector<int32_t> starts, tables;
     for (size_t s = 0; s < before.size(); s++) {

@@ -44,7 +44,10 @@ class Case:
             dtype=str(self.dtype).removeprefix("torch."),
         )
         shape = AttentionShape(
-            num_heads=self.num_heads, softmax_scale=self.head_dim**-0.5, window=self.window, soft_cap=self.soft_cap
+            num_heads=self.num_heads,
+            softmax_scale=self.head_dim**-0.5,
+            windows=(0, self.window),
+            soft_cap=self.soft_cap,
         )
         cache = torch.full((self.num_blocks, *spec.block_shape), float("nan"), dtype=self.dtype)
         self.backend = NativeBackend(cache, spec, shape, kernels(self.variant, self.num_threads))

@@ -9,7 +9,7 @@ import torch
 
 from common.errors import StartupError
 from engine.model_runner import ModelRunner
-from engine.models.llama import Llama
+from engine.models.decoder import Decoder
 from tests.engine.kernels.variants import each_variant
 from tests.engine.tiny_models import (
     SHAPES,
@@ -34,7 +34,7 @@ def model(models: Path, name: str) -> Path:
 
 
 def is_native(runner: ModelRunner) -> bool:
-    return isinstance(runner._model, Llama) and runner._model._native is not None
+    return isinstance(runner._model, Decoder) and runner._model.native is not None
 
 
 @each_variant

@@ -1,0 +1,92 @@
+"""The decoder that all families share: Llama's shape and what its relatives add to it (engine/models/families.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine.attention.base import StepAttention
+from engine.attention.native import NativeStep
+from engine.kernels.library import Kernels
+from engine.layers import Embedding, Linear, RMSNorm, RotaryEmbedding
+from engine.models.base import CausalLM
+from engine.models.description import DecoderConfig
+from engine.models.layer import DecoderLayer
+from engine.models.native import NativeDecoder
+
+
+class Decoder(CausalLM):
+    def __init__(self, config: DecoderConfig, *, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        """The rotary tables cover `num_positions`."""
+        self.config = config
+        self.num_layers = config.num_layers
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.vocab_size = config.vocab_size
+        self.softmax_scale = config.softmax_scale
+        self.windows = config.windows
+        self.soft_cap = config.soft_cap
+        self.kv_variant = " ".join(sorted({rope.variant for rope in config.ropes if rope.variant}))
+        self.native: NativeDecoder | None = None
+        self.embedding = Embedding(
+            self.vocab_size, config.hidden_size, scale=config.embedding_scale, dtype=dtype, device=device
+        )
+        self.layers = [DecoderLayer(config, index, dtype, device) for index in range(self.num_layers)]
+        self.norm = RMSNorm(config.hidden_size, config.eps, from_one=config.norms_from_one, dtype=dtype, device=device)
+        if config.tie_word_embeddings:
+            self.head = Linear.sharing(self.embedding.weight)
+        else:
+            self.head = Linear(config.hidden_size, self.vocab_size, bias=False, dtype=dtype, device=device)
+        self.ropes = [
+            RotaryEmbedding(rope.inv_freq, rope.scale, num_positions, dtype=dtype, device=device)
+            for rope in config.ropes
+        ]
+
+    def places(self) -> dict[str, torch.Tensor]:
+        places = {"model.embed_tokens.weight": self.embedding.weight, "model.norm.weight": self.norm.weight}
+        if not self.config.tie_word_embeddings:
+            places |= self.head.places({"lm_head": None})
+        for layer in self.layers:
+            places |= {f"model.layers.{layer.index}.{name}": place for name, place in layer.places().items()}
+        return places
+
+    def may_skip(self, name: str) -> bool:
+        """Tied checkpoints may repeat the embedding as the head; old ones carry their rotary frequencies."""
+        if name == "lm_head.weight":
+            return self.config.tie_word_embeddings
+        return name.endswith(".rotary_emb.inv_freq")
+
+    def finish(self, kernels: Kernels | None) -> None:
+        for layer in self.layers:
+            layer.finish(kernels)
+        self.norm.finish()
+        self.head.finish(kernels, is_head=True)
+        if kernels is not None:
+            self.native = NativeDecoder(kernels, self.config, self.layers, self.norm, self.head, self.ropes)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        between_layers: Callable[[], None],
+    ) -> torch.Tensor:
+        hidden = self.embedding(token_ids)
+        native = self.native
+        if native is not None and isinstance(attention, NativeStep) and len(token_ids) < native.below:
+            return native.forward(hidden, attention, between_layers)
+        angles = [rope.angles(positions) for rope in self.ropes]
+        for layer, index in zip(self.layers, self.config.rope_of_layer, strict=True):
+            hidden = layer.forward(hidden, self.ropes[index], *angles[index], attention)
+            between_layers()
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.native is not None and hidden.dtype == torch.float32:
+            logits = self.native.logits(hidden)
+        else:
+            logits = self.head(self.norm(hidden))
+        cap = self.config.logit_soft_cap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits

@@ -1,0 +1,69 @@
+"""A mixture of experts: each token takes a few of many MLPs, and adds what they give by its shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine.kernels.library import Kernels
+from engine.layers import Linear
+from engine.models.description import ExpertsConfig
+
+
+class Experts:
+    """Tokens are sorted by expert; each expert that somebody chose is one product of its tokens."""
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        hidden_size: int,
+        activate: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._config = config
+        self._activate = activate
+        self.router = Linear(hidden_size, config.num_experts, bias=False, dtype=dtype, device=device)
+        inner = config.inner_size
+        self.gate_up, self.down = (
+            [Linear(size, out, bias=False, dtype=dtype, device=device) for _ in range(config.num_experts)]
+            for size, out in ((hidden_size, 2 * inner), (inner, hidden_size))
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` `[num_tokens, hidden_size]`; the result is like it."""
+        per_token = self._config.per_token
+        shares, chosen = self.router(x).float().softmax(-1).topk(per_token, dim=-1)
+        if self._config.normalises:
+            shares = shares / shares.sum(-1, keepdim=True)
+        experts = chosen.flatten()
+        order = experts.argsort(stable=True)
+        tokens = order // per_token
+        gathered = x[tokens]
+        parts: list[torch.Tensor] = []
+        start = 0
+        for expert, count in enumerate(experts.bincount(minlength=self._config.num_experts).tolist()):
+            if count:
+                inner = self._activate(self.gate_up[expert](gathered[start : start + count]))
+                parts.append(self.down[expert](inner))
+                start += count
+        given = (torch.cat(parts) * shares.flatten()[order, None]).to(x.dtype)
+        # A token's experts are added in their order, whatever other tokens are there.
+        return torch.zeros_like(x).index_add_(0, tokens, given)
+
+    def places(self) -> dict[str, torch.Tensor]:
+        inner = self._config.inner_size
+        gate, up, down = self._config.gate_up_down
+        places = {"gate.weight": self.router.rows(0, self._config.num_experts)}
+        for number, (gate_up, last) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            places[f"experts.{number}.{gate}.weight"] = gate_up.rows(0, inner)
+            places[f"experts.{number}.{up}.weight"] = gate_up.rows(inner, 2 * inner)
+            places[f"experts.{number}.{down}.weight"] = last.whole()
+        return places
+
+    def finish(self, kernels: Kernels | None) -> None:
+        self.router.finish(kernels, is_head=True)
+        for linear in (*self.gate_up, *self.down):
+            linear.finish(kernels)

@@ -1,0 +1,130 @@
+"""One layer of a decoder, product by product."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.attention.base import StepAttention
+from engine.kernels.library import Activation, Kernels
+from engine.layers import Linear, RMSNorm, RotaryEmbedding, gelu_and_mul, silu_and_mul
+from engine.models.description import DecoderConfig
+from engine.models.experts import Experts
+
+_ACTIVATE = {Activation.SILU: silu_and_mul, Activation.GELU_TANH: gelu_and_mul}
+
+
+class MLP:
+    def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._activate = _ACTIVATE[config.activation]
+        self.inner, bias = config.inner_size, config.mlp_bias
+        self.gate_up = Linear(config.hidden_size, 2 * self.inner, bias=bias, dtype=dtype, device=device)
+        self.down = Linear(self.inner, config.hidden_size, bias=bias, dtype=dtype, device=device)
+        self._merged_names = config.merged_names
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self._activate(self.gate_up(x)))
+
+    def places(self) -> dict[str, torch.Tensor]:
+        parts = {"gate_proj": (0, self.inner), "up_proj": (self.inner, 2 * self.inner)}
+        if self._merged_names:
+            parts = {"gate_up_proj": (0, 2 * self.inner)}
+        return self.gate_up.places(parts) | self.down.places({"down_proj": None})
+
+    def finish(self, kernels: Kernels | None) -> None:
+        self.gate_up.finish(kernels)
+        self.down.finish(kernels)
+
+
+class DecoderLayer:
+    """Norms are named by what they stand at: `mlp_norm` before the MLP, `out_norm` and `down_norm` (None without
+    sandwich norms) behind attention and behind the MLP. It has either `mlp` or `experts`."""
+
+    def __init__(self, config: DecoderConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.index = index
+        self._config = config
+        hidden, self.head_dim = config.hidden_size, config.head_dim
+        self.q_size = config.num_heads * self.head_dim
+        self.kv_size = config.num_kv_heads * self.head_dim
+        self.num_q = config.num_heads
+        self.num_qk = config.num_heads + config.num_kv_heads
+
+        def norm(size: int, wanted: bool) -> RMSNorm | None:
+            return _norm(config, size, dtype, device) if wanted else None
+
+        self.input_norm = _norm(config, hidden, dtype, device)
+        self.mlp_norm = _norm(config, hidden, dtype, device)
+        self.out_norm, self.down_norm = norm(hidden, config.sandwich_norms), norm(hidden, config.sandwich_norms)
+        self.q_norm, self.k_norm = norm(self.head_dim, config.qk_norm), norm(self.head_dim, config.qk_norm)
+        self.qkv = Linear(hidden, self.q_size + 2 * self.kv_size, bias=config.qkv_bias, dtype=dtype, device=device)
+        self.out = Linear(self.q_size, hidden, bias=config.out_bias, dtype=dtype, device=device)
+        self.mlp: MLP | None = None
+        self.experts: Experts | None = None
+        if config.experts is not None and config.experts.layers[index]:
+            self.experts = Experts(config.experts, hidden, _ACTIVATE[config.activation], dtype=dtype, device=device)
+        else:
+            self.mlp = MLP(config, dtype=dtype, device=device)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        rope: RotaryEmbedding,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attention: StepAttention,
+    ) -> torch.Tensor:
+        """Returns the new hidden states; overwrites `hidden` on the way."""
+        qkv = self.qkv(self.input_norm(hidden)).view(hidden.shape[0], -1, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qkv[:, : self.num_q], qkv[:, self.num_q : self.num_qk]
+            q.copy_(self.q_norm(q))
+            k.copy_(self.k_norm(k))
+        rope.rotate_(qkv[:, : self.num_qk], cos, sin)
+        kv = qkv[:, self.num_q :].view(-1, 2, self.num_qk - self.num_q, self.head_dim)
+        given = self.out(attention.forward(self.index, qkv[:, : self.num_q], kv))
+        hidden.add_(given if self.out_norm is None else self.out_norm(given))
+        if self.mlp is None:
+            self.add_experts(hidden)
+            return hidden
+        given = self.mlp(self.mlp_norm(hidden))
+        return hidden.add_(given if self.down_norm is None else self.down_norm(given))
+
+    def add_experts(self, hidden: torch.Tensor) -> None:
+        """The second half of a layer that has experts, in place; nothing for others."""
+        if self.experts is not None:
+            given = self.experts(self.mlp_norm(hidden))
+            hidden.add_(given if self.down_norm is None else self.down_norm(given))
+
+    def places(self) -> dict[str, torch.Tensor]:
+        """By the names that a checkpoint gives them within its layer."""
+        norms = {"input_layernorm": self.input_norm, "post_attention_layernorm": self.mlp_norm}
+        if self.out_norm is not None and self.down_norm is not None:
+            norms["post_attention_layernorm"] = self.out_norm
+            norms["pre_feedforward_layernorm"] = self.mlp_norm
+            norms["post_feedforward_layernorm"] = self.down_norm
+        if self.q_norm is not None and self.k_norm is not None:
+            norms |= {"self_attn.q_norm": self.q_norm, "self_attn.k_norm": self.k_norm}
+        places = {f"{name}.weight": norm.weight for name, norm in norms.items()}
+        k, v, end = self.q_size, self.q_size + self.kv_size, self.q_size + 2 * self.kv_size
+        parts = {"q_proj": (0, k), "k_proj": (k, v), "v_proj": (v, end)}
+        if self._config.merged_names:
+            parts = {"qkv_proj": (0, end)}
+        attention = self.qkv.places(parts) | self.out.places({"o_proj": None})
+        places |= {f"self_attn.{name}": place for name, place in attention.items()}
+        if self.mlp is not None:
+            places |= {f"mlp.{name}": place for name, place in self.mlp.places().items()}
+        if self.experts is not None and self._config.experts is not None:
+            block = self._config.experts.block
+            places |= {f"{block}.{name}": place for name, place in self.experts.places().items()}
+        return places
+
+    def finish(self, kernels: Kernels | None) -> None:
+        for norm in (self.input_norm, self.mlp_norm, self.out_norm, self.down_norm, self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.finish()
+        for part in (self.qkv, self.out, self.mlp, self.experts):
+            if part is not None:
+                part.finish(kernels)
+
+
+def _norm(config: DecoderConfig, size: int, dtype: torch.dtype, device: torch.device) -> RMSNorm:
+    return RMSNorm(size, config.eps, from_one=config.norms_from_one, dtype=dtype, device=device)

@@ -1,0 +1,123 @@
+"""Every family against transformers: logits and greedy tokens, by torch and by each variant of the kernels."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.model_runner import ModelRunner
+from engine.models.decoder import Decoder
+from tests.engine.kernels.variants import VARIANTS
+from tests.engine.tiny_models import (
+    BLOCK_SIZE,
+    FAMILIES,
+    VOCAB_SIZE,
+    Progress,
+    advance,
+    expected_logprobs,
+    make_model,
+    make_runner,
+    random_sequences,
+)
+
+TOLERANCE = 2e-4  # of float32 logprobs, whose spread is about 10
+KERNELS = ["torch", *VARIANTS]
+
+each_family = pytest.mark.parametrize("family", FAMILIES)
+each_kernel = pytest.mark.parametrize("kernels", KERNELS)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def model(models: Path, family: str) -> Path:
+    path = models / family
+    return path if path.exists() else make_model(path, FAMILIES[family])
+
+
+def runner_for(models: Path, family: str, kernels: str, **settings: object) -> ModelRunner:
+    runner = make_runner(model(models, family), kernels=kernels, num_threads=2, **settings)
+    decoder = runner._model
+    assert isinstance(decoder, Decoder)
+    assert (decoder.native is not None) == (kernels != "torch")
+    return runner
+
+
+def check(path: Path, sequence: Progress) -> None:
+    expected = expected_logprobs(path, sequence.token_ids)
+    assert sequence.logprobs, "nothing was computed"
+    for position, logprobs in sequence.logprobs.items():
+        torch.testing.assert_close(logprobs, expected[position], atol=TOLERANCE, rtol=0)
+
+
+@each_kernel
+@each_family
+def test_logits_in_chunks_and_single_tokens(models: Path, family: str, kernels: str) -> None:
+    runner = runner_for(models, family, kernels)
+    first, second = random_sequences([90, 40])
+    for sizes in ((53, 1), (20, 30), (1, 1), (1, 1), (7, 1), (1, 5), (7, 1)):
+        advance(runner, [first, second], sizes)
+    check(model(models, family), first)
+    check(model(models, family), second)
+
+
+@cache
+def greedy_of_transformers(path: Path, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    token_ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        answer = reference.generate(
+            token_ids,
+            attention_mask=torch.ones_like(token_ids),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return [int(token) for token in answer[0, len(prompt) :]]
+
+
+@each_kernel
+@each_family
+def test_greedy_tokens(models: Path, family: str, kernels: str) -> None:
+    """Whole and in chunks, over the edges of blocks and windows."""
+    prompt = [random.Random(family).randrange(VOCAB_SIZE) for _ in range(61)]
+    expected = greedy_of_transformers(model(models, family), tuple(prompt), 24)
+    runner = runner_for(models, family, kernels)
+    for chunk in (61, 16, 7):
+        runner.kv_cache.fill_(float("nan"))
+        progress = Progress(prompt, random.Random(chunk).sample(range(64), -(-90 // BLOCK_SIZE)))
+        while progress.num_computed < len(prompt):
+            result = runner.execute([progress.step(chunk)])
+        for _ in expected:
+            (token,) = result
+            assert token is not None
+            progress.token_ids.append(token.token_id)
+            result = runner.execute([progress.step(1)])
+        assert progress.token_ids[len(prompt) :] == expected
+
+
+@each_family
+def test_bfloat16_is_as_close_as_transformers(models: Path, family: str) -> None:
+    """Both round to bfloat16 along the way; ours may not be further from float32 than theirs by half."""
+    path = model(models, family)
+    runner = make_runner(path, dtype="bfloat16", kernels="torch")
+    ours: list[torch.Tensor] = []
+    theirs: list[torch.Tensor] = []
+    for seed in range(6):
+        (sequence,) = random_sequences([60], seed=seed)
+        for size in (25, 30, 1, 1, 1, 1, 1):
+            advance(runner, [sequence], [size])
+        exact = expected_logprobs(path, sequence.token_ids)
+        rounded = expected_logprobs(path, sequence.token_ids, torch.bfloat16)
+        for position, logprobs in sequence.logprobs.items():
+            ours.append((logprobs - exact[position]).square().mean())
+            theirs.append((rounded[position] - exact[position]).square().mean())
+    assert torch.stack(ours).mean().sqrt() < 1.5 * torch.stack(theirs).mean().sqrt()
