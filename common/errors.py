@@ -17,7 +17,7 @@ BatonError
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class BatonError(Exception):
@@ -36,6 +36,11 @@ class BatonError(Exception):
         self.field = field
         self.reason = reason
         self.retry_after_s = retry_after_s  # when to try again; None if that is of no use, or not known
+
+    def without_stack(self) -> Self:
+        """Itself, and no more what was at work when it was raised: whoever keeps an error keeps all of that, too."""
+        self.__cause__ = self.__context__ = None
+        return self.with_traceback(None)
 
 
 class InvalidArgumentError(BatonError):

@@ -23,7 +23,7 @@ from protos.baton.v1 import decode_pb2, decode_pb2_grpc
 from protos.convert import finish_reason_to_proto, token_to_proto
 from worker import convert
 from worker.engine_client import EngineStream, HandoverDue
-from worker.shell import Work, Worker, check_names, error_from, errors_as_status
+from worker.shell import Work, Worker, check_names, ends_counted, error_from
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -36,7 +36,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     # The stub knows servicers that are generators. This one writes, so that a cancelled call unwinds at once.
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
-        async with errors_as_status(context, "decode"):
+        with ends_counted("decode"):
             work = Work("decode", request.request_id)
             async with self._worker.admit(work):
                 params = self._check(request)

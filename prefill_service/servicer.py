@@ -27,7 +27,7 @@ from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc
 from protos.convert import token_to_proto
 from worker import convert
 from worker.engine_client import EngineStream, RequestEvent
-from worker.shell import Work, Worker, check_names, error_from, errors_as_status
+from worker.shell import Work, Worker, check_names, ends_counted, error_from
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     # The stub knows servicers that are generators. This one writes, so that a cancelled call unwinds at once.
     async def Prefill(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]  # noqa: ARG002, N802
-        async with errors_as_status(context, "prefill"):
+        with ends_counted("prefill"):
             work = Work("prefill")
             async with self._worker.admit(work):
                 start = await self._first_message(context)

@@ -28,7 +28,10 @@ def bad_message(error: DecodeError) -> InvalidArgumentError:
 
 
 class ReceivingInterceptor(grpc.aio.ServerInterceptor):
-    """Registers every handler as one of streams, and reads its message itself; on the wire there is no difference."""
+    """Registers every handler as one of streams, and reads its message itself; on the wire there is no difference.
+
+    Handlers raise `BatonError`, whose status the call gets.
+    """
 
     async def intercept_service(
         self,
@@ -46,14 +49,20 @@ def _handle(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[Any, Context]
     functions = (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
     function = cast("Callable[[Any, Context], Any]", next(function for function in functions if function is not None))
 
+    async def run(messages: Any, context: Context) -> None:
+        request = messages if handler.request_streaming else await _receive(handler, context)
+        await _answer(function(request, context), context)
+
     async def handle(messages: Any, context: Context) -> None:
+        failure: BatonError | None = None
         try:
-            request = messages if handler.request_streaming else await _receive(handler, context)
-            await _answer(function(request, context), context)
+            await run(messages, context)
         except DecodeError as error:
-            await _abort(context, bad_message(error))
-        except (DeadlineError, InvalidArgumentError) as error:
-            await _abort(context, error)
+            failure = bad_message(error)
+        except BatonError as error:
+            failure = error
+        if failure is not None:  # here, where no frame holds the request: gRPC keeps how a call was aborted
+            await _abort(context, failure.without_stack())
 
     return handle
 

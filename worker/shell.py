@@ -7,12 +7,10 @@ import contextlib
 import ipaddress
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import grpc
 from google.protobuf.message import DecodeError
 
 from common import metrics
@@ -29,10 +27,8 @@ from common.grpc_transport import Channels
 from common.types import WorkerRole, WorkerState
 from common.validation import ModelLimits, check_prompt
 from engine.messages import EngineReady, RequestFailed
-from protos.status import status_details
 from worker.channels import ChannelPool
 from worker.engine_client import EngineClient, EngineStream
-from worker.receiving import bad_message
 
 
 @dataclass(slots=True, eq=False)
@@ -177,18 +173,18 @@ def check_names(request_id: str, cache_salt: str) -> None:
         raise InvalidArgumentError("request_id", "must be printable")
 
 
-@contextlib.asynccontextmanager
-async def errors_as_status(context: grpc.aio.ServicerContext[Any, Any], service: str = "") -> AsyncIterator[None]:
-    """Turns a `BatonError`, and a message that is none, into its status; counts how streams of `service` end."""
+@contextlib.contextmanager
+def ends_counted(service: str) -> Iterator[None]:
+    """Counts how streams of `service` end."""
     code = "OK"
     try:
-        try:
-            yield
-        except DecodeError as error:
-            raise bad_message(error) from error
+        yield
     except BatonError as error:
         code = error.grpc_code
-        await context.abort(grpc.StatusCode[error.grpc_code], error.message, trailing_metadata=status_details(error))
+        raise
+    except DecodeError:
+        code = InvalidArgumentError.grpc_code
+        raise
     except asyncio.CancelledError:
         code = "CANCELLED"
         raise
@@ -196,8 +192,7 @@ async def errors_as_status(context: grpc.aio.ServicerContext[Any, Any], service:
         code = "UNKNOWN"
         raise
     finally:
-        if service:
-            metrics.worker_streams.labels(service, code).inc()
+        metrics.worker_streams.labels(service, code).inc()
 
 
 def error_from(event: RequestFailed) -> BatonError:

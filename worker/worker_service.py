@@ -16,7 +16,7 @@ from common.version import VERSION
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from protos.convert import role_to_proto
 from worker import convert
-from worker.shell import Worker, errors_as_status
+from worker.shell import Worker
 
 HEARTBEAT_S = 1.0  # load is repeated at least this often
 
@@ -61,18 +61,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def GetStatus(  # noqa: N802
         self,
         request: worker_pb2.GetWorkerStatusRequest,  # noqa: ARG002
-        context: Context,
+        context: Context,  # noqa: ARG002
     ) -> worker_pb2.WorkerStatus:
-        async with errors_as_status(context):
-            status = await self._worker.engine.status()
+        status = await self._worker.engine.status()
         load = convert.load_message(status.load, self._worker.state, self._worker.epoch)
         return worker_pb2.WorkerStatus(load=load, integrity=status.integrity)
 
-    async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:  # noqa: N802
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:  # noqa: ARG002, N802
         if request.HasField("timeout_s"):
             if not math.isfinite(request.timeout_s) or request.timeout_s < 0:
-                async with errors_as_status(context):
-                    raise InvalidArgumentError("timeout_s", "must be a number of seconds, 0 at least")
+                raise InvalidArgumentError("timeout_s", "must be a number of seconds, 0 at least")
             self._worker.drain_timeout = request.timeout_s
         self._worker.drain_requested.set()
         return worker_pb2.DrainResponse()
@@ -80,10 +78,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def GetTokenizer(  # noqa: N802
         self,
         request: worker_pb2.GetTokenizerRequest,  # noqa: ARG002
-        context: Context,
+        context: Context,  # noqa: ARG002
     ) -> worker_pb2.GetTokenizerResponse:
-        async with errors_as_status(context):
-            files = await asyncio.to_thread(tokenizer_files, self._worker.model_dir)
+        files = await asyncio.to_thread(tokenizer_files, self._worker.model_dir)
         return worker_pb2.GetTokenizerResponse(
             files=[worker_pb2.TokenizerFile(name=name, content=content) for name, content in files.items()]
         )

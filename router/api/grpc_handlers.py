@@ -73,14 +73,17 @@ class _Handler:
     async def handle(self, messages: AsyncIterator[bytes], context: Context) -> None:
         limit_s = None if self._endless else self._gate.limits.answer_timeout_s
         client = current_client.get()
+        failure: BatonError | None = None
         try:
             with self._gate.requests(client.name if client else ""):
                 async with asyncio.timeout(limit_s):
                     await self._answer(messages, context)
         except TimeoutError:
-            await abort(context, DeadlineError("the call took too long"))
+            failure = DeadlineError("the call took too long")
         except Exception as error:
-            await abort(context, _as_baton(error))
+            failure = _as_baton(error)
+        if failure is not None:  # here, where no frame holds the request: gRPC keeps how a call was aborted
+            await abort(context, failure.without_stack())
 
     async def _answer(self, messages: AsyncIterator[bytes], context: Context) -> None:
         with self._gate.bytes_held() as held:
