@@ -41,6 +41,7 @@ class Runner(Protocol):
     num_blocks: int
     max_model_len: int
     vocab_size: int
+    window: int  # tokens that the layer which sees the most sees; 0: all
     eos_token_ids: list[int]
     dtype_reason: str
 
@@ -92,6 +93,7 @@ class EngineCore:
                 chunk_size=settings.chunk_size,
                 max_model_len=runner.max_model_len,
                 eos_token_ids=frozenset(runner.eos_token_ids),
+                window=runner.window,
                 preemption_mode=settings.preemption_mode,
                 announce=settings.announce,
                 handoff_is_store=store is connector,

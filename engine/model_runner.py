@@ -46,6 +46,7 @@ class ModelRunner:
     num_blocks: int
     max_model_len: int  # tokens, prompt and answer
     vocab_size: int
+    window: int  # tokens that the layer which sees the most sees, the new one included; 0: all
     eos_token_ids: list[int]
     dtype_reason: str
 
@@ -69,6 +70,7 @@ class ModelRunner:
         self.eos_token_ids = files.eos_token_ids
         self._model = self._load(files)
         self.vocab_size = self._model.vocab_size
+        self.window = max(self._model.windows) if all(self._model.windows) else 0
         self.spec = KVCacheSpec(
             model_id=_weights_identity(model_dir, settings.quantization, self._model.kv_variant),
             num_layers=self._model.num_layers,

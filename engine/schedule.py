@@ -20,6 +20,7 @@ class SchedulerConfig:
     eos_token_ids: frozenset[int]
     preemption_mode: Literal["recompute", "swap"] = "recompute"
     announce: Literal["chunk", "end"] = "chunk"  # end: a prefill's blocks are published only when all are computed
+    window: int = 0  # tokens that the layer which sees the most sees, the new one included; 0: all
     handoff_is_store: bool = False  # what a prefill publishes for its decode worker lies in the store
 
 

@@ -231,6 +231,8 @@ class Scheduler:
             request.num_computed_tokens += num_new
             self.blocks.name_computed(request)
             result.publishes += self._publish(request)
+            if self.config.window and request.mode is not RequestMode.PREFILL:  # a decode worker reads a prefill's
+                self.blocks.free_unseen(request, request.num_computed_tokens + 1 - self.config.window)
             if token is None:
                 continue
             if num_new > 1:  # a prompt is done; others may need it long before the answer is done

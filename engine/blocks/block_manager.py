@@ -211,23 +211,49 @@ class BlockManager:
         self.host.pool.free(request.host_block_ids)
         request.host_block_ids = []
 
+    def free_unseen(self, request: Request, first_seen: int) -> None:
+        """Gives up the request's blocks whose tokens all come before token `first_seen`, which no layer will see again.
+
+        The table keeps its length: the oldest block that is still seen stands in the places of those that are gone, so
+        that it never names a block of another request. It may not be written then, so it has to be full.
+        """
+        stop = first_seen // self.block_size
+        if stop <= request.num_unseen_blocks or stop >= request.num_computed_tokens // self.block_size:
+            return
+        stand_in = request.block_ids[stop]
+        for index in reversed(range(stop)):
+            block_id = request.block_ids[index]
+            if index >= request.num_unseen_blocks:
+                self._num_frees += 1
+                self._blocks[block_id].freed_at = self._num_frees
+            self._share(stand_in)
+            self._drop(block_id)
+            request.block_ids[index] = stand_in
+        request.num_unseen_blocks = stop
+
     def swap_out(self, request: Request) -> bool:
         """Moves a request to host memory. Returns False and changes nothing if that is full."""
-        host_blocks = self.host.swap_out(request.block_ids)
+        num_unseen = request.num_unseen_blocks
+        host_blocks = self.host.swap_out(request.block_ids[num_unseen:])
         if host_blocks is None:
             return False
         request.host_block_ids = host_blocks
         self._give_up(request)
+        request.num_named_blocks = request.num_unseen_blocks = num_unseen  # what is gone never gets a name again
         return True
 
     def swap_in(self, request: Request) -> bool:
         """Brings a swapped request back. Returns False and changes nothing if there is no room for it and its next
         token."""
-        if max(len(request.host_block_ids), self.blocks_for(request.num_tokens)) > self.num_available_blocks:
+        num_wanted = self.blocks_for(request.num_tokens) - request.num_unseen_blocks
+        if max(len(request.host_block_ids), num_wanted) > self.num_available_blocks:
             return False
         request.block_ids = [self._take() for _ in request.host_block_ids]
         self.host.swap_in(request.host_block_ids, request.block_ids)
         request.host_block_ids = []
+        for _ in range(request.num_unseen_blocks):
+            self._share(request.block_ids[0])
+            request.block_ids.insert(0, request.block_ids[0])
         return True
 
     def take_copies(self) -> list[HostCopy]:
@@ -308,7 +334,7 @@ class BlockManager:
             self._blocks[block_id].freed_at = self._num_frees
             self._drop(block_id)
         request.block_ids = []
-        request.num_named_blocks = 0
+        request.num_named_blocks = request.num_unseen_blocks = 0
 
     def _share(self, block_id: int) -> None:
         block = self._blocks[block_id]

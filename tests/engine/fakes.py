@@ -44,6 +44,7 @@ def reference(prompt: Sequence[int], num_tokens: int) -> list[int]:
 class FakeRunner:
     spec = SPEC
     vocab_size = VOCAB_SIZE
+    window = 0
     eos_token_ids = [VOCAB_SIZE - 1]  # noqa: RUF012 (never sampled)
     dtype_reason = "it is a fake"
 

@@ -53,6 +53,65 @@ def test_waste_is_in_the_last_block_only() -> None:
     assert len(request.block_ids) == 4
 
 
+def test_blocks_that_no_layer_sees_any_more_are_free_for_others() -> None:
+    blocks = manager(num_blocks=6)
+    request = computed(blocks, list(range(20)))
+    first = list(request.block_ids)
+    blocks.free_unseen(request, 11)  # the third block is seen
+    assert request.block_ids == [first[2], first[2], *first[2:]]
+    assert blocks.num_available_blocks == 1 + 2
+    blocks.free_unseen(request, 11)
+    blocks.free_unseen(request, 12)
+    assert request.block_ids == [first[3], first[3], first[3], *first[3:]]
+    assert blocks.num_available_blocks == 1 + 3
+    assert blocks.check_integrity([request]) == []
+    other = make_request(list(range(50, 66)), "other")
+    assert blocks.allocate(other, 16)
+    assert not set(other.block_ids) & set(request.block_ids)
+    blocks.free(request)
+    blocks.free(other)
+    assert blocks.num_available_blocks == 6
+    assert blocks.check_integrity([]) == []
+
+
+def test_a_block_that_is_not_full_stands_for_no_other() -> None:
+    blocks = manager()
+    request = computed(blocks, list(range(10)))
+    before = list(request.block_ids)
+    blocks.free_unseen(request, 8)
+    assert request.block_ids == before
+
+
+def test_blocks_that_are_not_seen_any_more_are_still_found_by_name() -> None:
+    blocks = manager()
+    request = computed(blocks, list(range(20)))
+    first = list(request.block_ids)
+    blocks.free_unseen(request, 17 - 4)
+    same = make_request(list(range(21)), "same")
+    assert blocks.find_prefix(same) == 5
+    assert blocks.allocate(same, 21, 5)
+    assert same.block_ids[:5] == first
+    assert blocks.check_integrity([request, same]) == []
+
+
+def test_a_swapped_request_takes_along_what_it_sees() -> None:
+    blocks = manager(num_host_blocks=8)
+    request = computed(blocks, list(range(20)))
+    blocks.free_unseen(request, 12)
+    blocks.reset_prefix_cache()
+    assert blocks.swap_out(request)
+    assert len(request.host_block_ids) == 2
+    assert blocks.check_integrity([request]) == []
+    assert blocks.swap_in(request)
+    assert len(request.block_ids) == 5
+    assert len(set(request.block_ids)) == 2
+    assert blocks.check_integrity([request]) == []
+    blocks.name_computed(request)  # of what is gone nothing gets a name
+    assert blocks.find_prefix(make_request(list(range(21)))) == 0
+    blocks.free(request)
+    assert blocks.num_available_blocks == blocks.num_blocks
+
+
 def test_allocation_is_all_or_nothing() -> None:
     blocks = manager(num_blocks=3)
     request = make_request(list(range(16)))

@@ -1,0 +1,99 @@
+"""Every family in a whole engine: chunks, batches, prefix cache, preemption and swapping change no token."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from common.config import EngineSettings
+from common.types import SamplingParams
+from engine import messages as m
+from engine.core import EngineCore
+from engine.model_runner import ModelRunner
+from kv_store.base import ConnectorConfig
+from kv_store.memory import MemoryConnector
+from tests.engine.fakes import add, assert_idle, run, tokens_of
+from tests.engine.kernels.variants import VARIANTS
+from tests.engine.test_model_families import greedy_of_transformers, model
+from tests.engine.tiny_models import BLOCK_SIZE, FAMILIES, VOCAB_SIZE
+
+KERNELS = ["torch", *VARIANTS[-1:]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def engine(path: Path, num_blocks: int, **settings: object) -> EngineCore:
+    values = {"dtype": "float32", "block_size": BLOCK_SIZE, "num_blocks": num_blocks, "num_threads": 1, **settings}
+    checked = EngineSettings.model_validate(values)
+    runner = ModelRunner(path, checked)
+    runner.kv_cache.fill_(float("nan"))
+    ticks = iter(range(10**9))
+    connector = MemoryConnector(ConnectorConfig(epoch="e1", worker_id="test"))
+    return EngineCore(checked, runner, connector, lambda: float(next(ticks)), lambda: None)
+
+
+def prompts(family: str) -> list[list[int]]:
+    rng = random.Random(family)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (61, 20, 43, 33)]
+
+
+def params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_greedy_tokens_whatever_happens(models: Path, family: str, kernels: str, mode: str) -> None:
+    """Four prompts in a cache for one or two of them, then the same ones from the prefix cache."""
+    path = model(models, family)
+    core = engine(path, 9, max_model_len=128, chunk_size=24, kernels=kernels, preemption_mode=mode, swap_space_gb=0.01)
+    wanted = {
+        str(number): greedy_of_transformers(path, tuple(prompt), 40) for number, prompt in enumerate(prompts(family))
+    }
+    for number, prompt in enumerate(prompts(family)):
+        add(core, str(number), prompt, params=params(40))
+    events = run(core)
+    assert tokens_of(events) == wanted
+    assert max(event.num_preemptions for event in events if isinstance(event, m.TokensGenerated)) > 0
+    assert_idle(core)
+
+    add(core, "warm", prompts(family)[3], params=params(40))
+    events = run(core)
+    assert tokens_of(events)["warm"] == wanted["3"]
+    assert_idle(core)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("family", ["gemma3_all_sliding", "mistral"])
+def test_an_answer_keeps_no_more_blocks_than_its_window(models: Path, family: str, kernels: str) -> None:
+    path = model(models, family)
+    prompt = prompts(family)[0]
+    wanted = greedy_of_transformers(path, tuple(prompt), 100)
+    core = engine(path, 32, max_model_len=256, chunk_size=24, kernels=kernels, enable_prefix_caching=False)
+    window = FAMILIES[family]["sliding_window"]
+    assert isinstance(window, int)
+    add(core, "a", prompt, params=params(100))
+    answer: list[int] = []
+    most = 0
+    while len(answer) < 100:
+        core.step()
+        answer += tokens_of(core.take_events()).get("a", [])
+        if len(answer) > 1 and core.scheduler.requests:
+            most = max(most, core.blocks.num_blocks - core.blocks.num_available_blocks)
+    assert answer == wanted
+    assert most <= (window - 1) // BLOCK_SIZE + 2
+    assert_idle(core)
+
+
+def test_a_layer_that_sees_everything_keeps_every_block(models: Path) -> None:
+    core = engine(model(models, "gemma3"), 32, max_model_len=256, enable_prefix_caching=False)
+    add(core, "a", prompts("gemma3")[0], params=params(30))
+    for _ in range(10):
+        core.step()
+    assert core.blocks.num_blocks - core.blocks.num_available_blocks >= 5
