@@ -49,7 +49,7 @@ CHANNEL_OPTIONS: Options = [
 
 _SERVER: Options = [
     ("grpc.so_reuseport", 0),  # a taken port is an error, not a share of its connections
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
 ]
 
@@ -106,6 +106,6 @@ def client_server_options(*, max_message_bytes: int, max_connections: int, max_s
         ("grpc.max_concurrent_streams", max_streams),
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_connection_idle_ms", 120_000),  # a client without a call connects again when it has one
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", CLIENT_KEEPALIVE_TIME_MS // 2),
+        ("grpc.http2.min_ping_interval_without_data_ms", CLIENT_KEEPALIVE_TIME_MS // 2),
         ("grpc.keepalive_permit_without_calls", 1),
     )
