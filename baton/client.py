@@ -12,9 +12,9 @@ every worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Self, TypedDict, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack
 
 import grpc
 from google.protobuf.message import Message
@@ -29,6 +29,7 @@ from common.errors import (
 )
 from common.grpc_options import CLIENT_CHANNEL_OPTIONS
 from common.grpc_transport import channel_credentials, name_options
+from common.sampling import SamplingOptions
 from common.tls import TlsFiles
 from common.types import WorkerRole
 from protos.baton.v1 import (
@@ -43,26 +44,6 @@ from protos.status import error_of_call
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
-
-
-class SamplingOptions(TypedDict, total=False):
-    """How an answer is sampled; what is left out is the server's default (see `protos/baton/v1/types.proto`)."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int
-    max_tokens: int
-    min_tokens: int
-    stop: Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    logprobs: int
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: Mapping[int, float]
 
 
 class Answer:

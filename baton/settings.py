@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from pydantic import ConfigDict, ValidationError
 
+from baton.sampling_settings import SAMPLING_SETTINGS
 from common.config import (
     AutoscalerSettings,
     ChatSettings,
@@ -40,17 +41,23 @@ S = TypeVar("S", bound=Settings)
 
 def with_connectors(settings_class: type[S]) -> type[S]:
     """`settings_class` with the fields of every connector's own settings, and no others."""
+    return _with_fields(settings_class, *reversed(settings_classes()))
+
+
+def _with_fields(settings_class: type[S], *more: type[Settings]) -> type[S]:
     namespace = {
         "__module__": settings_class.__module__,
         "__doc__": settings_class.__doc__,
         "model_config": ConfigDict(extra="forbid"),
     }
-    return cast("type[S]", type(settings_class.__name__, (*reversed(settings_classes()), settings_class), namespace))
+    return cast("type[S]", type(settings_class.__name__, (*more, settings_class), namespace))
 
 
 UP_SETTINGS = with_connectors(UpSettings)
 DEMO_SETTINGS = with_connectors(DemoSettings)
 WORKER_SETTINGS = with_connectors(WorkerSettings)
+CHAT_SETTINGS = _with_fields(ChatSettings, SAMPLING_SETTINGS)
+GENERATE_SETTINGS = _with_fields(GenerateSettings, SAMPLING_SETTINGS)
 SETTINGS: dict[str, type[Settings]] = {
     "up": UP_SETTINGS,
     "prefill": WORKER_SETTINGS,
@@ -58,8 +65,8 @@ SETTINGS: dict[str, type[Settings]] = {
     "worker": WORKER_SETTINGS,
     "router": RouterSettings,
     "autoscaler": AutoscalerSettings,
-    "chat": ChatSettings,
-    "generate": GenerateSettings,
+    "chat": CHAT_SETTINGS,
+    "generate": GENERATE_SETTINGS,
     "status": ClientSettings,
     "models": ClientSettings,
     "demo": DEMO_SETTINGS,

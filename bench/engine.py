@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.measure import interleave, print_table, write_json
 from common.config import DEFAULT_MODEL, EngineSettings, default_cache_dir
-from common.types import SamplingParams
+from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
 from engine.dtype import resolve_dtype

@@ -17,13 +17,13 @@ from common.logs import LogFormat
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
-def _comma_separated(value: object) -> object:
+def comma_separated(value: object) -> object:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value
 
 
-Addresses = Annotated[tuple[str, ...], BeforeValidator(_comma_separated)]
+Addresses = Annotated[tuple[str, ...], BeforeValidator(comma_separated)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(gt=0)]
 
@@ -116,7 +116,7 @@ class EngineSettings(ModelSettings):
         30.0, gt=0, description="seconds of silence after which an engine process that hangs is killed"
     )
     num_threads: Positive | None = Field(None, description="compute threads; the pinned cores' number where unset")
-    cpu_cores: Annotated[tuple[int, ...], BeforeValidator(_comma_separated)] = Field(
+    cpu_cores: Annotated[tuple[int, ...], BeforeValidator(comma_separated)] = Field(
         (), description="cores that the engine process is pinned to, as 0,1; none pinned where empty"
     )
 
@@ -305,29 +305,15 @@ class ClientSettings(TlsSettings):
     )
 
 
-class SamplingSettings(Settings):
-    """How an answer is sampled. Unset is the server's default, and the server says which values are good."""
-
-    max_tokens: int | None = Field(
-        None, description="most tokens of the answer; what is left of the context where unset"
-    )
-    temperature: float | None = Field(None, description="0 is greedy; 1 where unset")
-    top_p: float | None = Field(None, description="sample from the likeliest tokens of this total probability")
-    top_k: int | None = Field(None, description="sample from this many likeliest tokens; 0 is off")
-    min_p: float | None = Field(None, description="drop tokens less likely than this share of the likeliest")
-    seed: int | None = Field(None, description="equal seeds give equal answers; drawn where unset")
-    stop: str | None = Field(None, description="the answer ends before this text")
-
-
-class ChatSettings(ClientSettings, SamplingSettings):
-    """`baton chat`."""
+class ChatSettings(ClientSettings):
+    """`baton chat`, without the sampling parameters."""
 
     system: str | None = Field(None, description="system message that the conversation starts with")
     timeline: bool = Field(False, description="print where each answer's time went")
 
 
-class GenerateSettings(ClientSettings, SamplingSettings):
-    """`baton generate`."""
+class GenerateSettings(ClientSettings):
+    """`baton generate`, without the sampling parameters."""
 
     timeline: bool = Field(False, description="print where the answer's time went, to standard error")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -24,40 +24,6 @@ class WorkerState(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     UNREACHABLE = "unreachable"  # as a router sees it
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class SamplingParams:
-    """How tokens are chosen and when generation ends. Validated at the edge, by `common.validation`.
-
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `logprobs` None means none; N means the sampled
-    token's and those of the N likeliest. `seed` decides every draw together with the token's position, so that a
-    request gives the same tokens on whichever worker it continues.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-    max_tokens: int = 16
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
-    def has_penalties(self) -> bool:
-        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
 @dataclass(slots=True, frozen=True)

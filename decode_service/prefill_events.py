@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 
 from common.errors import TransferError
+from common.sampling import MAX_LOGPROBS
 from common.types import SampledToken
-from common.validation import MAX_LOGPROBS
 from engine import messages as m
 from protos.baton.v1 import prefill_pb2
 from protos.convert import token_of

@@ -15,7 +15,7 @@ import grpc
 
 from common import metrics
 from common.errors import InvalidArgumentError
-from common.types import SamplingParams
+from common.sampling import SamplingParams
 from common.validation import check_priority
 from decode_service.prefill_leg import PrefillLeg
 from engine import messages as m

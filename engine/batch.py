@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.types import SamplingParams
+from common.sampling import SamplingParams
 from engine.logit_changes import LogitChanges
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
-from common.types import SamplingParams
+from common.sampling import SamplingParams
 
 
 class LogitChanges:

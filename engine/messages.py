@@ -12,7 +12,8 @@ from enum import StrEnum
 import msgspec
 
 from common.metric_relay import Change
-from common.types import FinishReason, KVCacheSpec, SampledToken, SamplingParams, WorkerLoad
+from common.sampling import SamplingParams
+from common.types import FinishReason, KVCacheSpec, SampledToken, WorkerLoad
 from kv_store.base import BlockRef
 
 # ---------------------------------------------------------------------------------------------- commands

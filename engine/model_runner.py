@@ -12,7 +12,8 @@ import torch
 from common.config import EngineSettings
 from common.errors import InternalError, StartupError
 from common.model_files import ModelFiles, model_identity, open_model, read_safetensors_header
-from common.types import KVCacheSpec, SampledToken, SamplingParams
+from common.sampling import SamplingParams
+from common.types import KVCacheSpec, SampledToken
 from engine.attention.base import AttentionShape
 from engine.attention.registry import attention_backend
 from engine.batch import BlockCopy, SampleInput, SequenceInput

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.types import FinishReason, SamplingParams
+from common.sampling import SamplingParams
+from common.types import FinishReason
 from engine.logit_changes import LogitChanges
 from engine.messages import RequestMode
 

@@ -20,7 +20,7 @@ from common import metrics
 from common.config import WorkerSettings
 from common.errors import IncompatibleError, InvalidArgumentError
 from common.grpc_options import LOSS_NOTICED_S
-from common.types import SamplingParams
+from common.sampling import SamplingParams
 from common.validation import check_priority
 from engine import messages as m
 from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc

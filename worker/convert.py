@@ -1,12 +1,12 @@
-"""What workers alone convert; `protos.convert` has what all services share."""
+"""What workers alone convert; `protos.messages` and `protos.convert` have what all services share."""
 
 from __future__ import annotations
 
-from common.types import SamplingParams, WorkerLoad, WorkerState
-from common.validation import ModelLimits, SamplingFields, validate_sampling
+from common.sampling import SamplingParams, resolve
+from common.validation import ModelLimits
 from kv_store.base import BlockRef
-from protos.baton.v1 import types_pb2, worker_pb2
-from protos.convert import state_to_proto
+from protos.baton.v1 import types_pb2
+from protos.messages import given_fields
 
 
 def sampling_params(
@@ -14,9 +14,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Unset fields take the defaults of `SamplingParams`. Raises `InvalidArgumentError`: a router has checked them, but
     one that has not must not spoil a step, which many requests share."""
-    fields = {descriptor.name: value for descriptor, value in message.ListFields()}  # scalars: those that are set
-    return validate_sampling(
-        SamplingFields(**{**fields, "logit_bias": dict(message.logit_bias)}),
+    return resolve(
+        given_fields(message),
         limits,
         num_prompt_tokens=num_prompt_tokens,
         draw_seed=lambda: 0,
@@ -46,18 +45,4 @@ def block_ref_message(ref: BlockRef) -> types_pb2.BlockRef:
         block_id=ref.block_id,
         checksums=ref.checksums,
         staged_slots=ref.staged_slots,
-    )
-
-
-def load_message(load: WorkerLoad, state: WorkerState, epoch: str) -> worker_pb2.WorkerLoad:
-    return worker_pb2.WorkerLoad(
-        state=state_to_proto(state),
-        num_requests_running=load.num_requests_running,
-        num_requests_waiting=load.num_requests_waiting,
-        num_queued_prompt_tokens=load.num_queued_prompt_tokens,
-        num_blocks=load.num_blocks,
-        num_free_blocks=load.num_free_blocks,
-        num_cached_blocks=load.num_cached_blocks,
-        num_leases=load.num_leases,
-        epoch=epoch,
     )

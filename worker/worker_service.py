@@ -12,10 +12,11 @@ import grpc
 from common.block_hash import root_hash
 from common.errors import InvalidArgumentError
 from common.model_files import tokenizer_files
+from common.types import WorkerLoad
 from common.version import VERSION
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
-from protos.convert import role_to_proto
-from worker import convert
+from protos.convert import role_to_proto, state_to_proto
+from protos.messages import message_of
 from worker.shell import Worker
 
 HEARTBEAT_S = 1.0  # load is repeated at least this often
@@ -55,7 +56,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.WorkerLoad]:
         worker = self._worker
         while not worker.engine.died.is_set():
-            yield convert.load_message(worker.engine.load, worker.state, worker.epoch)
+            yield _load(worker, worker.engine.load)
             await worker.engine.load_change(HEARTBEAT_S)
 
     async def GetStatus(  # noqa: N802
@@ -64,7 +65,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         context: Context,  # noqa: ARG002
     ) -> worker_pb2.WorkerStatus:
         status = await self._worker.engine.status()
-        load = convert.load_message(status.load, self._worker.state, self._worker.epoch)
+        load = _load(self._worker, status.load)
         return worker_pb2.WorkerStatus(load=load, integrity=status.integrity)
 
     async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:  # noqa: ARG002, N802
@@ -84,6 +85,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         return worker_pb2.GetTokenizerResponse(
             files=[worker_pb2.TokenizerFile(name=name, content=content) for name, content in files.items()]
         )
+
+
+def _load(worker: Worker, load: WorkerLoad) -> worker_pb2.WorkerLoad:
+    return message_of(load, worker_pb2.WorkerLoad, state=state_to_proto(worker.state), epoch=worker.epoch)
 
 
 def add_service(worker: Worker, server: grpc.aio.Server) -> str:

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING
 import click
 
 from baton.cli.options import SettingsCommand
-from baton.settings import DEMO_SETTINGS
-from common.config import ChatSettings, ClientSettings, DemoSettings, GenerateSettings, SamplingSettings
-from common.errors import BatonError
+from baton.sampling_settings import sampling_options
+from baton.settings import CHAT_SETTINGS, DEMO_SETTINGS, GENERATE_SETTINGS
+from common.config import ChatSettings, ClientSettings, DemoSettings, GenerateSettings
+from common.errors import BatonError, ConfigError
 
 if TYPE_CHECKING:
-    from baton.client import Answer, Client, SamplingOptions
+    from baton.client import Answer, Client
     from baton.report import FleetWorker, Result
     from baton.stack import Addresses
+    from common.sampling import SamplingOptions
 
 DEMO_QUESTION = "What is the capital of Japan?"
 
@@ -40,15 +42,11 @@ def connect(settings: ClientSettings) -> Client:
     )
 
 
-def sampling(settings: SamplingSettings) -> SamplingOptions:
-    """What was set, and nothing else: the rest is the server's to decide."""
-    options: SamplingOptions = {}
-    for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"):
-        value: int | float | None = getattr(settings, name)
-        if value is not None:
-            options[name] = value
-    if settings.stop is not None:
-        options["stop"] = [settings.stop]
+def sampling(settings: ClientSettings, *, as_json: bool = False) -> SamplingOptions:
+    """What was set. Raises `ConfigError` for what would be asked for and not be shown."""
+    options = sampling_options(settings)
+    if "logprobs" in options and not as_json:
+        raise ConfigError("--logprobs", "is only shown by `baton generate --json`")
     return options
 
 
@@ -113,7 +111,7 @@ def converse(client: Client, settings: ChatSettings, history: list[tuple[str, st
 def generate(settings: GenerateSettings, *, prompt: str, as_json: bool) -> int:
     text = sys.stdin.read() if prompt == "-" else prompt
     with connect(settings) as client:
-        answer = client.generate(text, **sampling(settings))
+        answer = client.generate(text, **sampling(settings, as_json=as_json))
         if not as_json:
             stream(answer)
         result = answer.result()
@@ -218,7 +216,7 @@ _AS_JSON = click.Option(["--json", "as_json"], is_flag=True, help="Print one JSO
 ASK_COMMANDS = (
     SettingsCommand(
         "chat",
-        ChatSettings,
+        CHAT_SETTINGS,
         chat,
         about="Asks a running stack; a conversation where no question is given.",
         examples=[
@@ -230,7 +228,7 @@ ASK_COMMANDS = (
     ),
     SettingsCommand(
         "generate",
-        GenerateSettings,
+        GENERATE_SETTINGS,
         generate,
         about="Continues a prompt; - reads it from standard input.",
         examples=[

@@ -10,6 +10,7 @@ from typing import Annotated, Generic, Literal, TypeVar, Union, get_args, get_or
 import click
 from pydantic.fields import FieldInfo
 
+from baton.sampling_settings import SAMPLING_SETTINGS, Metavar
 from baton.settings import CONFIG_VARIABLE, env_name, flag_name, load
 from common.config import (
     AutoscalerSettings,
@@ -24,7 +25,6 @@ from common.config import (
     ModelSettings,
     PolicySettings,
     RouterSettings,
-    SamplingSettings,
     Settings,
     TlsSettings,
     UpSettings,
@@ -42,7 +42,7 @@ GROUPS: dict[type[Settings], str] = {
     ChatSettings: "Conversation",
     GenerateSettings: "Output",
     ClientSettings: "Router",
-    SamplingSettings: "Sampling",
+    SAMPLING_SETTINGS: "Sampling",
     ModelSettings: "Model",
     EngineSettings: "Engine",
     ConnectorSettings: "KV blocks",
@@ -61,7 +61,8 @@ def type_word(annotation: object) -> str:
     """What a value looks like, for help: `INT`, `a|b|c`, `TEXT,TEXT`."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        return type_word(get_args(annotation)[0])
+        metavar = next((one for one in get_args(annotation) if isinstance(one, Metavar)), None)
+        return metavar or type_word(get_args(annotation)[0])
     if origin is Literal:
         return "|".join(map(str, get_args(annotation)))
     if origin in (Union, types.UnionType):
@@ -79,7 +80,7 @@ class SettingOption(click.Option):
         self.group = group
         default = info.get_default(call_default_factory=True, validated_data={})
         text = f"{info.description}  [{env_name(field)}; default: {_shown(default)}]"
-        if info.annotation is bool:
+        if info.annotation in (bool, bool | None):
             names = f"{flag_name(field)}/{flag_name('no_' + field)}"
             super().__init__([names, field], default=None, help=text)
         else:

@@ -25,7 +25,7 @@ from bench.kv.settings import BenchSettings, Progress
 from bench.kv.stacks import stack
 from bench.kv.tiny_model import make_tiny_model
 from common.errors import StartupError, TransferError
-from common.types import SamplingParams
+from common.sampling import SamplingParams
 from engine import messages as m
 from engine.blocks.block_manager import BlockManager
 from engine.embedded_model import ensure_model

@@ -9,11 +9,11 @@ from contextlib import aclosing
 import grpc
 
 from common.errors import InvalidArgumentError
-from common.validation import SamplingFields, chat_role, check_messages, check_model
+from common.validation import chat_role, check_messages, check_model
 from protos.baton.v1 import inference_pb2, types_pb2
 from protos.convert import finish_reason_to_proto, token_to_proto
+from protos.messages import given_fields
 from router.api.api_keys import current_client
-from router.convert import sampling_fields_of
 from router.fleet.registry import ServedModel
 from router.serving.front import Front
 from router.serving.request import GenerationRequest, Output, Prompt, Report
@@ -101,11 +101,10 @@ class InferenceService:
         context: Context,
         arrived_at: float,
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        fields = sampling_fields_of(request.sampling_params)
         generation = self._front.preparation.request(
             model,
             prompt,
-            fields,
+            given_fields(request.sampling_params),
             model_name=request.model,
             request_id=request.request_id,
             cache_salt=request.cache_salt,
@@ -117,15 +116,15 @@ class InferenceService:
         )
         async with aclosing(self._front.generation.generate(generation)) as outputs:
             async for output in outputs:
-                yield _response(generation, fields, output)
+                yield _response(generation, output)
 
 
-def _response(request: GenerationRequest, fields: SamplingFields, output: Output) -> inference_pb2.GenerateResponse:
+def _response(request: GenerationRequest, output: Output) -> inference_pb2.GenerateResponse:
     response = inference_pb2.GenerateResponse(
         request_id=request.request_id,
         text=output.text,
         token_ids=[token.token_id for token in output.tokens],
-        logprobs=[] if fields.logprobs is None else [token_to_proto(token) for token in output.tokens],
+        logprobs=[] if request.sampling_params.logprobs is None else [token_to_proto(token) for token in output.tokens],
         finish_reason=finish_reason_to_proto(output.finish_reason),
         stop_reason="" if output.stop_reason is None else str(output.stop_reason),
         model=request.model.limits.model,

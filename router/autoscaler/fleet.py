@@ -17,9 +17,9 @@ from common.tasks import VitalTasks
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from protos.baton.v1 import demand_pb2, demand_pb2_grpc, worker_pb2, worker_pb2_grpc
 from protos.convert import state_of
+from protos.messages import value_of
 from router.autoscaler.arrivals import ArrivalRate
 from router.autoscaler.signals import FleetSignals, RoleSignals
-from router.convert import load_of
 from router.fleet.discovery.base import Discovery, Found
 
 log = logging.getLogger(__name__)
@@ -148,7 +148,11 @@ class Fleet:
                 load = await asyncio.wait_for(call.read(), SILENCE_S)
                 if not isinstance(load, worker_pb2.WorkerLoad):  # the stream's end
                     return
-                worker.load, worker.state, worker.reported_at = load_of(load), state_of(load.state), self._clock()
+                worker.load, worker.state, worker.reported_at = (
+                    value_of(load, WorkerLoad),
+                    state_of(load.state),
+                    self._clock(),
+                )
 
         try:
             await _keep_reading(self._channels, found.address, read)

@@ -28,7 +28,7 @@ from common.types import WorkerLoad, WorkerRole, WorkerState
 from common.validation import ModelLimits
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from protos.convert import role_of, state_of
-from router.convert import load_of
+from protos.messages import value_of
 from router.fleet.endpoint import Endpoint
 from router.serving.tokenizer import Tokenizer, load_tokenizer
 
@@ -307,7 +307,7 @@ class Registry:
                     return
                 if worker.info is None or (load.epoch and load.epoch != worker.info.epoch):
                     return  # another process answers at this address now: ask who it is
-                worker.load = load_of(load)
+                worker.load = value_of(load, WorkerLoad)
                 reported = time.monotonic() - REPORT_LAG_S
                 for key in [key for key, sent_at in worker.sent.items() if sent_at < reported]:
                     del worker.sent[key]

@@ -31,10 +31,10 @@ from common.errors import (
     UnavailableError,
 )
 from common.types import FinishReason, SampledToken
-from protos.baton.v1 import decode_pb2, decode_pb2_grpc
+from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from protos.convert import finish_reason_of, token_of
+from protos.messages import message_of
 from protos.status import error_of_call
-from router.convert import sampling_to_proto
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from router.policy.base import Policy, RoutingDecision, RoutingRequest
@@ -305,7 +305,7 @@ class Dispatcher:
                 request_id=request.request_id,
                 fingerprint=request.model.fingerprint,
                 prompt_token_ids=request.prompt_token_ids,
-                sampling_params=sampling_to_proto(request.sampling_params),
+                sampling_params=message_of(request.sampling_params, types_pb2.SamplingParams),
                 cache_salt=request.cache_salt,
                 priority=request.priority,
                 prefill_addresses=[endpoint.address for endpoint in decision.prefill[:num_named]],

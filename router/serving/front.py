@@ -1,6 +1,6 @@
 """What every interface does with a request: admit it, prepare it, generate its answer.
 
-gRPC and REST translate to `Prompt` and `SamplingFields` and from `Output`; nothing else differs between them.
+gRPC and REST translate to `Prompt` and `Given` and from `Output`; nothing else differs between them.
 """
 
 from __future__ import annotations

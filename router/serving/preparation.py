@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from common.errors import InvalidArgumentError
+from common.sampling import MAX_LOGPROBS, FieldName, Given, resolve
 from common.validation import (
-    MAX_LOGPROBS,
-    FieldName,
-    SamplingFields,
     check_cache_salt,
     check_messages,
     check_model,
@@ -21,7 +19,6 @@ from common.validation import (
     check_text,
     check_token_count,
     check_token_ids,
-    validate_sampling,
 )
 from router.fleet.registry import ServedModel
 from router.serving.chat_template import Message
@@ -102,7 +99,7 @@ class Preparation:
         self,
         model: ServedModel,
         prompt: Prompt,
-        fields: SamplingFields,
+        sampling: Given,
         *,
         model_name: str = "",
         request_id: str = "",
@@ -122,11 +119,12 @@ class Preparation:
             check_request_id(request_id)
         check_cache_salt(cache_salt)
         check_priority(priority)
-        num_logprobs = min(max(fields.logprobs or 0, 0), MAX_LOGPROBS)
+        logprobs = sampling.get("logprobs")
+        num_logprobs = min(max(logprobs, 0), MAX_LOGPROBS) if isinstance(logprobs, int) else 0
         counted = num_answers * (1 + num_logprobs)  # for each of max_tokens
         most = max(1, self._max_answer_tokens // counted)
-        params = validate_sampling(
-            fields,
+        params = resolve(
+            sampling,
             model.limits,
             num_prompt_tokens=len(prompt.token_ids),
             draw_seed=lambda: secrets.randbits(63),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass, replace
 
-from common.types import FinishReason, SampledToken, SamplingParams
-from common.validation import FieldName
+from common.sampling import FieldName, SamplingParams
+from common.types import FinishReason, SampledToken
 from router.fleet.registry import ServedModel
 
 

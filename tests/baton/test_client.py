@@ -231,3 +231,21 @@ def test_ctrl_c_stops_the_answer_and_leaves_the_conversation(
         ("assistant", "on "),
         ("user", "next"),
     ]
+
+
+def test_logprobs_that_nobody_would_see_are_refused(
+    router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["generate", "one"], ["chat", "one"]):
+        assert main([*command, "--router", router[1], "--logprobs", "2"]) == 2
+        assert "--logprobs: is only shown by `baton generate --json`" in capsys.readouterr().err
+    assert main(["generate", "one", "--json", "--router", router[1], "--logprobs", "2"]) == 0
+
+
+@pytest.mark.parametrize("bias", ["5", "a=1", "5=x"])
+def test_a_mapping_is_typed_as_pairs(
+    router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str], bias: str
+) -> None:
+    assert main(["generate", "one", "--router", router[1], "--logit-bias", bias]) == 2
+    assert "--logit-bias" in capsys.readouterr().err
+    assert router[0].requests == []

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from common.config import EngineSettings
-from common.types import KVCacheSpec, SampledToken, SamplingParams
+from common.sampling import SamplingParams
+from common.types import KVCacheSpec, SampledToken
 from engine import messages as m
 from engine.batch import BlockCopy, SequenceInput
 from engine.core import EngineCore

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from common.block_hash import block_hashes, extra_keys, root_hash
-from common.types import SamplingParams
+from common.sampling import SamplingParams
 from engine.batch import BlockCopy
 from engine.blocks.block_manager import BlockManager
 from engine.blocks.counts import CacheCounts

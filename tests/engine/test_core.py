@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.types import FinishReason, SamplingParams
+from common.sampling import SamplingParams
+from common.types import FinishReason
 from engine import messages as m
 from tests.engine.fakes import BLOCK_SIZE, add, assert_idle, make_core, reference, run, tokens_of
 

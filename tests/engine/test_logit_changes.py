@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.types import SamplingParams
+from common.sampling import SamplingParams
 from engine.batch import SampleInput
 from engine.logit_changes import LogitChanges
 from engine.request import Request

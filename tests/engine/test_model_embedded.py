@@ -122,7 +122,7 @@ def test_converted_model_is_the_gguf(cache: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from common.config import EngineSettings
-    from common.types import SamplingParams
+    from common.sampling import SamplingParams
     from engine.batch import SampleInput, SequenceInput
     from engine.model_runner import ModelRunner
 

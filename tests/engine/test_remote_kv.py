@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from common import metrics
-from common.types import SamplingParams
+from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
 from kv_store.base import BlockRef, LocalBlock

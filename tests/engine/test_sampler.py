@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.types import SampledToken, SamplingParams
+from common.sampling import SamplingParams
+from common.types import SampledToken
 from engine.batch import SampleInput
 from engine.logit_changes import LogitChanges
 from engine.sampler import sample, uniform

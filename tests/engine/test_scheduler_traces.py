@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from common.block_hash import root_hash
-from common.types import SampledToken, SamplingParams
+from common.sampling import SamplingParams
+from common.types import SampledToken
 from engine.blocks.block_manager import BlockManager
 from engine.messages import RequestMode
 from engine.remote_kv import WaitingRoom

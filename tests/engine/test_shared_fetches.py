@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.types import SamplingParams
+from common.sampling import SamplingParams
 from engine import messages as m
 from kv_store.base import BlockRef, ConnectorConfig, FetchBlock, LocalBlock, TransferKind, TransferResult
 from kv_store.memory import MemoryConnector

@@ -19,7 +19,7 @@ from prometheus_client import Counter
 
 from common import metrics
 from common.block_hash import block_hashes, extra_keys, root_hash
-from common.types import SamplingParams
+from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
 from engine.remote_kv import VERIFY_STORED_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.block_hash import root_hash
-from common.types import SamplingParams
+from common.sampling import SamplingParams
 from engine import messages as m
 from engine.blocks.block_manager import BlockManager
 from engine.core import EngineCore

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.config import EngineSettings
-from common.types import SampledToken, SamplingParams
+from common.sampling import SamplingParams
+from common.types import SampledToken
 from engine.batch import SampleInput, SequenceInput
 from engine.model_runner import ModelRunner
 

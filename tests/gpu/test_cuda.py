@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from common import metrics  # noqa: E402
 from common.config import EngineSettings  # noqa: E402
-from common.types import SamplingParams  # noqa: E402
+from common.sampling import SamplingParams  # noqa: E402
 from engine import messages as m  # noqa: E402
 from engine.batch import SampleInput, SequenceInput  # noqa: E402
 from engine.core import EngineCore  # noqa: E402

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from common.errors import UnavailableError
-from common.types import FinishReason, SampledToken, SamplingParams, TokenLogprob
+from common.sampling import SamplingParams
+from common.types import FinishReason, SampledToken, TokenLogprob
 from common.validation import ModelLimits
 from protos.baton.v1 import inference_pb2, types_pb2
 from router.api.rest.answer import MAX_AHEAD, Answer, _merged

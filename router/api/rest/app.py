@@ -30,6 +30,7 @@ from router.api.rest.schema import (
     GenerationBody,
     TokenizeBody,
     parse,
+    schemas,
 )
 from router.fleet.registry import ServedModel
 from router.serving.front import Front
@@ -49,12 +50,12 @@ def make_app(front: Front) -> FastAPI:
     errors.install(app)
     gateway = _Gateway(front)
 
-    bodies, schemas = msgspec.json.schema_components(BODIES, ref_template="#/components/schemas/{name}")
+    references, components = schemas(BODIES)
 
     def route(method: str, path: str, handler: Endpoint, body: type[Body] | None = None) -> None:
         extra: dict[str, object] | None = None
         if body is not None:
-            schema = bodies[BODIES.index(body)]
+            schema = references[BODIES.index(body)]
             extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
         app.add_api_route(path, _guarded(handler), methods=[method], response_model=None, openapi_extra=extra)
 
@@ -67,7 +68,7 @@ def make_app(front: Front) -> FastAPI:
     route("GET", "/health", gateway.health)
     route("GET", "/metrics", gateway.metrics)
     page = app.openapi()
-    page.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
+    page.setdefault("components", {}).setdefault("schemas", {}).update(components)
     return app
 
 
@@ -142,19 +143,19 @@ class _Gateway:
             check_model(body.model or "", model.limits)
             body.check()
             is_chat = isinstance(body, ChatBody)
-            fields = body.fields()
+            sampling = body.sampling()
             given = await prompts(model)
             requests = [
                 self._front.preparation.request(
                     model,
                     prompt,
-                    fields,
+                    sampling,
                     request_id=request_id,
                     cache_salt=body.cache_salt or "",
                     priority=body.priority or 0,
                     arrived_at=arrived_at,
                     default_max_tokens=None if is_chat else DEFAULT_COMPLETION_TOKENS,
-                    name=body.field_name if isinstance(body, ChatBody) else str,
+                    name=body.field_name,
                     client=client,
                     num_answers=len(given) * body.num_choices,
                 )
@@ -172,7 +173,7 @@ class _Gateway:
                 ChatFormat() if is_chat else CompletionFormat(),
                 request_id=request_id,
                 num_choices=body.num_choices,
-                wants_logprobs=fields.logprobs is not None,
+                wants_logprobs="logprobs" in sampling,
                 wants_usage_chunk=body.wants_usage_chunk,
             )
             if not body.stream:

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import json
 import re
-from typing import ClassVar, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from common.errors import InvalidArgumentError
-from common.validation import SamplingFields, chat_role, check_num_biases
+from common.sampling import Parameter, json_schemas, parameters
+from common.validation import chat_role
 from router.serving.chat_template import Message
 
 MAX_N = 8
 MAX_CHOICES = 128
-MAX_ID_DIGITS = 10  # of a token id, zeros before it counted
 MAX_SEARCHED_BYTES = 64 * 2**10  # of a body that is not valid, for the field that is to blame
 
 BodyT = TypeVar("BodyT", bound="Body")
+JsonSchema = dict[str, Any]
 
 
 Given = Raw | UnsetType
@@ -39,28 +41,14 @@ class StreamOptions(Body, kw_only=True):
 
 
 class GenerationBody(Body, kw_only=True):
-    """What chat and text completion have in common."""
+    """What chat and text completion have in common, beside the sampling parameters (`with_sampling`)."""
 
     model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    max_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     # Baton's own, by the names that they have in gRPC.
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    repetition_penalty: float | None = None
     cache_salt: str | None = None
     priority: int | None = None
     request_id: str | None = None
@@ -87,6 +75,10 @@ class GenerationBody(Body, kw_only=True):
             raise InvalidArgumentError("n", f"must be in [1, {MAX_N}], not {self.n}")
         if self.stream_options is not None and not self.stream:
             raise InvalidArgumentError("stream_options", "is only allowed with stream")
+        for name, alias in _ALIASES:
+            values = (getattr(self, name), getattr(self, alias))
+            if None not in values and values[0] != values[1]:
+                raise InvalidArgumentError(alias, f"differs from {name}, another name of it")
 
     @property
     def num_choices(self) -> int:
@@ -96,24 +88,52 @@ class GenerationBody(Body, kw_only=True):
     def wants_usage_chunk(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def sampling_fields(self, max_tokens: int | None, logprobs: int | None) -> SamplingFields:
-        return SamplingFields(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=self.seed,
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
-            logprobs=logprobs,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=_logit_bias(self.logit_bias),
-        )
+    def sampling(self) -> dict[str, object]:
+        """The sampling parameters that the client set."""
+        given = {}
+        for name, parameter in parameters().items():
+            value = getattr(self, self.field_name(name))
+            if value is not None:
+                given[name] = (value,) if isinstance(value, str) and parameter.is_texts else value
+        return given
+
+    def field_name(self, name: str) -> str:
+        """The client's name for a sampling parameter."""
+        return next((alias for of, alias in _ALIASES if of == name and getattr(self, alias) is not None), name)
+
+
+_ALIASES = [(name, alias) for name, parameter in parameters().items() for alias in parameter.rest_aliases]
+
+
+def with_sampling(body: type[BodyT]) -> type[BodyT]:
+    """`body` with a field for each sampling parameter that it does not declare itself, and for their other names."""
+    fields: list[tuple[str, object, None]] = []
+    for name, parameter in parameters().items():
+        kind = parameter.type | str | None if parameter.is_texts else parameter.type | None
+        fields += [(one, kind, None) for one in _names(name, parameter) if one not in body.__struct_fields__]
+    made = msgspec.defstruct(
+        body.__name__, fields, bases=(body,), module=body.__module__, kw_only=True, forbid_unknown_fields=True
+    )
+    return cast("type[BodyT]", made)
+
+
+def schemas(bodies: Sequence[type[Body]]) -> tuple[tuple[JsonSchema, ...], dict[str, JsonSchema]]:
+    """(a reference to each body's JSON Schema, all schemas by name), sampling parameters with help and bounds."""
+    reference = "#/components/schemas/{name}"
+    references, components = msgspec.json.schema_components(bodies, ref_template=reference)
+    sampling, inner = json_schemas(reference.format(name="{model}"))
+    for body in bodies:
+        properties, own = components[body.__name__]["properties"], getattr(body.__base__, "__struct_fields__", ())
+        for name, parameter in parameters().items():
+            plain = [{"type": "string"}, {"type": "null"}] if parameter.is_texts else [{"type": "null"}]
+            for one in _names(name, parameter):
+                if one in properties and one not in own:
+                    properties[one] = {"anyOf": [sampling[name], *plain]}
+    return references, {**components, **inner}
+
+
+def _names(name: str, parameter: Parameter) -> tuple[str, ...]:
+    return (name, *parameter.rest_aliases)
 
 
 class ContentPart(msgspec.Struct):
@@ -153,9 +173,9 @@ class ResponseFormat(Body, kw_only=True):
     json_schema: Given = UNSET
 
 
+@with_sampling
 class ChatBody(GenerationBody, kw_only=True):
     messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
@@ -193,18 +213,14 @@ class ChatBody(GenerationBody, kw_only=True):
                 raise InvalidArgumentError(name, "tools are not supported")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidArgumentError("top_logprobs", "needs logprobs to be true")
-        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise InvalidArgumentError("max_completion_tokens", "differs from max_tokens, its older name")
 
-    def fields(self) -> SamplingFields:
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.sampling_fields(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
+    def sampling(self) -> dict[str, object]:
+        given = super().sampling()
+        given.pop("logprobs", None)
+        return {**given, "logprobs": self.top_logprobs or 0} if self.logprobs else given
 
     def field_name(self, name: str) -> str:
-        """The client's name for a sampling field."""
-        if name == "max_tokens" and self.max_completion_tokens is not None:
-            return "max_completion_tokens"
-        return "top_logprobs" if name == "logprobs" else name
+        return "top_logprobs" if name == "logprobs" else super().field_name(name)
 
     def chat_messages(self) -> list[Message]:
         if not self.messages:
@@ -212,9 +228,9 @@ class ChatBody(GenerationBody, kw_only=True):
         return [_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
 
 
+@with_sampling
 class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -227,9 +243,6 @@ class CompletionBody(GenerationBody, kw_only=True):
             raise InvalidArgumentError("best_of", "is only supported where it equals n")
         if len(self.prompts()) * self.num_choices > MAX_CHOICES:
             raise InvalidArgumentError("prompt", f"prompts times n must be at most {MAX_CHOICES}")
-
-    def fields(self) -> SamplingFields:
-        return self.sampling_fields(self.max_tokens, self.logprobs)
 
     def prompts(self) -> list[str | list[int]]:
         """One or more, each a text or token ids."""
@@ -258,20 +271,6 @@ class DetokenizeBody(Body, kw_only=True):
     model: str | None = None
     token_ids: list[int]
     skip_special_tokens: bool | None = None
-
-
-def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
-    if not bias:
-        return {}
-    check_num_biases(len(bias), "logit_bias")
-    made: dict[int, float] = {}
-    for key, value in bias.items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS):
-            raise InvalidArgumentError("logit_bias", f"keys must be token ids, not {key[:40]!r}")
-        if int(key) in made:
-            raise InvalidArgumentError("logit_bias", f"has token id {int(key)} twice")
-        made[int(key)] = value
-    return made
 
 
 def _asks(value: object) -> bool:
@@ -331,7 +330,7 @@ def parse(body_class: type[BodyT], data: bytes) -> BodyT:
 
 def _wrong(message: str) -> InvalidArgumentError:
     """From msgspec's words, which end in the place: ... - at `$.messages[0].role`."""
-    reason, _, place = message.partition(" - at `$")
+    reason, _, place = message.replace(" - at `key` in `$", " of a key - at `$").partition(" - at `$")
     path = place.rstrip("`").removeprefix(".").removesuffix("[...]")
     for pattern, said in ((_UNKNOWN, "is not a known field"), (_MISSING, "is required")):
         if match := pattern.fullmatch(reason):

@@ -1,0 +1,124 @@
+"""Each sampling parameter through every interface to the engine: what `common.sampling` declares is all that they need.
+
+A parameter of a new kind of type needs an example in `EXAMPLES`; one of the kinds here needs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from baton.cli.main import main
+from baton.client import Client
+from common.sampling import SamplingParams, TypeForm, parameters
+from common.validation import ModelLimits
+from engine import messages as m
+from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2
+from tests.router.conftest import RunningRouter
+from tests.router.fake_worker import MAX_MODEL_LEN, FakeWorker
+from tests.router.tiny_tokenizer import vocab_size
+from worker import convert
+
+EXAMPLES: tuple[tuple[TypeForm, object, str], ...] = (
+    (float, 0.5, "0.5"),
+    (int, 7, "7"),
+    (int | None, 7, "7"),
+    (bool, True, ""),
+    (tuple[str, ...], ("zz",), "zz"),
+    (tuple[int, ...], (7, 8), "7,8"),
+    (dict[int, float], {7: 0.5, 8: -0.5}, "7=0.5,8=-0.5"),
+)
+"""(type, value, as it is typed on a command line)"""
+
+LIMITS = ModelLimits(model="tiny", max_model_len=MAX_MODEL_LEN, vocab_size=vocab_size(), max_token_bytes=1)
+
+
+def example(name: str) -> tuple[object, str]:
+    kind = parameters()[name].type
+    return next((value, typed) for one, value, typed in EXAMPLES if one == kind)
+
+
+def for_json(name: str) -> dict[str, object]:
+    value = example(name)[0]
+    return {"top_logprobs": value, "logprobs": True} if name == "logprobs" else {name: value}
+
+
+def in_the_engine(request: decode_pb2.DecodeRequest) -> SamplingParams:
+    """What the engine reads of what a router sent."""
+    params = convert.sampling_params(request.sampling_params, LIMITS, num_prompt_tokens=len(request.prompt_token_ids))
+    sent = m.AddRequest(request_id="r", prompt_token_ids=[1], sampling_params=params)
+    (command,) = m.decode_commands(m.encode([sent]))
+    assert isinstance(command, m.AddRequest)
+    return command.sampling_params
+
+
+every_parameter = pytest.mark.parametrize("name", list(parameters()))
+
+
+def test_the_wire_and_the_declaration_have_the_same_fields() -> None:
+    assert set(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name) == set(parameters())
+
+
+@every_parameter
+async def test_rest(router: RunningRouter, worker: FakeWorker, name: str) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    await router.openai.chat.completions.create(model="tiny", messages=messages, extra_body=for_json(name))  # type: ignore[arg-type]
+    value = example(name)[0]
+    await router.openai.completions.create(model="tiny", prompt="Hi", extra_body={name: value})
+    for request in worker.requests:
+        assert getattr(in_the_engine(request), name) == value
+    for alias in parameters()[name].rest_aliases:
+        await router.openai.completions.create(model="tiny", prompt="Hi", extra_body={alias: value})
+        assert getattr(in_the_engine(worker.requests[-1]), name) == value
+
+
+@every_parameter
+async def test_grpc(router: RunningRouter, worker: FakeWorker, name: str) -> None:
+    value = example(name)[0]
+    params = types_pb2.SamplingParams(**{name: value})  # type: ignore[arg-type]
+    async for _ in router.inference.Generate(inference_pb2.GenerateRequest(prompt="Hi", sampling_params=params)):
+        pass
+    assert getattr(in_the_engine(worker.requests[0]), name) == value
+
+
+@every_parameter
+async def test_client(router: RunningRouter, worker: FakeWorker, name: str) -> None:
+    value = example(name)[0]
+
+    def ask() -> None:
+        with Client(router.grpc_address) as client:
+            client.generate("Hi", **{name: value}).result()  # type: ignore[arg-type]
+            client.chat("Hi", **{name: value}).result()  # type: ignore[arg-type]
+
+    await asyncio.to_thread(ask)
+    assert [getattr(in_the_engine(request), name) for request in worker.requests] == [value, value]
+
+
+@every_parameter
+async def test_command(
+    router: RunningRouter,
+    worker: FakeWorker,
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    value, typed = example(name)
+    flag = "--" + name.replace("_", "-")
+    flags = [flag, typed] if typed else [flag]
+    command = ["generate", "Hi", "--json", "--router", router.grpc_address]
+    assert await asyncio.to_thread(main, [*command, *flags]) == 0
+    monkeypatch.setenv(f"BATON_{name.upper()}", typed or "true")
+    assert await asyncio.to_thread(main, command) == 0
+    assert [getattr(in_the_engine(request), name) for request in worker.requests] == [value, value]
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["finish_reason"]
+
+
+async def test_the_page_has_the_help_of_each(router: RunningRouter) -> None:
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
+    for name, parameter in parameters().items():
+        for one in (name, *parameter.rest_aliases):
+            assert schemas["CompletionBody"]["properties"][one]["anyOf"][0]["description"] == parameter.help
