@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 PIP := $(BIN)/python -m pip install -qq --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install kernels demo up test test-slow test-all test-kernels test-faults test-gpu lint format format-check types imports protos protos-check ci clean
+.PHONY: help install kernels demo up test test-slow test-all test-kernels test-faults test-abuse test-gpu lint format format-check types imports protos protos-check ci clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ test-kernels: $(STAMP) kernels ## Test the CPU kernels: every variant that this 
 
 test-faults: $(STAMP) ## Run the whole fault matrix: every process, moment and fault (root for cuts and full disks)
 	@$(BIN)/python -m pytest -v tests/faults
+
+test-abuse: $(STAMP) kernels ## Be rude to a real stack: fuzzers for ABUSE_SECONDS (600), ABUSE_CANCELS (10000) requests cancelled
+	@$(BIN)/python -m pytest tests/abuse
 
 test-gpu: ## Run the tests that need a GPU, with PYTHON's own torch and no .venv
 	@# A bare machine lacks plugins that other tests need, and its own torch has warnings of its own.

@@ -1,0 +1,96 @@
+"""One real fleet for all: a router that asks for keys, one prefill and one decode worker of a tiny random model. Each
+test is rude to it, while a quiet client with a key of its own is served."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator, Iterator
+
+import pytest
+
+from bench.quiet import QuietClient
+from tests.abuse.rude import RUDE_KEY, Target
+from tests.abuse.vitals import Vitals
+from tests.chaos.tiny_model import write_tiny_model
+from tests.integration.stack import RUNNING, ClientOptions, Fleet, running
+
+QUIET_KEY = "quiet" * 8
+ABUSE_SECONDS = float(os.environ.get("ABUSE_SECONDS", "600"))
+ROUTER_FLAGS = ("--receive-timeout=3", "--request-timeout=60", "--min-remote-tokens=1")
+NUM_FUZZERS = 5
+REST_S = 4.0
+GROWTH_MIB = 192.0
+"""What a process may hold more after a test: what was there at once at most, which malloc does not give back. What is
+left each time again is found by doing it again (`Vitals.until_at_rest`)."""
+
+
+class Guarded(Fleet):
+    client_options = ClientOptions(api_key=QUIET_KEY)
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("abuse")
+    write_tiny_model(folder / "model")
+    keys = folder / "keys"
+    keys.write_text(f"{QUIET_KEY} name=quiet\n{RUDE_KEY} name=rude\n")
+    guarded = Guarded(
+        folder,
+        f"--model={folder / 'model'}",
+        "--num-blocks=2048",
+        prefill=1,
+        decode=1,
+        router_flags=(
+            f"--api-keys-file={keys}",
+            "--receive-timeout=3",
+            "--request-timeout=60",
+            "--min-remote-tokens=1",
+        ),
+    )
+    with running(guarded):
+        quiet = QuietClient(guarded.grpc, guarded.http, QUIET_KEY)  # what the first requests make is there from now on
+        assert not quiet.stop().failures
+        rest(guarded)
+        yield guarded
+
+
+def rest(fleet: Fleet) -> None:
+    """Waits until no process takes more memory: engines have theirs filled in a while after they began to serve."""
+    vitals = Vitals(fleet)
+    rested_at = time.monotonic() + REST_S
+    while time.monotonic() < rested_at:
+        time.sleep(0.5)
+        if any(mib > 1 for mib in vitals.growth_mib().values()):
+            vitals, rested_at = Vitals(fleet), time.monotonic() + REST_S
+
+
+@pytest.fixture
+def target(fleet: Fleet) -> Target:
+    return Target.of(fleet)
+
+
+@pytest.fixture(autouse=True)
+def vitals(fleet: Fleet) -> Iterator[Vitals]:
+    """Around each test: a quiet client is served, and the fleet is afterwards as it was before."""
+    before = Vitals(fleet)
+    quiet = QuietClient(fleet.grpc, fleet.http, QUIET_KEY)
+    yield before
+    answers = quiet.stop()
+    assert not answers.failures, answers.failures
+    assert all(answers.latencies_s.values())
+    before.check(GROWTH_MIB)
+
+
+@pytest.fixture
+def fuzz_seconds() -> float:
+    """Of one fuzzer."""
+    return ABUSE_SECONDS / NUM_FUZZERS
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        report.sections += [(f"log of {type(fleet).__name__} at {fleet.grpc}", fleet.logs()) for fleet in RUNNING]
+    return report

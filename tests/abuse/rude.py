@@ -1,0 +1,103 @@
+"""What rude clients need: where to go, many calls at once, and which answers are right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+import httpx
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from tests.integration.stack import Fleet
+
+T = TypeVar("T")
+MIB = 2**20
+RUDE_KEY = "rude-" * 8
+PATIENCE_S = 60.0
+OUR_FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+"""What no client may ever see, whatever it sends."""
+CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+@dataclass(slots=True, frozen=True)
+class Target:
+    grpc: str
+    http: str
+    prefill: str  # addresses of the workers' ports
+    decode: str
+
+    @classmethod
+    def of(cls, fleet: Fleet) -> Target:
+        (prefill, decode) = fleet.members
+        return cls(fleet.grpc, fleet.http, prefill.address, decode.address)
+
+    @contextmanager
+    def http_client(self, key: str | None = RUDE_KEY) -> Iterator[httpx.Client]:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        limits = httpx.Limits(max_connections=None)
+        with httpx.Client(
+            base_url=self.http, headers=headers, limits=limits, timeout=PATIENCE_S, trust_env=False
+        ) as client:
+            yield client
+
+    def host_port(self, address: str | None = None) -> tuple[str, int]:
+        """Of an address; of the HTTP port if None."""
+        host, _, port = (address or self.http.removeprefix("http://")).rpartition(":")
+        return host, int(port)
+
+
+@contextmanager
+def channel(address: str) -> Iterator[grpc.Channel]:
+    """A connection of its own."""
+    options = [
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+    ]
+    with grpc.insecure_channel(address, options=options) as opened:
+        yield opened
+
+
+def metadata(key: str | None = RUDE_KEY) -> list[tuple[str, str]]:
+    return [] if key is None else [("authorization", f"Bearer {key}")]
+
+
+def code_of(error: grpc.RpcError) -> grpc.StatusCode:
+    assert isinstance(error, grpc.Call)
+    return error.code()
+
+
+def retry_delay_s(error: grpc.RpcError) -> float | None:
+    """The delay that a refusal comes with; None if it has none."""
+    status = rpc_status.from_call(error)
+    for detail in status.details if status is not None else ():
+        info = error_details_pb2.RetryInfo()
+        if detail.Unpack(info):
+            return info.retry_delay.ToTimedelta().total_seconds()
+    return None
+
+
+def call(
+    opened: grpc.Channel, path: str, data: Iterable[bytes], *, key: str | None = RUDE_KEY, timeout_s: float = 30.0
+) -> grpc.StatusCode:
+    """Sends raw messages and reads the answer to its end; how it ended."""
+    method = opened.stream_stream(path, request_serializer=bytes, response_deserializer=bytes)
+    try:
+        for _ in method(iter(data), timeout=timeout_s, metadata=metadata(key)):
+            pass
+    except grpc.RpcError as error:
+        return code_of(error)
+    return grpc.StatusCode.OK
+
+
+def at_once(number: int, ask: Callable[[int], T], at_a_time: int = 32) -> Counter[T]:
+    """Asks for 0, 1, …; how often each outcome came."""
+    with ThreadPoolExecutor(at_a_time) as pool:
+        return Counter(pool.map(ask, range(number)))
