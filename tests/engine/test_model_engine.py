@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.config import EngineSettings
-from common.types import SamplingParams
+from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
 from engine.model_runner import ModelRunner
