@@ -299,7 +299,8 @@ async def _drain(front: Front, health: Health, grpc_server: grpc.aio.Server, tim
     await asyncio.sleep(0)  # it has begun
     front.admission.drain()
     try:
-        await asyncio.wait_for(front.admission.idle(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await front.admission.idle()
     except TimeoutError:
         log.warning("answers were cut off: they took longer than the drain timeout")
     closing.cancel()  # streams that never end by themselves, as of load or health, are not waited for

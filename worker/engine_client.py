@@ -201,12 +201,14 @@ class EngineClient:
             assert process.stdin is not None  # noqa: S101
             process.stdin.close()
             try:
-                await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
+                async with asyncio.timeout(_STOP_TIMEOUT_S):
+                    await process.wait()
             except TimeoutError:
                 log.warning("the engine did not end, killing it")
                 process.kill()
                 try:
-                    await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
+                    async with asyncio.timeout(_STOP_TIMEOUT_S):
+                        await process.wait()
                 except TimeoutError:
                     log.error("the engine was killed and does not end: a system call of its does not return")
         if self._socket is not None:
@@ -295,7 +297,8 @@ class EngineClient:
         future = self._asked_next or self._asked[1]  # type: ignore[index] # set by `_ask_status`
         try:
             # Shielded: others wait for it, and a caller may go away at any time.
-            return await asyncio.wait_for(asyncio.shield(future), STATUS_TIMEOUT_S)
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                return await asyncio.shield(future)
         except TimeoutError:
             raise UnavailableError(f"the engine gave no status within {STATUS_TIMEOUT_S:.0f} s") from None
 
@@ -401,7 +404,8 @@ class EngineClient:
             log.error("the engine hangs, killing it", extra={"timeout_s": timeout_s, "num_streams": len(self._streams)})
             self._process.kill()
             try:
-                await asyncio.wait_for(self.died.wait(), _STOP_TIMEOUT_S)
+                async with asyncio.timeout(_STOP_TIMEOUT_S):
+                    await self.died.wait()
             except TimeoutError:
                 self._failure += "; a system call of its does not return"
                 self._declare_dead(None)

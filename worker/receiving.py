@@ -70,7 +70,8 @@ def _handle(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[Any, Context]
 async def _receive(handler: grpc.RpcMethodHandler[Any, Any], context: Context) -> Any:
     """The call's one message. Raises `DecodeError`, `DeadlineError`, `InvalidArgumentError`."""
     try:
-        data = await asyncio.wait_for(context.read(), RECEIVE_TIMEOUT_S)
+        async with asyncio.timeout(RECEIVE_TIMEOUT_S):
+            data = await context.read()
     except TimeoutError:
         raise DeadlineError(f"the request did not come within {RECEIVE_TIMEOUT_S:g} s") from None
     if data is grpc.aio.EOF:

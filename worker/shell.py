@@ -129,7 +129,8 @@ class Worker:
     async def wait_idle(self, timeout_s: float) -> bool:
         """Waits for all work in flight to end; whether it has."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), max(timeout_s, 0.0))
+            async with asyncio.timeout(max(timeout_s, 0.0)):
+                await self._idle.wait()
         return not self.active
 
     def finish_later(self, work: Coroutine[None, None, None]) -> None:

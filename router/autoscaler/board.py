@@ -90,7 +90,8 @@ class Board:
     async def changed(self, timeout_s: float) -> None:
         """Returns after the next notice, or after `timeout_s`."""
         try:
-            await asyncio.wait_for(self._news.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
         except TimeoutError:
             return
 

@@ -145,7 +145,8 @@ class Fleet:
         async def read(channel: grpc.aio.Channel) -> None:
             call = worker_pb2_grpc.WorkerServiceStub(channel).WatchLoad(worker_pb2.WatchLoadRequest())
             while True:
-                load = await asyncio.wait_for(call.read(), SILENCE_S)
+                async with asyncio.timeout(SILENCE_S):
+                    load = await call.read()
                 if not isinstance(load, worker_pb2.WorkerLoad):  # the stream's end
                     return
                 worker.load, worker.state, worker.reported_at = (
@@ -165,7 +166,8 @@ class Fleet:
         async def read(channel: grpc.aio.Channel) -> None:
             call = demand_pb2_grpc.DemandServiceStub(channel).WatchDemand(demand_pb2.WatchDemandRequest())
             while True:
-                demand = await asyncio.wait_for(call.read(), SILENCE_S)
+                async with asyncio.timeout(SILENCE_S):
+                    demand = await call.read()
                 if not isinstance(demand, demand_pb2.RouterDemand):
                     return
                 if demand.epoch != router.epoch:

@@ -234,7 +234,8 @@ class Registry:
     async def changed(self, timeout_s: float) -> None:
         """Returns after the next change of any worker's state, or after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
 
     @contextlib.contextmanager
     def sending(self, *addresses: str) -> Iterator[None]:
@@ -302,7 +303,8 @@ class Registry:
         call = stub.WatchLoad(worker_pb2.WatchLoadRequest(), wait_for_ready=True)
         try:
             while True:
-                load = await asyncio.wait_for(call.read(), SILENCE_S)
+                async with asyncio.timeout(SILENCE_S):
+                    load = await call.read()
                 if not isinstance(load, worker_pb2.WorkerLoad):  # grpc.aio.EOF
                     return
                 if worker.info is None or (load.epoch and load.epoch != worker.info.epoch):

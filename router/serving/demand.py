@@ -58,7 +58,8 @@ class Demand:
         """Returns after a change, or when it is time to say that nothing changed."""
         self._news.clear()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), MAX_INTERVAL_S)
+            async with asyncio.timeout(MAX_INTERVAL_S):
+                await self._news.wait()
 
     def to_proto(self) -> demand_pb2.RouterDemand:
         return demand_pb2.RouterDemand(

@@ -115,7 +115,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
                 await asyncio.Event().wait()
             yield self._load()
             try:
-                await asyncio.wait_for(self._changed.wait(), 0.5)
+                async with asyncio.timeout(0.5):
+                    await self._changed.wait()
             except TimeoutError:
                 continue
 
