@@ -56,6 +56,11 @@ router_retries_refused = Counter(
 )
 router_fallbacks = Counter("baton_router_fallbacks", "Answers for which the decode worker computed KV itself.")
 router_endpoints = Gauge("baton_router_endpoints", "Workers as this router sees them.", ["role", "state"])
+router_false_workers = Counter(
+    "baton_router_false_workers",
+    "Times that a worker said what cannot be, by what it spoke of: itself (info), or an answer (tokens).",
+    ["about"],
+)
 router_decisions = Counter("baton_router_decisions", "Routing decisions, by where the prompt is computed.", ["prefill"])
 router_endpoint_requests = Gauge(
     "baton_router_endpoint_requests", "Requests that this router has running on a decode worker.", ["address"]

@@ -6,8 +6,6 @@ other requests share, has seen it. The engine compares the blocks' names: it has
 
 from __future__ import annotations
 
-import math
-
 from common.errors import TransferError
 from common.sampling import MAX_LOGPROBS
 from common.types import SampledToken
@@ -20,7 +18,6 @@ MAX_PEER_BYTES = 1 << 20  # of a connector's description: addresses and keys, so
 MAX_NAME_CHARS = 1024
 MAX_NUMBERS = 4096  # of one reference: a checksum for each KV head, a slot for each rank
 MAX_FAILURE_CHARS = 500
-_LONGEST_MS = 1e9
 
 
 class PrefillEvents:
@@ -72,8 +69,3 @@ class PrefillEvents:
         if index not in self._due:
             raise TransferError(f"{field}: block {index} was not asked for, or was announced before")
         self._due.remove(index)
-
-
-def milliseconds(value: float) -> float:
-    """A time that a peer reports, for reports and metrics: 0 where it is none."""
-    return value if math.isfinite(value) and 0 <= value <= _LONGEST_MS else 0.0

@@ -19,7 +19,9 @@ import grpc
 
 from common import metrics
 from common.errors import TransferError, UnavailableError
-from decode_service.prefill_events import PrefillEvents, milliseconds
+from common.grpc_streams import messages
+from common.peers import milliseconds
+from decode_service.prefill_events import PrefillEvents
 from engine import messages as m
 from protos.baton.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
 from worker.engine_client import EngineStream
@@ -162,11 +164,11 @@ class PrefillLeg:
         with self._worker.channels.calling(address) as channel:
             call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(self._messages(outbox), timeout=timeout)
             try:
-                async for event in call:
-                    if not self._is_finished:
-                        self._take_in(address, events, event)
+                async with contextlib.aclosing(messages(call, prefill_pb2.PrefillEvent)) as received:
+                    async for event in received:
+                        if not self._is_finished:
+                            self._take_in(address, events, event)
             finally:
-                call.cancel()
                 outbox.put_nowait(None)  # the call's own task still waits for a message
 
     async def _messages(

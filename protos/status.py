@@ -13,7 +13,9 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from common.errors import BatonError, error_of
+from common.peers import seconds_to_wait
 
+MOST_DELAY_S = 60.0  # that a peer can make others wait
 DETAILS_KEY = "grpc-status-details-bin"
 
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -43,7 +45,8 @@ def error_of_call(grpc_code: str, message: str, trailing_metadata: Metadata | No
     for detail in _status(grpc_code, trailing_metadata).details:
         retry, bad = error_details_pb2.RetryInfo(), error_details_pb2.BadRequest()
         if detail.Unpack(retry):
-            retry_after_s = retry.retry_delay.ToTimedelta().total_seconds()
+            delay = retry.retry_delay  # of any size: it cannot be relied on to be one that Python's own types take
+            retry_after_s = seconds_to_wait(delay.seconds + delay.nanos / 1e9, most=MOST_DELAY_S)
         elif detail.Unpack(bad) and bad.field_violations:
             field, reason = bad.field_violations[0].field, bad.field_violations[0].description
     return error_of(grpc_code, reason, field=field, retry_after_s=retry_after_s)

@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from common.errors import BatonError, DeadlineError, InternalError, InvalidArgumentError
+from common.grpc_streams import uncancelled
 from router.api.api_keys import current_client
 from router.api.grpc_errors import Parser, abort
 from router.serving.gate import Gate
@@ -103,7 +104,7 @@ class _Handler:
         timeout_s = self._gate.limits.receive_timeout_s
         try:
             async with self._gate.reading, asyncio.timeout(timeout_s):
-                data = await anext(aiter(messages), None)
+                data = await uncancelled(_first(messages))
         except TimeoutError as error:
             raise DeadlineError(f"the request did not come within {timeout_s:g} s") from error
         if data is None:
@@ -112,6 +113,10 @@ class _Handler:
         if len(data) > limit:
             raise InvalidArgumentError("request", f"has {len(data)} bytes, and may have {limit}")
         return data
+
+
+async def _first(messages: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(aiter(messages), None)
 
 
 def _serialize(message: object) -> bytes:

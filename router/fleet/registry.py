@@ -30,6 +30,7 @@ from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from protos.convert import role_of, state_of
 from protos.messages import value_of
 from router.fleet.endpoint import Endpoint
+from router.fleet.worker_info import false_info
 from router.serving.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -278,9 +279,11 @@ class Registry:
             self._renew_channel(worker)
             stub = worker_pb2_grpc.WorkerServiceStub(worker.channel)
             try:
-                worker.info = await stub.GetInfo(
-                    worker_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S, wait_for_ready=True
-                )
+                info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S, wait_for_ready=True)
+                if false := false_info(info):
+                    self._note_false(worker, false)
+                    raise UnavailableError(false)
+                worker.info = info
                 async with self._adopting:  # of workers that answer at the same time, the first decides
                     await self._adopt(worker, stub)
                 await self._read_load(worker, stub)
@@ -298,6 +301,12 @@ class Registry:
                 problem = repr(error)
             self._set_state(worker, WorkerState.UNREACHABLE, problem)
             await asyncio.sleep(RETRY_S)
+
+    def _note_false(self, worker: _Worker, problem: str) -> None:
+        """Once for each that a worker goes on saying."""
+        if problem != worker.problem:
+            metrics.router_false_workers.labels("info").inc()
+            log.error("a worker says what cannot be", extra={"address": worker.address, "reason": problem})
 
     async def _read_load(self, worker: _Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
         call = stub.WatchLoad(worker_pb2.WatchLoadRequest(), wait_for_ready=True)

@@ -19,7 +19,7 @@ def load_score(endpoint: Endpoint) -> int:
 def kv_headroom(endpoint: Endpoint) -> float:
     """Share of KV blocks that a new request could take."""
     load = endpoint.load
-    return (load.num_free_blocks + load.num_cached_blocks) / load.num_blocks if load.num_blocks else 0.0
+    return min(1.0, (load.num_free_blocks + load.num_cached_blocks) / load.num_blocks) if load.num_blocks else 0.0
 
 
 class LeastLoad(RankingPolicy):

@@ -30,18 +30,23 @@ from common.errors import (
     OverloadedError,
     UnavailableError,
 )
+from common.grpc_streams import messages
+from common.peers import MAX_WORDS
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
-from protos.convert import finish_reason_of, token_of
+from protos.convert import finish_reason_of
 from protos.messages import message_of
 from protos.status import error_of_call
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from router.policy.base import Policy, RoutingDecision, RoutingRequest
+from router.serving.decode_events import DecodeEvents, FalseEventError
 from router.serving.request import GenerationRequest
 from router.serving.retry_budget import RetryBudget
 
 log = logging.getLogger(__name__)
+
+FULL = "RESOURCE_EXHAUSTED"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -73,16 +78,6 @@ class DispatchReport:
     num_output_tokens: int = 0
     summary: decode_pb2.DecodeSummary = field(default_factory=decode_pb2.DecodeSummary)
 
-    def take_in(self, summary: decode_pb2.DecodeSummary, earlier: decode_pb2.DecodeSummary) -> None:
-        """What a worker says of its part. `earlier` is the summary as it was before that worker: what its predecessors
-        went through stays told."""
-        self.summary.CopyFrom(summary)
-        self.summary.num_prefill_retries += earlier.num_prefill_retries
-        self.summary.num_preemptions += earlier.num_preemptions
-        self.summary.num_blocks_moved += earlier.num_blocks_moved
-        self.summary.num_bytes_moved += earlier.num_bytes_moved
-        self.summary.fallback_reason = earlier.fallback_reason or summary.fallback_reason
-
 
 @dataclass(slots=True)
 class _Avoided:
@@ -99,9 +94,10 @@ class _Avoided:
 class _WorkerLostError(Exception):
     """The decode worker cannot go on; another one may."""
 
-    def __init__(self, code: str, reason: str, *, gone: bool) -> None:
+    def __init__(self, code: str, reason: str, *, gone: bool, retry_after_s: float | None = None) -> None:
         super().__init__(f"{code}: {reason}")
         self.code = code
+        self.retry_after_s = retry_after_s  # what a full worker asks for
         self.gone = gone  # no answer at all, rather than an answer that refuses
 
 
@@ -176,8 +172,8 @@ class Dispatcher:
             try:
                 decision = self._pick_once(request, avoided)
             except UnavailableError as error:
-                if lost is not None and lost.code == "RESOURCE_EXHAUSTED":
-                    raise OverloadedError(f"every decode worker is full ({lost})") from error
+                if lost is not None and lost.code == FULL:
+                    raise _overloaded(f"every decode worker is full ({lost})", lost) from error
                 left = min(give_up_at, request.deadline) - self._clock()
                 if left <= 0:
                     raise UnavailableError(f"{error.message}; {lost}" if lost else error.message) from error
@@ -220,7 +216,8 @@ class Dispatcher:
             return
         if not within_budget:
             metrics.router_retries_refused.inc()
-            raise UnavailableError(f"decode worker lost and the retry budget is spent; {lost}") from lost
+            message = f"decode worker lost and the retry budget is spent; {lost}"
+            raise (_overloaded(message, lost) if lost.code == FULL else UnavailableError(message)) from lost
         if report.num_retries >= self._limits.num_retries:
             raise _given_up(lost, report.num_retries) from lost
         report.num_retries += 1
@@ -264,34 +261,37 @@ class Dispatcher:
         timeout_s = request.deadline - self._clock()
         if timeout_s <= 0:
             raise DeadlineError("the request's deadline has passed")
-        decode, earlier = decision.decode, decode_pb2.DecodeSummary()
-        earlier.CopyFrom(report.summary)
+        decode, earlier, events = decision.decode, report.summary, DecodeEvents(request, len(sent))
         call = self._open(request, decision, sent, timeout_s)
         with self._registry.sending(*_counted(decision)):
             try:
-                async for event in call:
-                    if event.HasField("summary"):
-                        num_retries = report.summary.num_prefill_retries
-                        report.take_in(event.summary, earlier)
-                        num_new = report.summary.num_prefill_retries - num_retries
-                        for _ in range(min(num_new, len(decision.prefill))):  # it was told of no more
-                            self._budget.spend(self._clock())
-                    new = NewTokens(
-                        [token_of(token) for token in event.tokens],
-                        finish_reason_of(event.finish_reason),
-                        event.stop_token_id if event.HasField("stop_token_id") else None,
-                    )
-                    self._mark(report, len(new.tokens))
-                    if new.tokens or new.finish_reason:
-                        yield new
-                    if new.finish_reason:
-                        return
-                    if event.offers_handover and (elsewhere := self._elsewhere(request, decode, avoided)):
-                        raise _HandoverError(elsewhere)
+                async with aclosing(messages(call, decode_pb2.DecodeEvent)) as received:
+                    async for event in received:
+                        if event.HasField("summary"):
+                            num_retries = report.summary.num_prefill_retries
+                            report.summary = events.summary(event.summary, earlier)
+                            num_new = report.summary.num_prefill_retries - num_retries
+                            for _ in range(min(num_new, len(decision.prefill))):  # it was told of no more
+                                self._budget.spend(self._clock())
+                        new = NewTokens(
+                            events.tokens(event),
+                            finish_reason_of(event.finish_reason),
+                            event.stop_token_id if event.HasField("stop_token_id") else None,
+                        )
+                        self._mark(report, len(new.tokens))
+                        if new.tokens or new.finish_reason:
+                            yield new
+                        if new.finish_reason:
+                            return
+                        if event.offers_handover and (elsewhere := self._elsewhere(request, decode, avoided)):
+                            raise _HandoverError(elsewhere)
             except grpc.aio.AioRpcError as error:
                 raise self._failure(request, decode, error) from error
-            finally:
-                call.cancel()  # does nothing to a call that has ended
+            except FalseEventError as error:
+                metrics.router_false_workers.labels("tokens").inc()
+                extra = {"request_id": request.request_id, "decode_worker": decode.address, "reason": str(error)}
+                log.error("a decode worker says what cannot be", extra=extra)
+                raise _WorkerLostError("INTERNAL", f"{decode.address} {error}", gone=False) from error
         raise _WorkerLostError("UNAVAILABLE", "the stream ended without a finish reason", gone=True)
 
     def _open(
@@ -329,13 +329,14 @@ class Dispatcher:
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.DEADLINE_EXCEEDED and self._clock() >= request.deadline - 0.05:
             return DeadlineError("the request's deadline passed before it was finished")
+        fault = error_of_call(code.name, details, error.trailing_metadata())
         if code is grpc.StatusCode.INVALID_ARGUMENT:
-            fault = error_of_call(code.name, details, error.trailing_metadata())
             return InvalidArgumentError(request.client_field(fault.field), fault.reason)
         if code is grpc.StatusCode.INTERNAL and "RST_STREAM" not in details:
             log.error("decode worker failed", extra={"request_id": request.request_id, "reason": details})
         gone = code is grpc.StatusCode.UNAVAILABLE
-        return _WorkerLostError(code.name, f"{decode.address}: {details}", gone=gone)
+        reason = f"{decode.address}: {details[:MAX_WORDS]}"
+        return _WorkerLostError(code.name, reason, gone=gone, retry_after_s=fault.retry_after_s)
 
 
 def _counted(decision: RoutingDecision) -> tuple[str, ...]:
@@ -343,10 +344,14 @@ def _counted(decision: RoutingDecision) -> tuple[str, ...]:
     return (decision.decode.address, *(endpoint.address for endpoint in decision.prefill[:1]))
 
 
+def _overloaded(message: str, lost: _WorkerLostError) -> OverloadedError:
+    return OverloadedError(message) if lost.retry_after_s is None else OverloadedError(message, lost.retry_after_s)
+
+
 def _given_up(lost: _WorkerLostError, num_retries: int) -> BatonError:
     message = f"gave up after {num_retries} retries; last: {lost}"
-    if lost.code == "RESOURCE_EXHAUSTED":
-        return OverloadedError(message)
+    if lost.code == FULL:
+        return _overloaded(message, lost)
     if lost.code in ("INTERNAL", "UNKNOWN"):
         return InternalError(message)
     return UnavailableError(message)

@@ -7,7 +7,8 @@ set on the object, at any time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 
@@ -56,6 +57,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
             None  # tokens sent in one call, then it offers a handover and again, as it goes on
         )
         self.first_summary: decode_pb2.DecodeSummary | None = None  # what it says with its first token
+        self.spoil: Callable[[decode_pb2.DecodeEvent], None] | None = None  # changes each event before it is sent
+        self.false_info: dict[str, Any] = {}  # what it says of itself, instead of the truth
         self.silent = False  # answers calls, but reports no load
         self.delay_s = 0.0  # before each token
         # What was seen.
@@ -91,7 +94,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
     # ------------------------------------------------------------------------------------------- services
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Context) -> worker_pb2.WorkerInfo:  # noqa: N802
-        return worker_pb2.WorkerInfo(
+        info = worker_pb2.WorkerInfo(
             worker_id=f"worker-{self.address}",
             role=role_to_proto(self.role),
             epoch=self.epoch,
@@ -105,6 +108,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
             block_size=16,
             eos_token_ids=[eos_id()],
         )
+        info.MergeFrom(worker_pb2.WorkerInfo(**self.false_info))
+        return info
 
     async def WatchLoad(  # noqa: N802
         self, request: worker_pb2.WatchLoadRequest, context: Context
@@ -171,7 +176,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
                 await asyncio.sleep(self.delay_s)
                 if is_offered:
                     yield decode_pb2.DecodeEvent(offers_handover=True)
-                yield self._event(position, params, is_last=position == stop - 1)
+                event = self._event(position, params, is_last=position == stop - 1)
+                if self.spoil is not None:
+                    self.spoil(event)
+                yield event
         except asyncio.CancelledError:
             self.cancelled.set()
             raise

@@ -6,10 +6,11 @@ import asyncio
 import time
 
 import grpc
+import httpx
 import openai
 import pytest
 
-from common.errors import InvalidArgumentError
+from common.errors import InvalidArgumentError, OverloadedError
 from common.types import WorkerRole
 from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2, worker_pb2
 from protos.status import error_of_call
@@ -391,6 +392,26 @@ async def test_other_models_and_roles_are_excluded(start_worker: StartWorker, st
     assert len(used) == 2
     assert len({(worker.fingerprint, worker.model) for worker in used}) == 1
     assert no_decode.requests == []
+
+
+@pytest.mark.parametrize("has_budget", [True, False])
+async def test_load_is_told_as_load(
+    pair: tuple[FakeWorker, FakeWorker], start_router: StartRouter, monkeypatch: pytest.MonkeyPatch, has_budget: bool
+) -> None:
+    """Every worker is full, and says when to come again: so does the router, with or without retries left."""
+    for worker in pair:
+        worker.refuse = OverloadedError("too many wait", retry_after_s=7.0)
+    if not has_budget:
+        monkeypatch.setattr(RetryBudget, "spend", lambda _self, _now: False)
+    router = await start_router(*pair)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(router)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    error = error_of_call("RESOURCE_EXHAUSTED", "", caught.value.trailing_metadata())
+    assert error.retry_after_s == 7.0
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "x"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
 
 
 def test_retry_budget_is_a_share_of_requests_and_a_floor() -> None:

@@ -151,4 +151,7 @@ def _token_text(token_id: int, tokenizer: Tokenizer) -> str:
 
 
 def _finite(logprob: float | None) -> float | None:
-    return None if logprob is None else max(logprob, LEAST_LOGPROB)
+    """In JSON's range, whatever a worker said."""
+    if logprob is None:
+        return None
+    return min(logprob, -LEAST_LOGPROB) if logprob > LEAST_LOGPROB else LEAST_LOGPROB

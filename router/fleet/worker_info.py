@@ -1,0 +1,31 @@
+"""What a worker may say of itself. A router takes its limits from a worker, so one that is broken, or was taken over,
+must not be able to lift them, or to keep the router from serving.
+"""
+
+from __future__ import annotations
+
+from protos.baton.v1 import worker_pb2
+
+MAX_TOKENS = 2**24  # of a context, or of a vocabulary: beyond any model
+MAX_BLOCK_SIZE = 2**16
+MAX_EOS_TOKENS = 1024
+MAX_NAME_CHARS = 1024
+
+
+def false_info(info: worker_pb2.WorkerInfo) -> str:
+    """What in it cannot be; empty if all of it can."""
+    for name, value, most in (
+        ("max_model_len", info.max_model_len, MAX_TOKENS),
+        ("vocab_size", info.vocab_size, MAX_TOKENS),
+        ("block_size", info.block_size, MAX_BLOCK_SIZE),
+    ):
+        if not 1 <= value <= most:
+            return f"says that its {name} is {value}"
+    for name in ("worker_id", "epoch", "model", "fingerprint", "fingerprint_but_dtype", "dtype", "dtype_reason"):
+        if len(getattr(info, name)) > MAX_NAME_CHARS:
+            return f"says a {name} of more than {MAX_NAME_CHARS} characters"
+    if not info.model:
+        return "says no model"
+    if len(info.eos_token_ids) > MAX_EOS_TOKENS or any(token >= info.vocab_size for token in info.eos_token_ids):
+        return "says eos_token_ids that are too many, or outside its vocabulary"
+    return ""

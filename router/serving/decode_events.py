@@ -1,0 +1,65 @@
+"""What a decode worker may say on one stream, and what it may not. Tokens that cannot be end the stream like any other
+failure of a worker: the caller has seen nothing of them. Numbers for reports and metrics are clamped.
+"""
+
+from __future__ import annotations
+
+from common.peers import MAX_BYTES, MAX_COUNT, MAX_WORDS, milliseconds
+from common.sampling import MAX_LOGPROBS
+from common.types import SampledToken
+from protos.baton.v1 import decode_pb2
+from protos.convert import token_of
+from router.serving.request import GenerationRequest
+
+MAX_EVENT_TOKENS = 4096  # workers send a few; each is worked on before other requests get their turn
+
+
+class FalseEventError(Exception):
+    """The worker said what cannot be."""
+
+
+class DecodeEvents:
+    """Takes in the events of one stream, in order."""
+
+    def __init__(self, request: GenerationRequest, num_sent: int) -> None:
+        """`num_sent`: tokens of the answer that the caller has already."""
+        self._vocab_size = request.model.limits.vocab_size
+        self._num_prompt_tokens = len(request.prompt_token_ids)
+        self._max_tokens = request.sampling_params.max_tokens
+        self._num_left = self._max_tokens - num_sent
+
+    def tokens(self, event: decode_pb2.DecodeEvent) -> list[SampledToken]:
+        """Raises `FalseEventError`."""
+        num = len(event.tokens)
+        if num > self._num_left:
+            raise FalseEventError(f"sends more tokens than max_tokens, {self._max_tokens}")
+        if num > MAX_EVENT_TOKENS:
+            raise FalseEventError(f"sends {num} tokens in one event")
+        self._num_left -= num
+        tokens = [token_of(token) for token in event.tokens]
+        for token in tokens:
+            if token.token_id >= self._vocab_size:
+                raise FalseEventError(f"sends token id {token.token_id}, outside the vocabulary")
+            if len(token.top_logprobs) > MAX_LOGPROBS:
+                raise FalseEventError(f"sends {len(token.top_logprobs)} logprobs beside a token")
+            if any(top.token_id >= self._vocab_size for top in token.top_logprobs):
+                raise FalseEventError("sends a logprob of a token id outside the vocabulary")
+        return tokens
+
+    def summary(self, said: decode_pb2.DecodeSummary, earlier: decode_pb2.DecodeSummary) -> decode_pb2.DecodeSummary:
+        """What a worker says of its part. `earlier` is the summary as it was before that worker: what its predecessors
+        went through stays told."""
+        return decode_pb2.DecodeSummary(
+            num_cached_tokens=min(said.num_cached_tokens, self._num_prompt_tokens),
+            prefill_worker=said.prefill_worker[:MAX_WORDS],
+            num_blocks_moved=min(said.num_blocks_moved + earlier.num_blocks_moved, MAX_COUNT),
+            num_bytes_moved=min(said.num_bytes_moved + earlier.num_bytes_moved, MAX_BYTES),
+            fallback_reason=earlier.fallback_reason or said.fallback_reason[:MAX_WORDS],
+            num_prefill_retries=min(said.num_prefill_retries + earlier.num_prefill_retries, MAX_COUNT),
+            num_preemptions=min(said.num_preemptions + earlier.num_preemptions, MAX_COUNT),
+            queue_ms=milliseconds(said.queue_ms),
+            prefill_ms=milliseconds(said.prefill_ms),
+            handoff_ms=milliseconds(said.handoff_ms),
+            first_decode_ms=milliseconds(said.first_decode_ms),
+            transfer_ms=milliseconds(said.transfer_ms),
+        )
