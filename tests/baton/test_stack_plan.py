@@ -49,7 +49,7 @@ def test_the_dtype_is_chosen_once_for_all_workers(
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     for device, dtype in (("cpu", "float32"), ("cuda", "bfloat16")):
-        settings = prepare_model(UpSettings(model=str(tmp_path), device=device, prefill=2))
+        settings = prepare_model(UpSettings(model=str(tmp_path), device=device, prefill=2, kernels="torch"))
         commands = stack_plan.plan(settings, Path("/kv")).commands
         for name in ("prefill-1", "prefill-2", "decode-1"):
             assert f"--dtype={dtype}" in commands[name]

@@ -43,44 +43,38 @@ inline Floats load_some(const T* from, int count) {
     return load(values);
 }
 
-// c[R, 2 vectors] (+)= a[R, k] * b[k, 2 vectors]
-template <int R>
-void small_tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int k, float* c, int64_t c_stride,
-                bool add) {
+// c[R, PANEL] (+)= a[R, k] * panel[k, PANEL]
+template <Kind K, int R, class A>
+void small_tile(const A* a, int64_t a_stride, const uint8_t* panel, int k, float* c, int64_t c_stride, bool add) {
     Sums<R, 1> sums;
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-        sums.of[r][0] = add ? load(c + r * c_stride) : Floats{};
-        sums.of[r][1] = add ? load(c + r * c_stride + LANES) : Floats{};
-    }
-    for (int i = 0; i < k; i++) {
-        const Floats w[2] = {load(b + i * b_stride), load(b + i * b_stride + LANES)};
-        multiply_add<R, 1>(sums, a + i, a_stride, w);
-    }
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < 2; i++) sums.of[r][i] = add ? load(c + r * c_stride + i * LANES) : Floats{};
+    Tile<K, R, 1>::run(sums, a, a_stride, panel, 0, k);
 #pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-        store(c + r * c_stride, sums.of[r][0]);
-        store(c + r * c_stride + LANES, sums.of[r][1]);
-    }
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < 2; i++) store(c + r * c_stride + i * LANES, sums.of[r][i]);
 }
 
-template <int... R>
-void small_rows(int rows, const float* a, int64_t a_stride, const float* b, int64_t b_stride, int k, float* c,
-                int64_t c_stride, bool add, std::integer_sequence<int, R...>) {
-    using Function = void (*)(const float*, int64_t, const float*, int64_t, int, float*, int64_t, bool);
-    static constexpr Function functions[] = {small_tile<R + 1>...};
-    functions[rows - 1](a, a_stride, b, b_stride, k, c, c_stride, add);
+template <Kind K, class A, int... R>
+void small_rows(int rows, const A* a, int64_t a_stride, const uint8_t* panel, int k, float* c, int64_t c_stride, bool add,
+                std::integer_sequence<int, R...>) {
+    using Function = void (*)(const A*, int64_t, const uint8_t*, int, float*, int64_t, bool);
+    static constexpr Function functions[] = {small_tile<K, R + 1, A>...};
+    functions[rows - 1](a, a_stride, panel, k, c, c_stride, add);
 }
 
-// c[rows, columns] (+)= a[rows, k] * b[k, columns]; columns a multiple of 2 vectors.
-inline void small_product(int rows, int columns, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
-                          int k, float* c, int64_t c_stride, bool add) {
+// c[rows, columns] (+)= a[rows, k] * b[k, columns]; columns a multiple of PANEL, b in panels as weights of kind K are.
+template <Kind K, class A>
+void small_product(int rows, int columns, const A* a, int64_t a_stride, const void* b, int64_t bytes, int k, float* c,
+                   int64_t c_stride, bool add) {
     const int tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    for (int column = 0; column < columns; column += PANEL)
+    auto* panel = static_cast<const uint8_t*>(b);
+    for (int column = 0; column < columns; column += PANEL, panel += bytes)
         for (int t = 0; t < tiles; t++) {
             const int start = rows * t / tiles, count = rows * (t + 1) / tiles - start;
-            small_rows(count, a + start * a_stride, a_stride, b + column, b_stride, k, c + start * c_stride + column,
-                       c_stride, add, std::make_integer_sequence<int, MAX_ROWS>());
+            small_rows<K, A>(count, a + start * a_stride, a_stride, panel, k, c + start * c_stride + column, c_stride, add,
+                             ROW_COUNTS);
         }
 }
 
@@ -145,9 +139,10 @@ void few_scores(const Workspace& w, int rows, int head_dim, const T** keys) {
         }
 }
 
-// The same for many: K is transposed into the workspace first.
+// The same for many: K is transposed into the workspace first, in panels.
 template <class T>
 void many_scores(const Workspace& w, int rows, int head_dim, const T** keys) {
+    const int64_t panel = w.width * PANEL;
     for (int first = 0; first < TILE; first += LANES)
         for (int d = 0; d < head_dim; d += LANES) {
             Floats square[LANES];
@@ -155,9 +150,10 @@ void many_scores(const Workspace& w, int rows, int head_dim, const T** keys) {
                 square[i] = d + LANES <= head_dim ? load(keys[first + i] + d)
                                                   : load_some(keys[first + i] + d, head_dim - d);
             transpose(square);
-            for (int i = 0; i < LANES && d + i < head_dim; i++) store(w.keys + (d + i) * TILE + first, square[i]);
+            float* to = w.keys + first / PANEL * panel + first % PANEL;
+            for (int i = 0; i < LANES && d + i < head_dim; i++) store(to + (d + i) * PANEL, square[i]);
         }
-    small_product(rows, TILE, w.q, w.width, w.keys, TILE, head_dim, w.scores, TILE, false);
+    small_product<F32>(rows, TILE, w.q, w.width, w.keys, panel * 4, head_dim, w.scores, TILE, false);
 }
 
 template <int R, class T>
@@ -176,6 +172,17 @@ void few_sums(const Workspace& w, const T** values, int count) {
 }
 
 template <class T>
+void weigh_as_floats(const Workspace& w, int rows, int head_dim, const T** values, int count) {
+    for (int i = 0; i < count; i++)
+        for (int d = 0; d < w.width; d += LANES)
+            store(w.values + d / PANEL * TILE * PANEL + i * PANEL + d % PANEL,
+                  d + LANES <= head_dim ? load(values[i] + d)
+                  : d < head_dim        ? load_some(values[i] + d, head_dim - d)
+                                        : Floats{});
+    small_product<F32>(rows, int(w.width), w.scores, TILE, w.values, TILE * PANEL * 4, count, w.sums, w.width, true);
+}
+
+template <class T>
 void weigh_values(const Workspace& w, int rows, int head_dim, const T** values, int count) {
     if (head_dim == w.width) {
         switch (rows) {
@@ -187,13 +194,78 @@ void weigh_values(const Workspace& w, int rows, int head_dim, const T** values, 
             case 6: return few_sums<6>(w, values, count);
         }
     }
-    for (int i = 0; i < count; i++)
-        for (int d = 0; d < w.width; d += LANES)
-            store(w.values + i * w.width + d, d + LANES <= head_dim ? load(values[i] + d)
-                                              : d < head_dim        ? load_some(values[i] + d, head_dim - d)
-                                                                    : Floats{});
-    small_product(rows, int(w.width), w.scores, TILE, w.values, w.width, count, w.sums, w.width, true);
+    weigh_as_floats(w, rows, head_dim, values, count);
 }
+
+template <class T>
+void prepare_many(const Workspace&, int) {}
+
+template <class T>
+void weigh_for_many(const Workspace& w, int rows, int head_dim, const T** values, int count) {
+    weigh_as_floats(w, rows, head_dim, values, count);
+}
+
+#if defined(__AVX512BF16__)
+
+// 2 * LANES bfloat16, zeros from `count` on, as words.
+inline Words load_pairs(const bf16* from, int count) {
+    if (count >= 2 * LANES) return load_as<Words>(from);
+    bf16 values[2 * LANES] = {};
+    if (count > 0) std::memcpy(values, from, sizeof(bf16) * count);
+    return load_as<Words>(values);
+}
+
+inline Words zero_extended(const bf16* from, int count) {
+    bf16 values[LANES] = {};
+    if (count < LANES) from = static_cast<bf16*>(std::memcpy(values, from, sizeof(bf16) * count));
+    return __builtin_convertvector(load_as<Halves>(from), Words);
+}
+
+// Each row of `columns` floats (a multiple of LANES) becomes bfloat16 where it stands: `2 * stride` of them apart.
+inline const bf16* round_rows(float* values, int rows, int64_t stride, int64_t columns) {
+    for (int r = 0; r < rows; r++)
+        for (int64_t i = 0; i < columns; i += LANES) {
+            const auto halves = _mm512_cvtneps_pbh((__m512)load(values + r * stride + i));
+            std::memcpy(reinterpret_cast<bf16*>(values + r * stride) + i, &halves, sizeof halves);
+        }
+    return reinterpret_cast<const bf16*>(values);
+}
+
+// With many rows of a cache in bfloat16, Q and the weights are rounded to it, and products are those of pairs: of
+// neighbours in a row of K, and of neighbouring tokens in V.
+template <>
+void prepare_many<bf16>(const Workspace& w, int rows) {
+    round_rows(w.q, rows, w.width, w.width);
+}
+
+template <>
+void many_scores<bf16>(const Workspace& w, int rows, int head_dim, const bf16** keys) {
+    const int64_t panel = w.width / 2 * PANEL;
+    for (int first = 0; first < TILE; first += LANES)
+        for (int d = 0; d < head_dim; d += 2 * LANES) {
+            Floats square[LANES];
+            for (int i = 0; i < LANES; i++) square[i] = (Floats)load_pairs(keys[first + i] + d, head_dim - d);
+            transpose(square);
+            float* to = w.keys + first / PANEL * panel + d / 2 * PANEL + first % PANEL;
+            for (int i = 0; i < LANES; i++) store(to + i * PANEL, square[i]);
+        }
+    small_product<BF16>(rows, TILE, reinterpret_cast<const bf16*>(w.q), 2 * w.width, w.keys, panel * 4, head_dim, w.scores,
+                        TILE, false);
+}
+
+template <>
+void weigh_for_many<bf16>(const Workspace& w, int rows, int head_dim, const bf16** values, int count) {
+    for (int i = 0; i < count; i += 2)
+        for (int d = 0; d < w.width; d += LANES) {
+            const int left = std::min(LANES, std::max(0, head_dim - d));
+            const Words pair = zero_extended(values[i] + d, left) | zero_extended(values[i + 1] + d, left) << 16;
+            store(w.values + d / PANEL * (TILE / 2 * PANEL) + i / 2 * PANEL + d % PANEL, (Floats)pair);
+        }
+    const bf16* weights = round_rows(w.scores, rows, TILE, TILE);
+    small_product<BF16>(rows, int(w.width), weights, 2 * TILE, w.values, TILE / 2 * PANEL * 4, count, w.sums, w.width, true);
+}
+
+#endif
 
 // Scores of one row become weights; what was summed before is rescaled to the new largest score.
 inline void soften(const Workspace& w, int r, const AttentionShape& shape, int tile, int from, int to) {
@@ -202,19 +274,14 @@ inline void soften(const Workspace& w, int r, const AttentionShape& shape, int t
     const float minus_infinity = -__builtin_inff();
     Floats most = broadcast(w.most[r]);
     for (int i = 0; i < TILE; i += LANES) {
-        Floats score = load(scores + i);
+        Floats score = load(scores + i) * shape.scale;
         if (shape.soft_cap > 0) {
             const Floats twice = score * (2.0f / shape.soft_cap);
             score = (1.0f - 2.0f / (exponential(twice) + 1.0f)) * shape.soft_cap;
         }
         if (!is_whole) {
-            float lanes[LANES];
-            store(lanes, score);
-            for (int lane = 0; lane < LANES; lane++) {
-                const int token = tile + i + lane;
-                if (token < from || token >= to) lanes[lane] = minus_infinity;
-            }
-            score = load(lanes);
+            const Ints token = lane_numbers() + (tile + i);
+            score = either((token >= from) & (token < to), score, Floats{} + minus_infinity);
         }
         store(scores + i, score);
         most = larger(score, most);
@@ -245,20 +312,26 @@ void attend(const Workspace& w, const Context<T>& context, int rows, int group, 
         w.total[r] = 0;
     }
     std::memset(w.sums, 0, sizeof(float) * rows * w.width);
+    const bool is_many = rows > FEW_ROWS;
+    if (is_many) prepare_many<T>(w, rows);
     const int first = shape.window > 0 ? std::max(0, position - shape.window + 1) : 0;
     start = std::max(start, first / TILE * TILE);
     for (int tile = start; tile < stop; tile += TILE) {
         const T *keys[TILE], *values[TILE];
         context.rows(tile, first, stop, keys, values);
-        if (rows <= FEW_ROWS)
-            few_scores(w, rows, shape.head_dim, keys);
+        if (is_many)
+            many_scores<T>(w, rows, shape.head_dim, keys);
         else
-            many_scores(w, rows, shape.head_dim, keys);
+            few_scores<T>(w, rows, shape.head_dim, keys);
         for (int r = 0; r < rows; r++) {
             const int last = position + r / group + 1;
             soften(w, r, shape, tile, shape.window > 0 ? last - shape.window : 0, std::min(last, stop));
         }
-        weigh_values(w, rows, shape.head_dim, values, std::min(TILE, stop - tile));
+        const int count = std::min(TILE, stop - tile);
+        if (is_many)
+            weigh_for_many<T>(w, rows, shape.head_dim, values, count);
+        else
+            weigh_values<T>(w, rows, shape.head_dim, values, count);
     }
 }
 
@@ -319,8 +392,8 @@ void attention(Team& team, const AttentionShape& shape, const Batch& batch, int 
             const int64_t row = task.first_row + task.query + r / group, column = (task.head * group + r % group) * dim;
             float* to = w.q + r * width;
             for (int d = 0; d < dim; d++)
-                to[d] = shape.scale * (q.is_bf16 ? widen(static_cast<const bf16*>(q.data)[row * q.stride + column + d])
-                                                 : static_cast<const float*>(q.data)[row * q.stride + column + d]);
+                to[d] = q.is_bf16 ? widen(static_cast<const bf16*>(q.data)[row * q.stride + column + d])
+                                  : static_cast<const float*>(q.data)[row * q.stride + column + d];
             for (int64_t d = dim; d < width; d++) to[d] = 0;
         }
         const T* plane = static_cast<const T*>(shape.cache) + layer * shape.layer_stride +

@@ -84,23 +84,48 @@ inline void narrow(bf16* to, float value) {
 inline Floats either(Ints condition, Floats yes, Floats no) {
     return (Floats)(((Ints)yes & condition) | ((Ints)no & ~condition));
 }
+// b if either is NaN.
+#if defined(__AVX512F__)
+inline Floats larger(Floats a, Floats b) { return (Floats)_mm512_max_ps((__m512)a, (__m512)b); }
+inline Floats smaller(Floats a, Floats b) { return (Floats)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX2__)
+inline Floats larger(Floats a, Floats b) { return (Floats)_mm256_max_ps((__m256)a, (__m256)b); }
+inline Floats smaller(Floats a, Floats b) { return (Floats)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
 inline Floats larger(Floats a, Floats b) { return either(a > b, a, b); }
 inline Floats smaller(Floats a, Floats b) { return either(a < b, a, b); }
+#endif
 
+template <int STEP, size_t... I>
+inline Floats rotated_by(Floats value, std::index_sequence<I...>) {
+    return __builtin_shuffle(value, Ints{int((I + STEP) % LANES)...});
+}
+template <int STEP>
+inline Floats rotated(Floats value) {
+    return rotated_by<STEP>(value, std::make_index_sequence<LANES>());
+}
+
+template <int STEP = LANES / 2>
 inline float sum(Floats value) {
-    float lanes[LANES];
-    store(lanes, value);
-    for (int step = LANES / 2; step > 0; step /= 2)
-        for (int i = 0; i < step; i++) lanes[i] += lanes[i + step];
-    return lanes[0];
+    if constexpr (STEP == 0)
+        return value[0];
+    else
+        return sum<STEP / 2>(value + rotated<STEP>(value));
 }
+template <int STEP = LANES / 2>
 inline float largest(Floats value) {
-    float lanes[LANES];
-    store(lanes, value);
-    for (int step = LANES / 2; step > 0; step /= 2)
-        for (int i = 0; i < step; i++) lanes[i] = lanes[i + step] > lanes[i] ? lanes[i + step] : lanes[i];
-    return lanes[0];
+    if constexpr (STEP == 0)
+        return value[0];
+    else
+        return largest<STEP / 2>(larger(value, rotated<STEP>(value)));
 }
+
+// 0, 1, 2, ...
+template <size_t... I>
+inline Ints count_up(std::index_sequence<I...>) {
+    return Ints{int(I)...};
+}
+inline Ints lane_numbers() { return count_up(std::make_index_sequence<LANES>()); }
 
 // e^x to 2 units in the last place; 0 below -87, so that minus infinity gives 0. NaN stays NaN.
 inline Floats exponential(Floats x) {
