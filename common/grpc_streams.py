@@ -1,16 +1,19 @@
 """Reading streams of responses without leaving memory behind.
 
-grpcio never frees what it took for a batch of operations whose awaiter was cancelled
-(https://github.com/grpc/grpc/issues/43360, seen with 1.69 to 1.85): a hundred bytes or so for each call that is
-cancelled while it waits for a message, scattered over the heap, for good. So nobody here cancels a read that has begun:
-the call is cancelled instead, and its read then ends by itself.
+grpcio never frees what it took for a batch of operations that failed, or whose awaiter was cancelled
+(https://github.com/grpc/grpc/issues/43360, seen with 1.69 to 1.85): up to a KiB for each call that is cancelled while
+it waits for a message, scattered over the heap, for good. So nobody here cancels a read that has begun: the call is
+cancelled instead, and its read then ends by itself. And a call whose last message has come may end by itself:
+cancelled, it would often meet its server in the middle of saying how it ended, which then fails there.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
+
+END_S = 1.0  # a peer ends a stream right after its last message
 
 MessageT = TypeVar("MessageT")
 ResultT = TypeVar("ResultT")
@@ -21,18 +24,29 @@ class StreamCall(Protocol):
 
     def read(self) -> Coroutine[Any, Any, object]: ...
     def cancel(self) -> bool: ...
+    def done(self) -> bool: ...
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None: ...
 
 
-async def messages(call: StreamCall, kind: type[MessageT]) -> AsyncGenerator[MessageT, None]:
-    """Each message of the stream, in order. To be closed by whoever stops before its end, which cancels the call.
+async def messages(
+    call: StreamCall, kind: type[MessageT], is_last: Callable[[MessageT], object] = lambda _: False
+) -> AsyncGenerator[MessageT, None]:
+    """Each message of the stream, in order. To be closed by whoever stops before its end, which cancels the call; after
+    a message that `is_last` the peer has END_S to end it.
 
     Raises `grpc.aio.AioRpcError` if the call fails.
     """
+    ends_by_itself = False
     try:
         while isinstance(message := await uncancelled(call.read()), kind):  # its end is an object of gRPC's own
+            ends_by_itself = bool(is_last(message))
             yield message
     finally:
-        call.cancel()  # does nothing to a call that has ended
+        if ends_by_itself and not call.done():
+            timer = asyncio.get_running_loop().call_later(END_S, call.cancel)
+            call.add_done_callback(lambda _: timer.cancel())
+        else:
+            call.cancel()  # does nothing to a call that has ended
 
 
 async def uncancelled(reading: Coroutine[Any, Any, ResultT]) -> ResultT:

@@ -265,7 +265,7 @@ class Dispatcher:
         call = self._open(request, decision, sent, timeout_s)
         with self._registry.sending(*_counted(decision)):
             try:
-                async with aclosing(messages(call, decode_pb2.DecodeEvent)) as received:
+                async with aclosing(messages(call, decode_pb2.DecodeEvent, _is_last)) as received:
                     async for event in received:
                         if event.HasField("summary"):
                             num_retries = report.summary.num_prefill_retries
@@ -337,6 +337,10 @@ class Dispatcher:
         gone = code is grpc.StatusCode.UNAVAILABLE
         reason = f"{decode.address}: {details[:MAX_WORDS]}"
         return _WorkerLostError(code.name, reason, gone=gone, retry_after_s=fault.retry_after_s)
+
+
+def _is_last(event: decode_pb2.DecodeEvent) -> bool:
+    return finish_reason_of(event.finish_reason) is not None
 
 
 def _counted(decision: RoutingDecision) -> tuple[str, ...]:

@@ -1,0 +1,143 @@
+"""Streams of responses are read so that gRPC keeps nothing: no read is cancelled, and a call that ends may end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import grpc
+import pytest
+
+from common.grpc_streams import messages, uncancelled
+from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
+
+Call = grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeEvent]
+STOP = types_pb2.FINISH_REASON_STOP
+
+
+class Server(decode_pb2_grpc.DecodeServiceServicer):
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+        self.ended: asyncio.Queue[str] = asyncio.Queue()
+
+    async def Decode(  # noqa: N802
+        self,
+        request: decode_pb2.DecodeRequest,
+        context: grpc.aio.ServicerContext[object, object],
+    ) -> AsyncIterator[decode_pb2.DecodeEvent]:
+        try:
+            yield decode_pb2.DecodeEvent()
+            yield decode_pb2.DecodeEvent(finish_reason=STOP if request.request_id == "ends" else 0)  # type: ignore[arg-type]
+            await self.may_end.wait()
+            self.ended.put_nowait("by itself")
+        except asyncio.CancelledError:
+            self.ended.put_nowait("cancelled")
+            raise
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    server, servicer = grpc.aio.server(), Server()
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
+    servicer.port = server.add_insecure_port("127.0.0.1:0")  # type: ignore[attr-defined]
+    await server.start()
+    yield servicer
+    await server.stop(None)
+
+
+@pytest.fixture
+async def stub(server: Server) -> AsyncIterator[decode_pb2_grpc.DecodeServiceAsyncStub]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:  # type: ignore[attr-defined]
+        yield decode_pb2_grpc.DecodeServiceStub(channel)
+
+
+def is_last(event: decode_pb2.DecodeEvent) -> bool:
+    return event.finish_reason == STOP
+
+
+async def test_each_message_until_the_end(server: Server, stub: decode_pb2_grpc.DecodeServiceAsyncStub) -> None:
+    server.may_end.set()
+    call = stub.Decode(decode_pb2.DecodeRequest(request_id="ends"))
+    assert len([event async for event in messages(call, decode_pb2.DecodeEvent, is_last)]) == 2
+    assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_a_failed_call_raises(server: Server, stub: decode_pb2_grpc.DecodeServiceAsyncStub) -> None:
+    call = stub.Decode(decode_pb2.DecodeRequest(), timeout=0.3)
+    with pytest.raises(grpc.aio.AioRpcError):
+        [event async for event in messages(call, decode_pb2.DecodeEvent)]
+
+
+async def test_after_its_last_message_a_call_may_end(
+    server: Server, stub: decode_pb2_grpc.DecodeServiceAsyncStub
+) -> None:
+    call = stub.Decode(decode_pb2.DecodeRequest(request_id="ends"))
+    async with aclosing(messages(call, decode_pb2.DecodeEvent, is_last)) as received:
+        async for event in received:
+            if is_last(event):
+                break
+    server.may_end.set()
+    assert await asyncio.wait_for(server.ended.get(), 20) == "by itself"
+    assert await call.code() is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("request_id", ["ends", "goes on"])
+async def test_a_call_that_does_not_end_is_cancelled(
+    server: Server, stub: decode_pb2_grpc.DecodeServiceAsyncStub, request_id: str
+) -> None:
+    call = stub.Decode(decode_pb2.DecodeRequest(request_id=request_id))
+    async with aclosing(messages(call, decode_pb2.DecodeEvent, is_last)) as received:
+        await anext(received)
+        await anext(received)
+    assert await asyncio.wait_for(server.ended.get(), 20) == "cancelled"
+
+
+async def test_a_reader_that_is_cancelled_cancels_no_read(
+    server: Server, stub: decode_pb2_grpc.DecodeServiceAsyncStub
+) -> None:
+    """The read that has begun ends by itself, as its call is cancelled."""
+    call = stub.Decode(decode_pb2.DecodeRequest())
+    reads: list[asyncio.Task[object] | None] = []
+    original = call.read
+
+    async def read() -> object:
+        reads.append(asyncio.current_task())
+        return await original()
+
+    call.read = read  # type: ignore[method-assign, assignment]
+
+    async def reading() -> None:
+        async with aclosing(messages(call, decode_pb2.DecodeEvent)) as received:
+            async for _ in received:
+                pass
+
+    task = asyncio.create_task(reading())
+    async with asyncio.timeout(20):
+        while len(reads) < 3:  # noqa: ASYNC110 (the third waits for a message that never comes)
+            await asyncio.sleep(0.005)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
+    last = reads[-1]
+    assert last is not None
+    assert last.cancelling() == 0, "nobody asked it to end"
+    assert await asyncio.wait_for(server.ended.get(), 20) == "cancelled"
+    await asyncio.wait({last}, timeout=20)
+    assert last.done()
+
+
+async def test_what_goes_on_alone_may_fail() -> None:
+    go = asyncio.Event()
+
+    async def fail() -> None:
+        await go.wait()
+        raise ValueError("nobody waits for this")  # were it not looked at, pytest would see it as unhandled
+
+    waiting = asyncio.create_task(uncancelled(fail()))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    go.set()
+    await asyncio.sleep(0)
+    assert waiting.cancelled()
