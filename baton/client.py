@@ -19,7 +19,7 @@ from typing import Self, TypeVar, Unpack
 import grpc
 from google.protobuf.message import Message
 
-from baton.report import Chunk, FleetWorker, ModelCard, RequestReport, Result, Timings, Usage
+from baton.report import Chunk, FleetWorker, ModelCard, RequestReport, Result, Usage
 from common.errors import (
     BatonError,
     ConfigError,
@@ -40,6 +40,7 @@ from protos.baton.v1 import (
     types_pb2,
 )
 from protos.convert import finish_reason_of, role_of, state_of, token_of
+from protos.messages import value_of
 from protos.status import error_of_call
 
 Request = TypeVar("Request", bound=Message)
@@ -79,12 +80,8 @@ class Answer:
             logprobs=tuple(token for chunk in self._chunks for token in chunk.logprobs),
             finish_reason=finish_reason_of(last.finish_reason),
             stop_reason=last.stop_reason,
-            usage=Usage(
-                prompt_tokens=last.usage.prompt_tokens,
-                completion_tokens=last.usage.completion_tokens,
-                cached_tokens=last.usage.cached_tokens,
-            ),
-            report=_report(last.report),
+            usage=value_of(last.usage, Usage),
+            report=value_of(last.report, RequestReport),
         )
 
     @property
@@ -265,31 +262,6 @@ def _sampling_params(options: SamplingOptions) -> types_pb2.SamplingParams:
             except (TypeError, ValueError) as cause:
                 raise InvalidArgumentError(name, f"{value!r} is no value for it: {cause}") from error
         raise
-
-
-def _report(report: types_pb2.RequestReport) -> RequestReport:
-    timings = report.timings
-    return RequestReport(
-        timings=Timings(
-            queue_ms=timings.queue_ms,
-            prefill_ms=timings.prefill_ms,
-            handoff_ms=timings.handoff_ms,
-            transfer_ms=timings.transfer_ms,
-            first_decode_ms=timings.first_decode_ms,
-            ttft_ms=timings.ttft_ms,
-            total_ms=timings.total_ms,
-            tokens_per_second=timings.tokens_per_second,
-        ),
-        prefill_worker=report.prefill_worker,
-        decode_worker=report.decode_worker,
-        num_blocks_moved=report.num_blocks_moved,
-        num_bytes_moved=report.num_bytes_moved,
-        fallback_reason=report.fallback_reason,
-        num_retries=report.num_retries,
-        num_migrations=report.num_migrations,
-        num_preemptions=report.num_preemptions,
-        num_handovers=report.num_handovers,
-    )
 
 
 def _fleet_worker(worker: router_pb2.FleetWorker) -> FleetWorker:

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 
 import grpc
 
@@ -23,7 +22,7 @@ from common.grpc_streams import messages
 from common.peers import milliseconds
 from decode_service.prefill_events import PrefillEvents
 from engine import messages as m
-from protos.baton.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
+from protos.baton.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
 from worker.engine_client import EngineStream
 from worker.shell import Worker
 
@@ -33,24 +32,25 @@ DEADLINE_SLACK_S = 0.05  # gRPC's clock and the event loop's may differ by so mu
 END_WAIT_S = 2.0  # for a prefill worker to end the stream; it does so at once
 
 
-@dataclass(slots=True)
-class PrefillReport:
-    """What the prefill leg did for one request."""
-
-    address: str = ""  # the worker that gave the first token
-    num_retries: int = 0
-    num_cached_tokens: int = 0
-    queue_ms: float = 0.0
-    prefill_ms: float = 0.0
-    publish_ms: float = 0.0  # of the last announcement
-    failures: list[str] = field(default_factory=list)
-
-
 class PrefillLeg:
-    """Its way is one task, from `start` to `end`; everything is called from the same event loop."""
+    """Its way is one task, from `start` to `end`; everything is called from the same event loop.
 
-    def __init__(self, worker: Worker, request: decode_pb2.DecodeRequest, stream: EngineStream) -> None:
-        self.report = PrefillReport()
+    `report` and `usage` are the request's: what the leg did is added to them.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        request: decode_pb2.DecodeRequest,
+        stream: EngineStream,
+        report: types_pb2.RequestReport,
+        usage: types_pb2.Usage,
+    ) -> None:
+        self.queue_ms = 0.0  # in the prefill worker that gave the first token
+        self.publish_ms = 0.0  # of the last announcement
+        self._report = report
+        self._usage = usage
+        self._failures: list[str] = []
         self._worker = worker
         self._request = request
         self._stream = stream
@@ -124,12 +124,12 @@ class PrefillLeg:
                 if self._is_finished or self._is_late(deadline):
                     return  # nobody waits any more: not the worker's failure
                 self._note_failure(address, error)
-                self._stream.send(m.PrefillLeaseEnded(self._stream.engine_id, self.report.failures[-1]))
+                self._stream.send(m.PrefillLeaseEnded(self._stream.engine_id, self._failures[-1]))
             if self._has_first_token:
                 break
             if number + 1 < len(self._request.prefill_addresses):
-                self.report.num_retries += 1
-        reason = self.report.failures[-1] if self.report.failures else "no prefill worker"
+                self._report.num_retries += 1
+        reason = self._failures[-1] if self._failures else "no prefill worker"
         self._stream.send(m.RemotePrefillFailed(self._stream.engine_id, reason))
 
     def _first_missing(self, first_block: int) -> int:
@@ -144,7 +144,7 @@ class PrefillLeg:
         code = error.code().name if isinstance(error, grpc.aio.AioRpcError) else "OK"
         words = f"{code}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else str(error)
         metrics.worker_prefill_failures.labels(code).inc()
-        self.report.failures.append(f"prefill worker {address}: {words}")
+        self._failures.append(f"prefill worker {address}: {words}")
         log.warning(
             "prefill worker failed", extra={"request_id": self._request.request_id, "address": address, "reason": words}
         )
@@ -203,17 +203,17 @@ class PrefillLeg:
                 self._take_in_first_token(address, events, event.first_token)
 
     def _announced(self, events: PrefillEvents, ready: prefill_pb2.BlocksReady) -> m.BlocksAnnounced:
-        self.report.publish_ms = milliseconds(ready.publish_ms)
+        self.publish_ms = milliseconds(ready.publish_ms)
         return events.announced(self._stream.engine_id, ready)
 
     def _take_in_first_token(self, address: str, events: PrefillEvents, first: prefill_pb2.FirstToken) -> None:
         token = events.first_token(first)
         announced = [self._announced(events, first.blocks_ready)] if first.HasField("blocks_ready") else []
         self._has_first_token = True
-        self.report.address = address
-        self.report.num_cached_tokens = min(first.num_cached_tokens, len(self._request.prompt_token_ids))
-        self.report.queue_ms = milliseconds(first.queue_ms)
-        self.report.prefill_ms = milliseconds(first.prefill_ms)
+        self.queue_ms = milliseconds(first.queue_ms)
+        self._report.prefill_worker = address
+        self._report.timings.prefill_ms = milliseconds(first.prefill_ms)
+        self._usage.cached_tokens = min(first.num_cached_tokens, len(self._request.prompt_token_ids))
         # The engine first: the token's way to the client takes longer than the blocks' way here.
         self._stream.send(*announced, m.RemoteFirstToken(self._stream.engine_id, token))
         if not self._request.output_token_ids:  # else the client has it already, from an earlier decode worker

@@ -19,7 +19,7 @@ from common.sampling import SamplingParams
 from common.validation import check_priority
 from decode_service.prefill_leg import PrefillLeg
 from engine import messages as m
-from protos.baton.v1 import decode_pb2, decode_pb2_grpc
+from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from protos.convert import finish_reason_to_proto, token_to_proto
 from worker import convert
 from worker.engine_client import EngineStream, HandoverDue
@@ -97,10 +97,10 @@ class DecodeRun:
         self._params = params
         self._stream = stream
         self._context = context
-        self._leg = PrefillLeg(worker, request, stream)
+        self._report = types_pb2.RequestReport()
+        self._usage = types_pb2.Usage()
+        self._leg = PrefillLeg(worker, request, stream, self._report, self._usage)
         self._marks = _Marks(time.monotonic())
-        self._num_blocks_moved = 0
-        self._num_bytes_moved = 0
         self._num_sends = 0
 
     async def run(self) -> None:
@@ -135,8 +135,8 @@ class DecodeRun:
                 self._leg.start(first_block, self._deadline())
             case m.BlocksFetched(_, indexes, failed_indexes, _, num_bytes, elapsed_s):
                 self._marks.last_fetch_s = elapsed_s
-                self._num_blocks_moved += len(indexes)
-                self._num_bytes_moved += num_bytes
+                self._report.num_blocks_moved += len(indexes)
+                self._report.num_bytes_moved += num_bytes
                 metrics.worker_kv_blocks_moved.inc(len(indexes))
                 metrics.worker_kv_blocks_lost.inc(len(failed_indexes))
                 metrics.worker_kv_bytes_moved.inc(num_bytes)
@@ -167,8 +167,11 @@ class DecodeRun:
             tokens=[token_to_proto(token) for token in event.tokens],
             finish_reason=finish_reason_to_proto(event.finish_reason),
             stop_token_id=event.stop_token_id,
-            summary=self._summary(event) if self._is_news(event) else None,
         )
+        if self._is_news(event):
+            self._usage.cached_tokens = max(self._usage.cached_tokens, event.num_cached_tokens)
+            message.report.CopyFrom(self._completed(event))
+            message.usage.CopyFrom(self._usage)
         await self._stream.deliver(self._context.write(message))
 
     def _count(self, event: m.TokensGenerated) -> None:
@@ -179,32 +182,26 @@ class DecodeRun:
             metrics.worker_handoff.observe(max(marks.kv_complete - marks.first_token, 0.0))
 
     def _is_news(self, event: m.TokensGenerated) -> bool:
-        """Whether the summary differs from the last one sent. A router that ends an answer itself, at a stop string,
+        """Whether the report differs from the last one sent. A router that ends an answer itself, at a stop string,
         has to know by then."""
         self._num_sends += 1
         return self._num_sends <= 2 or event.finish_reason is not None
 
-    def _summary(self, event: m.TokensGenerated) -> decode_pb2.DecodeSummary:
-        marks, report = self._marks, self._leg.report
+    def _completed(self, event: m.TokensGenerated) -> types_pb2.RequestReport:
+        """The report with everything that is known by now."""
+        marks, report, timings = self._marks, self._report, self._report.timings
         first = marks.first_token or marks.start  # resumed requests that finish at once have no token of their own
         kv_complete = max(marks.kv_complete or first, first)
-        is_remote = bool(report.address)
-        local_prefill_s = first - marks.start - marks.queue_s
-        handoff_ms = (kv_complete - first) * 1000 if is_remote else 0.0
-        return decode_pb2.DecodeSummary(
-            num_cached_tokens=max(event.num_cached_tokens, report.num_cached_tokens),
-            prefill_worker=report.address,
-            num_blocks_moved=self._num_blocks_moved,
-            num_bytes_moved=self._num_bytes_moved,
-            fallback_reason=event.fallback_reason,
-            num_prefill_retries=report.num_retries,
-            num_preemptions=event.num_preemptions,
-            queue_ms=marks.queue_s * 1000 + report.queue_ms,
-            prefill_ms=report.prefill_ms if is_remote else max(local_prefill_s, 0.0) * 1000,
-            handoff_ms=handoff_ms,
-            transfer_ms=min(report.publish_ms + marks.last_fetch_s * 1000, handoff_ms),
-            first_decode_ms=(marks.second_token - kv_complete) * 1000 if marks.second_token else 0.0,
-        )
+        report.fallback_reason = event.fallback_reason
+        report.num_preemptions = event.num_preemptions
+        timings.queue_ms = marks.queue_s * 1000 + self._leg.queue_ms
+        timings.first_decode_ms = (marks.second_token - kv_complete) * 1000 if marks.second_token else 0.0
+        if report.prefill_worker:
+            timings.handoff_ms = (kv_complete - first) * 1000
+            timings.transfer_ms = min(self._leg.publish_ms + marks.last_fetch_s * 1000, timings.handoff_ms)
+        else:
+            timings.prefill_ms = max(first - marks.start - marks.queue_s, 0.0) * 1000
+        return report
 
     def _deadline(self) -> float | None:
         """The request's own deadline, in the event loop's time."""

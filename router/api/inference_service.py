@@ -10,13 +10,13 @@ import grpc
 
 from common.errors import InvalidArgumentError
 from common.validation import chat_role, check_messages, check_model
-from protos.baton.v1 import inference_pb2, types_pb2
+from protos.baton.v1 import inference_pb2
 from protos.convert import finish_reason_to_proto, token_to_proto
 from protos.messages import given_fields
 from router.api.api_keys import current_client
 from router.fleet.registry import ServedModel
 from router.serving.front import Front
-from router.serving.request import GenerationRequest, Output, Prompt, Report
+from router.serving.request import GenerationRequest, Output, Prompt
 
 Context = grpc.aio.ServicerContext[object, object]
 
@@ -120,7 +120,7 @@ class InferenceService:
 
 
 def _response(request: GenerationRequest, output: Output) -> inference_pb2.GenerateResponse:
-    response = inference_pb2.GenerateResponse(
+    return inference_pb2.GenerateResponse(
         request_id=request.request_id,
         text=output.text,
         token_ids=[token.token_id for token in output.tokens],
@@ -128,38 +128,6 @@ def _response(request: GenerationRequest, output: Output) -> inference_pb2.Gener
         finish_reason=finish_reason_to_proto(output.finish_reason),
         stop_reason="" if output.stop_reason is None else str(output.stop_reason),
         model=request.model.limits.model,
-    )
-    if output.report is not None:
-        response.usage.CopyFrom(
-            types_pb2.Usage(
-                prompt_tokens=output.report.num_prompt_tokens,
-                completion_tokens=output.report.num_output_tokens,
-                cached_tokens=output.report.num_cached_tokens,
-            )
-        )
-        response.report.CopyFrom(_report(output.report))
-    return response
-
-
-def _report(report: Report) -> types_pb2.RequestReport:
-    return types_pb2.RequestReport(
-        timings=types_pb2.Timings(
-            queue_ms=report.queue_ms,
-            prefill_ms=report.prefill_ms,
-            handoff_ms=report.handoff_ms,
-            transfer_ms=report.transfer_ms,
-            first_decode_ms=report.first_decode_ms,
-            ttft_ms=report.ttft_ms,
-            total_ms=report.total_ms,
-            tokens_per_second=report.tokens_per_second,
-        ),
-        prefill_worker=report.prefill_worker,
-        decode_worker=report.decode_worker,
-        num_blocks_moved=report.num_blocks_moved,
-        num_bytes_moved=report.num_bytes_moved,
-        fallback_reason=report.fallback_reason,
-        num_retries=report.num_retries,
-        num_migrations=report.num_migrations,
-        num_preemptions=report.num_preemptions,
-        num_handovers=report.num_handovers,
+        usage=output.usage,
+        report=output.report,
     )

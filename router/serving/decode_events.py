@@ -7,7 +7,7 @@ from __future__ import annotations
 from common.peers import MAX_BYTES, MAX_COUNT, MAX_WORDS, milliseconds
 from common.sampling import MAX_LOGPROBS
 from common.types import SampledToken
-from protos.baton.v1 import decode_pb2
+from protos.baton.v1 import decode_pb2, types_pb2
 from protos.convert import token_of
 from router.serving.request import GenerationRequest
 
@@ -46,20 +46,20 @@ class DecodeEvents:
                 raise FalseEventError("sends a logprob of a token id outside the vocabulary")
         return tokens
 
-    def summary(self, said: decode_pb2.DecodeSummary, earlier: decode_pb2.DecodeSummary) -> decode_pb2.DecodeSummary:
-        """What a worker says of its part. `earlier` is the summary as it was before that worker: what its predecessors
-        went through stays told."""
-        return decode_pb2.DecodeSummary(
-            num_cached_tokens=min(said.num_cached_tokens, self._num_prompt_tokens),
-            prefill_worker=said.prefill_worker[:MAX_WORDS],
-            num_blocks_moved=min(said.num_blocks_moved + earlier.num_blocks_moved, MAX_COUNT),
-            num_bytes_moved=min(said.num_bytes_moved + earlier.num_bytes_moved, MAX_BYTES),
-            fallback_reason=earlier.fallback_reason or said.fallback_reason[:MAX_WORDS],
-            num_prefill_retries=min(said.num_prefill_retries + earlier.num_prefill_retries, MAX_COUNT),
-            num_preemptions=min(said.num_preemptions + earlier.num_preemptions, MAX_COUNT),
-            queue_ms=milliseconds(said.queue_ms),
-            prefill_ms=milliseconds(said.prefill_ms),
-            handoff_ms=milliseconds(said.handoff_ms),
-            first_decode_ms=milliseconds(said.first_decode_ms),
-            transfer_ms=milliseconds(said.transfer_ms),
-        )
+    def report(self, said: types_pb2.RequestReport, earlier: types_pb2.RequestReport) -> types_pb2.RequestReport:
+        """What a worker says of its part. `earlier` is the report as it was before that worker: what its predecessors
+        went through, and what the router did, stays told."""
+        report = types_pb2.RequestReport()
+        report.CopyFrom(earlier)
+        report.prefill_worker = said.prefill_worker[:MAX_WORDS]
+        report.fallback_reason = earlier.fallback_reason or said.fallback_reason[:MAX_WORDS]
+        report.num_blocks_moved = min(said.num_blocks_moved + earlier.num_blocks_moved, MAX_COUNT)
+        report.num_bytes_moved = min(said.num_bytes_moved + earlier.num_bytes_moved, MAX_BYTES)
+        report.num_retries = min(said.num_retries + earlier.num_retries, MAX_COUNT)
+        report.num_preemptions = min(said.num_preemptions + earlier.num_preemptions, MAX_COUNT)
+        for field in types_pb2.Timings.DESCRIPTOR.fields:
+            setattr(report.timings, field.name, milliseconds(getattr(said.timings, field.name)))
+        return report
+
+    def usage(self, said: types_pb2.Usage) -> types_pb2.Usage:
+        return types_pb2.Usage(cached_tokens=min(said.cached_tokens, self._num_prompt_tokens))

@@ -66,17 +66,15 @@ class NewTokens:
 
 
 @dataclass(slots=True)
-class DispatchReport:
+class Progress:
     """What happened to one request so far; complete once its last tokens came."""
 
-    decode_worker: str = ""
-    num_retries: int = 0
-    num_migrations: int = 0
-    num_handovers: int = 0  # of num_migrations
+    report: types_pb2.RequestReport = field(default_factory=types_pb2.RequestReport)
+    usage: types_pb2.Usage = field(default_factory=types_pb2.Usage)
+    num_retries: int = 0  # other decode workers tried before the first token; the report counts prefill workers, too
     first_token_at: float | None = None
     last_token_at: float | None = None
     num_output_tokens: int = 0
-    summary: decode_pb2.DecodeSummary = field(default_factory=decode_pb2.DecodeSummary)
 
 
 @dataclass(slots=True)
@@ -127,8 +125,8 @@ class Dispatcher:
         self._budget = budget or RetryBudget()
         self._clock = clock
 
-    async def run(self, request: GenerationRequest, report: DispatchReport) -> AsyncGenerator[NewTokens, None]:
-        """Yields tokens until one batch has a `finish_reason`; fills `report` as it goes.
+    async def run(self, request: GenerationRequest, progress: Progress) -> AsyncGenerator[NewTokens, None]:
+        """Yields tokens until one batch has a `finish_reason`; fills `progress` as it goes.
 
         Raises `UnavailableError` where no decode worker is left, `OverloadedError` where all refuse,
         `DeadlineError`, `InvalidArgumentError` where a worker refuses the request itself.
@@ -138,9 +136,9 @@ class Dispatcher:
         avoided = _Avoided()
         decision = await self._pick(request, avoided, None)
         while True:
-            report.decode_worker = decision.decode.address
+            progress.report.decode_worker = decision.decode.address
             try:
-                async with aclosing(self._attempt(request, decision, sent, report, avoided)) as attempt:
+                async with aclosing(self._attempt(request, decision, sent, progress, avoided)) as attempt:
                     async for new in attempt:
                         sent.extend(token.token_id for token in new.tokens)
                         yield new
@@ -148,7 +146,7 @@ class Dispatcher:
                             return
             except _HandoverError as handover:
                 decision = handover.decision
-                self._count_handover(request, report, decision)
+                self._count_handover(request, progress, decision)
             except _WorkerLostError as error:
                 if not error.gone:
                     avoided.refuse(decision.decode)
@@ -158,7 +156,7 @@ class Dispatcher:
                 if ended := _ended_by(request, sent):
                     yield ended
                     return
-                self._allow_another(request, report, error, has_tokens=bool(sent))
+                self._allow_another(request, progress, error, has_tokens=bool(sent))
                 decision = await self._pick(request, avoided, error)
 
     async def _pick(
@@ -201,9 +199,10 @@ class Dispatcher:
             return self._policy.pick(replace(routing, tried=frozenset(avoided.refused)), endpoints)
 
     def _allow_another(
-        self, request: GenerationRequest, report: DispatchReport, lost: _WorkerLostError, *, has_tokens: bool
+        self, request: GenerationRequest, progress: Progress, lost: _WorkerLostError, *, has_tokens: bool
     ) -> None:
         """Counts the next attempt, or raises where there must be none."""
+        report = progress.report
         within_budget = self._budget.spend(self._clock())
         extra = {"request_id": request.request_id, "decode_worker": report.decode_worker, "reason": str(lost)}
         if has_tokens:
@@ -212,14 +211,15 @@ class Dispatcher:
                 raise UnavailableError(f"gave up after {report.num_migrations} migrations; last: {lost}") from lost
             report.num_migrations += 1
             metrics.router_migrations.labels(lost.code).inc()
-            log.warning("decode worker lost, migrating", extra={**extra, "num_tokens": report.num_output_tokens})
+            log.warning("decode worker lost, migrating", extra={**extra, "num_tokens": progress.num_output_tokens})
             return
         if not within_budget:
             metrics.router_retries_refused.inc()
             message = f"decode worker lost and the retry budget is spent; {lost}"
             raise (_overloaded(message, lost) if lost.code == FULL else UnavailableError(message)) from lost
-        if report.num_retries >= self._limits.num_retries:
-            raise _given_up(lost, report.num_retries) from lost
+        if progress.num_retries >= self._limits.num_retries:
+            raise _given_up(lost, progress.num_retries) from lost
+        progress.num_retries += 1
         report.num_retries += 1
         metrics.router_retries.labels(lost.code).inc()
         log.warning("decode worker lost, retrying", extra=extra)
@@ -232,8 +232,9 @@ class Dispatcher:
         except UnavailableError:
             return None
 
-    def _count_handover(self, request: GenerationRequest, report: DispatchReport, decision: RoutingDecision) -> None:
+    def _count_handover(self, request: GenerationRequest, progress: Progress, decision: RoutingDecision) -> None:
         """Not from the retry budget: a drain is no fault, and happens once in a worker's life."""
+        report = progress.report
         report.num_migrations += 1
         report.num_handovers += 1
         metrics.router_migrations.labels("drain").inc()
@@ -244,7 +245,7 @@ class Dispatcher:
                 "request_id": request.request_id,
                 "decode_worker": report.decode_worker,
                 "to": decision.decode.address,
-                "num_tokens": report.num_output_tokens,
+                "num_tokens": progress.num_output_tokens,
             },
         )
 
@@ -253,7 +254,7 @@ class Dispatcher:
         request: GenerationRequest,
         decision: RoutingDecision,
         sent: list[int],
-        report: DispatchReport,
+        progress: Progress,
         avoided: _Avoided,
     ) -> AsyncGenerator[NewTokens, None]:
         """One Decode call. Raises `_WorkerLostError` where another worker may do better, `_HandoverError` where one
@@ -261,16 +262,17 @@ class Dispatcher:
         timeout_s = request.deadline - self._clock()
         if timeout_s <= 0:
             raise DeadlineError("the request's deadline has passed")
-        decode, earlier, events = decision.decode, report.summary, DecodeEvents(request, len(sent))
+        decode, earlier, events = decision.decode, progress.report, DecodeEvents(request, len(sent))
         call = self._open(request, decision, sent, timeout_s)
         with self._registry.sending(*_counted(decision)):
             try:
                 async with aclosing(messages(call, decode_pb2.DecodeEvent, _is_last)) as received:
                     async for event in received:
-                        if event.HasField("summary"):
-                            num_retries = report.summary.num_prefill_retries
-                            report.summary = events.summary(event.summary, earlier)
-                            num_new = report.summary.num_prefill_retries - num_retries
+                        if event.HasField("report"):
+                            num_retries = progress.report.num_retries
+                            progress.report = events.report(event.report, earlier)
+                            progress.usage = events.usage(event.usage)
+                            num_new = progress.report.num_retries - num_retries
                             for _ in range(min(num_new, len(decision.prefill))):  # it was told of no more
                                 self._budget.spend(self._clock())
                         new = NewTokens(
@@ -278,7 +280,7 @@ class Dispatcher:
                             finish_reason_of(event.finish_reason),
                             event.stop_token_id if event.HasField("stop_token_id") else None,
                         )
-                        self._mark(report, len(new.tokens))
+                        self._mark(progress, len(new.tokens))
                         if new.tokens or new.finish_reason:
                             yield new
                         if new.finish_reason:
@@ -315,14 +317,14 @@ class Dispatcher:
             timeout=timeout_s,
         )
 
-    def _mark(self, report: DispatchReport, num_tokens: int) -> None:
+    def _mark(self, progress: Progress, num_tokens: int) -> None:
         if not num_tokens:
             return
         now = self._clock()
-        if report.first_token_at is None:
-            report.first_token_at = now
-        report.last_token_at = now
-        report.num_output_tokens += num_tokens
+        if progress.first_token_at is None:
+            progress.first_token_at = now
+        progress.last_token_at = now
+        progress.num_output_tokens += num_tokens
 
     def _failure(self, request: GenerationRequest, decode: Endpoint, error: grpc.aio.AioRpcError) -> Exception:
         """What a failed call means: the request's own fault, its deadline, or a worker to be replaced."""

@@ -14,8 +14,8 @@ from common.types import FinishReason, SampledToken
 from router.serving.admission import DEADLINE_SLACK_S
 from router.serving.demand import Demand
 from router.serving.detokenizer import Detokenizer
-from router.serving.dispatch import Dispatcher, DispatchReport, NewTokens
-from router.serving.request import GenerationRequest, Output, Report
+from router.serving.dispatch import Dispatcher, NewTokens, Progress
+from router.serving.request import GenerationRequest, Output
 from router.serving.stop_strings import StopStrings
 
 log = logging.getLogger(__name__)
@@ -30,26 +30,26 @@ class Generation:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         """Closing the iterator, or cancelling its task, ends the request on every worker."""
-        report = DispatchReport()
+        progress = Progress()
         try:
-            async with aclosing(self._generate(request, report)) as outputs:
+            async with aclosing(self._generate(request, progress)) as outputs:
                 async for output in outputs:
                     yield output
         except BatonError as error:
-            _log_unfinished("failed", request, report, f"{error.grpc_code}: {error.message}")
+            _log_unfinished("failed", request, progress, f"{error.grpc_code}: {error.message}")
             raise
         except (asyncio.CancelledError, GeneratorExit):
             is_late = time.monotonic() >= request.deadline - DEADLINE_SLACK_S  # gRPC tells a deadline like a cancel
-            _log_unfinished("cancelled", request, report, "its deadline has passed" if is_late else "by its client")
+            _log_unfinished("cancelled", request, progress, "its deadline has passed" if is_late else "by its client")
             raise
 
-    async def _generate(self, request: GenerationRequest, report: DispatchReport) -> AsyncGenerator[Output, None]:
+    async def _generate(self, request: GenerationRequest, progress: Progress) -> AsyncGenerator[Output, None]:
         params = request.sampling_params
         self._demand.prompt(len(request.prompt_token_ids))
         detokenizer = Detokenizer(request.model.tokenizer, request.prompt_token_ids)
         stops = StopStrings(params.stop)
         num_tokens = 0
-        async with aclosing(self._dispatcher.run(request, report)) as run:
+        async with aclosing(self._dispatcher.run(request, progress)) as run:
             async for new in run:
                 self._demand.num_output_tokens += len(new.tokens)
                 texts: list[str] = []
@@ -60,7 +60,7 @@ class Generation:
                     if result.matched is not None:
                         kept = new.tokens[: index + 1]
                         yield _last(
-                            "".join(texts), kept, FinishReason.STOP, result.matched, request, report, num_tokens
+                            "".join(texts), kept, FinishReason.STOP, result.matched, request, progress, num_tokens
                         )
                         return
                 if new.finish_reason is None:
@@ -75,7 +75,7 @@ class Generation:
                     reason, stop_reason = FinishReason.STOP, result.matched
                 else:
                     texts.append(stops.flush())
-                yield _last("".join(texts), new.tokens, reason, stop_reason, request, report, num_tokens)
+                yield _last("".join(texts), new.tokens, reason, stop_reason, request, progress, num_tokens)
                 return
 
 
@@ -84,12 +84,12 @@ def _stop_reason(new: NewTokens, request: GenerationRequest) -> int | None:
     return new.stop_token_id if new.stop_token_id in request.sampling_params.stop_token_ids else None
 
 
-def _log_unfinished(how: str, request: GenerationRequest, report: DispatchReport, reason: str) -> None:
+def _log_unfinished(how: str, request: GenerationRequest, progress: Progress, reason: str) -> None:
     extra = {
         "request_id": request.request_id,
         "reason": reason,
-        "decode_worker": report.decode_worker,
-        "output_tokens": report.num_output_tokens,
+        "decode_worker": progress.report.decode_worker,
+        "output_tokens": progress.num_output_tokens,
     }
     log.info(how, extra=extra)
 
@@ -100,62 +100,54 @@ def _last(
     finish_reason: FinishReason,
     stop_reason: str | int | None,
     request: GenerationRequest,
-    report: DispatchReport,
+    progress: Progress,
     num_tokens: int,
 ) -> Output:
-    final = _report(request, report, num_tokens)
-    _observe(request, final)
-    return Output(text=text, tokens=tokens, finish_reason=finish_reason, stop_reason=stop_reason, report=final)
-
-
-def _report(request: GenerationRequest, dispatch: DispatchReport, num_tokens: int) -> Report:
-    summary = dispatch.summary
-    now = time.monotonic()
-    first = now if dispatch.first_token_at is None else dispatch.first_token_at
-    last = now if dispatch.last_token_at is None else dispatch.last_token_at
-    rest_s = last - first
-    return Report(
-        num_prompt_tokens=len(request.prompt_token_ids),
-        num_output_tokens=num_tokens,
-        num_cached_tokens=summary.num_cached_tokens,
-        queue_ms=summary.queue_ms,
-        prefill_ms=summary.prefill_ms,
-        handoff_ms=summary.handoff_ms,
-        transfer_ms=summary.transfer_ms,
-        first_decode_ms=summary.first_decode_ms,
-        ttft_ms=1000 * (first - request.arrived_at),
-        total_ms=1000 * (last - request.arrived_at),
-        tokens_per_second=(num_tokens - 1) / rest_s if num_tokens > 1 and rest_s > 0 else 0.0,
-        prefill_worker=summary.prefill_worker,
-        decode_worker=dispatch.decode_worker,
-        num_blocks_moved=summary.num_blocks_moved,
-        num_bytes_moved=summary.num_bytes_moved,
-        fallback_reason=summary.fallback_reason,
-        num_retries=dispatch.num_retries + summary.num_prefill_retries,
-        num_migrations=dispatch.num_migrations,
-        num_preemptions=summary.num_preemptions,
-        num_handovers=dispatch.num_handovers,
+    _complete(request, progress, num_tokens)
+    _observe(request, progress)
+    return Output(
+        text=text,
+        tokens=tokens,
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+        report=progress.report,
+        usage=progress.usage,
     )
 
 
-def _observe(request: GenerationRequest, report: Report) -> None:
-    metrics.router_prompt_tokens.observe(report.num_prompt_tokens)
-    metrics.router_output_tokens.observe(report.num_output_tokens)
-    metrics.router_cached_tokens.inc(report.num_cached_tokens)
-    metrics.router_ttft.observe(report.ttft_ms / 1000)
-    metrics.router_e2e.observe(report.total_ms / 1000)
-    if report.num_output_tokens > 1:
-        metrics.router_tpot.observe((report.total_ms - report.ttft_ms) / 1000 / (report.num_output_tokens - 1))
+def _complete(request: GenerationRequest, progress: Progress, num_tokens: int) -> None:
+    """Adds what the router alone knows."""
+    now = time.monotonic()
+    first = now if progress.first_token_at is None else progress.first_token_at
+    last = now if progress.last_token_at is None else progress.last_token_at
+    rest_s = last - first
+    timings, usage = progress.report.timings, progress.usage
+    timings.ttft_ms = 1000 * (first - request.arrived_at)
+    timings.total_ms = 1000 * (last - request.arrived_at)
+    timings.tokens_per_second = (num_tokens - 1) / rest_s if num_tokens > 1 and rest_s > 0 else 0.0
+    usage.prompt_tokens = len(request.prompt_token_ids)
+    usage.completion_tokens = num_tokens
+
+
+def _observe(request: GenerationRequest, progress: Progress) -> None:
+    report, timings, usage = progress.report, progress.report.timings, progress.usage
+    metrics.router_prompt_tokens.observe(usage.prompt_tokens)
+    metrics.router_output_tokens.observe(usage.completion_tokens)
+    metrics.router_cached_tokens.inc(usage.cached_tokens)
+    metrics.router_ttft.observe(timings.ttft_ms / 1000)
+    metrics.router_e2e.observe(timings.total_ms / 1000)
+    if usage.completion_tokens > 1:
+        metrics.router_tpot.observe((timings.total_ms - timings.ttft_ms) / 1000 / (usage.completion_tokens - 1))
     if report.fallback_reason:
         metrics.router_fallbacks.inc()
     extra: dict[str, object] = {
         "request_id": request.request_id,
         "decode_worker": report.decode_worker,
         "prefill_worker": report.prefill_worker,
-        "prompt_tokens": report.num_prompt_tokens,
-        "output_tokens": report.num_output_tokens,
-        "ttft_ms": round(report.ttft_ms, 1),
-        "total_ms": round(report.total_ms, 1),
+        "prompt_tokens": usage.prompt_tokens,
+        "output_tokens": usage.completion_tokens,
+        "ttft_ms": round(timings.ttft_ms, 1),
+        "total_ms": round(timings.total_ms, 1),
     }
     if request.client:
         extra["client"] = request.client

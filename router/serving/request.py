@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from common.sampling import FieldName, SamplingParams
 from common.types import FinishReason, SampledToken
+from protos.baton.v1 import types_pb2
 from router.fleet.registry import ServedModel
 
 
@@ -54,40 +55,15 @@ class GenerationRequest:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Report:
-    """What Baton did for one answer. Times in milliseconds."""
-
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_cached_tokens: int
-    queue_ms: float
-    prefill_ms: float
-    handoff_ms: float
-    transfer_ms: float
-    first_decode_ms: float
-    ttft_ms: float
-    total_ms: float
-    tokens_per_second: float
-    prefill_worker: str
-    decode_worker: str
-    num_blocks_moved: int
-    num_bytes_moved: int
-    fallback_reason: str
-    num_retries: int
-    num_migrations: int
-    num_preemptions: int
-    num_handovers: int
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
 class Output:
-    """A piece of an answer; the last one has `finish_reason` and `report`."""
+    """A piece of an answer; the last one has `finish_reason`, `report` and `usage`."""
 
     text: str  # whole characters; may lag behind `tokens`
     tokens: list[SampledToken]
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string, or the stop token's id, that ended it
-    report: Report | None = None
+    report: types_pb2.RequestReport | None = None
+    usage: types_pb2.Usage | None = None
 
 
 def new_request_id() -> str:

@@ -50,7 +50,7 @@ async def running_worker(model_dir: Path, role: WorkerRole) -> AsyncIterator[str
         await worker.engine.stop()
 
 
-async def generate(address: str, name: str, prefill: list[str]) -> tuple[list[int], decode_pb2.DecodeSummary]:
+async def generate(address: str, name: str, prefill: list[str]) -> tuple[list[int], types_pb2.RequestReport]:
     request = decode_pb2.DecodeRequest(
         request_id=name,
         prompt_token_ids=random_prompt(random.Random(1), NUM_TOKENS),
@@ -59,13 +59,13 @@ async def generate(address: str, name: str, prefill: list[str]) -> tuple[list[in
         prefill_addresses=prefill,
     )
     tokens: list[int] = []
-    summary = decode_pb2.DecodeSummary()
+    report = types_pb2.RequestReport()
     async with grpc.aio.insecure_channel(address) as channel:
         async for event in decode_pb2_grpc.DecodeServiceStub(channel).Decode(request):
             tokens += [token.token_id for token in event.tokens]
-            if event.HasField("summary"):
-                summary = event.summary
-    return tokens, summary
+            if event.HasField("report"):
+                report = event.report
+    return tokens, report
 
 
 async def test_a_reader_refuses_what_the_checksums_in_its_messages_do_not_fit(
@@ -89,11 +89,11 @@ async def test_a_reader_refuses_what_the_checksums_in_its_messages_do_not_fit(
         running_worker(tmp_path, WorkerRole.DECODE) as decode,
     ):
         monkeypatch.setattr(convert, "block_ref_message", spy)
-        tokens, summary = await generate(decode, "right", [prefill])
-        assert (summary.fallback_reason, summary.num_blocks_moved) == ("", -(-NUM_TOKENS // 16))
+        tokens, report = await generate(decode, "right", [prefill])
+        assert (report.fallback_reason, report.num_blocks_moved) == ("", -(-NUM_TOKENS // 16))
         assert {len(ref.checksums) for ref in announced} == {NUM_KV_HEADS}
 
         monkeypatch.setattr(convert, "block_ref_message", alter)
-        same_tokens, summary = await generate(decode, "wrong", [prefill])
-        assert "fails its checksum" in summary.fallback_reason
+        same_tokens, report = await generate(decode, "wrong", [prefill])
+        assert "fails its checksum" in report.fallback_reason
         assert same_tokens == tokens

@@ -138,8 +138,8 @@ def test_a_draining_prefill_worker_finishes_what_it_took_and_refuses_the_rest(fl
         done = taken.result()
     assert first.process.popen.wait(START_TIMEOUT_S) == 0
     fleet.replace(first)
-    assert (refused.prefill_worker, refused.num_prefill_retries, refused.fallback_reason) == (second.address, 1, "")
-    assert (done.prefill_worker, done.num_prefill_retries, done.fallback_reason) == (first.address, 0, "")
+    assert (refused.prefill_worker, refused.num_retries, refused.fallback_reason) == (second.address, 1, "")
+    assert (done.prefill_worker, done.num_retries, done.fallback_reason) == (first.address, 0, "")
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def slowed_down(pid: int) -> Iterator[None]:
         thread.join()
 
 
-def ask_directly(decode: Member, prompt: list[int], salt: str, prefill: list[str]) -> decode_pb2.DecodeSummary:
+def ask_directly(decode: Member, prompt: list[int], salt: str, prefill: list[str]) -> types_pb2.RequestReport:
     """One request to a decode worker, with the prefill workers named; what it says at the end."""
     with grpc.insecure_channel(decode.address) as channel:
         call = decode_pb2_grpc.DecodeServiceStub(channel).Decode(
@@ -179,8 +179,8 @@ def ask_directly(decode: Member, prompt: list[int], salt: str, prefill: list[str
         )
         *_, last = call
     assert last.finish_reason == types_pb2.FINISH_REASON_LENGTH
-    summary: decode_pb2.DecodeSummary = last.summary
-    return summary
+    report: types_pb2.RequestReport = last.report
+    return report
 
 
 def count_files(fleet: Fleet) -> int:

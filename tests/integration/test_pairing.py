@@ -110,13 +110,13 @@ def test_a_pair_that_somebody_names(fleet: OddFleet, field: str, salt: Salt) -> 
             )
             events = list(stub.Decode(request, timeout=CALL_TIMEOUT_S))
             tokens = [token.token_id for event in events for token in event.tokens]
-            answers[name] = tokens, events[-1].summary
-    (tokens, summary), (expected, alone) = answers.values()
+            answers[name] = tokens, events[-1].report
+    (tokens, report), (expected, alone) = answers.values()
     assert len(tokens) == 8
     assert tokens == expected
-    assert summary.num_blocks_moved == 0
-    assert odd.address in summary.fallback_reason
-    assert "FAILED_PRECONDITION: KV blocks of fingerprint" in summary.fallback_reason
+    assert report.num_blocks_moved == 0
+    assert odd.address in report.fallback_reason
+    assert "FAILED_PRECONDITION: KV blocks of fingerprint" in report.fallback_reason
     assert not alone.fallback_reason
     assert fleet.num_failures() == num_failures + 1
     logged = [

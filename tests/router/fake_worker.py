@@ -56,7 +56,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
         self.offer_after: int | None = (
             None  # tokens sent in one call, then it offers a handover and again, as it goes on
         )
-        self.first_summary: decode_pb2.DecodeSummary | None = None  # what it says with its first token
+        self.first_report: types_pb2.RequestReport | None = None  # what it says with its first token
         self.spoil: Callable[[decode_pb2.DecodeEvent], None] | None = None  # changes each event before it is sent
         self.false_info: dict[str, Any] = {}  # what it says of itself, instead of the truth
         self.silent = False  # answers calls, but reports no load
@@ -192,14 +192,18 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
             token.logprob = -0.5
             for rank in range(params.logprobs):
                 token.top_logprobs.add(token_id=(token_id + rank) % vocab_size(), logprob=-0.5 - rank)
-        event = decode_pb2.DecodeEvent(tokens=[token], summary=self.first_summary)
+        event = decode_pb2.DecodeEvent(tokens=[token], report=self.first_report)
         if is_last:
             event.finish_reason = types_pb2.FINISH_REASON_STOP if is_eos else types_pb2.FINISH_REASON_LENGTH
             if is_eos:
                 event.stop_token_id = token_id
-            event.summary.CopyFrom(
-                decode_pb2.DecodeSummary(
-                    num_cached_tokens=3, prefill_worker="p:1", num_blocks_moved=2, num_bytes_moved=64, queue_ms=1.5
+            event.usage.cached_tokens = 3
+            event.report.CopyFrom(
+                types_pb2.RequestReport(
+                    prefill_worker="p:1",
+                    num_blocks_moved=2,
+                    num_bytes_moved=64,
+                    timings=types_pb2.Timings(queue_ms=1.5),
                 )
             )
         return event

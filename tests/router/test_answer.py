@@ -19,19 +19,14 @@ from protos.baton.v1 import inference_pb2, types_pb2
 from router.api.rest.answer import MAX_AHEAD, Answer, _merged
 from router.api.rest.formats import AnswerFormat, ChatFormat, CompletionFormat, JsonObject
 from router.fleet.registry import ServedModel
-from router.serving.request import GenerationRequest, Output, Report
+from router.serving.request import GenerationRequest, Output
 from router.serving.tokenizer import Tokenizer
 from tests.router.conftest import StartRouter
 from tests.router.fake_worker import FakeWorker
 from tests.router.tiny_tokenizer import ids_of, tiny_tokenizer, vocab_size
 
 LIMITS = ModelLimits(model="tiny", max_model_len=256, vocab_size=vocab_size(), max_token_bytes=8)
-REPORT = Report(
-    num_prompt_tokens=1, num_output_tokens=1, num_cached_tokens=0, queue_ms=0, prefill_ms=0, handoff_ms=0,
-    transfer_ms=0, first_decode_ms=0, ttft_ms=0, total_ms=0, tokens_per_second=0, prefill_worker="", decode_worker="",
-    num_blocks_moved=0, num_bytes_moved=0, fallback_reason="", num_retries=0, num_migrations=0, num_preemptions=0,
-    num_handovers=0,
-)  # fmt: skip
+REPORT, USAGE = types_pb2.RequestReport(), types_pb2.Usage(prompt_tokens=1, completion_tokens=1)
 
 
 class FakeGeneration:
@@ -132,7 +127,7 @@ async def test_whole_answers_are_formatted_as_they_come(
     text = "The capital of France is Paris. How are you?"
     tokens = sampled(text)
     outputs = [Output(text="", tokens=tokens[at : at + 2]) for at in range(0, len(tokens), 2)]
-    end = Output(text=text, tokens=[], finish_reason=FinishReason.STOP, report=REPORT)
+    end = Output(text=text, tokens=[], finish_reason=FinishReason.STOP, report=REPORT, usage=USAGE)
     wanted = answer_format.logprobs(tokens, tiny_tokenizer(), 0)
     sizes: list[int] = []
     original = type(answer_format).logprobs

@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import InvalidArgumentError, OverloadedError
 from common.types import WorkerRole
-from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2, worker_pb2
+from protos.baton.v1 import inference_pb2, types_pb2, worker_pb2
 from protos.status import error_of_call
 from router.fleet import registry
 from router.serving.dispatch import DispatchLimits
@@ -66,8 +66,8 @@ async def test_the_report_tells_what_a_lost_worker_went_through(
     pair: tuple[FakeWorker, FakeWorker], start_router: StartRouter
 ) -> None:
     first, _ = pair
-    first.first_summary = decode_pb2.DecodeSummary(
-        num_prefill_retries=1, fallback_reason="disk full", num_blocks_moved=5, num_bytes_moved=80, num_preemptions=1
+    first.first_report = types_pb2.RequestReport(
+        num_retries=1, fallback_reason="disk full", num_blocks_moved=5, num_bytes_moved=80, num_preemptions=1
     )
     first.die_after = 3
     _, _, last = await ask(await start_router(*pair))
@@ -362,11 +362,11 @@ async def test_prefill_retries_have_a_budget_too(start_worker: StartWorker, star
         return len(decode.requests[-1].prefill_addresses)
 
     assert await num_named() == 2
-    decode.first_summary = decode_pb2.DecodeSummary(num_prefill_retries=200)
+    decode.first_report = types_pb2.RequestReport(num_retries=200)
     async with asyncio.timeout(60):
         while await num_named() > 1:
             pass
-        decode.first_summary = None
+        decode.first_report = None
         while await num_named() < 2:
             pass
 

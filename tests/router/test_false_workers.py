@@ -90,11 +90,13 @@ async def test_false_numbers_spoil_no_report(worker: FakeWorker, start_router: S
 
     def spoil(event: decode_pb2.DecodeEvent) -> None:
         for name in ("queue_ms", "prefill_ms", "handoff_ms", "first_decode_ms", "transfer_ms"):
-            setattr(event.summary, name, {"queue_ms": math.nan, "prefill_ms": -1.0}.get(name, math.inf))
-        for name in ("num_cached_tokens", "num_blocks_moved", "num_prefill_retries", "num_preemptions"):
-            setattr(event.summary, name, MOST)
-        event.summary.num_bytes_moved = 2**64 - 1
-        event.summary.fallback_reason = event.summary.prefill_worker = "x" * 10**6
+            setattr(event.report.timings, name, {"queue_ms": math.nan, "prefill_ms": -1.0}.get(name, math.inf))
+        for name in ("num_blocks_moved", "num_retries", "num_preemptions", "num_migrations", "num_handovers"):
+            setattr(event.report, name, MOST)
+        event.usage.cached_tokens = event.usage.prompt_tokens = event.usage.completion_tokens = MOST
+        event.report.num_bytes_moved = 2**64 - 1
+        event.report.decode_worker = "elsewhere"
+        event.report.fallback_reason = event.report.prefill_worker = "x" * 10**6
 
     worker.spoil = spoil
     before = sample("baton_router_cached_prompt_tokens_total")
@@ -103,6 +105,8 @@ async def test_false_numbers_spoil_no_report(worker: FakeWorker, start_router: S
     timings = last.report.timings
     assert timings.queue_ms == timings.prefill_ms == timings.transfer_ms == timings.handoff_ms == 0
     assert last.report.num_retries == last.report.num_preemptions == MAX_COUNT
+    assert (last.report.num_migrations, last.report.num_handovers) == (0, 0)
+    assert last.report.decode_worker == worker.address
     assert len(last.report.fallback_reason) == len(last.report.prefill_worker) == 500
     assert last.usage.cached_tokens == last.usage.prompt_tokens
     assert sample("baton_router_cached_prompt_tokens_total") == before + last.usage.prompt_tokens
@@ -118,9 +122,9 @@ async def test_sums_over_workers_stay_in_range(start_worker: StartWorker, start_
     router = await start_router(first, second)
 
     def spoil(event: decode_pb2.DecodeEvent) -> None:
-        event.summary.num_preemptions = event.summary.num_prefill_retries = MOST
-        event.summary.num_blocks_moved = MOST
-        event.summary.num_bytes_moved = 2**64 - 1
+        event.report.num_preemptions = event.report.num_retries = MOST
+        event.report.num_blocks_moved = MOST
+        event.report.num_bytes_moved = 2**64 - 1
 
     first.spoil = second.spoil = spoil
     first.die_after = 3

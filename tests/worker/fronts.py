@@ -139,7 +139,7 @@ class Told:
     """What a decode worker said."""
 
     token_ids: list[int] = field(default_factory=list)
-    summary: decode_pb2.DecodeSummary = field(default_factory=decode_pb2.DecodeSummary)
+    report: types_pb2.RequestReport = field(default_factory=types_pb2.RequestReport)
     finish_reason: int = 0
     num_offers: int = 0
 
@@ -152,8 +152,8 @@ async def read(call: AsyncIterable[decode_pb2.DecodeEvent], *, num_tokens: int |
             told.token_ids += [token.token_id for token in event.tokens]
             told.num_offers += event.offers_handover
             told.finish_reason = event.finish_reason
-            if event.HasField("summary"):
-                told.summary.CopyFrom(event.summary)
+            if event.HasField("report"):
+                told.report.CopyFrom(event.report)
             if num_tokens is not None and len(told.token_ids) >= num_tokens:
                 break
     return told

@@ -86,11 +86,11 @@ async def serving(peer: Peer) -> AsyncIterator[str]:
 
 async def answer(
     call: grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeEvent],
-) -> decode_pb2.DecodeSummary:
-    """The last event's summary."""
+) -> decode_pb2.DecodeEvent:
+    """The last event."""
     events = [event async for event in call]
     assert events[-1].finish_reason
-    return events[-1].summary
+    return events[-1]
 
 
 @pytest.mark.parametrize("words", LIES)
@@ -114,9 +114,9 @@ async def test_a_full_prefill_worker_is_followed_by_the_next_and_then_by_ourselv
     full = [Peer([], refuses=True) for _ in range(2)]
     async with serving(full[0]) as first, serving(full[1]) as second:
         request = decode_request(REMOTE, 8, prefill_addresses=[first, second])
-        summary = await answer(worker.decode.Decode(request, timeout=60))
+        last = await answer(worker.decode.Decode(request, timeout=60))
     assert [peer.num_asked for peer in full] == [1, 1]
-    assert "RESOURCE_EXHAUSTED: full" in summary.fallback_reason
+    assert "RESOURCE_EXHAUSTED: full" in last.report.fallback_reason
 
 
 async def test_times_and_counts_that_no_clock_gives_are_taken_for_none(start_worker: StartWorker) -> None:
@@ -124,11 +124,11 @@ async def test_times_and_counts_that_no_clock_gives_are_taken_for_none(start_wor
     odd = token(num_cached_tokens=2**32 - 1, queue_ms=math.nan, prefill_ms=-math.inf)
     odd.first_token.blocks_ready.publish_ms = math.inf
     async with serving(Peer([ACCEPTED, odd, token()])) as address:  # the second token ends the stream
-        summary = await answer(worker.decode.Decode(decode_request(REMOTE, 8, prefill_addresses=[address]), timeout=60))
-    assert summary.num_cached_tokens == 8
-    assert summary.prefill_ms == 0
-    assert summary.queue_ms >= 0
-    assert summary.transfer_ms == 0
+        last = await answer(worker.decode.Decode(decode_request(REMOTE, 8, prefill_addresses=[address]), timeout=60))
+    assert last.usage.cached_tokens == 8
+    assert last.report.timings.prefill_ms == 0
+    assert last.report.timings.queue_ms >= 0
+    assert last.report.timings.transfer_ms == 0
 
 
 async def test_a_leg_that_fails_by_a_defect_leaves_nobody_waiting(
@@ -141,5 +141,5 @@ async def test_a_leg_that_fails_by_a_defect_leaves_nobody_waiting(
     worker = await start_worker()
     async with serving(Peer([ACCEPTED])) as address:
         call = worker.decode.Decode(decode_request(REMOTE, 8, prefill_addresses=[address]), timeout=60)
-        summary = await asyncio.wait_for(answer(call), 60)
-    assert "ValueError: a defect of ours" in summary.fallback_reason
+        last = await asyncio.wait_for(answer(call), 60)
+    assert "ValueError: a defect of ours" in last.report.fallback_reason

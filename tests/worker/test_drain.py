@@ -61,5 +61,5 @@ async def test_a_prefill_worker_waits_for_its_leases(prefill: Front, decode: Fro
     assert not prefill.task.done()
     told = await read(call)
     assert told.token_ids == answer_to(PROMPT, 5)[1:]
-    assert told.summary.fallback_reason == ""
+    assert told.report.fallback_reason == ""
     assert await prefill.task == 0

@@ -25,8 +25,8 @@ NUM_BLOCKS = 4
 async def test_a_handoff(prefill: Front, decode: Front) -> None:
     told = await read(decode.decode.Decode(request_of(PROMPT, [prefill])))
     assert told.token_ids == answer_to(PROMPT, 5)
-    assert (told.summary.prefill_worker, told.summary.num_blocks_moved) == (prefill.address, NUM_BLOCKS)
-    assert told.summary.fallback_reason == ""
+    assert (told.report.prefill_worker, told.report.num_blocks_moved) == (prefill.address, NUM_BLOCKS)
+    assert told.report.fallback_reason == ""
     await prefill.settled()
     await decode.settled()
     assert [command["type"] for command in prefill.commands() if command["type"] != "GetStatus"] == [
@@ -80,7 +80,7 @@ async def test_a_second_prefill_worker_is_asked_when_the_first_refuses(
         told = await read(decode.decode.Decode(request_of(PROMPT, [other, prefill])))
         assert not other.told("AddRequest")
     assert told.token_ids == answer_to(PROMPT, 5)
-    assert (told.summary.prefill_worker, told.summary.num_prefill_retries) == (prefill.address, 1)
+    assert (told.report.prefill_worker, told.report.num_retries) == (prefill.address, 1)
     await prefill.settled()
 
 
@@ -96,8 +96,8 @@ async def test_without_a_prefill_worker_the_prompt_is_computed_here(prefill: Fro
         os.kill(prefill.engine_pid, signal.SIGKILL)
     told = await read(call)
     assert told.token_ids == answer_to(PROMPT, 5)
-    assert told.summary.prefill_worker == ""
-    assert told.summary.fallback_reason
+    assert told.report.prefill_worker == ""
+    assert told.report.fallback_reason
     await decode.settled()
 
 
@@ -108,7 +108,7 @@ async def test_a_prefill_worker_that_dies_after_the_first_token(prefill: Front, 
     os.kill(prefill.engine_pid, signal.SIGKILL)
     rest = await read(call)
     assert first.token_ids + rest.token_ids == answer_to(PROMPT, 5)
-    assert rest.summary.fallback_reason
+    assert rest.report.fallback_reason
     assert decode.told("PrefillLeaseEnded")
     assert decode.told("RemotePrefillFailed")
     assert await prefill.task == 1
@@ -117,8 +117,8 @@ async def test_a_prefill_worker_that_dies_after_the_first_token(prefill: Front, 
 async def test_blocks_that_are_not_published_or_lost_are_computed(prefill: Front, decode: Front) -> None:
     told = await read(decode.decode.Decode(request_of(PROMPT, [prefill], Script(unpublished=(1,), lost=(2,)))))
     assert told.token_ids == answer_to(PROMPT, 5)
-    assert told.summary.num_blocks_moved == NUM_BLOCKS - 2
-    assert told.summary.fallback_reason
+    assert told.report.num_blocks_moved == NUM_BLOCKS - 2
+    assert told.report.fallback_reason
     await prefill.settled()
 
 

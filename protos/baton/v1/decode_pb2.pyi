@@ -82,12 +82,13 @@ class DecodeEvent(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
-    SUMMARY_FIELD_NUMBER: _builtins.int
     OFFERS_HANDOVER_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
     """last event"""
     stop_token_id: _builtins.int
-    """last event, where a token ended it"""
+    """last event, if a token ended it"""
     offers_handover: _builtins.bool
     """The worker drains and will not see this request's end: whoever can go on elsewhere should, by cancelling this call.
     Repeated every second. The stream goes on meanwhile, until the drain timeout.
@@ -97,77 +98,27 @@ class DecodeEvent(_message.Message):
         """new tokens, in order"""
 
     @_builtins.property
-    def summary(self) -> Global___DecodeSummary:
-        """what is known so far: with the first two events and the last"""
+    def report(self) -> _types_pb2.RequestReport:
+        """This worker's part, as far as it is known: with the first two events and the last. The router adds its own."""
 
+    @_builtins.property
+    def usage(self) -> _types_pb2.Usage: ...
     def __init__(
         self,
         *,
         tokens: _abc.Iterable[_types_pb2.SampledToken] | None = ...,
         finish_reason: _types_pb2.FinishReason.ValueType = ...,
         stop_token_id: _builtins.int | None = ...,
-        summary: Global___DecodeSummary | None = ...,
         offers_handover: _builtins.bool = ...,
+        report: _types_pb2.RequestReport | None = ...,
+        usage: _types_pb2.Usage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id", "summary", b"summary"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "report", b"report", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "offers_handover", b"offers_handover", "stop_token_id", b"stop_token_id", "summary", b"summary", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "offers_handover", b"offers_handover", "report", b"report", "stop_token_id", b"stop_token_id", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
 
 Global___DecodeEvent: _TypeAlias = DecodeEvent  # noqa: Y015
-
-@_typing.final
-class DecodeSummary(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
-    PREFILL_WORKER_FIELD_NUMBER: _builtins.int
-    NUM_BLOCKS_MOVED_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_MOVED_FIELD_NUMBER: _builtins.int
-    FALLBACK_REASON_FIELD_NUMBER: _builtins.int
-    NUM_PREFILL_RETRIES_FIELD_NUMBER: _builtins.int
-    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
-    QUEUE_MS_FIELD_NUMBER: _builtins.int
-    PREFILL_MS_FIELD_NUMBER: _builtins.int
-    HANDOFF_MS_FIELD_NUMBER: _builtins.int
-    FIRST_DECODE_MS_FIELD_NUMBER: _builtins.int
-    TRANSFER_MS_FIELD_NUMBER: _builtins.int
-    num_cached_tokens: _builtins.int
-    """prompt tokens found in a prefix cache, on either worker"""
-    prefill_worker: _builtins.str
-    num_blocks_moved: _builtins.int
-    num_bytes_moved: _builtins.int
-    fallback_reason: _builtins.str
-    num_prefill_retries: _builtins.int
-    num_preemptions: _builtins.int
-    queue_ms: _builtins.float
-    prefill_ms: _builtins.float
-    handoff_ms: _builtins.float
-    first_decode_ms: _builtins.float
-    transfer_ms: _builtins.float
-    def __init__(
-        self,
-        *,
-        num_cached_tokens: _builtins.int = ...,
-        prefill_worker: _builtins.str = ...,
-        num_blocks_moved: _builtins.int = ...,
-        num_bytes_moved: _builtins.int = ...,
-        fallback_reason: _builtins.str = ...,
-        num_prefill_retries: _builtins.int = ...,
-        num_preemptions: _builtins.int = ...,
-        queue_ms: _builtins.float = ...,
-        prefill_ms: _builtins.float = ...,
-        handoff_ms: _builtins.float = ...,
-        first_decode_ms: _builtins.float = ...,
-        transfer_ms: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fallback_reason", b"fallback_reason", "first_decode_ms", b"first_decode_ms", "handoff_ms", b"handoff_ms", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_cached_tokens", b"num_cached_tokens", "num_preemptions", b"num_preemptions", "num_prefill_retries", b"num_prefill_retries", "prefill_ms", b"prefill_ms", "prefill_worker", b"prefill_worker", "queue_ms", b"queue_ms", "transfer_ms", b"transfer_ms"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___DecodeSummary: _TypeAlias = DecodeSummary  # noqa: Y015

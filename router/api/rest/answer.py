@@ -15,7 +15,7 @@ from common.types import SampledToken
 from router.api.rest.errors import as_baton, error_body
 from router.api.rest.formats import AnswerFormat, JsonObject, baton_report, usage
 from router.serving.generation import Generation
-from router.serving.request import GenerationRequest, Output, Report
+from router.serving.request import GenerationRequest, Output
 
 DONE = b"data: [DONE]\n\n"
 MAX_AHEAD = 16  # outputs of all choices together that wait for their reader
@@ -94,12 +94,11 @@ class Answer:
             logprobs = None if choice.logprobs is None else choice.logprobs.joined()
             formatted = self._format.whole(index, "".join(choice.texts), logprobs)
             choices.append({**formatted, **_end(choice.last)})
-        reports = self._reports()
         return {
             **self._head(self._format.whole_object),
             "choices": choices,
-            "usage": usage(reports, self._num_choices),
-            "baton": baton_report(self._request_id, reports),
+            "usage": self._usage(),
+            "baton": self._report(),
         }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -122,13 +121,12 @@ class Answer:
             yield _sse(error_body(self.failure))
             return
         if self._wants_usage_chunk:
-            reports = self._reports()
             yield _sse(
                 {
                     **self._head(self._format.chunk_object),
                     "choices": [],
-                    "usage": usage(reports, self._num_choices),
-                    "baton": baton_report(self._request_id, reports),
+                    "usage": self._usage(),
+                    "baton": self._report(),
                 }
             )
         yield DONE
@@ -152,7 +150,7 @@ class Answer:
         if self._wants_usage_chunk:
             chunk["usage"] = None
         elif all(other.last is not None for other in self._choices):
-            chunk["baton"] = baton_report(self._request_id, self._reports())
+            chunk["baton"] = self._report()
         return _sse(chunk)
 
     def _head(self, object_name: str) -> JsonObject:
@@ -173,9 +171,13 @@ class Answer:
             choice.num_chars += sum(len(text) for text in texts)
         return logprobs
 
-    def _reports(self) -> list[Report]:
-        lasts = (choice.last for choice in self._choices)
-        return [last.report for last in lasts if last is not None and last.report is not None]
+    def _usage(self) -> JsonObject:
+        usages = [choice.last.usage for choice in self._choices if choice.last and choice.last.usage]
+        return usage(usages, self._num_choices)
+
+    def _report(self) -> JsonObject:
+        reports = [choice.last.report for choice in self._choices if choice.last and choice.last.report]
+        return baton_report(self._request_id, reports)
 
 
 def _end(last: Output | None) -> JsonObject:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from google.protobuf.message import Message
+
 from common.types import SampledToken
-from router.serving.request import Report
+from protos.baton.v1 import types_pb2
 from router.serving.tokenizer import Tokenizer
 
 JsonObject = dict[str, object]
@@ -97,48 +99,36 @@ class CompletionFormat:
         return self.piece(index, text, logprobs)
 
 
-def usage(reports: Sequence[Report], num_choices: int) -> JsonObject:
-    """`reports` of all choices, those of one prompt side by side: a prompt counts once, however many answers."""
-    prompts = reports[::num_choices]
-    prompt_tokens = sum(report.num_prompt_tokens for report in prompts)
-    completion_tokens = sum(report.num_output_tokens for report in reports)
+def usage(usages: Sequence[types_pb2.Usage], num_choices: int) -> JsonObject:
+    """`usages` of all choices, those of one prompt side by side: a prompt counts once, however many answers."""
+    prompts = usages[::num_choices]
+    prompt_tokens = sum(one.prompt_tokens for one in prompts)
+    completion_tokens = sum(one.completion_tokens for one in usages)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(report.num_cached_tokens for report in prompts)},
+        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in prompts)},
     }
 
 
-def baton_report(request_id: str, reports: Sequence[Report]) -> JsonObject:
+def baton_report(request_id: str, reports: Sequence[types_pb2.RequestReport]) -> JsonObject:
     """What Baton adds to an answer: the first choice's report, and each one's where there are several."""
-    first = _report(reports[0])
-    several = {"choices": [_report(report) for report in reports]} if len(reports) > 1 else {}
+    first = _as_json(reports[0])
+    several = {"choices": [_as_json(report) for report in reports]} if len(reports) > 1 else {}
     return {"request_id": request_id, **first, **several}
 
 
-def _report(report: Report) -> JsonObject:
-    return {
-        "timings": {
-            "queue_ms": round(report.queue_ms, 3),
-            "prefill_ms": round(report.prefill_ms, 3),
-            "handoff_ms": round(report.handoff_ms, 3),
-            "transfer_ms": round(report.transfer_ms, 3),
-            "first_decode_ms": round(report.first_decode_ms, 3),
-            "ttft_ms": round(report.ttft_ms, 3),
-            "total_ms": round(report.total_ms, 3),
-            "tokens_per_second": round(report.tokens_per_second, 3),
-        },
-        "prefill_worker": report.prefill_worker,
-        "decode_worker": report.decode_worker,
-        "num_blocks_moved": report.num_blocks_moved,
-        "num_bytes_moved": report.num_bytes_moved,
-        "fallback_reason": report.fallback_reason,
-        "num_retries": report.num_retries,
-        "num_migrations": report.num_migrations,
-        "num_preemptions": report.num_preemptions,
-        "num_handovers": report.num_handovers,
-    }
+def _as_json(message: Message) -> JsonObject:
+    """Every field of a report, set or not; times in microseconds' precision."""
+    content: JsonObject = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if isinstance(value, Message):
+            content[field.name] = _as_json(value)
+        else:
+            content[field.name] = round(value, 3) if isinstance(value, float) else value
+    return content
 
 
 def _chat_token(token_id: int, logprob: float | None, tokenizer: Tokenizer) -> JsonObject:

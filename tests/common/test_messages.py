@@ -1,0 +1,59 @@
+"""Between messages and dataclasses, both ways."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from baton.report import RequestReport, Timings, Usage
+from common.sampling import SamplingParams
+from common.types import WorkerLoad, WorkerState
+from kv_store.base import BlockRef
+from protos.baton.v1 import types_pb2, worker_pb2
+from protos.convert import state_to_proto
+from protos.messages import given_fields, message_of, value_of
+
+
+def test_what_is_given_is_what_is_set() -> None:
+    params = types_pb2.SamplingParams(temperature=0.0, stop=["a", "b"], logit_bias={5: -1.0})
+    assert given_fields(params) == {"temperature": 0.0, "stop": ("a", "b"), "logit_bias": {5: -1.0}}
+    assert given_fields(types_pb2.RequestReport(timings=types_pb2.Timings(queue_ms=1))) == {"timings": {"queue_ms": 1}}
+
+
+def test_there_and_back() -> None:
+    for value, message_class in (
+        (SamplingParams(stop=("a",), stop_token_ids=(1, 2), logprobs=0, logit_bias={7: 0.5}), types_pb2.SamplingParams),
+        (RequestReport(timings=Timings(queue_ms=1.5), num_retries=2, fallback_reason="x"), types_pb2.RequestReport),
+        (
+            BlockRef(
+                index=3, block_hash=b"\xff" * 16, peer="p", epoch="e", block_id=4, checksums=(1, 2), staged_slots=(0,)
+            ),
+            types_pb2.BlockRef,
+        ),
+    ):
+        assert value_of(message_of(value, message_class), type(value)) == value
+
+
+def test_none_is_unset() -> None:
+    assert not message_of(SamplingParams(logprobs=None), types_pb2.SamplingParams).HasField("logprobs")
+    assert message_of(SamplingParams(logprobs=0), types_pb2.SamplingParams).HasField("logprobs")
+
+
+def test_a_field_that_one_side_lacks_stays_at_its_default() -> None:
+    load = WorkerLoad(num_blocks=9, num_unstored_blocks=4)
+    message = message_of(load, worker_pb2.WorkerLoad, state=state_to_proto(WorkerState.READY), epoch="e")
+    assert (message.num_blocks, message.epoch) == (9, "e")
+    assert value_of(message, WorkerLoad) == WorkerLoad(num_blocks=9)
+
+
+def test_an_enum_is_its_word() -> None:
+    message = worker_pb2.WorkerLoad(state=worker_pb2.WORKER_STATE_UNREACHABLE)
+    assert given_fields(message) == {"state": WorkerState.UNREACHABLE}
+
+
+def test_python_users_have_every_field_of_the_report() -> None:
+    for message_class, value_class in (
+        (types_pb2.RequestReport, RequestReport),
+        (types_pb2.Timings, Timings),
+        (types_pb2.Usage, Usage),
+    ):
+        assert set(message_class.DESCRIPTOR.fields_by_name) == {field.name for field in fields(value_class)}
