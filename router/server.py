@@ -20,6 +20,7 @@ from common.grpc_health import NOT_SERVING, SERVING, Health
 from common.grpc_options import client_server_options
 from common.grpc_transport import Channels, add_port, health_server
 from common.logs import setup_logging
+from common.open_files import allow_open_files
 from common.reflection import ReflectionPool
 from common.tasks import VitalTasks
 from common.tls import TlsFiles, serving_files
@@ -62,6 +63,7 @@ REFLECTION = ("grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.Se
 CHECK_HEALTH_S = 1.0
 MAX_OPEN_CALLS = 256  # at a time, of those that need no key: health, demand, and reflection if there are no keys
 MAX_OPEN_READS = 16
+OTHER_OPEN_FILES = 1024  # workers' connections, and connections that are about to be refused
 
 
 async def serve(
@@ -189,6 +191,7 @@ async def _discover(settings: RouterSettings, registry: Registry) -> None:
 
 def run(settings: RouterSettings, ready: Ready | None = None) -> None:
     """`serve`, on the fastest event loop there is."""
+    allow_open_files(2 * settings.max_connections + OTHER_OPEN_FILES)
     try:
         import uvloop
     except ImportError:  # not available on Windows

@@ -27,6 +27,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._reading = asyncio.Lock()
+        self._tokenizer: worker_pb2.GetTokenizerResponse | None = None  # read once: whoever asks often reads no disk
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Context) -> worker_pb2.WorkerInfo:  # noqa: ARG002, N802
         worker, ready = self._worker, self._worker.ready
@@ -81,10 +83,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         request: worker_pb2.GetTokenizerRequest,  # noqa: ARG002
         context: Context,  # noqa: ARG002
     ) -> worker_pb2.GetTokenizerResponse:
-        files = await asyncio.to_thread(tokenizer_files, self._worker.model_dir)
-        return worker_pb2.GetTokenizerResponse(
-            files=[worker_pb2.TokenizerFile(name=name, content=content) for name, content in files.items()]
-        )
+        async with self._reading:
+            if self._tokenizer is None:
+                files = await asyncio.to_thread(tokenizer_files, self._worker.model_dir)
+                self._tokenizer = worker_pb2.GetTokenizerResponse(
+                    files=[worker_pb2.TokenizerFile(name=name, content=content) for name, content in files.items()]
+                )
+        return self._tokenizer
 
 
 def _load(worker: Worker, load: WorkerLoad) -> worker_pb2.WorkerLoad:

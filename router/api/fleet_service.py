@@ -16,18 +16,25 @@ STATUS_TIMEOUT_S = 2.0
 
 
 class FleetService:
+    """Workers are asked by one call at a time: others that come meanwhile get what it gets."""
+
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self._asking: asyncio.Task[router_pb2.GetFleetResponse] | None = None
 
     async def GetFleet(  # noqa: N802
         self, _request: router_pb2.GetFleetRequest, _context: grpc.aio.ServicerContext[object, object]
     ) -> router_pb2.GetFleetResponse:
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+        return await asyncio.shield(self._asking)
+
+    async def _ask(self) -> router_pb2.GetFleetResponse:
         asked = [
             ask_worker(endpoint, self._registry.info(endpoint.address), self._registry.channel(endpoint.address))
             for endpoint in self._registry.endpoints()
         ]
-        workers = await asyncio.gather(*asked)
-        return router_pb2.GetFleetResponse(workers=workers)
+        return router_pb2.GetFleetResponse(workers=await asyncio.gather(*asked))
 
 
 async def ask_worker(
@@ -40,6 +47,13 @@ async def ask_worker(
     except grpc.aio.AioRpcError as error:
         worker.state = state_to_proto(WorkerState.UNREACHABLE)
         worker.integrity = f"not known: {error.code().name}"
+        return worker
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        worker.state = state_to_proto(WorkerState.UNREACHABLE)  # its channel was closed meanwhile
+        worker.integrity = "not known: it is no worker of this router any more"
         return worker
     worker.load.CopyFrom(status.load)
     worker.state, worker.integrity = status.load.state, status.integrity

@@ -7,7 +7,7 @@ set on the object, at any time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -59,6 +59,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
         self.first_report: types_pb2.RequestReport | None = None  # what it says with its first token
         self.spoil: Callable[[decode_pb2.DecodeEvent], None] | None = None  # changes each event before it is sent
         self.false_info: dict[str, Any] = {}  # what it says of itself, instead of the truth
+        self.look: Callable[..., Awaitable[worker_pb2.WorkerStatus]] | None = (
+            None  # instead of what it says of its status
+        )
         self.silent = False  # answers calls, but reports no load
         self.delay_s = 0.0  # before each token
         # What was seen.
@@ -135,6 +138,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
         )
 
     async def GetStatus(self, request: worker_pb2.GetWorkerStatusRequest, context: Context) -> worker_pb2.WorkerStatus:  # noqa: N802
+        if self.look is not None:
+            return await self.look(request)
         return worker_pb2.WorkerStatus(load=self._load(), integrity="ok")
 
     async def GetTokenizer(  # noqa: N802

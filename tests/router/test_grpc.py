@@ -224,6 +224,32 @@ async def test_reflection(router: RunningRouter, version: str) -> None:
     assert answers[3].error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
 
 
+async def test_calls_of_get_fleet_share_one_look(router: RunningRouter, worker: FakeWorker) -> None:
+    """Workers are asked once for all who ask at a time, and one who gives up takes nothing from the others."""
+    go, num_asked = asyncio.Event(), 0
+
+    async def look(*_: object) -> worker_pb2.WorkerStatus:
+        nonlocal num_asked
+        num_asked += 1
+        await go.wait()
+        return worker_pb2.WorkerStatus(integrity="ok")
+
+    worker.look = look
+    calls = [router.fleet.GetFleet(router_pb2.GetFleetRequest()) for _ in range(20)]
+    async with asyncio.timeout(20):
+        while not num_asked:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    for call in calls[:10]:
+        call.cancel()
+    await asyncio.sleep(0.2)
+    go.set()
+    answers = [await call for call in calls[10:]]
+    assert {answer.workers[0].integrity for answer in answers} == {"ok"}
+    assert num_asked == 1
+    await router.fleet.GetFleet(router_pb2.GetFleetRequest())
+    assert num_asked == 2
+
+
 async def test_fleet(start_worker: StartWorker, start_router: StartRouter) -> None:
     decode = await start_worker()
     prefill = await start_worker(WorkerRole.PREFILL)
