@@ -154,6 +154,41 @@ async def test_large_heads_are_refused(router: RunningRouter) -> None:
     writer.close()
 
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("with_key", [False, True])
+async def test_bytes_that_are_no_http_leave_no_stack(
+    worker: FakeWorker,
+    start_router: StartRouter,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    is_late: bool,
+    with_key: bool,
+) -> None:
+    """Behind a head, together with it or while it is worked on; without its key, that head has an answer by then."""
+    (tmp_path / "keys").write_text(KEY)
+    router = await start_router(worker, **({"api_keys_file": str(tmp_path / "keys")} if with_key else {}))
+    reader, writer = await asyncio.open_connection(*address_of(router))
+    writer.write(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+    answer = b""
+    if is_late:
+        writer.write(b"1\r\n{\r\n")
+        await writer.drain()
+        if with_key:
+            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
+        else:
+            await asyncio.sleep(0.05)
+    writer.write(b"rubbish\r\n\r\n")
+    with contextlib.suppress(ConnectionResetError):
+        answer += await asyncio.wait_for(reader.read(), 60)
+    assert answer.startswith(b"HTTP/1.1 401" if is_late and with_key else b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1") == 1
+    writer.close()
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 async def test_idle_connections_give_way(worker: FakeWorker, start_router: StartRouter) -> None:
     router = await start_router(worker, max_connections=3)
     silent = [await asyncio.open_connection(*address_of(router)) for _ in range(6)]
