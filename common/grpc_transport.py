@@ -1,5 +1,5 @@
-"""gRPC ports and channels, plain text or TLS. Beside `common.grpc_health` the one module of this package that knows
-grpc: every other package's channels and ports have to agree on it, and this is the only package below all of them.
+"""gRPC ports and channels, plain text or TLS. With `common.grpc_server` and `common.grpc_health` all of this package
+that knows grpc: every other package's channels and ports have to agree on it, and this is the one below all of them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import grpc
 
 from common.config import TlsSettings
 from common.grpc_options import CHANNEL_OPTIONS, HEALTH_SERVER_OPTIONS, MAX_HEALTH_CALLS, Options
+from common.grpc_server import make_server
 from common.tls import TlsFiles, peer_files
 
 
@@ -72,9 +73,7 @@ def health_server(address: str, interceptors: Sequence[grpc.aio.ServerIntercepto
 
     Raises RuntimeError where the address is taken. The caller adds the servicer.
     """
-    server = grpc.aio.server(
-        options=HEALTH_SERVER_OPTIONS, interceptors=interceptors, maximum_concurrent_rpcs=MAX_HEALTH_CALLS
-    )
+    server = make_server(HEALTH_SERVER_OPTIONS, interceptors, MAX_HEALTH_CALLS)
     if server.add_insecure_port(address) == 0:
         raise RuntimeError(f"cannot bind {address}")
     return server

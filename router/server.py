@@ -18,6 +18,7 @@ from common.config import RouterSettings
 from common.errors import OverloadedError, StartupError
 from common.grpc_health import NOT_SERVING, SERVING, Health
 from common.grpc_options import client_server_options
+from common.grpc_server import add_handlers, make_server
 from common.grpc_transport import Channels, add_port, health_server
 from common.logs import setup_logging
 from common.open_files import allow_open_files
@@ -107,14 +108,14 @@ async def serve(
         stack.callback(threads.close)
         http_socket = stack.enter_context(contextlib.closing(listen(settings.http_listen)))
         interceptors = [] if keys is None else [KeyInterceptor(keys)]
-        grpc_server = grpc.aio.server(
-            options=client_server_options(
+        grpc_server = make_server(
+            client_server_options(
                 max_message_bytes=gate.limits.max_message_bytes,
                 max_connections=settings.max_connections,
                 max_streams=settings.max_requests + MAX_OPEN_CALLS,  # so that too many are refused, not left to wait
             ),
-            interceptors=interceptors,
-            maximum_concurrent_rpcs=2 * (settings.max_requests + MAX_OPEN_CALLS),  # with those about to be refused
+            interceptors,
+            max_calls=2 * (settings.max_requests + MAX_OPEN_CALLS),  # with those about to be refused
         )
         grpc_port = _bind(grpc_server, settings.grpc_listen, tls)
         _add_services(grpc_server, front, registry, health)
@@ -259,7 +260,8 @@ def _add_services(server: grpc.aio.Server, front: Front, registry: Registry, hea
         reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     methods = {"ServerReflectionInfo": handler}
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, methods) for name in REFLECTION])
+    for name in REFLECTION:
+        add_handlers(server, name, methods)
 
 
 def _open_gate(max_message_bytes: int) -> Gate:

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from common.config import WorkerSettings
 from common.errors import StartupError
 from common.grpc_health import SERVING, Health
+from common.grpc_server import make_server
 from common.grpc_transport import add_port, health_server
 from common.reflection import ReflectionPool
 from common.tls import serving_files
@@ -51,7 +52,7 @@ async def serve(
     worker = Worker(settings, role, model_dir, model_name)
     await worker.engine.spawn()
     options, max_calls = server_limits(settings, model_dir)
-    server = grpc.aio.server(options=options, interceptors=[ReceivingInterceptor()], maximum_concurrent_rpcs=max_calls)
+    server = make_server(options, [ReceivingInterceptor()], max_calls)
     probed: grpc.aio.Server | None = None
     try:
         worker.address = _bind(server, settings)

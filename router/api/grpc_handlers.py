@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from common.errors import BatonError, DeadlineError, InternalError, InvalidArgumentError
+from common.grpc_server import add_handlers
 from common.grpc_streams import uncancelled
 from router.api.api_keys import current_client
 from router.api.grpc_errors import Parser, abort
@@ -50,7 +51,7 @@ def add_service(
         method.name: _Handler(method, getattr(servicer, method.name), gate, max_bytes, endless=endless).registered()
         for method in service.methods
     }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+    add_handlers(server, service.full_name, handlers)
 
 
 class _Handler:

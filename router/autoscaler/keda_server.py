@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-import grpc
 from grpc_health.v1 import health_pb2
 
 from common.errors import StartupError
 from common.grpc_health import SERVING, Health
 from common.grpc_options import client_server_options
+from common.grpc_server import make_server
 from common.grpc_transport import add_port
 from common.tls import TlsFiles
 from router.api.grpc_handlers import add_service
@@ -29,7 +29,7 @@ class KedaServer:
     def __init__(self, address: str, board: Board, targets: Targets, tls: TlsFiles | None = None) -> None:
         """Raises `StartupError` where it cannot listen."""
         options = client_server_options(max_message_bytes=MAX_MESSAGE_BYTES, max_connections=256, max_streams=MAX_CALLS)
-        self._server = grpc.aio.server(options=options)
+        self._server = make_server(options)
         gate = Gate(GateLimits(max_requests=MAX_CALLS, max_message_bytes=MAX_MESSAGE_BYTES))
         add_service(self._server, SERVICE, ExternalScaler(board, targets), gate, endless=True)
         self._health = Health()
