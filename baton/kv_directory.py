@@ -36,8 +36,7 @@ def kv_directory(given: str | None) -> Iterator[Path]:
             raise StartupError(f"--kv-dir {given}: {error.strerror}") from error
         yield path
         return
-    shm = _SHM.is_dir() and os.access(_SHM, os.W_OK) and shutil.disk_usage(_SHM).free >= _SHM_MIN_FREE
-    parent = _SHM if shm else Path(tempfile.gettempdir())
+    parent = private_parent()
     _remove_abandoned(parent)
     path = Path(tempfile.mkdtemp(prefix=_KV_PREFIX, dir=parent))
     lock = os.open(path, os.O_RDONLY)
@@ -47,6 +46,12 @@ def kv_directory(given: str | None) -> Iterator[Path]:
     finally:
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
+
+
+def private_parent() -> Path:
+    """Where a private directory is made: in memory, or with the temporary files if there is too little of it."""
+    shm = _SHM.is_dir() and os.access(_SHM, os.W_OK) and shutil.disk_usage(_SHM).free >= _SHM_MIN_FREE
+    return _SHM if shm else Path(tempfile.gettempdir())
 
 
 def _remove_abandoned(parent: Path) -> None:

@@ -70,6 +70,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "status": ClientSettings,
     "models": ClientSettings,
     "demo": DEMO_SETTINGS,
+    "doctor": UP_SETTINGS,
 }
 """Every command and what configures it."""
 

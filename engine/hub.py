@@ -23,6 +23,20 @@ def is_hub_name(model: str) -> bool:
     return _NAME.fullmatch(model) is not None
 
 
+def cached_model(name: str) -> Path | None:
+    """The directory of `name` in the cache; None if it is not there, or not whole."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        path = snapshot_download(
+            name, local_files_only=True, allow_patterns=list(_FILES), ignore_patterns=list(_NOT_FILES)
+        )
+        return open_model(path).path
+    except (LocalEntryNotFoundError, StartupError):
+        return None
+
+
 def hub_model(name: str, report: Callable[[str], None]) -> Path:
     """The directory of `name` in the cache, whole. `report` gets a line if there is something to download.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from baton.cli.options import SettingsCommand
+from baton.cli.options import AS_JSON, SettingsCommand
 from baton.sampling_settings import sampling_options
 from baton.settings import CHAT_SETTINGS, DEMO_SETTINGS, GENERATE_SETTINGS
 from common.config import ChatSettings, ClientSettings, DemoSettings, GenerateSettings
@@ -211,8 +211,6 @@ def demo(settings: DemoSettings, *, question: tuple[str, ...]) -> int:
         return stack.run(running, work=ask)
 
 
-_AS_JSON = click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object.")
-
 ASK_COMMANDS = (
     SettingsCommand(
         "chat",
@@ -235,7 +233,7 @@ ASK_COMMANDS = (
             'baton generate "Once upon a time" --max-tokens 40',
             'baton generate "1, 2, 3," --temperature 0 --json',
         ],
-        params=[click.Argument(["prompt"]), _AS_JSON],
+        params=[click.Argument(["prompt"]), AS_JSON],
     ),
     SettingsCommand(
         "status",
@@ -243,7 +241,7 @@ ASK_COMMANDS = (
         status,
         about="Shows every worker of the fleet.",
         examples=["baton status", "baton status --router 10.0.0.5:50051 --json"],
-        params=[_AS_JSON],
+        params=[AS_JSON],
     ),
     SettingsCommand(
         "models", ClientSettings, models, about="Lists the models that are served.", examples=["baton models"]

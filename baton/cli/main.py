@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 import click
 
 from baton.cli.ask import ASK_COMMANDS
+from baton.cli.doctor import DOCTOR
 from baton.cli.options import print_error
 from baton.cli.serve import SERVE_COMMANDS
 
@@ -50,8 +51,9 @@ GROUP = _Group(
     "\b\n"
     "  baton up                      a whole stack on this machine\n"
     '  baton chat "Hello!"           ask it\n'
+    "  baton doctor                  what this machine has, and lacks\n"
     "  baton COMMAND --help          everything a command can be told",
-    commands={command.name or "": command for command in (*SERVE_COMMANDS, *ASK_COMMANDS)},
+    commands={command.name or "": command for command in (*SERVE_COMMANDS, *ASK_COMMANDS, DOCTOR)},
 )
 
 

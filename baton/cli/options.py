@@ -103,6 +103,9 @@ def setting_options(settings_class: type[Settings]) -> list[SettingOption]:
     return options
 
 
+AS_JSON = click.Option(["--json", "as_json"], is_flag=True, help="Print one JSON object.")
+
+
 class SettingsCommand(click.Command, Generic[S]):
     """A command whose flags are the fields of `settings_class`; `run(settings, **others)` returns the exit code.
 

@@ -90,6 +90,13 @@ def load_library() -> ModuleType:
     raise StartupError(f"connector: nixl needs NIXL, install Baton with the extra 'nixl' ({'; '.join(failures)})")
 
 
+def backends() -> list[str]:
+    """Backends that the installed NIXL brings. Raises `StartupError` as `load_library` does."""
+    library = load_library()
+    agent = library.nixl_agent(f"backends-{uuid.uuid4().hex}", library.nixl_agent_config(backends=[]))
+    return sorted(agent.get_plugin_list())
+
+
 def _let_progress_threads_sleep(library: ModuleType) -> None:
     """NIXL's Python API has each agent's progress thread poll without a pause, which takes a whole core, of which a
     worker may have only one to compute with. The thread waits for events as well, so a pause delays nothing (TCP is as

@@ -1,0 +1,78 @@
+"""`baton doctor`: looks at this machine and says what would happen, and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from baton.cli.options import AS_JSON, SettingsCommand
+from baton.settings import UP_SETTINGS
+from common.config import UpSettings
+
+if TYPE_CHECKING:
+    from baton.doctor import Finding
+
+_MARKS = {"ok": ("✓", "green"), "hint": ("!", "yellow"), "problem": ("✗", "red")}
+_ASCII = {"✓": "+", "✗": "x", "→": "->"}
+_NAME_WIDTH = 15
+
+
+def doctor(settings: UpSettings, *, as_json: bool) -> int:
+    """Exit code 1 if there is a problem."""
+    logging.disable(logging.WARNING)  # what is looked at would log that it is looked at
+    try:
+        from baton.doctor import Level, examine
+
+        findings = []
+        for finding in examine(settings):
+            findings.append(finding)
+            if not as_json:
+                print_finding(finding)
+    finally:
+        logging.disable(logging.NOTSET)
+    problems = sum(one.level is Level.PROBLEM for one in findings)
+    hints = sum(one.level is Level.HINT for one in findings)
+    if as_json:
+        print(json.dumps({"problems": problems, "findings": [dataclasses.asdict(one) for one in findings]}))
+    else:
+        print(f"\n{_count(problems, 'problem')}, {_count(hints, 'hint')}")
+    return 1 if problems else 0
+
+
+def print_finding(finding: Finding) -> None:
+    mark, colour = _MARKS[finding.level]
+    click.echo(_plain(f"{click.style(mark, fg=colour)} {finding.name:{_NAME_WIDTH}} {finding.text}"))
+    if finding.advice:
+        click.echo(_plain(f"  {'':{_NAME_WIDTH}} → {finding.advice}"))
+
+
+def _plain(line: str) -> str:
+    """As the terminal can show it."""
+    if _encoding().startswith("utf"):
+        return line
+    for sign, ascii_sign in _ASCII.items():
+        line = line.replace(sign, ascii_sign)
+    return line
+
+
+def _encoding() -> str:
+    return (sys.stdout.encoding or "").lower()
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number or 'no'} {word}{'' if number == 1 else 's'}"
+
+
+DOCTOR = SettingsCommand(
+    "doctor",
+    UP_SETTINGS,
+    doctor,
+    about="Looks at this machine: CPU, kernels, GPU, model, connectors, ports; says what to do. Takes what `up` takes.",
+    examples=["baton doctor", "baton doctor --connector nixl --http-port 9000", "baton doctor --json"],
+    params=[AS_JSON],
+)

@@ -1,0 +1,233 @@
+"""What `baton up` would find on this machine, and what to do about what is missing.
+
+Each check yields one finding as soon as it is known. A check never raises for what it looks at: that is its finding.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+
+from baton import lmcache_server
+from baton.kv_directory import private_parent
+from baton.speed import measure_cpu
+from baton.stack_plan import usable_cores
+from common.config import UpSettings
+from common.cpu import read_cpu, read_limits
+from common.errors import BatonError
+from common.model_files import open_model
+from engine.blocks.host_memory import available_bytes
+from engine.device import DeviceChoice, choose_device
+from engine.dtype import DtypeChoice, resolve_dtype
+from engine.embedded_model import find_model
+from engine.hub import is_hub_name
+from engine.kernels.choice import AUTO, TORCH, Choice, built_variants, choose, cpu_instruction_sets
+from engine.model_runner import weight_bytes
+
+GIB = 1 << 30
+
+
+class Level(StrEnum):
+    OK = "ok"
+    HINT = "hint"  # works, and could do better
+    PROBLEM = "problem"  # `baton up` with these settings would fail
+
+
+@dataclass(slots=True, frozen=True)
+class Finding:
+    name: str  # of the check
+    level: Level
+    text: str
+    advice: str = ""  # what to do; empty if there is nothing to do
+    facts: dict[str, object] = field(default_factory=dict)  # the same as values, for programs
+
+
+def examine(settings: UpSettings) -> Iterator[Finding]:
+    """All findings, in the order in which they are read. `settings` are those of `baton up`."""
+    cores = settings.cpu_cores or usable_cores()
+    num_threads = len(cores) or os.cpu_count() or 1
+    torch.set_num_threads(num_threads)
+    yield _cpu(num_threads)
+    kernels, finding = _kernels(settings)
+    yield finding
+    device, finding = _device(settings)
+    yield finding
+    model, finding = _model(settings)
+    yield finding
+    dtype, finding = _dtype(settings, model, device, kernels)
+    yield finding
+    yield from _speed(kernels, dtype, model, num_threads)
+    yield from _connectors(settings)
+    yield _port(settings.host, settings.http_port, "http_port", "--http-port")
+    yield _port(settings.host, settings.grpc_port, "grpc_port", "--grpc-port")
+
+
+def _cpu(num_threads: int) -> Finding:
+    cpu, sets = read_cpu(), cpu_instruction_sets()
+    limits = [limit.setting for limit in read_limits()]
+    available = available_bytes()
+    memory = "" if available is None else f", {available / GIB:.1f} GiB of memory available"
+    facts: dict[str, object] = {
+        "name": cpu.name,
+        "num_cores": num_threads,
+        "instruction_sets": sets,
+        "limits": limits,
+        "available_memory_bytes": available,
+    }
+    text = f"{cpu.name or 'unknown'}, {num_threads} cores ({', '.join(sets) or 'no instruction set known'}){memory}"
+    if limits:
+        return Finding("cpu", Level.HINT, text, f"{' and '.join(limits)} keeps a part of it unused: unset it", facts)
+    return Finding("cpu", Level.OK, text, facts=facts)
+
+
+def _kernels(settings: UpSettings) -> tuple[Choice, Finding]:
+    try:
+        choice = choose(settings.kernels)
+    except BatonError as error:
+        fallback = choose(AUTO)
+        return fallback, Finding("kernels", Level.PROBLEM, error.message, f"--kernels {fallback.instruction_set}")
+    facts: dict[str, object] = {"kernels": choice.instruction_set, "reason": choice.reason, "built": built_variants()}
+    text = f"{choice.instruction_set}: {choice.reason}"
+    if choice.instruction_set != TORCH or settings.kernels == TORCH:
+        return choice, Finding("kernels", Level.OK, text, facts=facts)
+    advice = (
+        "" if built_variants() else "install g++ or clang++, then `python -m engine.kernels.build` (or make install)"
+    )
+    return choice, Finding("kernels", Level.HINT, text, advice, facts)
+
+
+def _device(settings: UpSettings) -> tuple[DeviceChoice, Finding]:
+    choice = choose_device(settings.device)
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    facts: dict[str, object] = {"device": choice.device, "reason": choice.reason, "cuda_devices": names}
+    text = f"{choice.device}: {choice.reason}" + (f" ({', '.join(names)})" if names else "")
+    if choice.device.startswith("cuda") and not names:
+        return choice, Finding("device", Level.PROBLEM, f"{text}, but torch sees none", "--device cpu", facts)
+    is_unused = settings.device == AUTO and "but" in choice.reason
+    advice = "install a torch that is built for this driver's CUDA" if is_unused else ""
+    return choice, Finding("device", Level.HINT if is_unused else Level.OK, text, advice, facts)
+
+
+def _model(settings: UpSettings) -> tuple[Path | None, Finding]:
+    try:
+        path = find_model(settings.model, settings.cache_dir)
+        if path is None:
+            if is_hub_name(settings.model):
+                text, advice = f"{settings.model} is not in the hub's cache", "the first `baton up` downloads it"
+            else:
+                text = f"{settings.model} is not converted yet into {settings.cache_dir}"
+                advice = "the first `baton up` does so, in some seconds"
+            return None, Finding("model", Level.HINT, text, advice, {"model": settings.model, "path": None})
+        num_bytes = sum(file.stat().st_size for file in open_model(path).weight_files)
+    except BatonError as error:
+        return None, Finding("model", Level.PROBLEM, error.message, facts={"model": settings.model, "path": None})
+    facts: dict[str, object] = {"model": settings.model, "path": str(path), "weight_file_bytes": num_bytes}
+    return path, Finding("model", Level.OK, f"{path} ({num_bytes / GIB:.2f} GiB of weights)", facts=facts)
+
+
+def _dtype(
+    settings: UpSettings, model: Path | None, device: DeviceChoice, kernels: Choice
+) -> tuple[DtypeChoice, Finding]:
+    if model is None:
+        # The embedded model's is float32, which is every CPU's.
+        dtype = DtypeChoice("float32" if settings.dtype == AUTO else settings.dtype, "no model to ask")
+        return dtype, Finding("dtype", Level.OK, f"{dtype.dtype}: {dtype.reason}", facts={"dtype": dtype.dtype})
+    dtype = resolve_dtype(settings.dtype, model, device.device, kernels.instruction_set)
+    facts: dict[str, object] = {"dtype": dtype.dtype, "reason": dtype.reason}
+    level = Level.HINT if "slow here" in dtype.reason else Level.OK
+    return dtype, Finding("dtype", level, f"{dtype.dtype}: {dtype.reason}", facts=facts)
+
+
+def _speed(kernels: Choice, dtype: DtypeChoice, model: Path | None, num_threads: int) -> Iterator[Finding]:
+    speed = measure_cpu(kernels, dtype.dtype, num_threads)
+    facts: dict[str, object] = {"read_gb_s": round(speed.read_gb_s, 2)}
+    text = f"{speed.read_gb_s:.1f} GB/s read"
+    if model is not None:
+        itemsize = getattr(torch, dtype.dtype).itemsize
+        most = speed.read_gb_s * 1e9 / weight_bytes(open_model(model), itemsize)
+        facts["max_decode_tokens_s"] = round(most, 1)
+        text += f": weights let one stream decode {most:.0f} tokens/s on the CPU at most"
+    yield Finding("bandwidth", Level.OK, text, facts=facts)
+    facts = {"dtype": dtype.dtype, "torch_gflop_s": round(speed.torch_gflop_s, 1), "kernels_gflop_s": None}
+    text = f"{speed.torch_gflop_s:.0f} GFLOP/s in {dtype.dtype} with torch"
+    if speed.kernels_gflop_s is not None:
+        facts["kernels_gflop_s"] = round(speed.kernels_gflop_s, 1)
+        text = f"{speed.kernels_gflop_s:.0f} GFLOP/s in {dtype.dtype} with {kernels.instruction_set}, {text}"
+    yield Finding("products", Level.OK, text, facts=facts)
+
+
+def _connectors(settings: UpSettings) -> Iterator[Finding]:
+    used = {settings.connector, settings.store}
+    yield _shared_storage(settings)
+    yield _nixl("nixl" in used)
+    yield _lmcache("lmcache" in used)
+
+
+def _shared_storage(settings: UpSettings) -> Finding:
+    given = getattr(settings, "kv_dir", None)
+    folder = Path(given) if given else private_parent()
+    existing = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    free = shutil.disk_usage(existing).free
+    facts: dict[str, object] = {"folder": str(folder), "free_bytes": free}
+    text = f"KV files in {folder}, {free / GIB:.1f} GiB free"
+    if not os.access(existing, os.W_OK):
+        return Finding("shared_storage", Level.PROBLEM, f"{text}, and not writable", "--kv-dir DIR", facts)
+    if free < GIB:
+        return Finding("shared_storage", Level.HINT, text, "--kv-dir on a file system with more room", facts)
+    return Finding("shared_storage", Level.OK, text, facts=facts)
+
+
+def _nixl(is_used: bool) -> Finding:
+    try:
+        from kv_store.nixl.agent import backends
+
+        found = backends()
+    except BatonError as error:
+        level = Level.PROBLEM if is_used else Level.HINT
+        return Finding("nixl", level, error.message, "pip install 'baton-serve[nixl]'", {"backends": []})
+    version = next((_version(name) for name in ("nixl-cu13", "nixl-cu12", "nixl") if _version(name)), "")
+    facts: dict[str, object] = {"version": version, "backends": found}
+    text = f"NIXL {version} with backends {', '.join(found)}"
+    if "UCX" not in found:
+        level = Level.PROBLEM if is_used else Level.HINT
+        return Finding("nixl", level, text, "Baton needs UCX: install NIXL's wheel with it", facts)
+    return Finding("nixl", Level.OK, text, facts=facts)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _lmcache(is_used: bool) -> Finding:
+    try:
+        path = lmcache_server.executable()
+    except BatonError:
+        level = Level.PROBLEM if is_used else Level.HINT
+        return Finding("lmcache", level, "LMCache is not installed", "make lmcache", {"executable": None})
+    return Finding("lmcache", Level.OK, str(path), facts={"executable": str(path)})
+
+
+def _port(host: str, port: int, name: str, flag: str) -> Finding:
+    facts: dict[str, object] = {"host": host, "port": port}
+    if port == 0:
+        return Finding(name, Level.OK, "a free one", facts=facts)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        advice = f"{flag} 0 takes a free one; or end what listens there"
+        return Finding(name, Level.PROBLEM, f"{host}:{port}: {error.strerror}", advice, facts)
+    return Finding(name, Level.OK, f"{host}:{port} is free", facts=facts)

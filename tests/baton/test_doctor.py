@@ -1,0 +1,145 @@
+"""What `baton doctor` finds, and what it advises. Speeds are made up here but for one test."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton import doctor
+from baton.cli.main import main
+from baton.doctor import Level, examine
+from baton.settings import UP_SETTINGS
+from baton.speed import CpuSpeed, measure_cpu
+from common.errors import StartupError
+from engine.kernels.choice import Choice, choose
+from tests.engine.tiny_models import make_model
+
+NAMES = ["cpu", "kernels", "device", "model", "dtype", "bandwidth", "products", "shared_storage", "nixl", "lmcache"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def _no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "measure_cpu", lambda kernels, dtype, num_threads: CpuSpeed(20.0, 300.0, 200.0))
+    monkeypatch.setattr(doctor.torch, "set_num_threads", lambda number: None)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def findings(model: Path, **settings: object) -> dict[str, doctor.Finding]:
+    given = {"model": str(model), "http_port": 0, "grpc_port": 0, **settings}
+    return {one.name: one for one in examine(UP_SETTINGS.model_validate(given))}
+
+
+def test_json(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--model", str(model), "--http-port=0", "--grpc-port=0"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = {one["name"]: one for one in report["findings"]}
+    assert report["problems"] == 0
+    assert list(found) == [*NAMES, "http_port", "grpc_port"]
+    assert found["kernels"]["facts"]["kernels"] == choose().instruction_set
+    assert found["bandwidth"]["facts"]["read_gb_s"] == 20.0
+    assert found["products"]["facts"]["kernels_gflop_s"] == 300.0
+
+
+def test_text_has_a_line_for_each_finding_and_one_for_each_advice(
+    model: Path, taken: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--model", str(model), "--grpc-port=0", f"--http-port={taken}"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[:4]] == NAMES[:4]
+    at = next(number for number, line in enumerate(lines) if line.startswith("✗ http_port"))
+    assert f"127.0.0.1:{taken}: Address already in use" in lines[at]
+    assert "→ --http-port 0 takes a free one" in lines[at + 1]
+    assert lines[-1].startswith("1 problem, ")
+
+
+def test_ascii_terminals(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("baton.cli.doctor._encoding", lambda: "ascii")
+    assert main(["doctor", "--model", str(model), "--http-port=0", "--grpc-port=0"]) == 0
+    assert capsys.readouterr().out.isascii()
+
+
+def test_kernels_that_cannot_run_here(model: Path) -> None:
+    wrong = "neon" if choose().instruction_set != "neon" else "avx2"
+    found = findings(model, kernels=wrong)["kernels"]
+    assert (found.level, found.advice) == (Level.PROBLEM, f"--kernels {choose().instruction_set}")
+    assert f"--kernels {wrong}" in found.text
+
+
+def test_kernels_that_were_not_built(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "choose", lambda wanted: Choice("torch", "no kernels were built"))
+    monkeypatch.setattr(doctor, "built_variants", list)
+    found = findings(model)["kernels"]
+    assert (found.level, found.text) == (Level.HINT, "torch: no kernels were built")
+    assert "engine.kernels.build" in found.advice
+
+
+def test_a_limited_cpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    found = findings(model)["cpu"]
+    assert found.level is Level.HINT
+    assert "ATEN_CPU_CAPABILITY=avx2" in found.advice
+
+
+@pytest.mark.parametrize(("connector", "level"), [("shared_storage", Level.HINT), ("lmcache", Level.PROBLEM)])
+def test_a_connector_that_is_not_installed_is_a_problem_if_it_is_used(
+    connector: str, level: Level, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> Path:
+        raise StartupError("it is not installed")
+
+    monkeypatch.setattr(doctor.lmcache_server, "executable", missing)
+    found = findings(model, connector=connector)["lmcache"]
+    assert (found.level, found.advice) == (level, "make lmcache")
+
+
+def test_a_model_that_cannot_be_served(model: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(model, tmp_path / "broken"))
+    (broken / "config.json").unlink()
+    assert findings(broken)["model"].level is Level.PROBLEM
+    found = findings(tmp_path / "nowhere")["model"]
+    assert found.level is Level.PROBLEM
+    assert "nowhere" in found.text
+
+
+def test_a_model_that_is_not_converted_yet(tmp_path: Path) -> None:
+    found = findings(Path("smollm2-135m-instruct"), cache_dir=str(tmp_path))["model"]
+    assert found.level is Level.HINT
+    assert str(tmp_path) in found.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_is_not_downloaded_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    found = findings(Path("nobody/nothing"))["model"]
+    assert (found.level, found.advice) == (Level.HINT, "the first `baton up` downloads it")
+
+
+def test_a_folder_for_kv_files_that_is_full(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))  # type: ignore[attr-defined]
+    found = findings(model, kv_dir=str(tmp_path / "kv"))["shared_storage"]
+    assert found.level is Level.HINT
+    assert str(tmp_path / "kv") in found.text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_speeds(dtype: str) -> None:
+    for kernels in {choose(), Choice("torch", "")}:
+        speed = measure_cpu(kernels, dtype, 1)
+        assert speed.read_gb_s > 0.1
+        assert speed.torch_gflop_s > 0.1
+        assert (speed.kernels_gflop_s is None) == (kernels.instruction_set == "torch")

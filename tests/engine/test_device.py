@@ -1,0 +1,44 @@
+"""What `--device auto` takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from engine.device import DeviceChoice, choose_device, num_driver_devices
+
+
+def no_torch() -> str:
+    raise AssertionError("nobody should have asked torch")
+
+
+def test_a_device_that_is_named_is_taken() -> None:
+    assert choose_device("cuda:1", lambda: 0, no_torch) == DeviceChoice("cuda:1", "as set")
+    assert choose_device("cpu", lambda: 8, no_torch) == DeviceChoice("cpu", "as set")
+
+
+def test_without_a_cuda_device_the_cpu_computes() -> None:
+    assert choose_device("auto", lambda: 0, no_torch) == DeviceChoice("cpu", "there is no CUDA device")
+
+
+def test_a_cuda_device_is_taken() -> None:
+    assert choose_device("auto", lambda: 2, str).device == "cuda"
+
+
+def test_a_device_that_torch_cannot_use_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    choice = choose_device("auto", lambda: 1, lambda: "torch was built without CUDA")
+    assert choice == DeviceChoice("cpu", "there is a CUDA device, but torch was built without CUDA")
+    assert [vars(record)["reason"] for record in caplog.records] == ["torch was built without CUDA"]
+
+
+@pytest.mark.skipif(num_driver_devices() > 0, reason="this machine has a CUDA device")
+def test_a_machine_without_one_does_not_load_torch() -> None:
+    """So `baton up` decides in a moment."""
+    script = (
+        "import sys; from engine.device import choose_device; "
+        "print(choose_device('auto').device, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["cpu", "False"]
