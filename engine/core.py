@@ -73,6 +73,7 @@ class EngineCore:
         self._clock = clock
         self._read_commands = read_commands
         self._events: list[m.Event] = []
+        self._has_newcomers = False  # in the scheduler's queue, since it last admitted any
         self._integrity_result = ""
         self._integrity_due = 0.0  # no status call checks again before this time
         self._host_cache = allocate_host_cache(settings, runner.spec, runner.kv_cache.device)
@@ -173,6 +174,7 @@ class EngineCore:
         if not self.scheduler.has_work:
             self.remote_kv.write_back_from_host(self._copy)
         output = self.scheduler.schedule(now)
+        self._has_newcomers = False
         self._copy(output.host_copies)
         self.remote_kv.publish(output.publishes)
         self.remote_kv.start()
@@ -185,15 +187,33 @@ class EngineCore:
         self.take_in_transfers()  # P2P publications are ready at once
         return output
 
+    def begin_remote(self) -> None:
+        """Admits newcomers whose prompt a prefill worker has to compute, so that it hears of them before the step under
+        way is done. For mid-step."""
+        self._admit_answered()
+        if not self._has_newcomers:
+            return
+        self._has_newcomers = False
+        output = self.scheduler.admit_remote(self._clock())
+        self._copy(output.host_copies)
+        self.remote_kv.start()
+
     def execute(self, output: SchedulerOutput, between_layers: Callable[[], None] | None = None) -> bool:
         """Second half: computes the batch. Returns False if it is empty and only time or a message can help.
 
-        `between_layers` is called many times in mid-step and may call `handle`, `take_in_transfers` and `take_events`:
-        blocks that become free there are given to no request before the next `prepare`.
+        `between_layers` is called many times in mid-step and may call `handle`, `take_in_transfers`, `begin_remote` and
+        `take_events`. The blocks that the step writes are held: whoever gives one up there, no newcomer gets it.
         """
         if not output.num_tokens:
             return bool(output.preempted) and self.scheduler.num_running > 0
-        result = self.scheduler.update(output, self._compute(output, between_layers or self.take_in_transfers))
+        written = output.written_blocks(self.blocks.block_size)
+        self.blocks.hold(written)
+        try:
+            tokens = self._compute(output, between_layers or self.take_in_transfers)
+        finally:
+            for block_id in written:
+                self.blocks.unhold(block_id)
+        result = self.scheduler.update(output, tokens)
         self.remote_kv.publish(result.publishes)
         for new in result.tokens:
             self._report_token(new)
@@ -273,6 +293,7 @@ class EngineCore:
         """Requests that waited for what the store says join the queue."""
         for request in self.remote_kv.lookups.take_answered():
             self.scheduler.add(request)
+            self._has_newcomers = True
 
     def _take_back(self) -> None:
         """Requests that waited for KV go on."""

@@ -164,7 +164,7 @@ class _Commands:
 
 class _Loop:
     """Commands in, one step, events out. In mid-step messages pass too, so that a chunk of a long prompt delays
-    neither the announcement of the chunk before it nor the fetches of other requests."""
+    neither the announcement of the chunk before it, nor the fetches of other requests, nor a prefill worker's start."""
 
     def __init__(self, core: EngineCore, commands: _Commands, socket: zmq.Socket[bytes], wakeup: Wakeup) -> None:
         self._core = core
@@ -193,6 +193,7 @@ class _Loop:
     def _pass_messages(self) -> None:
         self._commands.hand_to(self._core)
         self._core.take_in_transfers()
+        self._core.begin_remote()
         self._send()
 
     def _send(self, more: Sequence[m.Event] = ()) -> None:

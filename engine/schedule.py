@@ -34,6 +34,17 @@ class SchedulerOutput:
     preempted: list[Request] = field(default_factory=list)
     names: set[bytes] = field(default_factory=set)  # of the full blocks that are computed in this step
 
+    def written_blocks(self, block_size: int) -> list[int]:
+        """Where the KV of this step's tokens goes."""
+        return [
+            request.block_ids[index]
+            for request, num_new in self.num_tokens.items()
+            for index in range(
+                request.num_computed_tokens // block_size,
+                (request.num_computed_tokens + num_new - 1) // block_size + 1,
+            )
+        ]
+
 
 @dataclass(slots=True, frozen=True)
 class NewToken:

@@ -179,29 +179,40 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------ admission
 
+    def admit_remote(self, now: float) -> SchedulerOutput:
+        """In mid-step: parks newcomers from the queue's head. Stops if a block would be copied to host memory: a device
+        copies after the step, and a fetch into the block does not wait for that."""
+        output = SchedulerOutput()
+        while self._waiting and not self.blocks.may_demote(self._waiting[0].num_tokens):
+            if self._admit_next(0, output, now) is None:
+                break
+        output.host_copies = self.blocks.take_copies()
+        return output
+
     def _admit(self, budget: int, output: SchedulerOutput, now: float) -> None:
         """Takes requests from the queue's head while there is room; the first that does not fit stops it."""
-        # A request that was just preempted must not come back in the same step.
-        while self._waiting and self.num_running < self.config.max_num_seqs and not output.preempted:
-            request = self._waiting[0]
-            is_remote = request.mode is RequestMode.REMOTE and request.status is RequestStatus.WAITING
-            if budget <= 0 and not is_remote:
-                return
-            if request.status is RequestStatus.SWAPPED:
-                if not self.blocks.swap_in(request):
-                    return
-            elif not self._allocate(request):
-                return
-            self._waiting.popleft()
-            if request.scheduled_time is None:
-                request.scheduled_time = now
-                request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-            if request.status is RequestStatus.WAITING and self._room.park(request):
-                continue
-            request.status = RequestStatus.RUNNING
-            self._running.append(request)
-            output.publishes += self._publish(request)
-            budget -= self._schedule_running(request, budget, output)
+        while (num_tokens := self._admit_next(budget, output, now)) is not None:
+            budget -= num_tokens
+
+    def _admit_next(self, budget: int, output: SchedulerOutput, now: float) -> int | None:
+        """Admits the queue's head. Returns the tokens that it got in this step, or None if it has to wait."""
+        if not self._waiting or self.num_running >= self.config.max_num_seqs or output.preempted:
+            return None  # what was just preempted must not come back in the same step
+        request = self._waiting[0]
+        if budget <= 0 and (request.mode is not RequestMode.REMOTE or request.status is not RequestStatus.WAITING):
+            return None
+        if not (self.blocks.swap_in(request) if request.status is RequestStatus.SWAPPED else self._allocate(request)):
+            return None
+        self._waiting.popleft()
+        if request.scheduled_time is None:
+            request.scheduled_time = now
+            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if request.status is RequestStatus.WAITING and self._room.park(request):
+            return 0
+        request.status = RequestStatus.RUNNING
+        self._running.append(request)
+        output.publishes += self._publish(request)
+        return self._schedule_running(request, budget, output)
 
     def _allocate(self, request: Request) -> bool:
         """Blocks for all tokens known so far, the cached prefix shared. Returns False if there are too few.

@@ -94,6 +94,10 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def may_demote(self, num_tokens: int) -> bool:
+        """Whether an allocation for so many tokens could copy evicted blocks to host memory."""
+        return self.host.keeps_evicted and self.blocks_for(num_tokens) > self.num_empty_blocks
+
     def take_counts(self) -> CacheCounts:
         """What was counted since the last call."""
         num_dropped = self.write_back.num_dropped

@@ -44,7 +44,7 @@ class HostTier:
         self.pool = HostBlocks(num_blocks)
         self._counts = counts
         self._on_gone = on_gone
-        self._keep_evicted = keep_evicted
+        self.keeps_evicted = keep_evicted
         self._copies: list[HostCopy] = []
 
     def __contains__(self, name: bytes) -> bool:
@@ -63,7 +63,7 @@ class HostTier:
         if name in self.pool:
             self.pool.touch(name)
             return True
-        host_block = self._take() if self._keep_evicted else None
+        host_block = self._take() if self.keeps_evicted else None
         if host_block is None:
             return False
         self.pool.keep(name, host_block)

@@ -159,6 +159,27 @@ def test_a_release_in_mid_step_disturbs_nobody(
     assert_idle(core)
 
 
+def test_a_newcomer_never_gets_a_block_that_the_step_under_way_writes() -> None:
+    core, _ = make_core(num_blocks=6, enable_prefix_caching=False)
+    add(core, "first", [1] * 4, 9)
+    add(core, "second", [2] * 7, 9)
+    core.step()
+    blocks: list[int] = []
+
+    def between_layers() -> None:
+        core.handle(m.Release("second"))  # two blocks, of which the step writes one
+        if "third" not in core.scheduler.requests:
+            add(core, "third", [3] * 16, mode=m.RequestMode.REMOTE)
+        core.begin_remote()
+        blocks.extend(core.scheduler.requests["third"].block_ids)
+        assert core.scheduler.check_integrity() == []
+
+    core.execute(core.prepare(), between_layers)
+    assert not blocks
+    core.prepare()
+    assert len(core.scheduler.requests["third"].block_ids) == 4
+
+
 def test_a_failing_step_costs_its_own_requests_only() -> None:
     core, runner = make_core()
     add(core, "a", [1, 2, 3])

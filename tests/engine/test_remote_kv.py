@@ -50,10 +50,10 @@ class Pair:
 
     def round(self) -> bool:
         worked = self.decode.step()
-        worked |= self._from_decode()
+        worked |= self.from_decode()
         if not self.is_prefill_dead:
             worked |= self.prefill.step()
-            worked |= self._from_prefill()
+            worked |= self.from_prefill()
         for core in (self.prefill, self.decode):
             assert core.scheduler.check_integrity() == []
         return worked
@@ -64,7 +64,7 @@ class Pair:
         for request_id in self.prompts:
             self.decode.handle(m.RemotePrefillFailed(request_id, "prefill worker died"))
 
-    def _from_decode(self) -> bool:
+    def from_decode(self) -> bool:
         events = self.decode.take_events()
         for event in events:
             match event:
@@ -92,7 +92,7 @@ class Pair:
                     self.fallbacks[request_id] = event.fallback_reason
         return bool(events)
 
-    def _from_prefill(self) -> bool:
+    def from_prefill(self) -> bool:
         events = self.prefill.take_events()
         for event in events:
             match event:
@@ -394,6 +394,109 @@ def test_a_prefill_that_ends_before_it_announced_anything_leaves_nothing_behind(
     core.handle(m.StopPrefill("unknown"))
     assert core.load.num_leases == 0
     assert_idle(core)
+
+
+def test_a_prefill_worker_hears_of_a_prompt_before_the_step_under_way_is_done() -> None:
+    core, _ = make_core()
+    add(core, "a", [1, 2, 3, 4, 5], 9)
+    core.step()
+    heard: list[m.Event] = []
+
+    def between_layers() -> None:
+        add(core, "b", list(range(22)), mode=m.RequestMode.REMOTE)
+        core.begin_remote()
+        heard.extend(core.take_events())
+
+    core.take_events()
+    core.execute(core.prepare(), between_layers)
+    assert heard == [m.RemotePrefillNeeded("b", 0)]
+    assert core.load.num_requests_running == 2
+    core.handle(m.RemotePrefillFailed("b", "no"))
+    answers = tokens_of(run(core))
+    assert answers["b"] == reference(list(range(22)), 8)
+    assert_idle(core)
+
+
+def test_what_needs_no_prefill_worker_waits_for_the_next_step() -> None:
+    core, runner = make_core()
+    add(core, "a", [1, 2, 3, 4, 5], 9)
+    core.step()
+
+    def between_layers() -> None:
+        if "short" not in core.scheduler.requests:
+            add(core, "local", list(range(22)))
+            add(core, "short", [7, 8], mode=m.RequestMode.REMOTE)
+            core.begin_remote()
+
+    core.execute(core.prepare(), between_layers)
+    assert runner.num_tokens_per_step[-1] == 1
+    answers = tokens_of(run(core))
+    assert answers["local"] == reference(list(range(22)), 8)
+    assert answers["short"] == reference([7, 8], 8)
+    assert_idle(core)
+
+
+def test_a_newcomer_for_which_host_memory_would_be_written_waits_for_the_next_step() -> None:
+    core, _ = make_core(num_blocks=12, host_cache_gb=1e-6)
+    add(core, "old", list(range(40)), 1)
+    run(core)
+    add(core, "a", [90, 91], 9)
+    core.step()
+
+    def between_layers() -> None:
+        add(core, "b", list(range(50, 62)), mode=m.RequestMode.REMOTE)
+        core.begin_remote()
+        assert not core.scheduler.requests["b"].block_ids
+
+    core.take_events()
+    core.execute(core.prepare(), between_layers)
+    core.prepare()
+    assert m.RemotePrefillNeeded("b", 0) in core.take_events()
+
+
+mid_step_requests = st.lists(
+    st.tuples(
+        st.lists(st.integers(1, 3), min_size=1, max_size=20), st.integers(1, 8), st.integers(0, 40), st.booleans()
+    ),
+    min_size=2,
+    max_size=7,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests=mid_step_requests, released=st.sets(st.integers(0, 6), max_size=3), after_calls=st.integers(0, 40))
+def test_requests_that_begin_in_mid_step_get_the_reference_answers(
+    requests: list[tuple[list[int], int, int, bool]], released: set[int], after_calls: int
+) -> None:
+    """Prompts of three tokens share prefixes; the cache is small, and blocks arrive while others are computed."""
+    pair = Pair(make_core(epoch="p", chunk_size=5)[0], make_core(epoch="d", num_blocks=8, chunk_size=5)[0])
+    calls = iter(range(10**6))
+
+    def pass_messages() -> None:
+        call = next(calls)
+        for number, (prompt, max_tokens, when, is_remote) in enumerate(requests):
+            if when == call and is_remote:
+                pair.add(str(number), prompt, max_tokens)
+            elif when == call:
+                add(pair.decode, str(number), prompt, max_tokens)
+            if call == after_calls and number in released:
+                pair.decode.handle(m.Release(str(number)))
+                pair.prefill.handle(m.Release(str(number)))
+        pair.decode.take_in_transfers()
+        pair.decode.begin_remote()
+        pair.from_decode()
+        pair.prefill.step()
+        pair.from_prefill()
+        assert pair.decode.scheduler.check_integrity() == []
+
+    for _ in range(400):
+        pair.decode.execute(pair.decode.prepare(), pass_messages)
+        pass_messages()
+    for number, (prompt, max_tokens, when, _) in enumerate(requests):
+        if number in released and when <= after_calls:
+            continue
+        assert pair.answers[str(number)] == reference(prompt, max_tokens)
+    assert_idle(pair.decode)
 
 
 def test_a_prefill_stopped_in_mid_step_or_when_it_is_done_stays_leased() -> None:
