@@ -207,7 +207,9 @@ class RouterSettings(PolicySettings, TlsSettings, HealthSettings, LogSettings):
     )
     max_connections: Positive = Field(1024, description="connections of clients, of REST and of gRPC each")
     receive_timeout: float = Field(
-        30.0, gt=0, description="seconds that a client may take to send the head of a request, and again for its body"
+        30.0,
+        gt=0,
+        description="seconds that a client may take for its TLS handshake, for the head of a request, and for its body",
     )
     control_tokens: bool = Field(
         False,

@@ -37,6 +37,7 @@ from router.api.rest.auth import KeyMiddleware
 from router.api.rest.limits import LimitMiddleware
 from router.api.rest.listener import listen
 from router.api.rest.protocol import MAX_HEAD_BYTES, Connections
+from router.api.rest.tls_listener import accept_tls
 from router.fleet.discovery.follow import fixed, follow
 from router.fleet.registry import Registry
 from router.policy.registry import create_policy
@@ -125,27 +126,28 @@ async def serve(
 
         app = LimitMiddleware(make_app(front), gate)
         connections = Connections(settings.max_connections, settings.receive_timeout)
-        web = _WebServer(
-            uvicorn.Config(
-                app if keys is None else KeyMiddleware(app, keys),
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                server_header=False,
-                http=connections.protocol(),
-                ws="none",
-                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-                ssl_context_factory=None if tls is None else lambda _config, _default: tls.server_context(),
-            )
+        web_config = uvicorn.Config(
+            app if keys is None else KeyMiddleware(app, keys),
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            http=connections.protocol(),
+            ws="none",
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
+        web = _WebServer(web_config)
         with stop_signals(stop):
             _set_health(health, front)
             await grpc_server.start()
             if probed is not None:
                 await probed.start()
                 stack.push_async_callback(probed.stop, None)
-            web_task = vital.start(web.serve([http_socket]), name="rest")
+            web_task = vital.start(web.serve([http_socket] if tls is None else []), name="rest")
+            if tls is not None:
+                make = functools.partial(connections.protocol(), web_config, web.server_state, {})
+                vital.start(accept_tls(http_socket, connections, tls.server_context(), make), name="rest connections")
             scheme = "http" if tls is None else "https"
             http_url = f"{scheme}://{_host(settings.http_listen)}:{http_socket.getsockname()[1]}"
             grpc_address = f"{_host(settings.grpc_listen)}:{grpc_port}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import shutil
@@ -210,6 +211,49 @@ async def test_a_worker_that_cannot_prove_its_name_is_not_used(made: Path, secre
     finally:
         await registry.close()
         await worker.stop()
+
+
+def rest_address(router: RunningRouter) -> tuple[str, int]:
+    host, _, port = router.url.removeprefix("https://").rpartition(":")
+    return host, int(port)
+
+
+@pytest.mark.parametrize("begun", [b"", b"\x16\x03\x01\x02\x00\x01"])
+async def test_slow_handshakes_are_cut_off(
+    made: Path, secret: Mounted, worker: FakeWorker, start_router: StartRouter, begun: bytes
+) -> None:
+    router = await start_router(worker, **secret.flags, tls_server_name=NAME, receive_timeout=0.5)
+    reader, writer = await asyncio.open_connection(*rest_address(router))
+    writer.write(begun)
+    with contextlib.suppress(ConnectionResetError):
+        assert await asyncio.wait_for(reader.read(), 30) == b""
+    writer.close()
+    assert await ask_rest(router, made, "old") == ANSWER
+
+
+async def test_no_tls_is_no_handshake(
+    made: Path, secret: Mounted, worker: FakeWorker, start_router: StartRouter
+) -> None:
+    router = await start_router(worker, **secret.flags, tls_server_name=NAME)
+    reader, writer = await asyncio.open_connection(*rest_address(router))
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    with contextlib.suppress(ConnectionResetError):
+        assert b" 200 " not in await asyncio.wait_for(reader.read(), 20)
+    writer.close()
+    assert await ask_rest(router, made, "old") == ANSWER
+
+
+async def test_connections_without_a_handshake_give_way(
+    made: Path, secret: Mounted, worker: FakeWorker, start_router: StartRouter
+) -> None:
+    router = await start_router(worker, **secret.flags, tls_server_name=NAME, max_connections=3)
+    silent = [await asyncio.open_connection(*rest_address(router)) for _ in range(8)]
+    assert await ask_rest(router, made, "old") == ANSWER
+    with contextlib.suppress(ConnectionResetError):
+        assert await asyncio.wait_for(silent[0][0].read(), 20) == b""
+    for _, writer in silent:
+        writer.close()
+    assert await ask_rest(router, made, "old") == ANSWER
 
 
 async def test_health_is_asked_in_plain_text_on_a_port_of_its_own(

@@ -2,12 +2,14 @@
 
 A connection that waits for no answer is idle: a new one too, and one whose answer came before all of its body did.
 If all places are taken, the one that has been idle longest gives way to a newcomer: clients that connect and say
-nothing keep nobody out.
+nothing keep nobody out. One in its TLS handshake is idle, too (`tls_listener`).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Protocol
 
 import h11
 from uvicorn.config import Config
@@ -21,6 +23,11 @@ FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1
 LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
+class Idle(Protocol):
+    def give_way(self) -> None:
+        """Ends the connection, and gives its place back at once."""
+
+
 class Connections:
     """Those of one listener."""
 
@@ -28,11 +35,11 @@ class Connections:
         self.max_connections = max_connections
         self.head_timeout_s = head_timeout_s
         self.num = 0
-        self.idle: dict[LimitedProtocol, None] = {}  # longest idle first
+        self.idle: dict[Idle, None] = {}  # longest idle first
 
     def protocol(self) -> type[LimitedProtocol]:
         """What uvicorn makes for each connection."""
-        return type("Protocol", (LimitedProtocol,), {"limits": self})
+        return type("LimitedProtocol", (LimitedProtocol,), {"limits": self})
 
     def has_room(self) -> bool:
         """Whether a new connection may stay; closes an idle one if that is what it takes."""
@@ -57,10 +64,13 @@ class LimitedProtocol(H11Protocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._is_counted = False
+        self.before_made: Callable[[], None] | None = None  # called before the connection is counted
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.before_made is not None:
+            self.before_made()
         if not self.limits.has_room():
             transport.write(FULL)
             transport.close()
