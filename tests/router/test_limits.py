@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
@@ -16,8 +17,8 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos.baton.v1 import inference_pb2, inference_pb2_grpc
-from tests.router.conftest import RunningRouter, StartRouter
+from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from tests.router.conftest import RunningRouter, StartRouter, reaches, sample
 from tests.router.fake_worker import ANSWER, FakeWorker
 
 MIB = 2**20
@@ -145,6 +146,79 @@ async def test_slow_bodies_are_cut_off(worker: FakeWorker, start_router: StartRo
     answer = await asyncio.wait_for(reader.read(), 60)  # to the end of the connection
     assert b" 408 " in answer
     writer.close()
+
+
+async def test_slow_messages_are_cut_off(worker: FakeWorker, start_router: StartRouter) -> None:
+    """A gRPC call whose message never comes."""
+    router = await start_router(worker, receive_timeout=0.5)
+    generate_bytes: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = router.channel.stream_stream(
+        "/baton.v1.InferenceService/Generate"
+    )
+    call = generate_bytes()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(call.read(), 60)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "did not come" in (caught.value.details() or "")
+    assert await generate(router) == ANSWER
+
+
+async def all_ended() -> None:
+    async with asyncio.timeout(60):
+        while sample("baton_router_requests_running"):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@contextlib.asynccontextmanager
+async def slow_over_rest(router: RunningRouter) -> AsyncIterator[None]:
+    """A client that reads nothing of an answer of some 12 MiB."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.setblocking(False)
+        await loop.sock_connect(slow, address_of(router))
+        body = {"prompt": ["x"] * 4, "n": 8, "max_tokens": 200, "logprobs": 20, "stream": True}
+        data = json.dumps(body).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data)
+        await loop.sock_sendall(slow, head + data)
+        await reaches("baton_router_requests_running", 1)
+        yield
+
+
+@contextlib.asynccontextmanager
+async def slow_over_grpc(router: RunningRouter) -> AsyncIterator[None]:
+    """A client that reads one message, and takes little beside it."""
+    options = [("grpc.http2.lookahead_bytes", 4096), ("grpc.http2.bdp_probe", 0)]
+    async with grpc.aio.insecure_channel(router.grpc_address, options=options) as channel:
+        params = types_pb2.SamplingParams(max_tokens=200, logprobs=20)
+        request = inference_pb2.GenerateRequest(prompt="x", sampling_params=params)
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request)
+        assert await call.read()
+        yield
+
+
+slow_readers = pytest.mark.parametrize("slow_reader", [slow_over_rest, slow_over_grpc])
+SlowReader = Callable[[RunningRouter], contextlib.AbstractAsyncContextManager[None]]
+
+
+@slow_readers
+async def test_slow_readers_hold_up_nobody(
+    worker: FakeWorker, start_router: StartRouter, slow_reader: SlowReader
+) -> None:
+    router = await start_router(worker)
+    worker.answer = worker.answer * 12
+    async with slow_reader(router):
+        for _ in range(2):
+            assert await generate(router) == ANSWER * 12
+            assert sample("baton_router_requests_running") == 1
+    await all_ended()
+
+
+@slow_readers
+async def test_slow_readers_are_cut_off(worker: FakeWorker, start_router: StartRouter, slow_reader: SlowReader) -> None:
+    router = await start_router(worker, request_timeout=3, receive_timeout=0.5)
+    worker.answer = worker.answer * 12
+    async with slow_reader(router):
+        await all_ended()
 
 
 async def test_large_heads_are_refused(router: RunningRouter) -> None:

@@ -1,5 +1,5 @@
-"""Accepts TLS connections. A handshake counts as an idle connection and has a time limit: servers of the event loop hold
-as many that never finish as clients begin.
+"""Accepts TLS connections. A handshake counts as an idle connection and has a time limit: the event loop's own servers
+hold as many that never finish as clients begin.
 """
 
 from __future__ import annotations
