@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from common import metrics
 from common.errors import OverloadedError
 
 MIB = 2**20
+MIN_DELAY_S = 1.0
+MAX_DELAY_S = 30.0
 MESSAGE_BYTES = 4 * MIB  # gRPC's own default, and enough for a context of 250,000 tokens of most languages
 
 
@@ -31,8 +34,11 @@ class GateLimits:
 class Gate:
     """Shared by all calls of one kind."""
 
-    def __init__(self, limits: GateLimits | None = None) -> None:
+    def __init__(self, limits: GateLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits or GateLimits()
+        self._clock = clock
+        self._num_refused = 0.0  # of late: as many are forgotten in a second as there are places
+        self._refused_at = clock()
         self._max_per_key = self.limits.max_requests_per_key or max(1, self.limits.max_requests // 2)
         self._by_key: Counter[str] = Counter()
         self._num_requests = 0
@@ -45,9 +51,9 @@ class Gate:
         """Around all work for `num` requests. `key` is empty if no keys are asked for. Raises `OverloadedError`."""
         limits = self.limits
         if self._num_requests + num > limits.max_requests:
-            raise _too_much("requests", f"the router has {limits.max_requests} requests in flight")
+            raise self._too_much("requests", f"the router has {limits.max_requests} requests in flight")
         if key and self._by_key[key] + num > self._max_per_key:
-            raise _too_much("key", f"this key has {self._max_per_key} requests in flight, the most for one")
+            raise self._too_much("key", f"this key has {self._max_per_key} requests in flight, the most for one")
         self._num_requests += num
         if key:
             self._by_key[key] += num
@@ -71,8 +77,18 @@ class Gate:
 
     def hold(self, num: int) -> None:
         if self._num_bytes + num > self.limits.max_buffered_bytes:
-            raise _too_much("bytes", f"the router holds {self._num_bytes} bytes of requests")
+            raise self._too_much("bytes", f"the router holds {self._num_bytes} bytes of requests")
         self._num_bytes += num
+
+    def _too_much(self, reason: str, message: str) -> OverloadedError:
+        """With a delay that spreads those who are refused: in a second, no more come again than there are places."""
+        metrics.router_refused.labels(reason).inc()
+        now = self._clock()
+        self._num_refused = max(0.0, self._num_refused - (now - self._refused_at) * self.limits.max_requests)
+        self._refused_at = now
+        delay_s = min(MIN_DELAY_S + self._num_refused / self.limits.max_requests, MAX_DELAY_S)
+        self._num_refused += 1
+        return OverloadedError(f"{message}; try again later", delay_s)
 
 
 class HeldBytes:
@@ -84,8 +100,3 @@ class HeldBytes:
         """Raises `OverloadedError` if the router holds too much already."""
         self._gate.hold(num)
         self.num += num
-
-
-def _too_much(reason: str, message: str) -> OverloadedError:
-    metrics.router_refused.labels(reason).inc()
-    return OverloadedError(f"{message}; try again later")

@@ -1,0 +1,36 @@
+"""The gate's arithmetic, with a clock of its own. What clients see of it is in `test_limits`."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import OverloadedError
+from router.serving.gate import MAX_DELAY_S, Gate, GateLimits
+
+
+def refuse(gate: Gate) -> float:
+    """The delay of one refusal, in seconds."""
+    with pytest.raises(OverloadedError) as caught, gate.requests(""):
+        pass
+    assert caught.value.retry_after_s is not None
+    return caught.value.retry_after_s
+
+
+def test_the_more_are_refused_the_later_they_come_again() -> None:
+    now = [0.0]
+    gate = Gate(GateLimits(max_requests=10), clock=lambda: now[0])
+    with gate.requests("", 10):
+        assert refuse(gate) == 1.0
+        delays = [refuse(gate) for _ in range(99)]
+        assert delays == sorted(delays)
+        assert sum(delay < 2.0 for delay in delays) == 9  # with the first, as many as there are places
+        assert delays[-1] == pytest.approx(1 + 99 / 10)
+        now[0] += 4.0
+        assert refuse(gate) == pytest.approx(1 + 60 / 10)
+        for _ in range(1000):
+            refuse(gate)
+        assert refuse(gate) == MAX_DELAY_S
+        now[0] += 1000.0
+        assert refuse(gate) == 1.0
+    with gate.requests("", 10):
+        pass
