@@ -95,11 +95,11 @@ class Answer:
 
 
 class Client:
-    """`router` is host:port. `timeout` is each request's deadline in seconds; the router's own limit where None.
+    """`router` is host:port. `timeout` is each request's deadline in seconds; the router's own limit if None.
 
-    TLS is spoken with `tls`, or where any of the files is given: `tls_ca` is whom to trust (the public CAs where None),
+    TLS is spoken with `tls`, or if any of the files is given: `tls_ca` is whom to trust (the public CAs if None),
     `tls_cert` and `tls_key` what to show to a router that asks for it, `tls_server_name` the name in the router's
-    certificate where that is not the host of `router`. Raises `ConfigError` and `StartupError` for files of no use.
+    certificate if that is not the host of `router`. Raises `ConfigError` and `StartupError` for files of no use.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ def to_baton_error(error: grpc.RpcError, router: str) -> BatonError:
 
 
 def _tls_problem(message: str, router: str) -> str:
-    """What gRPC's words for a connection that did not come about mean; empty where TLS is not the reason."""
+    """What gRPC's words for a connection that did not come about mean; empty if TLS is not the reason."""
     if not message.startswith("failed to connect"):
         return ""
     if "handshake failed" in message or "verification check failed" in message:

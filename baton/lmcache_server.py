@@ -41,11 +41,11 @@ class ServerSettings:
     size_gb: float  # GiB of shared memory
     shm_name: str
     http_port: int  # of the server's own status pages
-    kv_dir: str | None = None  # files that outlive the server; memory only where None
+    kv_dir: str | None = None  # files that outlive the server; memory only if None
 
 
 def executable() -> Path:
-    """Where LMCache is. Raises `StartupError` where it is not installed."""
+    """Where LMCache is. Raises `StartupError` if it is not installed."""
     own = ENVIRONMENT / "bin" / "lmcache"
     found = str(own) if own.exists() else shutil.which("lmcache")
     if found is None:

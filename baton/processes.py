@@ -128,7 +128,7 @@ def tethered(argv: Sequence[str], cores: Sequence[int] = ()) -> list[str]:
 def start(
     name: str, argv: Sequence[str], events: Events, *, environ: Mapping[str, str], cores: Sequence[int] = ()
 ) -> Child:
-    """Starts a command on `cores` (anywhere where empty) and watches it. Raises StartupError when there can be no more
+    """Starts a command on `cores` (anywhere if empty) and watches it. Raises StartupError when there can be no more
     processes.
 
     Must run in the main thread: the kernel ties a child's life to the thread that started it.

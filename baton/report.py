@@ -31,11 +31,11 @@ class Timings:
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestReport:
     timings: Timings = field(default_factory=Timings)
-    prefill_worker: str = ""  # empty where the decode worker prefilled in place
+    prefill_worker: str = ""  # empty if the decode worker prefilled in place
     decode_worker: str = ""
     num_blocks_moved: int = 0
     num_bytes_moved: int = 0
-    fallback_reason: str = ""  # empty where no KV had to be computed a second time
+    fallback_reason: str = ""  # empty if no KV had to be computed a second time
     num_retries: int = 0
     num_migrations: int = 0
     num_preemptions: int = 0
@@ -53,7 +53,7 @@ class Chunk:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Result:
-    """A whole answer. `finish_reason` is None where it was cut off."""
+    """A whole answer. `finish_reason` is None if it was cut off."""
 
     request_id: str
     model: str
@@ -81,7 +81,7 @@ class FleetWorker:
     num_cached_blocks: int
     num_leases: int
     integrity: str  # "ok", or what is wrong
-    dtype: str = ""  # of weights, activations and KV; empty where the worker never answered
+    dtype: str = ""  # of weights, activations and KV; empty if the worker never answered
     dtype_reason: str = ""
 
 

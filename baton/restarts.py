@@ -21,7 +21,7 @@ class Restarts:
         self._ends: defaultdict[str, list[float]] = defaultdict(list)
 
     def delay_s(self, name: str, now: float) -> float | None:
-        """The child has ended: seconds until it is started again, None where it is not."""
+        """The child has ended: seconds until it is started again, None if it is not."""
         self._ends[name] = [end for end in self._ends[name] if now - end < WINDOW_S] + [now]
         num_ends = len(self._ends[name])
         if num_ends > self._limit:

@@ -97,7 +97,7 @@ def load(
 ) -> S:
     """The validated settings of one command.
 
-    `flags` holds only what was given on the command line. `config` is a YAML file; `BATON_CONFIG` where None.
+    `flags` holds only what was given on the command line. `config` is a YAML file; `BATON_CONFIG` if None.
     Raises ConfigError for an unknown variable or key and for a bad value.
     """
     check_environment(environ)

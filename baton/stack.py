@@ -50,8 +50,8 @@ class Stack:
     start_timeout: float  # seconds
     router: str = "router"
     max_restarts: int = 0  # of each child but the router, within WINDOW_S
-    front_cores: Sequence[int] = ()  # for all but the engines, which choose their own; anywhere where empty
-    not_ready: Callable[[Addresses], str] = lambda _: ""  # why the whole does not answer yet; empty where it does
+    front_cores: Sequence[int] = ()  # for all but the engines, which choose their own; anywhere if empty
+    not_ready: Callable[[Addresses], str] = lambda _: ""  # why the whole does not answer yet; empty if it does
     events: Events = field(default_factory=Events)
     children: list[Child] = field(default_factory=list)
     ready: dict[str, Mapping[str, str]] = field(default_factory=dict)  # child's name to the fields of its ready line
@@ -139,7 +139,7 @@ class Stack:
     def drain(self) -> bool:
         """Ends the router, then the workers, each after what it has in hand, then what they need.
 
-        False where that was cut short, by another signal or because it took longer than `drain_timeout`.
+        False if that was cut short, by another signal or because it took longer than `drain_timeout`.
         """
         workers = self._workers()
         routers = [child for child in self.children if child.name == self.router]

@@ -120,7 +120,7 @@ def usable_cores() -> tuple[int, ...]:
 
 
 def divide_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]]:
-    """Cores of each worker: neighbouring, as equal as possible; shared one by one where there are too few."""
+    """Cores of each worker: neighbouring, as equal as possible; shared one by one if there are too few."""
     if len(cores) < num_workers:
         return [(cores[i % len(cores)],) if cores else () for i in range(num_workers)]
     bounds = [len(cores) * i // num_workers for i in range(num_workers + 1)]
@@ -137,7 +137,7 @@ def front_cores(roles: Sequence[str], cores: Sequence[tuple[int, ...]]) -> tuple
 
 
 def free_ports(count: int) -> list[int]:
-    """Different loopback ports that nobody listens on now. Raises StartupError where there are not so many."""
+    """Different loopback ports that nobody listens on now. Raises StartupError if there are not so many."""
     ports: list[int] = []
     for port in random.sample(_WORKER_PORTS, len(_WORKER_PORTS)):
         if len(ports) == count:

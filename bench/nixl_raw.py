@@ -40,7 +40,7 @@ class RawNixlReads:
     """A producer process with `num_blocks` blocks of `block_bytes`, and one prepared read of them.
 
     `remote_ids[i]` is read into `local_ids[i]`; left out, all blocks in their order (which NIXL then merges into one
-    run, so give the ids that the other side of a comparison uses). Raises `StartupError` where NIXL is missing,
+    run, so give the ids that the other side of a comparison uses). Raises `StartupError` if NIXL is missing,
     `TransferError` where a read fails, takes too long, or brings the wrong bytes.
     """
 

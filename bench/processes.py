@@ -15,7 +15,7 @@ _END_GRACE_S = 60.0
 
 @contextlib.contextmanager
 def running(command: Sequence[str], what: str) -> Iterator[dict[str, str]]:
-    """A process that prints `ready key=value ...`; gives those. Raises `StartupError` where it ends without."""
+    """A process that prints `ready key=value ...`; gives those. Raises `StartupError` if it ends without."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
     child = Child(what, process)
     try:

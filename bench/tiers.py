@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--host-cache-gb", type=float, default=0.5)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--kv-dir", help="of the store; a temporary directory where unset")
+    parser.add_argument("--kv-dir", help="of the store; a temporary directory if unset")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.dtype = resolve_dtype(args.dtype, ensure_model(DEFAULT_MODEL, default_cache_dir(), print), args.device).dtype

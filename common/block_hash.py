@@ -50,7 +50,7 @@ def block_hashes(
 
 
 def extra_keys(*, lora_id: str = "", content_hash: str = "", cache_salt: str = "") -> tuple[str, ...]:
-    """The extra keys of a request, empty where there is nothing extra; each names its kind."""
+    """The extra keys of a request, empty if there is nothing extra; each names its kind."""
     named = (("lora", lora_id), ("content", content_hash), ("salt", cache_salt))
     return tuple(f"{kind}:{value}" for kind, value in named if value)
 

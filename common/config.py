@@ -45,7 +45,7 @@ class LogSettings(Settings):
 
 
 class TlsSettings(Settings):
-    """Certificates of one process, for its ports and for its channels to others; plain text where none is given.
+    """Certificates of one process, for its ports and for its channels to others; plain text if none is given.
 
     The files are read again when they change.
     """
@@ -59,13 +59,13 @@ class TlsSettings(Settings):
         description="CA (PEM) that peers' certificates have to come from; a worker then takes no client without one",
     )
     tls_server_name: str | None = Field(
-        None, description="name that peers' certificates have to hold; the host of their address where unset"
+        None, description="name that peers' certificates have to hold; the host of their address if unset"
     )
 
 
 class HealthSettings(Settings):
     health_listen: str | None = Field(
-        None, description="further gRPC address with health checks alone, in plain text, for probes; off where unset"
+        None, description="further gRPC address with health checks alone, in plain text, for probes; off if unset"
     )
 
 
@@ -74,7 +74,7 @@ class ModelSettings(Settings):
         DEFAULT_MODEL,
         description=f"{DEFAULT_MODEL} (embedded), a Hugging Face model directory on disk, or org/name on a hub",
     )
-    served_model_name: str | None = Field(None, description="name that clients use; the model's own where unset")
+    served_model_name: str | None = Field(None, description="name that clients use; the model's own if unset")
     cache_dir: str = Field(default_factory=default_cache_dir, description="where converted models are kept")
 
 
@@ -93,12 +93,12 @@ class EngineSettings(ModelSettings):
         "none", description="of weights, when they are loaded; needs the CPU kernels"
     )
     block_size: Positive = Field(16, description="tokens per KV block")
-    num_blocks: Positive | None = Field(None, description="KV blocks; from --kv-cache-memory-gb where unset")
+    num_blocks: Positive | None = Field(None, description="KV blocks; from --kv-cache-memory-gb if unset")
     kv_cache_memory_gb: float | None = Field(
-        None, gt=0, description="KV cache size in GiB; where unset 1 on CPU, --memory-utilization on CUDA"
+        None, gt=0, description="KV cache size in GiB; if unset 1 on CPU, --memory-utilization on CUDA"
     )
     memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a CUDA device's memory that may be used")
-    max_model_len: Positive | None = Field(None, description="prompt and answer tokens; the model's own where unset")
+    max_model_len: Positive | None = Field(None, description="prompt and answer tokens; the model's own if unset")
     max_num_seqs: Positive = Field(64, description="requests in one batch")
     max_num_batched_tokens: Positive = Field(2048, description="tokens in one engine step")
     chunk_size: Positive = Field(512, description="tokens of one prompt in one engine step")
@@ -116,9 +116,9 @@ class EngineSettings(ModelSettings):
     engine_timeout: float = Field(
         30.0, gt=0, description="seconds of silence after which an engine process that hangs is killed"
     )
-    num_threads: Positive | None = Field(None, description="compute threads; the pinned cores' number where unset")
+    num_threads: Positive | None = Field(None, description="compute threads; the pinned cores' number if unset")
     cpu_cores: Annotated[tuple[int, ...], BeforeValidator(comma_separated)] = Field(
-        (), description="cores that the engine process is pinned to, as 0,1; none pinned where empty"
+        (), description="cores that the engine process is pinned to, as 0,1; none pinned if empty"
     )
 
 
@@ -147,7 +147,7 @@ class WorkerSettings(EngineSettings, ConnectorSettings, TlsSettings, HealthSetti
     model_config = ConfigDict(extra="allow")  # see ConnectorSettings
 
     listen: str = Field("127.0.0.1:50061", description="gRPC address; port 0 takes a free one")
-    advertise: str | None = Field(None, description="address by which others reach this worker; --listen where unset")
+    advertise: str | None = Field(None, description="address by which others reach this worker; --listen if unset")
     max_waiting_requests: Positive = Field(
         1024, description="requests that wait for the engine to begin with them; further ones are refused"
     )
@@ -160,7 +160,7 @@ class WorkerSettings(EngineSettings, ConnectorSettings, TlsSettings, HealthSetti
         ge=0,
         description="seconds that SIGTERM lets streams and leases end; streams are handed over after 3/4 of them",
     )
-    metrics_port: Port | None = Field(None, description="port of Prometheus' /metrics over HTTP; off where unset")
+    metrics_port: Port | None = Field(None, description="port of Prometheus' /metrics over HTTP; off if unset")
 
 
 class PolicySettings(Settings):
@@ -169,7 +169,7 @@ class PolicySettings(Settings):
     policy: str = Field("least_load", description="who gets a request: least_load or round_robin")
     min_remote_tokens: Positive | None = Field(
         None,
-        description="fewest prompt tokens without KV for which a prefill worker is asked; one KV block where unset",
+        description="fewest prompt tokens without KV for which a prefill worker is asked; one KV block if unset",
     )
 
 
@@ -181,11 +181,11 @@ class RouterSettings(PolicySettings, TlsSettings, HealthSettings, LogSettings):
     http_listen: str = Field("127.0.0.1:8000", description="REST address; port 0 takes a free one")
     grpc_listen: str = Field("127.0.0.1:50051", description="gRPC address; port 0 takes a free one")
     tls_client_ca: str | None = Field(
-        None, description="CA (PEM) of clients' certificates; --tls-ca's are taken, too; clients need none where unset"
+        None, description="CA (PEM) of clients' certificates; --tls-ca's are taken, too; clients need none if unset"
     )
     api_keys_file: str | None = Field(
         None,
-        description="file of API keys, of which a client needs one; read again when it changes; all may where unset",
+        description="file of API keys, of which a client needs one; read again when it changes; all may if unset",
     )
     drain_timeout: float = Field(30.0, ge=0, description="seconds that SIGTERM waits for answers to end")
     request_timeout: float = Field(
@@ -195,10 +195,10 @@ class RouterSettings(PolicySettings, TlsSettings, HealthSettings, LogSettings):
         1024, description="requests in flight, each choice of an answer counted; more are refused with a delay"
     )
     max_requests_per_key: Positive | None = Field(
-        None, description="those of one API key; half of --max-requests where unset"
+        None, description="those of one API key; half of --max-requests if unset"
     )
     max_request_mb: float | None = Field(
-        None, gt=0, description="MiB of one request's body; from the model's context where unset, over gRPC at most 4"
+        None, gt=0, description="MiB of one request's body; from the model's context if unset, over gRPC at most 4"
     )
     max_buffered_mb: float = Field(256.0, gt=0, description="MiB of the bodies of all requests in flight")
     max_answer_tokens: Positive = Field(
@@ -233,23 +233,23 @@ class AutoscalerSettings(TlsSettings, LogSettings):
         "127.0.0.1:8010", description="/metrics, /healthz, /readyz, /decisions; port 0: a free one"
     )
     external_metrics_listen: str | None = Field(
-        None, description="external.metrics.k8s.io over TLS for HPAs, host:port; off where unset"
+        None, description="external.metrics.k8s.io over TLS for HPAs, host:port; off if unset"
     )
     external_metrics_service: str | None = Field(
         None, description="NAMESPACE/NAME of the Service before --external-metrics-listen, for its certificate"
     )
     external_metrics_cert: str | None = Field(
-        None, description="certificate (PEM) of --external-metrics-listen; where unset one is made and published"
+        None, description="certificate (PEM) of --external-metrics-listen; if unset one is made and published"
     )
     external_metrics_key: str | None = Field(None, description="its key (PEM); both are read again when they change")
     front_proxy_ca: str | None = Field(
-        None, description="CA of the API server's client certificate (PEM); asked from the cluster where unset"
+        None, description="CA of the API server's client certificate (PEM); asked from the cluster if unset"
     )
     front_proxy_names: Addresses = Field(
         (), description="common names that it may have; asked from the cluster where --front-proxy-ca is unset"
     )
-    keda_listen: str | None = Field(None, description="KEDA external scaler over gRPC, host:port; off where unset")
-    namespace: str | None = Field(None, description="Kubernetes namespace; the pod's own where unset")
+    keda_listen: str | None = Field(None, description="KEDA external scaler over gRPC, host:port; off if unset")
+    namespace: str | None = Field(None, description="Kubernetes namespace; the pod's own if unset")
     leader_elect: bool = Field(False, description="of several replicas, one sets replicas and deletion costs")
     lease_name: str = Field("baton-autoscaler", description="name of the Lease that elects it")
     apply: bool = Field(False, description="set the replicas of --prefill-workload and --decode-workload")
@@ -264,7 +264,7 @@ class AutoscalerSettings(TlsSettings, LogSettings):
     decode_max: Positive = Field(10, description="most decode workers")
     target_queued_tokens: float = Field(8192, gt=0, description="prompt tokens queued for each prefill worker")
     target_prefill_rate: float | None = Field(
-        None, gt=0, description="prompt tokens/s that one prefill worker should be given; learned where unset"
+        None, gt=0, description="prompt tokens/s that one prefill worker should be given; learned if unset"
     )
     target_kv_usage: float = Field(0.7, gt=0, le=1, description="share of KV blocks in use on a decode worker")
     target_requests: float = Field(32, gt=0, description="requests running and waiting on a decode worker")
@@ -304,7 +304,7 @@ class ClientSettings(TlsSettings):
     tls: bool = Field(False, description="speak TLS and trust the public CAs; --tls-ca trusts its own instead")
     api_key: str | None = Field(None, description="API key; better given as variable: command lines are seen by others")
     timeout: float | None = Field(
-        None, gt=0, description="seconds until the request is given up; the router's limit where unset"
+        None, gt=0, description="seconds until the request is given up; the router's limit if unset"
     )
 
 

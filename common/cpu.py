@@ -53,7 +53,7 @@ class Limit:
 
 @dataclass(slots=True, frozen=True)
 class Cpu:
-    name: str  # as the system names it; empty where it does not
+    name: str  # as the system names it; empty if it does not
     flags: frozenset[str]  # that every core has, and that no variable takes away
     limits: tuple[str, ...] = ()  # variables that take some away, as NAME=VALUE
 
@@ -77,7 +77,7 @@ def read_limits(environ: Mapping[str, str] = os.environ) -> list[Limit]:
 
 
 def read_cpu(cpuinfo: Path = _CPUINFO, environ: Mapping[str, str] = os.environ) -> Cpu:
-    """This machine's CPU. Where there is no such file (not Linux), it has no flags."""
+    """This machine's CPU. If there is no such file (not Linux), it has no flags."""
     try:
         text = cpuinfo.read_text(errors="replace")
     except FileNotFoundError:

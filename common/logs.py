@@ -1,4 +1,4 @@
-"""Log lines: one per event, to standard error, with `request_id` where there is one.
+"""Log lines: one per event, to standard error, with `request_id` if there is one.
 
 `log.warning("prefill failed, computing in place", extra={"request_id": id, "reason": why})` prints
 `12:34:56.789 WARNING worker.x prefill failed, computing in place request_id=... reason=...`, or one JSON object with

@@ -39,7 +39,7 @@ class ModelFiles:
 
     path: Path
     config: dict[str, object]  # config.json
-    generation_config: dict[str, object]  # generation_config.json, empty where there is none
+    generation_config: dict[str, object]  # generation_config.json, empty if there is none
     weight_files: tuple[Path, ...]  # *.safetensors, sorted by name
 
     @property

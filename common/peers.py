@@ -13,7 +13,7 @@ _LONGEST_MS = 1e9
 
 
 def milliseconds(value: float) -> float:
-    """A time that a peer reports, for reports and metrics: 0 where it is none."""
+    """A time that a peer reports, for reports and metrics: 0 if it is none."""
     return value if math.isfinite(value) and 0 <= value <= _LONGEST_MS else 0.0
 
 

@@ -17,7 +17,7 @@ class ReflectionPool:
         self._pool = descriptor_pool.Default()
 
     def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:  # noqa: N802
-        """Raises KeyError where there is no such symbol."""
+        """Raises KeyError if there is no such symbol."""
         try:
             return self._pool.FindFileContainingSymbol(symbol)
         except KeyError:

@@ -2,7 +2,7 @@
 
 One set of settings serves both directions. A port with `cert` and `key` speaks TLS, and with `ca` as well it asks for a
 certificate of that CA (mTLS). A channel speaks TLS where anything is given: it trusts `ca`, or the public CAs without,
-and shows `cert` where it has one. This module knows no grpc; see `grpc_transport`.
+and shows `cert` if it has one. This module knows no grpc; see `grpc_transport`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class TlsFiles:
 
 
 def peer_files(settings: TlsSettings) -> TlsFiles | None:
-    """For channels to other processes of the fleet; None where they are plain text."""
+    """For channels to other processes of the fleet; None if they are plain text."""
     if settings.tls_cert is None and settings.tls_key is None and settings.tls_ca is None:
         if settings.tls_server_name is not None:
             raise ConfigError("tls_server_name", "is for TLS: --tls-ca or --tls-cert is missing")
@@ -108,7 +108,7 @@ def peer_files(settings: TlsSettings) -> TlsFiles | None:
 
 
 def serving_files(settings: TlsSettings, client_ca: str | None, *, ca_field: str = "tls_ca") -> TlsFiles | None:
-    """For ports; None where they are plain text. With `client_ca`, clients need a certificate of it, or one of the
+    """For ports; None if they are plain text. With `client_ca`, clients need a certificate of it, or one of the
     fleet: an autoscaler is a router's client, too."""
     if settings.tls_cert is None and settings.tls_key is None:
         if client_ca is not None:

@@ -34,7 +34,7 @@ class TokenLogprob:
 
 @dataclass(slots=True, frozen=True)
 class SampledToken:
-    """One generated token. `logprob` is None where logprobs were not asked for."""
+    """One generated token. `logprob` is None if logprobs were not asked for."""
 
     token_id: int
     logprob: float | None = None

@@ -60,7 +60,7 @@ class WatchedFiles(Generic[ValueT]):
         log.info("files were read again", extra={"what": self._what, "files": ", ".join(self._paths)})
 
     def _look(self) -> _Signature | None:
-        """None where one of the files is not there."""
+        """None if one of the files is not there."""
         try:
             found = [os.stat(path) for path in self._paths]
         except OSError:

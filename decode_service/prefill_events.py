@@ -30,7 +30,7 @@ class PrefillEvents:
         self._has_first_token = False
 
     def peer(self, accepted: prefill_pb2.PrefillAccepted) -> bytes:
-        """The worker's connector; empty where blocks don't come from its memory."""
+        """The worker's connector; empty if blocks don't come from its memory."""
         if self._is_accepted:
             raise TransferError("accepted: came twice")
         if len(accepted.peer) > MAX_PEER_BYTES:

@@ -128,7 +128,7 @@ class DecodeRun:
                 self._worker.finish_later(self._leg.end())
 
     async def _take_in(self, event: object) -> bool:
-        """Acts on one event; True where it was the last."""
+        """Acts on one event; True if it was the last."""
         match event:
             case m.RemotePrefillNeeded(_, first_block):
                 self._marks.queue_s = time.monotonic() - self._marks.start

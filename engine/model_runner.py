@@ -36,7 +36,7 @@ _CUDA_RESERVE_BYTES = 1 << 30  # the same on a device, kernels' workspaces inclu
 
 
 def _nothing() -> None:
-    """What happens between layers where nobody asks for anything."""
+    """What happens between layers if nobody asks for anything."""
 
 
 class ModelRunner:
@@ -52,9 +52,9 @@ class ModelRunner:
     dtype_reason: str
 
     def __init__(self, model_dir: Path, settings: EngineSettings, *, attention: str | None = None) -> None:
-        """Loads the weights and allocates the KV cache. `attention` names a backend; the device's fastest where None.
+        """Loads the weights and allocates the KV cache. `attention` names a backend; the device's fastest if None.
 
-        Raises `StartupError` with one line where the model cannot be served as set: a file or tensor is missing, the
+        Raises `StartupError` with one line if the model cannot be served as set: a file or tensor is missing, the
         device is not there, memory does not suffice, or the context is longer than the model or the cache allows.
         """
         files = open_model(model_dir)
@@ -111,7 +111,7 @@ class ModelRunner:
     ) -> list[SampledToken | None]:
         """One engine step: copies blocks in order, computes all new tokens, samples where asked.
 
-        The result has one entry per sequence, None where it asked for no token. `between_layers` is called after each
+        The result has one entry per sequence, None if it asked for no token. `between_layers` is called after each
         layer; it may not touch this runner.
         """
         for copy in copies:

@@ -105,7 +105,7 @@ def main() -> int:
 
 
 def _pin(cores: Sequence[int]) -> bool:
-    """This thread, and all that it starts from now on. False where the system has none of `cores` for it."""
+    """This thread, and all that it starts from now on. False if the system has none of `cores` for it."""
     try:
         if cores:
             os.sched_setaffinity(0, cores)
@@ -214,12 +214,12 @@ class _LoadReporter:
         self._is_pending = False
 
     def ms_until_due(self, now: float) -> int:
-        """How long the engine may sleep where nothing else wakes it."""
+        """How long the engine may sleep if nothing else wakes it."""
         due_s = self._last_time + LOAD_INTERVAL_S - now if self._is_pending else IDLE_POLL_S
         return max(int(due_s * 1000), 1)
 
     def due(self, load: WorkerLoad, now: float) -> WorkerLoad | None:
-        """The load where it has to be reported now."""
+        """The load if it has to be reported now."""
         self._is_pending = load != self._last
         if not self._is_pending or now - self._last_time < LOAD_INTERVAL_S:
             return None

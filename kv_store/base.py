@@ -53,7 +53,7 @@ class BlockRef(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     peer: str = ""
     epoch: str = ""
     block_id: int = 0
-    checksums: tuple[int, ...] = ()  # see `kv_store.checksums`; empty where the producer computes none
+    checksums: tuple[int, ...] = ()  # see `kv_store.checksums`; empty if the producer computes none
     staged_slots: tuple[int, ...] = ()  # by rank: where the bytes are to be read instead (see `kv_store.nixl.slots`)
 
 
@@ -78,7 +78,7 @@ class Lookup:
     """The answer to `start_lookup`. A connector's own thread may set it; it then calls `wake`."""
 
     num_blocks: int | None = None  # leading blocks that the store holds; None until it is known
-    is_certain: bool = False  # the store has answered: where there are more blocks, it lacks the next one
+    is_certain: bool = False  # the store has answered: if there are more blocks, it lacks the next one
 
 
 class TransferKind(StrEnum):
@@ -89,8 +89,8 @@ class TransferKind(StrEnum):
 class TransferResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The end of one block's transfer.
 
-    `error` is None where it went well, else one line that says why. `ref` is set for a published block: what to
-    announce. `num_bytes` counts bytes moved; 0 where the store already held the block or nothing had to move.
+    `error` is None if it went well, else one line that says why. `ref` is set for a published block: what to
+    announce. `num_bytes` counts bytes moved; 0 if the store already held the block or nothing had to move.
     Where `is_final` is False there is an error, and bytes may still be moved: the final result comes later.
     """
 
@@ -135,7 +135,7 @@ class KVConnector(ABC):
 
     @abstractmethod
     def __init__(self, config: ConnectorConfig) -> None:
-        """Raises `StartupError` with one line where it cannot work here (directory read-only, library missing)."""
+        """Raises `StartupError` with one line if it cannot work here (directory read-only, library missing)."""
 
     @abstractmethod
     def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
@@ -144,7 +144,7 @@ class KVConnector(ABC):
 
     @abstractmethod
     def describe(self) -> bytes:
-        """Opaque bytes that let a peer's `add_peer` reach this connector; empty where none are needed. Those of all
+        """Opaque bytes that let a peer's `add_peer` reach this connector; empty if none are needed. Those of all
         ranks of a worker go through `kv_store.peers.join_peers` first."""
 
     @abstractmethod
@@ -152,7 +152,7 @@ class KVConnector(ABC):
         """Makes the connector behind `peer` (its `describe()`) reachable, instead of a former life of the same name.
         Called for each request that may fetch from it: peers that are not used for long may be forgotten.
 
-        Raises `IncompatibleError` where the two can never exchange blocks, `TransferError` where the peer can't be
+        Raises `IncompatibleError` if the two can never exchange blocks, `TransferError` if the peer can't be
         reached now.
         """
 

@@ -12,7 +12,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class CacheView:
     """Bytes of `cache`, contiguous `[num_blocks, *spec.block_shape]` of `spec.dtype` on any device.
 
-    Raises `ValueError` where tensor and spec disagree, which is a defect of the caller.
+    Raises `ValueError` if tensor and spec disagree, which is a defect of the caller.
     """
 
     def __init__(self, cache: torch.Tensor, spec: KVCacheSpec) -> None:

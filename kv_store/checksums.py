@@ -26,7 +26,7 @@ def head_checksums(block: Bytes, spec: KVCacheSpec) -> tuple[int, ...]:
 
 
 def checksum_error(ref: BlockRef, block: Bytes, spec: KVCacheSpec) -> str | None:
-    """What is wrong with the bytes that came for `ref`; None where they are right, or no checksum came with it."""
+    """What is wrong with the bytes that came for `ref`; None if they are right, or no checksum came with it."""
     if not ref.checksums:
         return None
     num_heads = spec.num_kv_heads * spec.tp_size

@@ -25,7 +25,7 @@ class FairQueue(Generic[Job, Item]):
         self._is_closed = False
 
     def put(self, job: Job, items: Iterable[Item]) -> None:
-        """Does nothing where there are no items, or the queue is closed."""
+        """Does nothing if there are no items, or the queue is closed."""
         queued = deque(items)
         if queued:
             self._append(job, queued)

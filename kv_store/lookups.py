@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 _HANGS = "the store hangs"
 
 LookUp = Callable[[Sequence[bytes], float], tuple[int, str | None]]
-"""Leading blocks found by a deadline (time.monotonic()), and why there may be more; None where the store lacks the
+"""Leading blocks found by a deadline (time.monotonic()), and why there may be more; None if the store lacks the
 next one. Waits for the store."""
 
 
@@ -26,7 +26,7 @@ next one. Waits for the store."""
 class _Question:
     block_hashes: Sequence[bytes]
     deadline: float  # time.monotonic(); what `LookUp` found by then is the answer
-    give_up: float  # the answer is 0 where it has not returned by then
+    give_up: float  # the answer is 0 if it has not returned by then
     lookup: Lookup = field(default_factory=Lookup)
 
     @property
@@ -41,7 +41,7 @@ class _Question:
 class Lookups:
     """One thread looks up, in the order of arrival; another answers in its place while it hangs.
 
-    Each lookup is answered within twice its time, with 0 where the store hangs. While it still does, the next ones are
+    Each lookup is answered within twice its time, with 0 if the store hangs. While it still does, the next ones are
     answered so at once.
     """
 

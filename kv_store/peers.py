@@ -59,7 +59,7 @@ def decode_peer(data: bytes) -> PeerInfo:
 def join_peers(descriptions: Sequence[bytes]) -> bytes:
     """One description of a worker, out of those of its ranks, in any order.
 
-    Raises `IncompatibleError` where they are not the ranks of one worker, `TransferError` for bytes that are no peer.
+    Raises `IncompatibleError` if they are not the ranks of one worker, `TransferError` for bytes that are no peer.
     """
     ranks = [decode_peer(description) for description in descriptions]
     if not ranks:

@@ -47,7 +47,7 @@ def settings_classes() -> list[type[Settings]]:
 
 
 def check_store(connector: str, store: str, key: str = "store") -> None:
-    """Raises `ConfigError` for `key` where `store` cannot stand beside `connector`; empty is none beside it."""
+    """Raises `ConfigError` for `key` if `store` cannot stand beside `connector`; empty is none beside it."""
     if store and store not in store_names():
         raise ConfigError(key, f"{store!r} is not one of {', '.join(store_names())}")
     if store and connector in store_names() and store != connector:
@@ -55,13 +55,13 @@ def check_store(connector: str, store: str, key: str = "store") -> None:
 
 
 def create_store(connector: str, store: str, config: ConnectorConfig) -> KVConnector | None:
-    """The store beside `connector`; None where there is none, or `connector` is it. Raises as `create_connector`."""
+    """The store beside `connector`; None if there is none, or `connector` is it. Raises as `create_connector`."""
     check_store(connector, store)
     return create_connector(store, config) if store and store != connector else None
 
 
 def create_connector(name: str, config: ConnectorConfig) -> KVConnector:
-    """Raises `ConfigError` for an unknown name and `StartupError` where the backend cannot work here."""
+    """Raises `ConfigError` for an unknown name and `StartupError` if the backend cannot work here."""
     entry = _CONNECTORS.get(name)
     if entry is None:
         raise ConfigError("connector", f"{name!r} is not one of {', '.join(connector_names())}")

@@ -52,7 +52,7 @@ def block_result(
 
 
 def fetched(job_id: int, block: FetchBlock, *, error: str | None, num_bytes: int = 0) -> TransferResult:
-    """`num_bytes` counts where there is no `error`."""
+    """`num_bytes` counts if there is no `error`."""
     return TransferResult(
         job_id=job_id,
         kind=TransferKind.FETCH,

@@ -42,7 +42,7 @@ class Part:
 def shard_of(whole: KVCacheSpec, tp_size: int, tp_rank: int) -> KVCacheSpec:
     """The blocks of one rank, `whole` being those of a worker of degree 1.
 
-    Raises `ConfigError` where the heads can't be dealt out evenly. Giving one head to several ranks is not supported.
+    Raises `ConfigError` if the heads can't be dealt out evenly. Giving one head to several ranks is not supported.
     """
     if whole.tp_size != 1:
         raise ValueError(f"a shard of a shard: {whole}")

@@ -118,7 +118,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
 
 async def _relay(stream: EngineStream, context: Context, begin: float, grace_s: float) -> None:
-    """Sends the engine's events for ever; raises `BatonError` where the engine gives the request up."""
+    """Sends the engine's events for ever; raises `BatonError` if the engine gives the request up."""
     events: deque[RequestEvent] = deque()
     while True:
         events = events or await stream.next_all()

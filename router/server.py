@@ -76,7 +76,7 @@ async def serve(
 ) -> None:
     """Runs until SIGTERM, SIGINT or `stop`, then drains: no new requests, running ones get `drain_timeout` seconds.
 
-    Raises `StartupError` with one line where it cannot listen, or cannot use certificates or keys.
+    Raises `StartupError` with one line if it cannot listen, or cannot use certificates or keys.
     """
     stop = stop or asyncio.Event()
     tls = serving_files(settings, settings.tls_client_ca, ca_field="tls_client_ca")

@@ -219,7 +219,7 @@ class EngineClient:
 
     @contextlib.contextmanager
     def open(self, request_id: str, num_tokens: int) -> Iterator[EngineStream]:
-        """A request of `num_tokens` prompt tokens. Raises `UnavailableError` where the engine has died, and
+        """A request of `num_tokens` prompt tokens. Raises `UnavailableError` if the engine has died, and
         `OverloadedError` where too much waits for it already."""
         if self.died.is_set():
             raise UnavailableError(f"the engine process ended: {self._failure}")
@@ -286,7 +286,7 @@ class EngineClient:
         self._socket.send(m.encode(commands))  # sent at once: the high-water mark is off
 
     async def status(self) -> m.Status:
-        """Load and integrity between two steps, as of after this call. Raises `UnavailableError` where no answer comes.
+        """Load and integrity between two steps, as of after this call. Raises `UnavailableError` if no answer comes.
 
         The engine is asked once at a time, however many ask: those who come meanwhile share the next answer.
         """
@@ -373,7 +373,7 @@ class EngineClient:
         self._declare_dead(None)
 
     def _declare_dead(self, code: int | None) -> None:
-        """`code` is None where the process has not ended: it was killed and hangs, or is not heard any more."""
+        """`code` is None if the process has not ended: it was killed and hangs, or is not heard any more."""
         self._tasks.let_end()
         if not self._ready.done():
             self._ready.set_exception(StartupError(self._failure))

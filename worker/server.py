@@ -46,7 +46,7 @@ async def serve(
 ) -> int:
     """Serves until SIGTERM, SIGINT, a Drain call or the engine's death; the process's exit code.
 
-    0 where every stream ended by itself or was handed over, 1 where the drain timeout cut one or the engine died.
+    0 if every stream ended by itself or was handed over, 1 if the drain timeout cut one or the engine died.
     `on_ready` gets the address by which others reach this worker. Raises `StartupError` in one line.
     """
     worker = Worker(settings, role, model_dir, model_name)
@@ -131,7 +131,7 @@ def _drain_on_signals(worker: Worker) -> None:
 
 
 async def _wait_for_end(worker: Worker) -> bool:
-    """Waits for a drain request or the engine's death; True where it died."""
+    """Waits for a drain request or the engine's death; True if it died."""
     ends = [asyncio.create_task(worker.drain_requested.wait()), asyncio.create_task(worker.engine.died.wait())]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     for task in ends:

@@ -216,7 +216,7 @@ ASK_COMMANDS = (
         "chat",
         CHAT_SETTINGS,
         chat,
-        about="Asks a running stack; a conversation where no question is given.",
+        about="Asks a running stack; a conversation if no question is given.",
         examples=[
             'baton chat "What is the capital of Japan?"',
             "baton chat --system 'You answer in rhymes.' --temperature 0.7",

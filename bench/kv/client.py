@@ -51,7 +51,7 @@ class StackClient:
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     def generate(self, prompt: list[int], num_new: int) -> Timed:
-        """Raises `TransferError` where the answer is not whole, or where its KV did not arrive."""
+        """Raises `TransferError` if the answer is not whole, or if its KV did not arrive."""
         request = inference_pb2.GenerateRequest(
             prompt_token_ids=prompt,
             sampling_params=types_pb2.SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True),

@@ -6,7 +6,7 @@ requests' time to first token and between tokens; the long prompts are the noise
 The two stacks take turns, phase by phase, and both stay up meanwhile. One without work takes a hundredth of a core
 (polls, keepalives): too little to show here, where steps are not compared to the millisecond as in `bench.kv.exposed`.
 To start them anew for each phase would bring more into it: a worker that just started makes its cache's pages, with up
-to half a core for some ten seconds, and for longer where it has work. So nothing is measured until they are made.
+to half a core for some ten seconds, and for longer if it has work. So nothing is measured until they are made.
 """
 
 from __future__ import annotations

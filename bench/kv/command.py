@@ -48,7 +48,7 @@ def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> P
 
 @click.group("bench", short_help="Measures Baton on this machine.")
 def BENCH() -> None:  # noqa: N802 - what the entry point names
-    """Measures Baton on this machine. Figures mean something only where nothing else runs."""
+    """Measures Baton on this machine. Figures mean something only if nothing else runs."""
 
 
 @BENCH.command("kv", short_help="What moving KV costs.", context_settings={"max_content_width": 100})
@@ -111,7 +111,7 @@ def run(
 ) -> int:
     """Runs `parts`, prints them, and draws them; 1 where a part failed, which does not keep the others from it.
 
-    Raises `ConfigError` where the picture cannot be drawn here, before anything is measured.
+    Raises `ConfigError` if the picture cannot be drawn here, before anything is measured.
     """
     from bench.kv.machine import describe_machine, versions
     from bench.kv.report import print_results

@@ -89,7 +89,7 @@ def line(points: dict[int, float]) -> tuple[float, float]:
 def release_ms(address: str, prompt: list[int]) -> float:
     """Has a prefill worker compute a prompt, takes nothing, and releases it: time until the lease is over there.
 
-    Raises `TransferError` where it is not.
+    Raises `TransferError` if it is not.
     """
     with grpc.insecure_channel(address) as channel:
         status = worker_pb2_grpc.WorkerServiceStub(channel).GetStatus

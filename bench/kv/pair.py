@@ -59,7 +59,7 @@ def measure_pair(config: PairConfig) -> Iterator[tuple[str, dict[str, float] | s
     """Runs the two processes. Yields (system, figures of one repeat) as they come, or why a system cannot work here.
 
     Figures are seconds: `whole` from asking the producer to the consumer's last result, `publish` and `fetch` the
-    connector's own on either side. memcpy and raw NIXL have only `whole`. Raises `TransferError` where one fails.
+    connector's own on either side. memcpy and raw NIXL have only `whole`. Raises `TransferError` if one fails.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -134,7 +134,7 @@ class _Side:
     def wait(self, label: str, also: Connection | None = None) -> list[TransferResult]:
         """The next results of a connector, woken as an engine is; none where `also` is readable before.
 
-        Raises `TransferError` where none come, or one is bad.
+        Raises `TransferError` if none come, or one is bad.
         """
         poller = select.poll()
         poller.register(self._wakeup.read_fd, select.POLLIN)
@@ -240,7 +240,7 @@ def _measure(side: _Side, results: Connection, producer: Connection, config: Pai
 
 
 def _receive(producer: Connection) -> Any:
-    """The producer's next message. Raises `TransferError` where it is why it cannot go on."""
+    """The producer's next message. Raises `TransferError` if it is why it cannot go on."""
     message = producer.recv()
     if isinstance(message, str):
         raise TransferError(message)
@@ -279,7 +279,7 @@ class _Consumer:
         return self._hand_over(system)
 
     def check(self, system: str) -> None:
-        """Raises `TransferError` where a block differs from the producer's, and wipes them all. Raw reads check
+        """Raises `TransferError` if a block differs from the producer's, and wipes them all. Raw reads check
         themselves, and have a cache of their own."""
         if system == RAW_NIXL:
             return

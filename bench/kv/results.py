@@ -105,7 +105,7 @@ class Results:
                 yield record
 
     def get(self, part: str, quantity: str, **labels: Label) -> Samples | None:
-        """The samples of the first such record; None where it was not measured."""
+        """The samples of the first such record; None if it was not measured."""
         return next((record.samples for record in self.find(part, quantity, **labels)), None)
 
     def labels(self, part: str, name: str, **labels: Label) -> list[Label]:

@@ -37,7 +37,7 @@ class HostBlocks:
         self._cached.move_to_end(name)
 
     def take(self) -> tuple[int, bytes | None] | None:
-        """A block, owned by the caller, and the name that made room for it; None where all are owned."""
+        """A block, owned by the caller, and the name that made room for it; None if all are owned."""
         if self._empty:
             return self._empty.popleft(), None
         if self._cached:

@@ -20,7 +20,7 @@ GIB = 1 << 30
 def allocate_host_cache(settings: EngineSettings, spec: KVCacheSpec, device: torch.device) -> torch.Tensor:
     """`[num_host_blocks, *block_shape]` of the cache's dtype, for both uses together; no blocks where neither is on.
 
-    Page-locked where `device` is CUDA, so that copies run beside computing. Raises `StartupError` where memory does not
+    Page-locked if `device` is CUDA, so that copies run beside computing. Raises `StartupError` if memory does not
     suffice.
     """
     wanted_gb = settings.host_cache_gb + (settings.swap_space_gb if settings.preemption_mode == "swap" else 0.0)

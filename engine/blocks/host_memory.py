@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that can be allocated without swapping or being killed; None where the system does not say.
+    """Bytes that can be allocated without swapping or being killed; None if the system does not say.
 
     The least of the machine's MemAvailable and the room in each enclosing control group (v2 or v1). Allocation
     itself is no test: Linux hands out address space that it cannot back.

@@ -84,7 +84,7 @@ class _Pool:
     registered: set[str] = field(default_factory=set)  # model names
 
     def slot(self, encoded_context: bytes, num_bytes: int) -> Bytes:
-        """The one slot of a prepared call. Raises `TransferError` where it makes no sense."""
+        """The one slot of a prepared call. Raises `TransferError` if it makes no sense."""
         slots = _decode(encoded_context).slots
         if len(slots) != 1:
             raise TransferError(f"LMCache: {len(slots)} places instead of one")
@@ -109,7 +109,7 @@ class LMCacheClient:
         self._retry_after_s = RETRY_AFTER_S[0]
 
     def wait_until_up(self, timeout_s: float) -> None:
-        """Raises `StartupError` where no server answers in time."""
+        """Raises `StartupError` if no server answers in time."""
         try:
             self._controller.GetChunkSize(pb.GetChunkSizeRequest(), timeout=timeout_s, wait_for_ready=True)
         except grpc.RpcError as error:
@@ -118,7 +118,7 @@ class LMCacheClient:
             ) from error
 
     def register(self, chunks: Sequence[Chunk], timeout_s: float) -> None:
-        """Registers the kinds of `chunks`, as their first use would. Raises `StartupError` where the server can't
+        """Registers the kinds of `chunks`, as their first use would. Raises `StartupError` if the server can't
         serve this worker."""
         deadline = time.monotonic() + timeout_s
         try:
@@ -128,7 +128,7 @@ class LMCacheClient:
             raise StartupError(f"lmcache_address: {error.message}") from error
 
     def store(self, chunk: Chunk, fill: Callable[[Bytes], None], deadline: float) -> bool:
-        """Stores a chunk, whose bytes `fill` writes. False where the server has no place for it: it holds the chunk
+        """Stores a chunk, whose bytes `fill` writes. False if the server has no place for it: it holds the chunk
         already, somebody is about to write it, or its memory is full."""
         return self._try_twice(lambda: self._store(chunk, fill, deadline), deadline)
 
@@ -153,7 +153,7 @@ class LMCacheClient:
 
     @contextmanager
     def loaded(self, chunk: Chunk, deadline: float) -> Iterator[Bytes | None]:
-        """The chunk's bytes, where they lie; None where the server does not hold it. They stay for as long as the
+        """The chunk's bytes, where they lie; None if the server does not hold it. They stay for as long as the
         context is open."""
         key, slot = self._try_twice(lambda: self._load(chunk, deadline), deadline)
         try:
@@ -199,7 +199,7 @@ class LMCacheClient:
             self._end(key)
 
     def _load(self, chunk: Chunk, deadline: float) -> tuple[pb.IpcCacheServerKey, Bytes | None]:
-        """The session's key, and the slot, which is locked; None where the server does not hold the chunk."""
+        """The session's key, and the slot, which is locked; None if the server does not hold the chunk."""
         pool = self._connected(chunk, deadline)
         lookup_key = self._key(chunk, pool)
         key = self._key(chunk, pool, worker_id=0, session=lookup_key.request_id)
@@ -227,7 +227,7 @@ class LMCacheClient:
 
     def _check_registered(self, chunk: Chunk, key: pb.IpcCacheServerKey, deadline: float) -> None:
         """Lookups of a worker that the server does not know find nothing, without an error. This call, which does
-        nothing where nothing was prepared, fails: `NotRegisteredError`."""
+        nothing if nothing was prepared, fails: `NotRegisteredError`."""
         request = pb.CommitRetrieveRequest(key=key, instance_id=self._instances[chunk.model_name])
         _call(self._transfer.CommitRetrieve, request, deadline)
 

@@ -59,7 +59,7 @@ class _Part:
 class LMCacheConnector(KVConnector):
     """A store: blocks are named by hash, outlive their producer, and need no peers.
 
-    `lookup` takes hashes to be those of a request's blocks from its first one on, and finds less where they are not.
+    `lookup` takes hashes to be those of a request's blocks from its first one on, and finds less if they are not.
     Each block's reference carries a hint (`BlockRef.peer`) that finds it at once. Without the hint a block is found
     where the job also names the last block of its group, as a job for a whole prefix does.
     """
@@ -206,7 +206,7 @@ class LMCacheConnector(KVConnector):
         ]
 
     def _store(self, job: Job, group: Group, hashes: list[bytes], data: list[memoryview]) -> int | None:
-        """Bytes moved per block, 0 where the group was there; None where it neither is nor can be written now."""
+        """Bytes moved per block, 0 if the group was there; None if it neither is nor can be written now."""
         chunk = self._layout.chunk(group)
         if self._client.store(chunk, lambda slot: self._layout.write(slot, hashes, data), job.deadline):
             return self._view.block_bytes

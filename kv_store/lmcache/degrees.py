@@ -68,7 +68,7 @@ class Degree:
 
     @contextmanager
     def loaded(self, group: Group, deadline: float) -> Iterator[LoadedGroup | None]:
-        """None where one of the ranks does not have the group. It stays for as long as the context is open."""
+        """None if one of the ranks does not have the group. It stays for as long as the context is open."""
         with ExitStack() as stack:
             slots: list[tuple[_Source, Bytes]] = []
             for source in self._sources:

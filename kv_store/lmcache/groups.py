@@ -64,7 +64,7 @@ class Group:
 
     @staticmethod
     def from_hint(hint: str) -> tuple[Group, int] | None:
-        """The group and the degree; None where it is no hint of ours."""
+        """The group and the degree; None if it is no hint of ours."""
         try:
             num_blocks, last_hash, tp_size = hint.split(":")
             group, degree = Group(int(num_blocks), bytes.fromhex(last_hash)), int(tp_size)
@@ -149,7 +149,7 @@ class GroupLayout:
         slot[: len(head)] = np.frombuffer(head, np.uint8)
 
     def entries(self, slot: Bytes, num_blocks: int) -> dict[bytes, tuple[int, int]] | None:
-        """{block hash: (position, checksum)} in order; None where the group is not what its name says."""
+        """{block hash: (position, checksum)} in order; None if the group is not what its name says."""
         head = slot[: _header_bytes(num_blocks)].tobytes()
         if _HEADER.unpack_from(head) != (_MAGIC, _VERSION, num_blocks, self.block_bytes, self._digest):
             return None
@@ -157,7 +157,7 @@ class GroupLayout:
         return {block_hash: (position, checksum) for position, (block_hash, checksum) in enumerate(entries)}
 
     def read(self, slot: Bytes, num_blocks: int, entry: tuple[int, int], into: memoryview) -> bool:
-        """Copies a block, by its (position, checksum). False where the copy is wrong; `into` is undefined then."""
+        """Copies a block, by its (position, checksum). False if the copy is wrong; `into` is undefined then."""
         position, checksum = entry
         np.copyto(np.frombuffer(into, np.uint8), self._block(slot, num_blocks, position))
         return xxhash.xxh3_64_intdigest(into) == checksum

@@ -1,7 +1,7 @@
 """KV blocks from worker to worker over NIXL: RDMA, CUDA IPC, shared memory or TCP, whatever UCX finds between them.
 
 The consumer reads (`kv_store.nixl.fetch`), the producer's process does next to nothing (`kv_store.nixl.publish`). Each
-worker's cache is registered once. Where UCX cannot register it (memory of a device that it was built without), or where
+worker's cache is registered once. If UCX cannot register it (memory of a device that it was built without), or if
 `nixl_staging` says so, this end goes through host memory: the producer copies what it publishes there, and the consumer
 what it has read. The other end notices nothing.
 
@@ -58,7 +58,7 @@ class NixlConnector(KVConnector):
         self._sides: tuple[Fetcher, Publisher] | None = None
 
     def register_kv_cache(self, cache: torch.Tensor, spec: KVCacheSpec, wake: Callable[[], None]) -> None:
-        """Raises `StartupError` where UCX cannot register the cache and staging is off."""
+        """Raises `StartupError` if UCX cannot register the cache and staging is off."""
         self._spec = spec
         self._view = CacheView(cache, spec)
         self._results = ResultQueue(wake)
@@ -135,7 +135,7 @@ class NixlConnector(KVConnector):
         self._serving.close()
 
     def _registered(self) -> tuple[ServedMemory, HostCopy | None]:
-        """What peers read: the cache, or a pool where they can't."""
+        """What peers read: the cache, or a pool if they can't."""
         staging = self._own.nixl_staging
         if staging != "always":
             try:

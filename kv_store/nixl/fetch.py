@@ -80,7 +80,7 @@ class _Flight:
 
 
 class Fetcher:
-    """`pool` is None where the transport reaches the cache. `name` begins the names of its agents."""
+    """`pool` is None if the transport reaches the cache. `name` begins the names of its agents."""
 
     def __init__(
         self,
@@ -282,7 +282,7 @@ class Fetcher:
                 log.debug("former peer could not be removed", extra={"agent": agent, "reason": error.message})
 
     def _check_flights(self) -> bool:
-        """Reports what is done, and fails what failed or is overdue. True where there was something."""
+        """Reports what is done, and fails what failed or is overdue. True if there was something."""
         is_busy = False
         for flight in list(self._flights):
             if flight.agent is None or not flight.reads:

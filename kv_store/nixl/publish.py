@@ -58,7 +58,7 @@ def decode_report(message: bytes, spec: KVCacheSpec) -> ReadReport:
 
 
 class Publisher:
-    """One thread, which reports to `results`. `pool` is None where peers read the cache itself."""
+    """One thread, which reports to `results`. `pool` is None if peers read the cache itself."""
 
     def __init__(
         self,

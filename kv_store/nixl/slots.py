@@ -1,6 +1,6 @@
 """Which slot of a producer's staging pool holds which published block, and until when. Pure bookkeeping.
 
-Where peers cannot reach the producer's own memory, it copies each block that it publishes into a slot of host memory,
+If peers cannot reach the producer's own memory, it copies each block that it publishes into a slot of host memory,
 and they read that. The pool is smaller than the cache, so slots are given back early: when every rank of the consumer
 that needs the block has reported to have read it, or when the job's lease ends, whichever comes first.
 
@@ -31,7 +31,7 @@ class ServedSlots:
         return len(self._free)
 
     def take(self, job_id: int, num_blocks: int) -> list[int]:
-        """Tickets for `num_blocks` blocks of a job. Raises `IndexError` where fewer slots are free."""
+        """Tickets for `num_blocks` blocks of a job. Raises `IndexError` if fewer slots are free."""
         with self._lock:
             if num_blocks > len(self._free):
                 raise IndexError(f"{num_blocks} of {len(self._free)} free slots")

@@ -59,7 +59,7 @@ class BlockData:
 
 
 def prepare_directory(kv_dir: str) -> Path:
-    """Makes `kv_dir` where its parent exists, and tries to write there. Raises `StartupError`; not where its disk is
+    """Makes `kv_dir` if its parent exists, and tries to write there. Raises `StartupError`; not if its disk is
     full, which workers that run already live with too: they read what is there, and evict."""
     if not kv_dir:
         raise StartupError("kv_dir: shared_storage needs a directory that all workers share")
@@ -110,7 +110,7 @@ class BlockFiles:
         return all(map(self._is_used, block_hashes))
 
     def write(self, blocks: Sequence[BlockData]) -> list[int | TransferError]:
-        """Stores blocks, in the order of a prompt. For each: the bytes written, 0 where it was there already, or why
+        """Stores blocks, in the order of a prompt. For each: the bytes written, 0 if it was there already, or why
         it could not be written (`FullDiskError` where that is the reason)."""
         outcomes: list[int | TransferError] = [0] * len(blocks)
         missing = [position for position, block in enumerate(blocks) if not self._is_used(block.block_hash)]
@@ -205,7 +205,7 @@ class BlockFiles:
         return num_bytes, None
 
     def _link(self, run: str, block_hash: bytes) -> bool:
-        """False where the name leads to another whole run already. Raises `OSError`."""
+        """False if the name leads to another whole run already. Raises `OSError`."""
         name = self.layout.block(block_hash)
         for _ in range(_MAX_ATTEMPTS):
             try:
@@ -303,7 +303,7 @@ class BlockFiles:
     # ---------------------------------------------------------------------------------------------- names
 
     def _mtime(self, block_hash: bytes) -> float | None:
-        """Of the run that a name leads to; None where it leads to no whole one."""
+        """Of the run that a name leads to; None if it leads to no whole one."""
         try:
             stat = os.stat(self.layout.block(block_hash))
         except OSError:  # whatever the reason: it can't be read, and a lookup is a hint
@@ -334,7 +334,7 @@ def _num_equal(first: Sequence[bytes], second: Sequence[bytes]) -> int:
 
 
 def _make_folder(path: str) -> None:
-    """Raises `OSError`, but not where somebody wipes its parent meanwhile: the next attempt finds out."""
+    """Raises `OSError`, but not if somebody wipes its parent meanwhile: the next attempt finds out."""
     try:
         os.makedirs(path, exist_ok=True)
     except FileNotFoundError:

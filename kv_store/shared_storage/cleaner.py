@@ -63,7 +63,7 @@ class StoreCleaner:
         self._lease = FileLease(kv_dir / _LEASE_NAME, clock)
 
     def make_pass(self, target: Callable[[int], int], *, with_names: bool) -> PassReport | None:
-        """Deletes until `target(bytes in use)` are left. None where another cleaner is at work.
+        """Deletes until `target(bytes in use)` are left. None if another cleaner is at work.
 
         `with_names` looks through all blocks' names for those whose run is not under runs/: blocks of a host without
         hard links, and what somebody deleted by hand. Raises `OSError` and `PassEndedError`.

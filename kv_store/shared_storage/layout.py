@@ -6,7 +6,7 @@
     <kv_dir>/v2-<layout>/writing/…                files being written
     <kv_dir>/<layout>/ab/abcdef….kv               version 1: nobody reads these any more
 
-`<layout>` is the fingerprint, plus the tensor-parallel shard where there is one: other models and layouts never meet.
+`<layout>` is the fingerprint, plus the tensor-parallel shard if there is one: other models and layouts never meet.
 Shards of one whole find each other's blocks through `sharded_files`.
 """
 
@@ -78,13 +78,13 @@ def old_folders(kv_dir: Path) -> list[str]:
 
 
 def position_in(run_name: str) -> int:
-    """The position that a run file's name says; 0 where it says none."""
+    """The position that a run file's name says; 0 if it says none."""
     match = _RUN.fullmatch(run_name)
     return int(match[1]) if match else 0
 
 
 def entries(folder: str) -> Iterator[os.DirEntry[str]]:
-    """What `folder` holds; nothing where somebody deleted it. Raises `OSError`."""
+    """What `folder` holds; nothing if somebody deleted it. Raises `OSError`."""
     try:
         with os.scandir(folder) as found:
             yield from found
@@ -93,7 +93,7 @@ def entries(folder: str) -> Iterator[os.DirEntry[str]]:
 
 
 def unlink(path: str) -> bool:
-    """False where there was nothing to delete. Raises other `OSError`s."""
+    """False if there was nothing to delete. Raises other `OSError`s."""
     try:
         os.unlink(path)
     except FileNotFoundError:

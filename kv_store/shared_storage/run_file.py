@@ -5,7 +5,7 @@
     48      table, 24 bytes for each block: its hash (16) and the XXH3-64 of its bytes (8); zeros up to 4096
     4096    the blocks, one after the other, without gaps
 
-Without gaps any row of blocks is one read. Where a block is a multiple of 4096 bytes, as those of real models are,
+Without gaps any row of blocks is one read. If a block is a multiple of 4096 bytes, as those of real models are,
 each begins at one, so that O_DIRECT would work.
 """
 
@@ -63,7 +63,7 @@ class RunTable:
 
     @classmethod
     def decode(cls, data: bytes, file_bytes: int) -> RunTable:
-        """Raises `CorruptRunError` where `data`, the head of a file of `file_bytes`, is not that of a whole run."""
+        """Raises `CorruptRunError` if `data`, the head of a file of `file_bytes`, is not that of a whole run."""
         if len(data) < HEADER_BYTES:
             raise CorruptRunError(f"{file_bytes} bytes, less than a header")
         magic, checksum, version, num_blocks, block_bytes, layout_digest = _HEADER.unpack_from(data)
@@ -100,7 +100,7 @@ def write_new_file(path: str, parts: Sequence[memoryview | bytes]) -> None:
 def read_blocks(fd: int, table: RunTable, first: int, buffers: Sequence[memoryview]) -> list[bool]:
     """Reads the blocks from position `first` on, in one call where the kernel gives all at once.
 
-    Returns which of them match their checksums. Raises `OSError`, and `CorruptRunError` where the file ends early.
+    Returns which of them match their checksums. Raises `OSError`, and `CorruptRunError` if the file ends early.
     """
     offset = table.offset_of(first)
     left = list(buffers)

@@ -52,7 +52,7 @@ class StoreSpace:
         self._thread.start()
 
     def close(self, timeout_s: float) -> bool:
-        """False where the thread still waits for the file system."""
+        """False if the thread still waits for the file system."""
         self._cleaner.stop()
         with self._changed:
             self._is_closed = True
@@ -113,7 +113,7 @@ class StoreSpace:
                     self._changed.wait_for(lambda: self._is_closed, _RETRY_S)
 
     def _make_pass(self) -> bool:
-        """False where it has to be tried again."""
+        """False if it has to be tried again."""
         now = time.monotonic()
         with self._changed:
             num_counted = self._num_written

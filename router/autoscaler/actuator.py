@@ -17,7 +17,7 @@ from router.fleet.discovery.kubernetes import KubernetesError
 log = logging.getLogger(__name__)
 
 SYNC_S = 30.0  # replicas that somebody else changed are set again after this long
-COSTS_EVERY_S = 10.0  # where nothing is about to go
+COSTS_EVERY_S = 10.0  # if nothing is about to go
 COSTS_BEFORE_SCALE_DOWN_S = 2.0
 STREAM_COST = 100
 MAX_CACHE_COST = STREAM_COST - 1

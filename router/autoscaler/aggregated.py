@@ -111,7 +111,7 @@ class AggregatedApi:
     # ----------------------------------------------------------------------------------- who they are
 
     async def _learn_whom_to_trust(self) -> None:
-        """Returns once it is known. Raises `StartupError` where it cannot be."""
+        """Returns once it is known. Raises `StartupError` if it cannot be."""
         settings = self._settings
         if settings.front_proxy_ca is not None:
             self._trust(tls.FrontProxy(_read(settings.front_proxy_ca), frozenset(settings.front_proxy_names)))

@@ -79,7 +79,7 @@ class Board:
         self._news = asyncio.Event()
 
     def fresh(self) -> Notice:
-        """Raises `UnavailableError` where there is none, or only an old one."""
+        """Raises `UnavailableError` if there is none, or only an old one."""
         if self._notice is None:
             raise UnavailableError("the fleet has not been read yet")
         age = self._clock() - self._notice.at

@@ -3,8 +3,8 @@
 A trigger's metadata says what it is about:
 
     role: prefill | decode
-    metric: queued_tokens | kv_usage | requests | desired_replicas   (several, with commas; the role's own where unset)
-    target: "8192"                                                    (with one metric; the autoscaler's where unset)
+    metric: queued_tokens | kv_usage | requests | desired_replicas   (several, with commas; the role's own if unset)
+    target: "8192"                                                    (with one metric; the autoscaler's if unset)
 
 KEDA divides a metric by its target to get replicas, so every metric is a sum over workers. A role is active while the
 planner wants a worker of it; with `--prefill-min 0` and the like that ends after the idle timeout.
@@ -86,7 +86,7 @@ def value_of(name: str, role: WorkerRole, notice: Notice) -> float:
 
 
 class ExternalScaler:
-    """Answers UNAVAILABLE where nothing fresh is known, so that KEDA keeps the replicas as they are."""
+    """Answers UNAVAILABLE if nothing fresh is known, so that KEDA keeps the replicas as they are."""
 
     def __init__(self, board: Board, targets: Targets) -> None:
         self._board = board

@@ -27,7 +27,7 @@ class KedaServer:
     """Takes its port when made, answers while `run` runs."""
 
     def __init__(self, address: str, board: Board, targets: Targets, tls: TlsFiles | None = None) -> None:
-        """Raises `StartupError` where it cannot listen."""
+        """Raises `StartupError` if it cannot listen."""
         options = client_server_options(max_message_bytes=MAX_MESSAGE_BYTES, max_connections=256, max_streams=MAX_CALLS)
         self._server = make_server(options)
         gate = Gate(GateLimits(max_requests=MAX_CALLS, max_message_bytes=MAX_MESSAGE_BYTES))

@@ -44,7 +44,7 @@ class Workload:
 
 @dataclass(slots=True, frozen=True)
 class Lease:
-    """A coordination.k8s.io Lease. `version` is None where it does not exist yet."""
+    """A coordination.k8s.io Lease. `version` is None if it does not exist yet."""
 
     holder: str
     renewed: str  # as written by the holder: compared, never read as a time
@@ -54,14 +54,14 @@ class Lease:
 
 
 class Cluster:
-    """One namespace of a cluster. Every method raises `KubernetesError` where the API server refuses or is away."""
+    """One namespace of a cluster. Every method raises `KubernetesError` if the API server refuses or is away."""
 
     def __init__(self, api: ApiServer, namespace: str) -> None:
         self._api = api
         self.namespace = namespace
 
     async def front_proxy(self) -> FrontProxy:
-        """Raises `StartupError` where the cluster has no aggregation layer."""
+        """Raises `StartupError` if the cluster has no aggregation layer."""
         data = (await self._api.request("GET", AUTHENTICATION)).get("data") or {}
         ca = data.get("requestheader-client-ca-file")
         if not ca:
@@ -69,9 +69,9 @@ class Cluster:
         return FrontProxy(ca, frozenset(json.loads(data.get("requestheader-allowed-names") or "[]")))
 
     async def trust(self, certificate: bytes) -> bool:
-        """Makes sure that the APIService's CA bundle holds `certificate`; True where it had to be added.
+        """Makes sure that the APIService's CA bundle holds `certificate`; True if it had to be added.
 
-        Raises `KubernetesError` with status 409 where somebody else changed the bundle meanwhile: try again.
+        Raises `KubernetesError` with status 409 if somebody else changed the bundle meanwhile: try again.
         """
         service = await self._api.request("GET", API_SERVICE)
         bundle = base64.b64decode(service["spec"].get("caBundle") or "")
@@ -96,7 +96,7 @@ class Cluster:
         await self._api.patch(self._path(workload) + "/scale", {"spec": {"replicas": replicas}})
 
     async def set_deletion_cost(self, pod: str, cost: int) -> bool:
-        """Pods with the least cost go first. False where the pod is gone."""
+        """Pods with the least cost go first. False if the pod is gone."""
         body: Json = {"metadata": {"annotations": {DELETION_COST: str(cost)}}}
         try:
             await self._api.patch(f"/api/v1/namespaces/{self.namespace}/pods/{pod}", body)
@@ -123,7 +123,7 @@ class Cluster:
         )
 
     async def write_lease(self, name: str, lease: Lease) -> bool:
-        """Creates it, or changes the version that `lease` names. False where somebody else was faster."""
+        """Creates it, or changes the version that `lease` names. False if somebody else was faster."""
         spec: Json = {
             "holderIdentity": lease.holder,
             "renewTime": lease.renewed,

@@ -73,7 +73,7 @@ class Elector:
             await self.resign()
 
     async def attempt(self) -> None:
-        """Renews the Lease, or takes it where its holder let it lapse. Raises `KubernetesError`."""
+        """Renews the Lease, or takes it if its holder let it lapse. Raises `KubernetesError`."""
         asked_at = self._clock()
         lease = await self._store.read_lease(self._name)
         if lease != self._seen or self._seen is None:

@@ -17,7 +17,7 @@ class Targets:
     """What one worker should have, so that it is well used and still meets its latencies."""
 
     queued_tokens: float = 8192.0
-    prefill_rate: float | None = None  # prompt tokens/s; None where it is to be learned
+    prefill_rate: float | None = None  # prompt tokens/s; None if it is to be learned
     kv_usage: float = 0.7
     requests: float = 32.0
 
@@ -41,10 +41,10 @@ UTILIZATION = 0.8  # share of what a prefill worker was seen to take that it is 
 class TargetRules:
     """Each signal divided by its target; a role needs what its most demanding signal asks for.
 
-    Where no rate of a prefill worker is given, it is learned from the flow: what arrived and is not queued any more was
+    If no rate of a prefill worker is given, it is learned from the flow: what arrived and is not queued any more was
     computed by those workers that had something to compute.
 
-    Decode's load follows prefill's by the length of a prompt's queueing and computing. Where arrivals are known, decode
+    Decode's load follows prefill's by the length of a prompt's queueing and computing. If arrivals are known, decode
     is therefore also given what the traffic's own P:D ratio says: workers of decode for each prompt token per second,
     learned while prefill keeps up (a prefill queue hides the decode load behind it).
     """

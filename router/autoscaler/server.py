@@ -130,7 +130,7 @@ async def serve(settings: AutoscalerSettings, ready: Ready | None = None, stop: 
 
 
 async def _cluster(settings: AutoscalerSettings, stack: contextlib.AsyncExitStack) -> Cluster | None:
-    """None where nothing that was asked for needs one."""
+    """None if nothing that was asked for needs one."""
     aggregated = settings.external_metrics_listen and not (settings.external_metrics_cert and settings.front_proxy_ca)
     if not (aggregated or settings.leader_elect or settings.apply or settings.deletion_costs):
         return None
@@ -198,7 +198,7 @@ async def _decide(
 
 
 async def _adopt(planner: Planner, actuator: Actuator) -> bool:
-    """Takes what the cluster has for what was desired. False where it did not say: the next second asks again."""
+    """Takes what the cluster has for what was desired. False if it did not say: the next second asks again."""
     try:
         async with asyncio.timeout(TICK_S / 2):
             current = await actuator.current()

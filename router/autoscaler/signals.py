@@ -39,7 +39,7 @@ class RoleSignals:
 class FleetSignals:
     prefill: RoleSignals = RoleSignals()
     decode: RoleSignals = RoleSignals()
-    arrival_tokens_per_s: float | None = None  # prompt tokens at the routers; None where no router is asked
+    arrival_tokens_per_s: float | None = None  # prompt tokens at the routers; None if no router is asked
     arrived_tokens: float | None = None  # the same as a total since some moment; None likewise
     num_held_requests: int = 0  # at routers, waiting for a first worker
 

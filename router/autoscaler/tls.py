@@ -130,7 +130,7 @@ def common_name(certificate: Any) -> str:
 
 
 def front_proxy_protocol(allowed: Callable[[], frozenset[str]]) -> type[H11Protocol]:
-    """uvicorn's HTTP/1.1, for those only who have one of the `allowed` names (any, where there are none)."""
+    """uvicorn's HTTP/1.1, for those only who have one of the `allowed` names (any, if there are none)."""
 
     class FrontProxyProtocol(H11Protocol):
         def connection_made(self, transport: Any) -> None:

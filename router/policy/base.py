@@ -47,7 +47,7 @@ class Policy(Protocol):
 
 
 def unusable(endpoint: Endpoint, request: RoutingRequest) -> str:
-    """Why `endpoint` cannot serve `request` in any role; empty where it can."""
+    """Why `endpoint` cannot serve `request` in any role; empty if it can."""
     if endpoint.state is not WorkerState.READY:
         return endpoint.state.value
     if endpoint.excluded:

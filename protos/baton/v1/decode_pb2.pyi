@@ -35,7 +35,7 @@ class DecodeRequest(_message.Message):
     MIN_REMOTE_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     fingerprint: _builtins.str
-    """as the router knows the worker; refused where it differs"""
+    """as the router knows the worker; refused if it differs"""
     cache_salt: _builtins.str
     priority: _builtins.int
     min_remote_tokens: _builtins.int

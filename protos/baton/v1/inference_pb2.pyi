@@ -32,7 +32,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """assigned where empty; comes back in every message and log line"""
+    """assigned if empty; comes back in every message and log line"""
     model: _builtins.str
     """empty: the model that is served"""
     prompt: _builtins.str
@@ -150,7 +150,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.SampledToken]:
-        """one for each of token_ids, where asked for"""
+        """one for each of token_ids, if asked for"""
 
     @_builtins.property
     def usage(self) -> _types_pb2.Usage:

@@ -70,13 +70,13 @@ class PrefillStart(_message.Message):
     CONNECTOR_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     fingerprint: _builtins.str
-    """KVCacheSpec.fingerprint() of the caller; refused where it differs"""
+    """KVCacheSpec.fingerprint() of the caller; refused if it differs"""
     cache_salt: _builtins.str
     priority: _builtins.int
     first_block: _builtins.int
     """first index in the block table that the caller lacks"""
     connector: _builtins.str
-    """the caller's connector name; refused where it differs"""
+    """the caller's connector name; refused if it differs"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property

@@ -73,7 +73,7 @@ class FleetWorker(_message.Message):
     """as configured in the router"""
     @_builtins.property
     def info(self) -> _worker_pb2.WorkerInfo:
-        """unset where the worker never answered"""
+        """unset if the worker never answered"""
 
     @_builtins.property
     def load(self) -> _worker_pb2.WorkerLoad: ...

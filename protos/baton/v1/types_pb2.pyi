@@ -91,7 +91,7 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """0.0; [0, 1]"""
     seed: _builtins.int
-    """drawn by the router where unset"""
+    """drawn by the router if unset"""
     max_tokens: _builtins.int
     """what is left of the model's context"""
     min_tokens: _builtins.int
@@ -224,7 +224,7 @@ class SampledToken(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     logprob: _builtins.float
-    """set where logprobs were asked for"""
+    """set if logprobs were asked for"""
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
         """likeliest first"""
@@ -339,13 +339,13 @@ class RequestReport(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     NUM_HANDOVERS_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
-    """address; empty where the decode worker prefilled in place"""
+    """address; empty if the decode worker prefilled in place"""
     decode_worker: _builtins.str
     """address"""
     num_blocks_moved: _builtins.int
     num_bytes_moved: _builtins.int
     fallback_reason: _builtins.str
-    """why the decode worker computed KV itself; empty where it did not"""
+    """why the decode worker computed KV itself; empty if it did not"""
     num_retries: _builtins.int
     """other prefill or decode workers tried before the first token"""
     num_migrations: _builtins.int

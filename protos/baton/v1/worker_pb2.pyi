@@ -253,7 +253,7 @@ class DrainRequest(_message.Message):
 
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     timeout_s: _builtins.float
-    """the worker's --drain-timeout where unset"""
+    """the worker's --drain-timeout if unset"""
     def __init__(
         self,
         *,
