@@ -245,6 +245,7 @@ def _is_fresh(reported_at: float | None, now: float) -> bool:
 
 
 def _kv_usage(load: WorkerLoad) -> float:
+    """In [0, 1], whatever a worker says: one must not outweigh others."""
     if not load.num_blocks:
         return 0.0
-    return (load.num_blocks - load.num_free_blocks - load.num_cached_blocks) / load.num_blocks
+    return max(0.0, (load.num_blocks - load.num_free_blocks - load.num_cached_blocks) / load.num_blocks)

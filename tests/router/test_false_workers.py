@@ -12,9 +12,13 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from common.peers import MAX_COUNT, milliseconds, seconds_to_wait
+from common.types import WorkerLoad, WorkerRole
 from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2
 from protos.status import DETAILS_KEY, error_of_call
+from router.autoscaler.fleet import _kv_usage
+from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
+from router.policy.least_load import kv_headroom
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, sample
 from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.test_registry import until
@@ -181,6 +185,13 @@ async def test_a_worker_that_describes_itself_falsely_serves_nothing(
         assert registry.served().limits.max_model_len == 256
     finally:
         await registry.close()
+
+
+def test_more_free_blocks_than_there_are() -> None:
+    load = WorkerLoad(num_blocks=10, num_free_blocks=MOST, num_cached_blocks=MOST)
+    endpoint = Endpoint(worker_id="w", role=WorkerRole.DECODE, address="a:1", load=load)
+    assert kv_headroom(endpoint) == 1.0
+    assert _kv_usage(load) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,8 @@ async def test_requests_in_flight_are_bounded(worker: FakeWorker, start_router: 
         assert retry_delay(caught.value) > 0
         async with httpx.AsyncClient(base_url=router.url) as client:
             answer = await client.post("/v1/completions", json=BODY)
-            assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")  # the second one refused
+            assert answer.status_code == 429
+            assert answer.headers["retry-after"] in ("1", "2")  # more, if the refusal before was a moment ago
             assert answer.json()["error"]["type"] == "rate_limit_error"
             assert (await client.get("/health")).status_code == 200
     async with asyncio.timeout(60):
