@@ -246,7 +246,7 @@ class AutoscalerSettings(TlsSettings, LogSettings):
         None, description="CA of the API server's client certificate (PEM); asked from the cluster if unset"
     )
     front_proxy_names: Addresses = Field(
-        (), description="common names that it may have; asked from the cluster where --front-proxy-ca is unset"
+        (), description="common names that it may have; asked from the cluster if --front-proxy-ca is unset"
     )
     keda_listen: str | None = Field(None, description="KEDA external scaler over gRPC, host:port; off if unset")
     namespace: str | None = Field(None, description="Kubernetes namespace; the pod's own if unset")
@@ -292,7 +292,7 @@ class UpSettings(EngineSettings, ConnectorSettings, PolicySettings, LogSettings)
         5, ge=0, description="times in ten minutes that a worker or LMCache is started again if it ends; then all ends"
     )
     lmcache_size_gb: float = Field(
-        1.0, gt=0, description="lmcache: memory in GiB of the server, which is started where --lmcache-address is unset"
+        1.0, gt=0, description="lmcache: memory in GiB of the server, which is started if --lmcache-address is unset"
     )
     hints: bool = Field(False, description="when ready, print commands to try, to standard error")
 

@@ -15,7 +15,7 @@ from common.tls import TlsFiles, peer_files
 
 
 def add_port(server: grpc.aio.Server, address: str, tls: TlsFiles | None) -> int:
-    """Binds, and returns the port. Raises RuntimeError, as gRPC does, where the address is taken."""
+    """Binds, and returns the port. Raises RuntimeError, as gRPC does, if the address is taken."""
     if tls is None:
         return server.add_insecure_port(address)
     return server.add_secure_port(address, _server_credentials(tls))
@@ -50,7 +50,7 @@ class Channels:
     """Opens channels to other processes of the fleet.
 
     An open channel keeps what the files held when it was made, and shows it again when it reconnects. So whoever keeps
-    one compares `version` before it connects anew, and opens another one where that has changed.
+    one compares `version` before it connects anew, and opens another one if that has changed.
     """
 
     def __init__(self, settings: TlsSettings | None = None) -> None:
@@ -71,7 +71,7 @@ class Channels:
 def health_server(address: str, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
     """A server for health checks alone, in plain text: kubelets' gRPC probes speak no TLS and have no certificate.
 
-    Raises RuntimeError where the address is taken. The caller adds the servicer.
+    Raises RuntimeError if the address is taken. The caller adds the servicer.
     """
     server = make_server(HEALTH_SERVER_OPTIONS, interceptors, MAX_HEALTH_CALLS)
     if server.add_insecure_port(address) == 0:

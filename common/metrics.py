@@ -87,7 +87,7 @@ autoscaler_workers = Gauge("baton_autoscaler_workers", "Workers as the autoscale
 autoscaler_held_requests = Gauge(
     "baton_autoscaler_held_requests", "Requests that routers hold until a first worker is ready."
 )
-autoscaler_leads = Gauge("baton_autoscaler_leads", "1 where this replica sets replicas and deletion costs.")
+autoscaler_leads = Gauge("baton_autoscaler_leads", "1 if this replica sets replicas and deletion costs.")
 autoscaler_scalings = Counter("baton_autoscaler_scalings", "Changes of replicas made.", ["role", "direction"])
 autoscaler_failures = Counter("baton_autoscaler_failures", "What the cluster refused.", ["action"])
 

@@ -44,7 +44,7 @@ class ModelFiles:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """Ids that end a sequence, of generation_config.json where it names any, else of config.json."""
+        """Ids that end a sequence, of generation_config.json if it names any, else of config.json."""
         for source, name in ((self.generation_config, "generation_config.json"), (self.config, "config.json")):
             value = source.get("eos_token_id")
             if value is not None:

@@ -1,7 +1,7 @@
 """TLS: what a process shows and whom it trusts, from PEM files that are read again when they change.
 
 One set of settings serves both directions. A port with `cert` and `key` speaks TLS, and with `ca` as well it asks for a
-certificate of that CA (mTLS). A channel speaks TLS where anything is given: it trusts `ca`, or the public CAs without,
+certificate of that CA (mTLS). A channel speaks TLS if anything is given: it trusts `ca`, or the public CAs without,
 and shows `cert` if it has one. This module knows no grpc; see `grpc_transport`.
 """
 

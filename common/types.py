@@ -73,14 +73,14 @@ class KVCacheSpec:
         return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
 
     def fingerprint(self) -> str:
-        """32 hex digits; equal where two workers' blocks hold the same bytes for the same tokens.
+        """32 hex digits; equal if two workers' blocks hold the same bytes for the same tokens.
 
         The tensor-parallel shard is left out on purpose: shards of one whole are exchangeable by offsets.
         """
         return self._digest(self.dtype)
 
     def fingerprint_but_dtype(self) -> str:
-        """32 hex digits; equal where two workers' blocks would be exchangeable if both had the same dtype."""
+        """32 hex digits; equal if two workers' blocks would be exchangeable if both had the same dtype."""
         return self._digest("any")
 
     def _digest(self, dtype: str) -> str:

@@ -85,7 +85,7 @@ class PrefillLeg:
             self._outbox.put_nowait(None)
 
     async def end(self) -> None:
-        """After `finish`: returns once the stream has ended, which it is made to where that takes too long."""
+        """After `finish`: returns once the stream has ended. Cancels it if that takes too long."""
         if self._task is None:
             return
         done, _ = await asyncio.wait((self._task,), timeout=END_WAIT_S)

@@ -109,7 +109,7 @@ class ModelRunner:
         copies: Sequence[BlockCopy] = (),
         between_layers: Callable[[], None] = _nothing,
     ) -> list[SampledToken | None]:
-        """One engine step: copies blocks in order, computes all new tokens, samples where asked.
+        """One engine step: copies blocks in order, computes all new tokens, samples if asked.
 
         The result has one entry per sequence, None if it asked for no token. `between_layers` is called after each
         layer; it may not touch this runner.

@@ -48,7 +48,7 @@ def uniform(seed: int, index: int) -> float:
 
 
 def _adjust(raw: torch.Tensor, inputs: Sequence[SampleInput]) -> torch.Tensor:
-    """Penalties, then bias, then bans, each for all rows at once; `raw` itself where no row asks for any."""
+    """Penalties, then bias, then bans, each for all rows at once; `raw` itself if no row asks for any."""
     changes = [(row, item.changes) for row, item in enumerate(inputs) if item.changes is not None]
     if not changes:
         return raw

@@ -109,7 +109,7 @@ class ConnectorConfig:
     """What any connector may need."""
 
     epoch: str = ""  # this worker's incarnation, new at each start of the process
-    worker_id: str = ""  # the same in its next life, where that can be known
+    worker_id: str = ""  # the same in its next life, if that can be known
     num_io_threads: int = 2
     transfer_timeout_s: float = 10.0  # one block's fetch fails after this
     verify_checksums: bool = False  # P2P: the producer computes checksums; stores always do. Consumers verify all

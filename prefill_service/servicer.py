@@ -1,7 +1,7 @@
 """PrefillService: turns a prompt into KV blocks and one token, and holds the blocks while the stream lives.
 
 The stream is the lease. Whatever ends it ends `Prefill` below, and with it the engine's hold on the blocks: at once
-where the decode worker says that it reads no more (`release`). A stream that ends otherwise (a broken connection, a
+if the decode worker says that it reads no more (`release`). A stream that ends otherwise (a broken connection, a
 call that was cancelled or failed) may look alive to the decode worker still, whose reads would find other bytes in
 blocks that are used again. So blocks that are read from this worker's memory are kept for `lease_grace_s` longer.
 """
@@ -40,7 +40,7 @@ def lease_grace_s(settings: WorkerSettings) -> float:
     """How long blocks in memory outlive a stream that no decode worker ended.
 
     Long enough for the decode worker to notice, and for each read that it began before that to have been done or given
-    up (with the same --transfer-timeout-s as here), even where it hangs and notices nothing.
+    up (with the same --transfer-timeout-s as here), even if it hangs and notices nothing.
     """
     return max(LOSS_NOTICED_S, settings.transfer_timeout_s) + LEASE_MARGIN_S
 

@@ -78,8 +78,9 @@ ROWS: dict[str, list[Panel]] = {
                 (rate("baton_router_migrations_total", ROUTER, "reason"), "migration: {{reason}}"),
                 (rate("baton_router_fallbacks_total", ROUTER), "KV computed again"),
                 (rate("baton_router_retries_refused_total", ROUTER), "retry budget spent"),
+                (rate("baton_router_false_workers_total", ROUTER, "about"), "a worker said what cannot be: {{about}}"),
             ),
-            "Nobody notices these but in latency; the last one is an error that a client saw.",
+            "Nobody notices these but in latency; a spent retry budget is an error that a client saw.",
         ),
         Panel(
             "Workers that routers see",

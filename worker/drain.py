@@ -4,7 +4,7 @@
        │ takes no new work │ offers its decode streams, each second,     │ cuts what is left
        │ streams finish    │ to their routers, which take them elsewhere │
 
-A router takes an offer only where another decode worker is ready, so a stream that nobody else could go on with has the
+A router takes an offer only if another decode worker is ready, so a stream that nobody else could go on with has the
 whole timeout. Prefill streams are not offered: they end soon, and a decode worker whose prefill is cut goes on by
 itself or with another prefill worker.
 """
@@ -46,7 +46,7 @@ async def drain(worker: Worker) -> int:
 
 
 async def _wait_stored(worker: Worker, deadline: float) -> None:
-    """Loses nothing but work where it fails, so a failure is not the exit code's business."""
+    """Loses nothing but work if it fails, so a failure is not the exit code's business."""
     try:
         async with asyncio.timeout(max(deadline - time.monotonic(), MIN_STORE_WAIT_S)):
             num_unstored = await worker.wait_stored(deadline)

@@ -220,7 +220,7 @@ class EngineClient:
     @contextlib.contextmanager
     def open(self, request_id: str, num_tokens: int) -> Iterator[EngineStream]:
         """A request of `num_tokens` prompt tokens. Raises `UnavailableError` if the engine has died, and
-        `OverloadedError` where too much waits for it already."""
+        `OverloadedError` if too much waits for it already."""
         if self.died.is_set():
             raise UnavailableError(f"the engine process ended: {self._failure}")
         self._check_room(num_tokens)

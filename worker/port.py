@@ -10,7 +10,7 @@ from common.grpc_options import Options, worker_server_options
 
 TOKEN_BYTES = 5  # of an id on the wire, at most
 OTHER_BYTES = 256 * 2**10  # sampling parameters, names and addresses of the largest request
-MOST_POSITIONS = 2**20  # where config.json does not say how many
+MOST_POSITIONS = 2**20  # if config.json does not say how many
 OTHER_CALLS = 256  # of those that watch and ask
 
 

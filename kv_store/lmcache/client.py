@@ -217,7 +217,7 @@ class LMCacheClient:
             raise
 
     def _locked_for_reading(self, key: pb.IpcCacheServerKey, deadline: float) -> bool:
-        """Looks a group up; where it is found, it is in memory and stays there until it is released."""
+        """Looks a group up; if it is found, it is in memory and stays there until it is released."""
         _call(self._lookup.Lookup, pb.LookupRequest(key=key, tp_size=1), deadline)
         wait = pb.WaitPrefetchStatusRequest(request_id=key.request_id, timeout=_left(deadline))
         found = _call(self._lookup.WaitPrefetchStatus, wait, deadline)
@@ -277,7 +277,7 @@ class LMCacheClient:
             raise
 
     def _connected(self, chunk: Chunk, deadline: float) -> _Pool:
-        """Registers with the server what `chunk` needs, where that is not done yet."""
+        """Registers with the server what `chunk` needs, if that is not done yet."""
         if (pool := self._pool) is not None and chunk.model_name in pool.registered:
             return pool
         if not self._connecting.acquire(timeout=_left(deadline)):

@@ -53,7 +53,7 @@ class _Part:
 
     blocks: list[LocalBlock]
     group: Group | None
-    degree: Degree | None = None  # whose group it is, where a hint says so
+    degree: Degree | None = None  # whose group it is, if a hint says so
 
 
 class LMCacheConnector(KVConnector):
@@ -61,7 +61,7 @@ class LMCacheConnector(KVConnector):
 
     `lookup` takes hashes to be those of a request's blocks from its first one on, and finds less if they are not.
     Each block's reference carries a hint (`BlockRef.peer`) that finds it at once. Without the hint a block is found
-    where the job also names the last block of its group, as a job for a whole prefix does.
+    if the job also names the last block of its group, as a job for a whole prefix does.
     """
 
     name: ClassVar[str] = "lmcache"
@@ -251,7 +251,7 @@ class LMCacheConnector(KVConnector):
         copy: HostCopy,
         settle: Callable[[Iterable[TransferResult]], None],
     ) -> bool:
-        """False, and nothing settled, where that degree does not have the group."""
+        """False, and nothing settled, if that degree does not have the group."""
         _check_deadline(job)
         with degree.loaded(group, job.deadline) as loaded:
             if loaded is None:

@@ -114,7 +114,7 @@ class Degrees:
 class Finder:
     """Finds the groups of one request's blocks, from any of them on.
 
-    Neighbouring blocks mostly come from one writer: where a block's group is another degree's, so is the next one's,
+    Neighbouring blocks mostly come from one writer: if a block's group is another degree's, so is the next one's,
     and looking among our own first each time would be a miss for each.
     """
 

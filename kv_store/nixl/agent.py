@@ -67,7 +67,7 @@ class ServedMemory(msgspec.Struct, frozen=True):
 
 
 def load_library() -> ModuleType:
-    """Raises `StartupError` that names the extra where NIXL is not installed."""
+    """Raises `StartupError` that names the extra if NIXL is not installed."""
     # Ending an agent in mid-transfer is ordinary here; UCX would warn of every request that it drops then.
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     os.environ.setdefault("UCX_LOG_FILE", "stderr")  # standard output is its default

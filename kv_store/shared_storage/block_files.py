@@ -111,7 +111,7 @@ class BlockFiles:
 
     def write(self, blocks: Sequence[BlockData]) -> list[int | TransferError]:
         """Stores blocks, in the order of a prompt. For each: the bytes written, 0 if it was there already, or why
-        it could not be written (`FullDiskError` where that is the reason)."""
+        it could not be written (`FullDiskError` if that is the reason)."""
         outcomes: list[int | TransferError] = [0] * len(blocks)
         missing = [position for position, block in enumerate(blocks) if not self._is_used(block.block_hash)]
         for start in range(0, len(missing), MAX_BLOCKS):

@@ -1,6 +1,6 @@
 """Brings a store's directory down to a size: what was used least recently goes first, whole runs at a time.
 
-One cleaner at a time, elected by a lease file; nothing breaks where two overlap. Readers that have a run open read it
+One cleaner at a time, elected by a lease file; nothing breaks if two overlap. Readers that have a run open read it
 to its end. A block's name may go between somebody's lookup and fetch: that block fails, and is computed.
 """
 

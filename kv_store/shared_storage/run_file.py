@@ -87,7 +87,7 @@ def is_run_size(file_bytes: int, block_bytes: int) -> bool:
 
 
 def write_new_file(path: str, parts: Sequence[memoryview | bytes]) -> None:
-    """Writes `parts` to a file that must not exist. May leave some of it behind where it raises `OSError`."""
+    """Writes `parts` to a file that must not exist. May leave some of it behind if it raises `OSError`."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         left = [memoryview(part) for part in parts]
@@ -98,7 +98,7 @@ def write_new_file(path: str, parts: Sequence[memoryview | bytes]) -> None:
 
 
 def read_blocks(fd: int, table: RunTable, first: int, buffers: Sequence[memoryview]) -> list[bool]:
-    """Reads the blocks from position `first` on, in one call where the kernel gives all at once.
+    """Reads the blocks from position `first` on, in one call if the kernel gives all at once.
 
     Returns which of them match their checksums. Raises `OSError`, and `CorruptRunError` if the file ends early.
     """

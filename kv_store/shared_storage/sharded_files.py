@@ -50,7 +50,7 @@ class ShardedFiles:
         ]
 
     def contains(self, block_hash: bytes) -> bool:
-        """One stat where we wrote it ourselves; each other degree costs one more, and some if it has a folder."""
+        """One stat if we wrote it ourselves; each other degree costs one more, and some if it has a folder."""
         return self.own.contains(block_hash) or any(_holds(sources, block_hash) for sources in self._others)
 
     def read(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[TransferError | None]:

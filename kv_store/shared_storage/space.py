@@ -62,7 +62,7 @@ class StoreSpace:
         return not self._thread.is_alive()
 
     def has_room(self) -> bool:
-        """Whether the next write may begin. To be asked again every second or so where not."""
+        """Whether the next write may begin. To be asked again every second or so if not."""
         with self._changed:
             if not self._is_out_of_share():
                 self._waits_since = None

@@ -70,7 +70,7 @@ class AggregatedApi:
     # ----------------------------------------------------------------------------------- who we are
 
     def _show_certificate(self) -> None:
-        """A certificate of our own making, or the files' where they have changed. Raises `StartupError`."""
+        """A certificate of our own making, or the files' if they have changed. Raises `StartupError`."""
         settings = self._settings
         if settings.external_metrics_cert is None or settings.external_metrics_key is None:
             if self._own_certificate is not None and time.monotonic() - self._made_at < RENEW_S:

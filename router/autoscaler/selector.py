@@ -18,7 +18,7 @@ _PARTS = re.compile(r",(?![^(]*\))")  # commas outside of parentheses
 
 @dataclass(slots=True, frozen=True)
 class Requirement:
-    """`values` None: only whether the key is there. `negated`: satisfied where the label does not match."""
+    """`values` None: only whether the key is there. `negated`: satisfied if the label does not match."""
 
     key: str
     values: frozenset[str] | None

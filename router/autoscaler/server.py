@@ -57,7 +57,7 @@ def check(settings: AutoscalerSettings) -> None:
     if settings.external_metrics_listen and settings.external_metrics_cert is None:
         _, slash, name = (settings.external_metrics_service or "").partition("/")
         if not slash or not name:
-            reason = "NAMESPACE/NAME is needed where no --external-metrics-cert is given"
+            reason = "NAMESPACE/NAME is needed if no --external-metrics-cert is given"
             raise ConfigError("external_metrics_service", reason)
 
 
