@@ -280,4 +280,6 @@ def _fleet_worker(worker: router_pb2.FleetWorker) -> FleetWorker:
         integrity=worker.integrity,
         dtype=worker.info.dtype,
         dtype_reason=worker.info.dtype_reason,
+        device=worker.info.device,
+        device_reason=worker.info.device_reason,
     )

@@ -83,6 +83,8 @@ class FleetWorker:
     integrity: str  # "ok", or what is wrong
     dtype: str = ""  # of weights, activations and KV; empty if the worker never answered
     dtype_reason: str = ""
+    device: str = ""  # likewise
+    device_reason: str = ""
 
 
 @dataclass(slots=True, frozen=True)

@@ -63,7 +63,7 @@ def plan(settings: UpSettings, kv_dir: Path) -> Stack:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     shared = {name: value for name, value in settings.model_dump().items() if name in _SHARED}
     shared["kv_dir"] = str(kv_dir)
-    if settings.device == "cuda":  # all workers are on the same device, so each gets its share of it
+    if settings.device.startswith("cuda"):  # all workers are on the same device, so each gets its share of it
         shared["memory_utilization"] = settings.memory_utilization / len(roles)
     commands: dict[str, list[str]] = {}
     if _starts_lmcache(settings):

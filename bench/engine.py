@@ -37,7 +37,13 @@ def random_prompts(batch_size: int, num_tokens: int, seed: int) -> list[list[int
 class BatonEngine:
     def __init__(self, model_dir: Path, dtype: str, threads: int) -> None:
         settings = EngineSettings.model_validate(
-            {"dtype": dtype, "num_threads": threads, "enable_prefix_caching": False, "max_num_batched_tokens": 4096}
+            {
+                "device": "cpu",
+                "dtype": dtype,
+                "num_threads": threads,
+                "enable_prefix_caching": False,
+                "max_num_batched_tokens": 4096,
+            }
         )
         runner = ModelRunner(model_dir, settings)
         connector = MemoryConnector(ConnectorConfig(epoch="bench", worker_id="bench"))

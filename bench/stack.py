@@ -93,7 +93,7 @@ def main() -> None:
     num_cores = max(len(cores) // 2, 1)
     model_dir = ensure_model(args.model, default_cache_dir(), print)
     args.dtype = resolve_dtype(args.dtype, model_dir, "cpu").dtype
-    arguments = ["--model", args.model, "--dtype", args.dtype, "--connector", args.connector]
+    arguments = ["--model", args.model, "--device", "cpu", "--dtype", args.dtype, "--connector", args.connector]
     with running_stack(arguments) as address:
         os.sched_setaffinity(0, cores[:num_cores])
         torch.set_num_threads(num_cores)

@@ -44,6 +44,8 @@ class Runner(Protocol):
     window: int  # tokens that the layer which sees the most sees; 0: all
     eos_token_ids: list[int]
     dtype_reason: str
+    device: torch.device
+    device_reason: str
 
     def execute(
         self,
@@ -117,6 +119,8 @@ class EngineCore:
             vocab_size=runner.vocab_size,
             eos_token_ids=list(runner.eos_token_ids),
             dtype_reason=runner.dtype_reason,
+            device=str(runner.device),
+            device_reason=runner.device_reason,
             peer=self._connector.describe(),
         )
 

@@ -47,9 +47,15 @@ def choose_device(
     num_devices: Callable[[], int] = num_driver_devices,
     problem: Callable[[], str] = torch_problem,
 ) -> DeviceChoice:
-    """`asked` is --device."""
-    if asked != AUTO:
-        return DeviceChoice(asked, "as set")
+    """`asked` is --device. A device that was asked for is taken, and the reason says what auto would take instead, if
+    that differs: so a device that one process chose for all others keeps its reason."""
+    auto = _auto(num_devices, problem)
+    if asked in (AUTO, auto.device):
+        return auto
+    return DeviceChoice(asked, f"as set; auto would be {auto.device}: {auto.reason}")
+
+
+def _auto(num_devices: Callable[[], int], problem: Callable[[], str]) -> DeviceChoice:
     if not num_devices():
         return DeviceChoice("cpu", "there is no CUDA device")
     if why := problem():

@@ -116,6 +116,8 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: list[int]
     dtype_reason: str  # why the spec's dtype is what it is
+    device: str  # "cpu", "cuda" or "cuda:N"
+    device_reason: str  # why it is that one
     peer: bytes  # KVConnector.describe()
 
 

@@ -18,6 +18,7 @@ from engine.attention.base import AttentionShape
 from engine.attention.registry import attention_backend
 from engine.batch import BlockCopy, SampleInput, SequenceInput
 from engine.blocks.host_memory import available_bytes
+from engine.device import choose_device
 from engine.dtype import resolve_dtype
 from engine.kernels.library import load_kernels
 from engine.models.base import CausalLM
@@ -50,6 +51,7 @@ class ModelRunner:
     window: int  # tokens that the layer which sees the most sees, the new one included; 0: all
     eos_token_ids: list[int]
     dtype_reason: str
+    device_reason: str
 
     def __init__(self, model_dir: Path, settings: EngineSettings, *, attention: str | None = None) -> None:
         """Loads the weights and allocates the KV cache. `attention` names a backend; the device's fastest if None.
@@ -58,8 +60,10 @@ class ModelRunner:
         device is not there, memory does not suffice, or the context is longer than the model or the cache allows.
         """
         files = open_model(model_dir)
-        self.device = _device(settings.device)
-        chosen = resolve_dtype(settings.dtype, model_dir, settings.device, settings.kernels)
+        chosen_device = choose_device(settings.device)
+        self.device = _device(chosen_device.device)
+        self.device_reason = chosen_device.reason
+        chosen = resolve_dtype(settings.dtype, model_dir, chosen_device.device, settings.kernels)
         self.dtype_reason = chosen.reason
         self.dtype: torch.dtype = getattr(torch, chosen.dtype)
         if settings.num_threads is not None:
@@ -97,6 +101,7 @@ class ModelRunner:
                 "num_blocks": self.num_blocks,
                 "max_model_len": self.max_model_len,
                 "device": str(self.device),
+                "device_reason": self.device_reason,
                 "dtype": chosen.dtype,
                 "dtype_reason": chosen.reason,
             },
@@ -260,9 +265,9 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise StartupError(f"device {name!r} is unknown; --device takes cpu, cuda or cuda:N") from error
+        raise StartupError(f"device {name!r} is unknown; --device takes auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
-        raise StartupError(f"device {name!r} is not supported; --device takes cpu, cuda or cuda:N")
+        raise StartupError(f"device {name!r} is not supported; --device takes auto, cpu, cuda or cuda:N")
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise StartupError(f"device {name!r} is not there: this torch sees no CUDA device; take --device cpu")

@@ -47,7 +47,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             dtype=ready.spec.dtype,
             dtype_reason=ready.dtype_reason,
             fingerprint_but_dtype=ready.spec.fingerprint_but_dtype(),
-            device=worker.settings.device,
+            device=ready.device,
+            device_reason=ready.device_reason,
             version=VERSION,
         )
 

@@ -169,8 +169,10 @@ def print_fleet(workers: Sequence[FleetWorker]) -> None:
     wide = None if sys.stdout.isatty() else 300  # a pipe has no edge to wrap at
     console = Console(width=wide, highlight=False)
     console.print(table)
-    for dtype, reason in dict.fromkeys((one.dtype, one.dtype_reason) for one in workers if one.dtype_reason):
-        console.print(f"{dtype}: {reason}", markup=False)
+    reasons = [(one.dtype, one.dtype_reason) for one in workers] + [(one.device, one.device_reason) for one in workers]
+    for what, reason in dict.fromkeys(reasons):
+        if reason:
+            console.print(f"{what}: {reason}", markup=False)
 
 
 def models(settings: ClientSettings) -> int:

@@ -12,6 +12,7 @@ from baton.settings import UP_SETTINGS, WORKER_SETTINGS
 from common.config import DEFAULT_MODEL, AutoscalerSettings, RouterSettings, UpSettings, WorkerSettings
 from common.logs import setup_logging
 from common.types import WorkerRole
+from engine.device import choose_device
 from engine.dtype import resolve_dtype
 
 if TYPE_CHECKING:
@@ -51,13 +52,15 @@ def up(settings: UpSettings) -> int:
 
 def prepare_model(settings: S) -> S:
     """What is decided once, before several workers do so: makes sure that the model is on disk (progress to standard
-    error), and chooses the dtype, which all workers need alike."""
+    error), and chooses device and dtype, which all workers need alike."""
     from engine.embedded_model import ensure_model
 
     path = ensure_model(settings.model, settings.cache_dir, lambda line: print(line, file=sys.stderr, flush=True))
-    chosen = resolve_dtype(settings.dtype, path, settings.device, settings.kernels)
-    log.info("dtype of all workers", extra={"dtype": chosen.dtype, "reason": chosen.reason})
-    return settings.model_copy(update={"dtype": chosen.dtype})
+    device = choose_device(settings.device)
+    log.info("device of all workers", extra={"device": device.device, "reason": device.reason})
+    dtype = resolve_dtype(settings.dtype, path, device.device, settings.kernels)
+    log.info("dtype of all workers", extra={"dtype": dtype.dtype, "reason": dtype.reason})
+    return settings.model_copy(update={"device": device.device, "dtype": dtype.dtype})
 
 
 def print_ready(addresses: Addresses, *, hints: bool) -> None:

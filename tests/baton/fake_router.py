@@ -124,6 +124,8 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
                         epoch="e1",
                         dtype="float32",
                         dtype_reason="the checkpoint's bfloat16 is slow here: this CPU has no [bf16]",
+                        device="cpu",
+                        device_reason="there is no CUDA device",
                     ),
                     load=worker_pb2.WorkerLoad(num_blocks=10, num_free_blocks=7, num_cached_blocks=2, num_leases=1),
                     state=worker_pb2.WORKER_STATE_READY,

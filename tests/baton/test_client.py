@@ -151,18 +151,21 @@ def test_status_json_has_the_documented_keys(
         "integrity": "ok",
         "dtype": "float32",
         "dtype_reason": "the checkpoint's bfloat16 is slow here: this CPU has no [bf16]",
+        "device": "cpu",
+        "device_reason": "there is no CUDA device",
     }
     assert (second["role"], second["state"]) == ("decode", "unreachable")
 
 
 def test_status_table(router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--router", router[1]]) == 0
-    *table, reason = capsys.readouterr().out.splitlines()
+    *table, reason, device = capsys.readouterr().out.splitlines()
     header, prefill, decode = (line.split() for line in table)
     assert header[:4] == ["role", "address", "state", "dtype"]
     assert prefill == ["prefill", "p:1", "ready", "float32", "0", "0", "10", "7", "2", "1", "ok"]
     assert decode[:3] == ["decode", "d:1", "unreachable"]
     assert reason == "float32: the checkpoint's bfloat16 is slow here: this CPU has no [bf16]"
+    assert device == "cpu: there is no CUDA device"
 
 
 def test_generate_text_and_json(router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str]) -> None:

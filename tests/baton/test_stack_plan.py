@@ -12,6 +12,7 @@ from baton import stack_plan
 from baton.cli.serve import prepare_model
 from common.config import UpSettings
 from common.errors import ConfigError, StartupError
+from engine.device import choose_device
 
 
 def test_plan_of_two_prefill_one_decode_and_one_of_both_roles() -> None:
@@ -40,14 +41,19 @@ def test_plan_of_two_prefill_one_decode_and_one_of_both_roles() -> None:
     assert {"--http-listen=127.0.0.1:0", "--min-remote-tokens=64"} <= set(commands["router"])
 
 
+def write_model(folder: Path) -> None:
+    """What is asked of a model before any worker starts."""
+    (folder / "config.json").write_text('{"dtype": "bfloat16"}')
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+
+
 @pytest.mark.parametrize(("variable", "value"), [("ATEN_CPU_CAPABILITY", "avx2"), ("ONEDNN_MAX_CPU_ISA", "AVX2")])
 def test_the_dtype_is_chosen_once_for_all_workers(
     variable: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
-    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    write_model(tmp_path)
     for device, dtype in (("cpu", "float32"), ("cuda", "bfloat16")):
         settings = prepare_model(UpSettings(model=str(tmp_path), device=device, prefill=2, kernels="torch"))
         commands = stack_plan.plan(settings, Path("/kv")).commands
@@ -55,8 +61,23 @@ def test_the_dtype_is_chosen_once_for_all_workers(
             assert f"--dtype={dtype}" in commands[name]
 
 
-def test_workers_on_one_gpu_share_its_memory() -> None:
-    settings = UpSettings(prefill=1, decode=2, device="cuda", memory_utilization=0.9)
+@pytest.mark.parametrize("num_devices", [0, 1])
+def test_the_device_is_chosen_once_for_all_workers(
+    num_devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.cli.serve.choose_device", lambda asked: choose_device(asked, lambda: num_devices, str))
+    write_model(tmp_path)
+    settings = prepare_model(UpSettings(model=str(tmp_path), memory_utilization=0.8))
+    commands = stack_plan.plan(settings, Path("/kv")).commands
+    for name in ("prefill-1", "decode-1"):
+        device, share = ("cuda", 0.4) if num_devices else ("cpu", 0.8)
+        assert f"--device={device}" in commands[name]
+        assert [flag for flag in commands[name] if "memory-util" in flag] == [f"--memory-utilization={share}"]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_workers_on_one_gpu_share_its_memory(device: str) -> None:
+    settings = UpSettings(prefill=1, decode=2, device=device, memory_utilization=0.9)
     commands = stack_plan.plan(settings, Path("/kv")).commands
     shares = [float(flag.partition("=")[2]) for argv in commands.values() for flag in argv if "memory-util" in flag]
     assert shares == pytest.approx([0.3, 0.3, 0.3])

@@ -48,6 +48,8 @@ class FakeRunner:
     window = 0
     eos_token_ids = [VOCAB_SIZE - 1]  # noqa: RUF012 (never sampled)
     dtype_reason = "it is a fake"
+    device = torch.device("cpu")
+    device_reason = "it is a fake"
 
     def __init__(self, num_blocks: int = 64, max_model_len: int = 200) -> None:
         self.num_blocks = num_blocks

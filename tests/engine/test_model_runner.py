@@ -32,7 +32,8 @@ def model_dir(original: Path, tmp_path: Path) -> Path:
 
 
 def start(model_dir: Path, **settings: object) -> ModelRunner:
-    return ModelRunner(model_dir, EngineSettings.model_validate({"dtype": "float32", "num_threads": 1, **settings}))
+    given = {"device": "cpu", "dtype": "float32", "num_threads": 1, **settings}
+    return ModelRunner(model_dir, EngineSettings.model_validate(given))
 
 
 def test_what_a_runner_tells(model_dir: Path) -> None:

@@ -156,7 +156,14 @@ def make_runner(
 ) -> ModelRunner:
     """A float32 runner whose cache holds NaN, so that reading a slot that was never written shows."""
     settings = EngineSettings.model_validate(
-        {"dtype": "float32", "block_size": BLOCK_SIZE, "num_blocks": num_blocks, "num_threads": 1, **kwargs}
+        {
+            "device": "cpu",
+            "dtype": "float32",
+            "block_size": BLOCK_SIZE,
+            "num_blocks": num_blocks,
+            "num_threads": 1,
+            **kwargs,
+        }
     )
     runner = ModelRunner(model_dir, settings, attention=attention)
     runner.kv_cache.fill_(float("nan"))

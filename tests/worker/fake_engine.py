@@ -37,6 +37,8 @@ class Engine:
                 vocab_size=VOCAB_SIZE,
                 eos_token_ids=[VOCAB_SIZE - 1],
                 dtype_reason="",
+                device="cpu",
+                device_reason="",
                 peer=b"",
             )
         )

@@ -99,6 +99,8 @@ class ScriptedEngine:
                 vocab_size=VOCAB_SIZE,
                 eos_token_ids=[0],
                 dtype_reason="",
+                device="cpu",
+                device_reason="",
                 peer=b"fake",
             )
         )
