@@ -10,6 +10,10 @@ MAX_TOKENS = 2**24  # of a context, or of a vocabulary: beyond any model
 MAX_BLOCK_SIZE = 2**16
 MAX_EOS_TOKENS = 1024
 MAX_NAME_CHARS = 1024
+NAMES = (
+    *("worker_id", "epoch", "model", "fingerprint", "fingerprint_but_dtype"),
+    *("dtype", "dtype_reason", "device", "device_reason"),
+)
 
 
 def false_info(info: worker_pb2.WorkerInfo) -> str:
@@ -21,7 +25,7 @@ def false_info(info: worker_pb2.WorkerInfo) -> str:
     ):
         if not 1 <= value <= most:
             return f"says that its {name} is {value}"
-    for name in ("worker_id", "epoch", "model", "fingerprint", "fingerprint_but_dtype", "dtype", "dtype_reason"):
+    for name in NAMES:
         if len(getattr(info, name)) > MAX_NAME_CHARS:
             return f"says a {name} of more than {MAX_NAME_CHARS} characters"
     if not info.model:
