@@ -20,6 +20,7 @@ from common import metrics
 from common.config import WorkerSettings
 from common.errors import IncompatibleError, InvalidArgumentError
 from common.grpc_options import LOSS_NOTICED_S
+from common.grpc_streams import uncancelled
 from common.sampling import SamplingParams
 from common.validation import check_priority
 from engine import messages as m
@@ -149,7 +150,7 @@ async def _read_to_end(context: Context) -> bool:
 
     Acknowledgements need no action: the lease is the whole stream.
     """
-    while (message := await context.read()) is not grpc.aio.EOF:
+    while (message := await uncancelled(context.read())) is not grpc.aio.EOF:
         if message.HasField("release"):
             return True
     return False
