@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from common.config import RouterSettings
-from common.errors import OverloadedError, StartupError
+from common.errors import BatonError, StartupError
 from common.grpc_health import NOT_SERVING, SERVING, Health
 from common.grpc_options import client_server_options
 from common.grpc_server import add_handlers, make_server
@@ -29,7 +29,7 @@ from protos.baton.v1 import demand_pb2, inference_pb2, router_pb2
 from router.api.api_keys import ApiKeys
 from router.api.fleet_service import FleetService
 from router.api.grpc_auth import KeyInterceptor
-from router.api.grpc_errors import abort
+from router.api.grpc_errors import Parser, abort
 from router.api.grpc_handlers import add_service
 from router.api.inference_service import InferenceService
 from router.api.rest.app import make_app
@@ -253,12 +253,12 @@ def _add_services(server: grpc.aio.Server, front: Front, registry: Registry, hea
             with open_gate.requests(""):
                 async for response in reflection.ServerReflectionInfo(requests, context):
                     await context.write(response)
-        except OverloadedError as error:
+        except BatonError as error:  # too many, or a message that is none
             await abort(context, error)
 
     handler = grpc.stream_stream_rpc_method_handler(
         info,
-        reflection_pb2.ServerReflectionRequest.FromString,
+        Parser(reflection_pb2.ServerReflectionRequest),
         reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     methods = {"ServerReflectionInfo": handler}

@@ -59,6 +59,8 @@ def _handle(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[Any, Context]
             await run(messages, context)
         except DecodeError as error:
             failure = bad_message(error)
+        except grpc.aio.InternalError:  # nothing can be sent any more: gRPC notices before it cancels this
+            raise asyncio.CancelledError from None
         except BatonError as error:
             failure = error
         if failure is not None:  # here, where no frame holds the request: gRPC keeps how a call was aborted

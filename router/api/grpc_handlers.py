@@ -82,6 +82,8 @@ class _Handler:
                     await self._answer(messages, context)
         except TimeoutError:
             failure = DeadlineError("the call took too long")
+        except grpc.aio.InternalError:  # nothing can be sent any more: gRPC notices before it cancels this
+            raise asyncio.CancelledError from None
         except Exception as error:
             failure = _as_baton(error)
         if failure is not None:  # here, where no frame holds the request: gRPC keeps how a call was aborted
