@@ -20,7 +20,7 @@ ABUSE_SECONDS = float(os.environ.get("ABUSE_SECONDS", "600"))
 ROUTER_FLAGS = ("--receive-timeout=3", "--request-timeout=60", "--min-remote-tokens=1")
 NUM_FUZZERS = 5
 REST_S = 4.0
-GROWTH_MIB = 192.0
+GROWTH_MIB = 384.0
 """What a process may hold more after a test: what was there at once at most, which malloc does not give back. What is
 left each time again is found by doing it again (`Vitals.until_at_rest`)."""
 

@@ -111,7 +111,7 @@ def test_many_connections_that_go_on(target: Target, vitals: Vitals, name: str) 
             opened.append((connection, HOLD[name](number % 50)))
             if number % 100 == 0:
                 time.sleep(0.05)
-        for turn in range(4):
+        for turn in range(2):
             for connection, data in opened:
                 with contextlib.suppress(OSError):
                     connection.send(data if turn == 0 else b"x")

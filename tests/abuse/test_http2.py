@@ -1,4 +1,4 @@
-"""HTTP/2 as no gRPC library speaks it, to the router's port and to a worker's."""
+"""HTTP/2 as no gRPC library speaks it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from contextlib import contextmanager
 import h2.connection
 import h2.errors
 import hpack
-import pytest
 
 from protos.baton.v1 import inference_pb2, types_pb2
 from tests.abuse.rude import MIB, PATIENCE_S, RUDE_KEY, Target
@@ -172,10 +171,9 @@ FLOODS: tuple[Callable[[random.Random], bytes], ...] = (
 )
 
 
-@pytest.mark.parametrize("port", ["router", "decode"])
-def test_floods(target: Target, vitals: Vitals, port: str) -> None:
-    """One after another."""
-    address = target.host_port(target.grpc if port == "router" else target.decode)
+def test_floods(target: Target, vitals: Vitals) -> None:
+    """Of a worker's port, one after another."""
+    address = target.host_port(target.decode)
 
     def abuse() -> None:
         for seed, flood in enumerate(FLOODS):
