@@ -81,8 +81,7 @@ async def running_worker(tmp_path: Path, **settings: object) -> AsyncIterator[Ru
 
 
 @pytest.fixture
-async def start_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StartWorker]:
-    monkeypatch.setattr(engine_client, "ENGINE_MODULE", "tests.worker.fake_engine")
+async def start_worker(tmp_path: Path, fake_engines: None) -> AsyncIterator[StartWorker]:
     async with AsyncExitStack() as stack:
 
         async def start(**settings: object) -> RunningWorker:
@@ -92,17 +91,17 @@ async def start_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Async
 
 
 @pytest.fixture
-def scripted_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_client, "ENGINE_MODULE", "tests.worker.scripted_engine")
+def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "ENGINE_MODULE", "tests.worker.fake_engine")
 
 
 @pytest.fixture
-async def prefill(tmp_path: Path, scripted_engines: None) -> AsyncIterator[Front]:
+async def prefill(tmp_path: Path, fake_engines: None) -> AsyncIterator[Front]:
     async with front(WorkerRole.PREFILL, tmp_path / "prefill") as one:
         yield one
 
 
 @pytest.fixture
-async def decode(tmp_path: Path, scripted_engines: None) -> AsyncIterator[Front]:
+async def decode(tmp_path: Path, fake_engines: None) -> AsyncIterator[Front]:
     async with front(WorkerRole.DECODE, tmp_path / "decode") as one:
         yield one

@@ -1,95 +1,297 @@
-"""An engine process without a model or torch, for tests of its front: `python -m tests.worker.fake_engine`.
+"""An engine without a model: a process that speaks `engine.messages` as the real one does, and computes nothing.
 
-The first token of a prompt says what becomes of the request; see `ANSWER` and its neighbours.
+A token depends on the prompt and on its position alone, so a decode worker continues what a prefill worker began, and
+any worker what another one began. What is to happen to a request is said in its cache salt (`Script`), which travels to
+both workers, or by the first token of its prompt (`tests.worker.words`). Each command is logged, one JSON object in a
+line, in `<model_dir>/<name>.commands`.
 """
 
 from __future__ import annotations
 
+import heapq
+import os
 import sys
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
 
 import msgspec
 import zmq
 
 from common.types import FinishReason, KVCacheSpec, SampledToken, WorkerLoad
 from engine import messages as m
-from engine.process import Bootstrap, _exit_with_parent
-from tests.worker.words import ANSWER, BLOCK_SIZE, FLOOD, GARBAGE, REMOTE, VOCAB_SIZE, WAIT
+from engine.process import Bootstrap
+from kv_store.base import BlockRef
+from tests.worker import words
+from tests.worker.words import BLOCK_SIZE, VOCAB_SIZE
 
-SPEC = KVCacheSpec(model_id="fake", num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="float32")
+NUM_BLOCKS = 1000
+MAX_MODEL_LEN = 200_000
+ALIVE_INTERVAL_S = 0.05
+SPEC = KVCacheSpec(model_id="fake", num_layers=1, num_kv_heads=1, head_dim=4, block_size=BLOCK_SIZE, dtype="float32")
 
 
-class Engine:
-    def __init__(self) -> None:
-        bootstrap = msgspec.json.decode(sys.stdin.readline(), type=Bootstrap)
-        threading.Thread(target=_exit_with_parent, daemon=True).start()
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self._socket.connect(bootstrap.address)
-        self._seen: list[str] = []
+class Script(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What happens to one request."""
 
-    def run(self) -> None:
-        self._send(
+    name: str = ""  # tells requests apart that are to fare alike
+    token_s: float = 0.0  # between two tokens
+    stall_at: int | None = None  # the token at this position never comes
+    prefill_stalls: bool = False  # the prefill engine never computes anything
+    late_blocks_s: float = 0.0  # blocks are published so long after the first token
+    unpublished: tuple[int, ...] = ()  # indexes of blocks that the prefill engine cannot publish
+    lost: tuple[int, ...] = ()  # indexes of blocks that the decode engine cannot fetch
+    fetch_s: float = 0.0  # what a fetch takes
+    prefill_fails: bool = False  # the prefill engine gives the request up
+    ignores_prefill: bool = False  # what a prefill worker says counts for nothing, until none is left
+    num_tokens: int | None = None  # of the answer; the request's max_tokens if None
+    floods: bool = False  # millions of tokens, at once
+    is_garbage: bool = False  # the engine says what its front does not understand
+
+    def salt(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+WORDS = {
+    words.ANSWER: Script(num_tokens=1),
+    words.WAIT: Script(stall_at=0),
+    words.FLOOD: Script(floods=True),
+    words.REMOTE: Script(num_tokens=1, ignores_prefill=True),
+    words.GARBAGE: Script(is_garbage=True),
+}
+
+
+def script_of(command: m.AddRequest) -> Script:
+    if command.cache_salt.startswith("{"):
+        return msgspec.json.decode(command.cache_salt, type=Script)
+    return WORDS.get(command.prompt_token_ids[0], Script())
+
+
+def token_at(prompt_token_ids: list[int], position: int) -> int:
+    """The token at `position` of the answer."""
+    return (sum(prompt_token_ids) + 7 * position) % VOCAB_SIZE
+
+
+def answer_to(prompt_token_ids: list[int], num_tokens: int) -> list[int]:
+    return [token_at(prompt_token_ids, position) for position in range(num_tokens)]
+
+
+@dataclass(slots=True)
+class _Request:
+    command: m.AddRequest
+    script: Script
+    position: int = 0  # of the next token
+    is_leased: bool = False
+    has_first_token: bool = False
+    awaited: set[int] = field(default_factory=set)  # REMOTE: blocks whose fate is open
+    is_running: bool = False
+    fallback_reason: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the whole answer."""
+        num_tokens = self.script.num_tokens
+        return self.command.sampling_params.max_tokens if num_tokens is None else num_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-len(self.command.prompt_token_ids) // BLOCK_SIZE)
+
+
+class FakeEngine:
+    def __init__(self, bootstrap: Bootstrap, socket: zmq.Socket[bytes]) -> None:
+        self._log = (Path(bootstrap.model_dir) / f"{bootstrap.name}.commands").open("a", buffering=1)
+        self._epoch = bootstrap.epoch
+        self._socket = socket
+        self._requests: dict[str, _Request] = {}
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._last_load: WorkerLoad | None = None
+        self._seen: list[str] = []  # kinds of commands since the last status
+
+    def serve(self) -> None:
+        self._emit(
             m.EngineReady(
                 spec=SPEC,
-                is_read_from_memory=False,
-                num_blocks=64,
-                max_model_len=200_000,
+                is_read_from_memory=True,
+                num_blocks=NUM_BLOCKS,
+                max_model_len=MAX_MODEL_LEN,
                 vocab_size=VOCAB_SIZE,
-                eos_token_ids=[VOCAB_SIZE - 1],
+                eos_token_ids=[0],
                 dtype_reason="",
                 device="cpu",
                 device_reason="",
-                peer=b"",
+                peer=b"fake",
             )
         )
         while True:
-            if not self._socket.poll(500):
-                self._send(m.Alive())
-                continue
-            for command in m.decode_commands(self._socket.recv()):
-                self._handle(command)
+            self._report_load()
+            wait_s = max(self._due[0][0] - time.monotonic(), 0.0) if self._due else ALIVE_INTERVAL_S
+            if self._socket.poll(min(wait_s, ALIVE_INTERVAL_S) * 1000):
+                for command in m.decode_commands(self._socket.recv()):
+                    print(msgspec.json.encode(command).decode(), file=self._log)
+                    self._handle(command)
+            while self._due and self._due[0][0] <= time.monotonic():
+                heapq.heappop(self._due)[2]()
+            self._emit(m.Alive())
+
+    # ------------------------------------------------------------------------------------------ commands
 
     def _handle(self, command: m.Command) -> None:
+        request = self._requests.get(getattr(command, "request_id", ""))
+        if not isinstance(command, m.GetStatus):
+            self._seen.append(type(command).__name__)
         match command:
             case m.AddRequest():
                 self._add(command)
-            case m.BlocksAnnounced() | m.RemoteFirstToken() | m.RemotePrefillFailed():
-                self._seen.append(type(command).__name__)
-                if isinstance(command, m.RemotePrefillFailed):
-                    self._send(m.PrefillReceived(command.request_id, 0.0), _answer(command.request_id, command.reason))
-            case m.Release():
-                self._seen.append("Release")
             case m.GetStatus(call_id):
                 seen, self._seen = self._seen, []
-                self._send(m.Status(call_id, WorkerLoad(num_blocks=64), ",".join(seen) or "ok"))
-
-    def _add(self, command: m.AddRequest) -> None:
-        match command.prompt_token_ids[0]:
-            case int(word) if word == ANSWER:
-                self._send(_answer(command.request_id))
-            case int(word) if word == REMOTE:
-                self._send(m.RemotePrefillNeeded(command.request_id, 0))
-            case int(word) if word == FLOOD:
-                for _ in range(20):
-                    tokens = [SampledToken(7)] * 500
-                    self._send(*[m.TokensGenerated(request_id=command.request_id, tokens=tokens)] * 250)
-            case int(word) if word == GARBAGE:
-                self._socket.send(b"no message of ours")
-            case int(word) if word == WAIT:
+                self._emit(m.Status(call_id, self._load(), ",".join(seen) or "ok"))
+            case m.Release(request_id):
+                self._requests.pop(request_id, None)
+            case m.BlocksAnnounced() | m.RemoteFirstToken() if request and request.script.ignores_prefill:
+                pass
+            case m.BlocksAnnounced() if request:
+                fetched = [ref.index for ref in command.blocks if ref.index in request.awaited]
+                lost = [index for index in fetched if index in request.script.lost]
+                arrived = [index for index in fetched if index not in lost]
+                self._later(request.script.fetch_s, command.request_id, lambda: self._fetched(request, arrived, lost))
+                self._fetched(request, [], list(command.failed_indexes))
+            case m.RemoteFirstToken() if request:
+                request.has_first_token = True
+                request.position = max(request.position, 1)
+                self._settle(request)
+            case m.RemotePrefillFailed(_, reason) if request:
+                request.fallback_reason = reason
+                request.awaited.clear()
+                self._settle(request, is_local=True)
+            case _:
                 pass
 
-    def _send(self, *events: m.Event) -> None:
-        self._socket.send(m.encode(events))
+    def _add(self, command: m.AddRequest) -> None:
+        request = _Request(command, script_of(command), position=len(command.output_token_ids))
+        self._requests[command.request_id] = request
+        if request.script.is_garbage:
+            self._socket.send(b"no message of ours")
+        elif request.script.floods:
+            flood = m.TokensGenerated(request_id=command.request_id, tokens=[SampledToken(7)] * 500)
+            for _ in range(20):
+                self._socket.send(m.encode([flood] * 250))
+        elif command.mode is m.RequestMode.PREFILL:
+            if request.script.prefill_fails:
+                self._emit(m.RequestFailed(command.request_id, "INTERNAL", "the script says so"))
+            elif not request.script.prefill_stalls and request.script.stall_at != 0:
+                self._later(0.0, command.request_id, lambda: self._prefill(request))
+        elif command.mode is m.RequestMode.REMOTE:
+            request.awaited = set(range(request.num_blocks))
+            self._emit(m.RemotePrefillNeeded(command.request_id, 0))
+        else:
+            self._settle(request, is_local=True)
+
+    def _prefill(self, request: _Request) -> None:
+        self._emit(self._tokens(request))
+        self._later(request.script.late_blocks_s, request.command.request_id, lambda: self._publish(request))
+
+    def _publish(self, request: _Request) -> None:
+        request.is_leased = True
+        indexes = range(request.command.first_block, request.num_blocks)
+        refs = [
+            BlockRef(index=index, block_hash=bytes(16), peer="fake", epoch=self._epoch, block_id=index)
+            for index in indexes
+            if index not in request.script.unpublished
+        ]
+        self._emit(m.BlocksPublished(request.command.request_id, refs, list(request.script.unpublished), "", 0.001))
+
+    def _fetched(self, request: _Request, arrived: list[int], lost: list[int]) -> None:
+        if not arrived and not lost:
+            return
+        failure = "lost by the script" if lost else ""
+        request.fallback_reason = request.fallback_reason or failure
+        request.awaited -= {*arrived, *lost}
+        self._emit(m.BlocksFetched(request.command.request_id, arrived, lost, failure, 64 * len(arrived), 0.001))
+        self._settle(request)
+
+    def _settle(self, request: _Request, *, is_local: bool = False) -> None:
+        """Starts to generate, if nothing is awaited any more."""
+        if request.is_running or request.awaited or not (is_local or request.has_first_token):
+            return
+        request.is_running = True
+        if request.command.mode is m.RequestMode.REMOTE:
+            self._emit(m.PrefillReceived(request.command.request_id, time.monotonic()))
+        self._later(request.script.token_s, request.command.request_id, lambda: self._generate(request))
+
+    def _generate(self, request: _Request) -> None:
+        if request.position == request.script.stall_at:
+            return
+        self._emit(self._tokens(request))
+        if request.position < request.num_tokens:
+            self._later(request.script.token_s, request.command.request_id, lambda: self._generate(request))
+        else:
+            del self._requests[request.command.request_id]
+
+    def _tokens(self, request: _Request) -> m.TokensGenerated:
+        token = SampledToken(token_at(request.command.prompt_token_ids, request.position))
+        request.position += 1
+        is_last = request.position >= request.num_tokens
+        is_prefill = request.command.mode is m.RequestMode.PREFILL
+        return m.TokensGenerated(
+            request_id=request.command.request_id,
+            tokens=[token],
+            finish_reason=FinishReason.LENGTH if is_last and not is_prefill else None,
+            fallback_reason=request.fallback_reason,
+        )
+
+    # ------------------------------------------------------------------------------------------ the loop
+
+    def _later(self, delay_s: float, request_id: str, act: Callable[[], None]) -> None:
+        """Acts after `delay_s`, unless the request has been released by then."""
+
+        def act_if_alive() -> None:
+            if request_id in self._requests:
+                act()
+
+        heapq.heappush(self._due, (time.monotonic() + delay_s, next(self._numbers), act_if_alive))
+
+    def _emit(self, event: m.Event) -> None:
+        self._socket.send(m.encode([event]))
+
+    def _load(self) -> WorkerLoad:
+        leased = [request for request in self._requests.values() if request.is_leased]
+        num_owned = sum(request.num_blocks for request in self._requests.values())
+        return WorkerLoad(
+            num_requests_running=len(self._requests) - len(leased),
+            num_blocks=NUM_BLOCKS,
+            num_free_blocks=NUM_BLOCKS - num_owned,
+            num_leases=len(leased),
+        )
+
+    def _report_load(self) -> None:
+        if (load := self._load()) != self._last_load:
+            self._last_load = load
+            self._emit(m.LoadChanged(load))
 
 
-def _answer(request_id: str, fallback_reason: str = "") -> m.TokensGenerated:
-    return m.TokensGenerated(
-        request_id=request_id,
-        tokens=[SampledToken(7)],
-        finish_reason=FinishReason.LENGTH,
-        fallback_reason=fallback_reason,
-    )
+def main() -> int:
+    bootstrap = msgspec.json.decode(sys.stdin.readline(), type=Bootstrap)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+    socket.set(zmq.LINGER, 1000)
+    socket.connect(bootstrap.address)
+    if (failure := Path(bootstrap.model_dir) / "fails").exists():
+        socket.send(m.encode([m.EngineFailed(failure.read_text())]))
+        socket.close()
+        return 1
+    FakeEngine(bootstrap, socket).serve()
+    return 0
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    Engine().run()
+    sys.exit(main())

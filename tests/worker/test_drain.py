@@ -8,10 +8,10 @@ import grpc
 import pytest
 
 import worker.drain
+from tests.worker.fake_engine import Script, answer_to
 from tests.worker.fronts import Front, read, request_of, until
-from tests.worker.scripted_engine import Script, answer_to
 
-pytestmark = pytest.mark.usefixtures("scripted_engines")
+pytestmark = pytest.mark.usefixtures("fake_engines")
 
 PROMPT = list(range(40))
 

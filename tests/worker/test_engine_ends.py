@@ -12,10 +12,10 @@ import pytest
 from common.errors import StartupError
 from common.types import WorkerRole
 from tests.integration.stack import alive
+from tests.worker.fake_engine import Script, answer_to
 from tests.worker.fronts import Front, front, read, request_of
-from tests.worker.scripted_engine import Script, answer_to
 
-pytestmark = pytest.mark.usefixtures("scripted_engines")
+pytestmark = pytest.mark.usefixtures("fake_engines")
 
 PROMPT = list(range(20))
 

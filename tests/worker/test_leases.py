@@ -13,12 +13,12 @@ import pytest
 import prefill_service.servicer
 from common.types import WorkerRole
 from protos.baton.v1 import prefill_pb2, types_pb2
+from tests.worker.fake_engine import SPEC, Script, answer_to
 from tests.worker.fronts import Front, front, read, request_of, until
-from tests.worker.scripted_engine import SPEC, Script, answer_to
 
-pytestmark = pytest.mark.usefixtures("scripted_engines")
+pytestmark = pytest.mark.usefixtures("fake_engines")
 
-PROMPT = list(range(100, 150))  # four blocks, the last one partial
+PROMPT = list(range(80, 94))  # four blocks, the last one partial
 NUM_BLOCKS = 4
 
 

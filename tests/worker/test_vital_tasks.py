@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from tests.worker.conftest import StartWorker, decode_request
+from tests.worker.fake_engine import NUM_BLOCKS
 from tests.worker.words import ANSWER, GARBAGE, WAIT
 
 
@@ -20,7 +21,7 @@ async def test_cancelled_status_calls_leave_the_worker_alone(start_worker: Start
         for one in asked:
             one.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
-    assert (await worker.status()).load.num_blocks == 64
+    assert (await worker.status()).load.num_blocks == NUM_BLOCKS
     call = worker.decode.Decode(decode_request(ANSWER), timeout=20)
     assert [list(event.tokens) for event in [one async for one in call]]
     assert not worker.process.done()
@@ -29,7 +30,7 @@ async def test_cancelled_status_calls_leave_the_worker_alone(start_worker: Start
 async def test_status_calls_share_the_engines_answers(start_worker: StartWorker) -> None:
     worker = await start_worker()
     answers = await asyncio.gather(*(worker.status() for _ in range(200)))
-    assert {answer.load.num_blocks for answer in answers} == {64}
+    assert {answer.load.num_blocks for answer in answers} == {NUM_BLOCKS}
 
 
 async def test_a_front_that_cannot_hear_its_engine_any_more_ends(
