@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 PIP := $(BIN)/python -m pip install -qq --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install kernels demo up test test-slow test-all test-kernels test-faults test-abuse test-gpu lint format format-check types imports protos protos-check ci clean
+.PHONY: help install kernels demo up test test-slow test-all test-kernels test-models test-faults test-abuse test-gpu lint format format-check types imports protos protos-check ci clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ test-all: test test-slow ## Both
 
 test-kernels: $(STAMP) kernels ## Test the CPU kernels: every variant that this CPU runs, and under sanitizers
 	@$(BIN)/python -m pytest tests/engine/kernels
+
+test-models: $(STAMP) kernels ## Compare every decoder of transformers that can be built small; writes the list of those served
+	@$(BIN)/python -m tests.models.survey
 
 test-faults: $(STAMP) ## Run the whole fault matrix: every process, moment and fault (root for cuts and full disks)
 	@$(BIN)/python -m pytest -v tests/faults

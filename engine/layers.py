@@ -37,10 +37,10 @@ class Linear:
         self.packed_below: float = math.inf  # tokens; from so many on another implementation is faster
 
     @classmethod
-    def sharing(cls, weight: torch.Tensor) -> Linear:
-        """A layer without bias on a weight that belongs to another layer too, as that of a tied embedding."""
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """A layer on tensors that are filled already, and may belong to another layer too, as a tied embedding's."""
         linear = cls(0, 0, bias=False, dtype=weight.dtype, device=weight.device)
-        linear.weight = weight
+        linear.weight, linear.bias = weight, bias
         return linear
 
     def rows(self, start: int, stop: int) -> torch.Tensor:

@@ -24,7 +24,6 @@ from engine.kernels.library import load_kernels
 from engine.models.base import CausalLM
 from engine.models.registry import build_model, max_positions
 from engine.sampler import sample
-from engine.weights import load_weights
 from kv_store.host_pages import prepare_pages
 
 log = logging.getLogger(__name__)
@@ -189,7 +188,7 @@ class ModelRunner:
         try:
             with torch.inference_mode():
                 model = build_model(files, num_positions=self.max_model_len, dtype=self.dtype, device=self.device)
-                load_weights(files, model.places(), may_skip=model.may_skip)
+                model.load(files)
                 model.finish(self._kernels)
         except torch.OutOfMemoryError as error:
             raise StartupError(f"the weights of {files.path} do not fit on {self.device}") from error

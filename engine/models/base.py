@@ -8,15 +8,13 @@ from collections.abc import Callable, Mapping
 import torch
 
 from common.errors import StartupError
+from common.model_files import ModelFiles
 from engine.attention.base import StepAttention
 from engine.kernels.library import Kernels
 
 
 class CausalLM(ABC):
-    """A decoder-only language model over a flat batch of tokens.
-
-    Its weights lie where they compute and are garbage until `places()` have been filled and `finish()` was called.
-    """
+    """A decoder-only language model over a flat batch of tokens; of use after `load()` and `finish()`."""
 
     num_layers: int
     num_heads: int
@@ -31,16 +29,12 @@ class CausalLM(ABC):
     )
 
     @abstractmethod
-    def places(self) -> dict[str, torch.Tensor]:
-        """Where each tensor of a checkpoint goes, by its name there."""
-
-    def may_skip(self, name: str) -> bool:  # noqa: ARG002
-        """Whether a checkpoint may hold tensor `name` although it has no place."""
-        return False
+    def load(self, files: ModelFiles) -> None:
+        """Reads the weights. Raises `StartupError` that names what is wrong."""
 
     @abstractmethod
     def finish(self, kernels: Kernels | None) -> None:
-        """Called once, when all places are filled. `kernels` are this machine's, None if torch has to do."""
+        """Called once, when the weights are there. `kernels` are this machine's, None if torch has to do."""
 
     @abstractmethod
     def forward(

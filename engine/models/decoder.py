@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from common.model_files import ModelFiles
 from engine.attention.base import StepAttention
 from engine.attention.native import NativeStep
 from engine.kernels.library import Kernels
@@ -14,6 +15,7 @@ from engine.models.base import CausalLM
 from engine.models.description import DecoderConfig
 from engine.models.layer import DecoderLayer
 from engine.models.native import NativeDecoder
+from engine.weights import load_weights
 
 
 class Decoder(CausalLM):
@@ -36,7 +38,7 @@ class Decoder(CausalLM):
         self.layers = [DecoderLayer(config, index, dtype, device) for index in range(self.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.eps, from_one=config.norms_from_one, dtype=dtype, device=device)
         if config.tie_word_embeddings:
-            self.head = Linear.sharing(self.embedding.weight)
+            self.head = Linear.of(self.embedding.weight)
         else:
             self.head = Linear(config.hidden_size, self.vocab_size, bias=False, dtype=dtype, device=device)
         self.ropes = [
@@ -44,7 +46,11 @@ class Decoder(CausalLM):
             for rope in config.ropes
         ]
 
+    def load(self, files: ModelFiles) -> None:
+        load_weights(files, self.places(), may_skip=self.may_skip)
+
     def places(self) -> dict[str, torch.Tensor]:
+        """Where each tensor of a checkpoint goes, by its name there. All of them, or what is computed is garbage."""
         places = {"model.embed_tokens.weight": self.embedding.weight, "model.norm.weight": self.norm.weight}
         if not self.config.tie_word_embeddings:
             places |= self.head.places({"lm_head": None})
@@ -53,7 +59,10 @@ class Decoder(CausalLM):
         return places
 
     def may_skip(self, name: str) -> bool:
-        """Tied checkpoints may repeat the embedding as the head; old ones carry their rotary frequencies."""
+        """Whether a checkpoint may hold tensor `name` although it has no place.
+
+        Tied checkpoints may repeat the embedding as the head; old ones carry their rotary frequencies.
+        """
         if name == "lm_head.weight":
             return self.config.tie_word_embeddings
         return name.endswith(".rotary_emb.inv_freq")

@@ -1,34 +1,69 @@
-"""Architectures by the name that config.json gives them."""
+"""Architectures by the name that config.json gives them: Baton's own decoder, else transformers' code."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from common.errors import StartupError
 from common.model_files import ModelFiles
-from engine.models.base import CausalLM
+from engine.models.base import CausalLM, ConfigReader
 from engine.models.decoder import Decoder
 from engine.models.families import FAMILIES, describe, read_family_config
+from engine.models.transformers_model import TransformersModel
+from engine.models.verified import REFUSED, VERIFIED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def architecture_of(files: ModelFiles) -> str:
-    """Name of the architecture, known to be in `FAMILIES`. Raises `StartupError` that lists those."""
+    """Name of the architecture, one of `FAMILIES` or one that transformers has, compared with Baton's results
+    (engine/models/verified.py). Raises `StartupError` that says why another one is refused."""
     names = files.config.get("architectures")
+    model_type = str(files.config.get("model_type"))
     for name in names if isinstance(names, list) else []:
-        if name in FAMILIES:
+        if name in FAMILIES or name == VERIFIED.get(model_type):
             return str(name)
+    if model_type in REFUSED:
+        raise StartupError(f"model {files.path}: model type {model_type} is not supported: {REFUSED[model_type]}")
     raise StartupError(
-        f"model {files.path}: architecture {names!r} is not supported; known are {', '.join(sorted(FAMILIES))}"
+        f"model {files.path}: architecture {names!r} is not supported; Baton's own are {', '.join(sorted(FAMILIES))}, "
+        "docs/models.md lists all"
     )
 
 
 def max_positions(files: ModelFiles) -> int:
     """Longest sequence in tokens that the model was made for."""
-    return read_family_config(architecture_of(files), files.config).max_positions
+    architecture = architecture_of(files)
+    if architecture in FAMILIES:
+        return read_family_config(architecture, files.config).max_positions
+    config = _transformers_config(files.config)
+    length = getattr(config, "max_position_embeddings", None)
+    return ConfigReader({"max_position_embeddings": length}).integer("max_position_embeddings", 2048)
 
 
 def build_model(files: ModelFiles, *, num_positions: int, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """The model, its weights still to be filled."""
+    """The model, its weights still to be loaded."""
     architecture = architecture_of(files)
+    if architecture not in FAMILIES:
+        return TransformersModel(_transformers_config(files.config), dtype=dtype, device=device)
     config = describe(architecture, read_family_config(architecture, files.config), num_positions)
     return Decoder(config, num_positions=num_positions, dtype=dtype, device=device)
+
+
+def _transformers_config(config: Mapping[str, object]) -> PreTrainedConfig:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if config.get("quantization_config"):
+        raise StartupError("config.json: quantization_config is not supported; take a checkpoint without it")
+    try:
+        result = CONFIG_MAPPING[str(config["model_type"])].from_dict(dict(config))
+    except Exception as error:  # of many classes, some of them private
+        raise StartupError(f"config.json: {' '.join(str(error).split())}") from error
+    # Frequencies that change with the length of a call would give equal tokens another KV.
+    if "longrope" in str(getattr(result, "rope_parameters", "")):
+        raise StartupError("config.json: rope type longrope is not supported by this architecture")
+    return result

@@ -1,0 +1,304 @@
+"""Any pure-attention decoder of transformers, on Baton's cache: its own code computes all but attention.
+
+transformers asks a registered function for attention (`AttentionInterface`); this one writes K and V into the paged
+cache and attends there, through the same backends as Baton's own decoder. What a model's attention looks like (heads,
+scale, windows) is found by asking it to compute two tokens. A model that asks for what the backends lack is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from common.errors import StartupError
+from common.model_files import ModelFiles
+from engine.attention.base import StepAttention
+from engine.kernels.library import Kernels
+from engine.layers import Linear
+from engine.models.base import CausalLM
+from engine.models.verified import COMPARED_WITH
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+log = logging.getLogger(__name__)
+
+INTERFACE = "baton"
+# Keyword arguments that say nothing about the result when there is one flat batch and no training.
+_HARMLESS = frozenset(
+    {"dropout", "scaling", "sliding_window", "softcap", "position_ids", "use_cache", "cache_position", "is_causal"}
+    | {"output_attentions", "output_hidden_states", "return_dict", "layer_head_mask", "position_embeddings"}
+    | {"num_items_in_batch", "output_router_logits", "logits_to_keep", "past_key_values", "rotary_pos_emb"}
+)
+
+
+class UnsupportedAttentionError(Exception):
+    """A model's attention is none that the backends compute; the message is the reason."""
+
+
+@dataclass(slots=True, frozen=True)
+class _LayerShape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int
+    soft_cap: float
+
+
+@dataclass(slots=True)
+class _Probe:
+    """Stands in for a step while a model is looked at; attention gives zeros."""
+
+    layers: dict[int, _LayerShape] = field(default_factory=dict)
+
+
+@dataclass(slots=True, frozen=True)
+class _Step:
+    attention: StepAttention
+    between_layers: Callable[[], None]
+
+
+_current: ContextVar[_Probe | _Step] = ContextVar("step")
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: object,
+) -> tuple[torch.Tensor, None]:
+    """`query` `[1, num_heads, num_tokens, head_dim]`, `key` and `value` likewise; returns `[1, num_tokens, ...]`."""
+    current = _current.get()
+    layer = getattr(module, "layer_idx", None)
+    if isinstance(current, _Probe):
+        _look(current, module, query, key, value, attention_mask, options)
+        return value.new_zeros(1, query.shape[2], query.shape[1], query.shape[3]), None
+    if not isinstance(layer, int):
+        raise TypeError("an attention layer without a number")
+    kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
+    out = current.attention.forward(layer, query[0].transpose(0, 1), kv)
+    current.between_layers()
+    return out.view(1, query.shape[2], query.shape[1], query.shape[3]), None
+
+
+def _look(
+    probe: _Probe,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: dict[str, object],
+) -> None:
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int) or layer in probe.layers:
+        raise UnsupportedAttentionError("layers that share a number, or have none")
+    if key.shape != value.shape or query.shape[3] != key.shape[3]:
+        raise UnsupportedAttentionError("K and V of unlike sizes")
+    if query.shape[2] != key.shape[2] or query.shape[0] != 1:
+        raise UnsupportedAttentionError("attention to other tokens than those of the sequence")
+    if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
+        raise UnsupportedAttentionError("attention to later tokens")
+    if mask is not None:
+        raise UnsupportedAttentionError("a mask of its own")
+    for name, option in options.items():
+        if name not in _HARMLESS and option is not None and option is not False:
+            raise UnsupportedAttentionError(f"attention with {name}")
+    scale, window, cap = options.get("scaling"), options.get("sliding_window"), options.get("softcap")
+    if isinstance(scale, torch.Tensor):
+        raise UnsupportedAttentionError("a scale for each token")
+    probe.layers[layer] = _LayerShape(
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=query.shape[3],
+        scale=float(scale) if isinstance(scale, int | float) else query.shape[3] ** -0.5,
+        window=window if isinstance(window, int) else 0,
+        soft_cap=float(cap) if isinstance(cap, int | float) else 0.0,
+    )
+
+
+def check_layer_types(config: PreTrainedConfig) -> None:
+    """Raises `UnsupportedAttentionError` if layers keep anything but the KV of tokens, or see others than a window."""
+    kinds = {str(kind) for key in ("layer_types", "layers_block_type") for kind in getattr(config, key, None) or ()}
+    if odd := sorted(kinds - {"full_attention", "sliding_attention", "attention", "dense", "sparse"}):
+        raise UnsupportedAttentionError(f"layers of type {', '.join(odd)}")
+
+
+class _Hidden:
+    """Hidden states as a model's output; whatever else an output may have is None."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: int | slice) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        return (self.last_hidden_state,)[index]
+
+
+class _Given(nn.Module):
+    """In the place of a model below its head: gives the hidden states that were computed before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = torch.empty(0)
+
+    def forward(self, *_: object, **__: object) -> _Hidden:
+        return _Hidden(self.hidden)
+
+
+class _OwnLinear(nn.Module):
+    """Baton's linear layer in the place of torch's."""
+
+    def __init__(self, linear: nn.Linear, kernels: Kernels | None) -> None:
+        super().__init__()
+        self._linear = Linear.of(linear.weight, linear.bias)
+        self._linear.finish(kernels)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        # For code that asks for its dtype; computing with it fails.
+        self.weight = torch.empty_like(linear.weight, device="meta")
+        self.bias = None if linear.bias is None else torch.empty_like(linear.bias, device="meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+
+class TransformersModel(CausalLM):
+    def __init__(self, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        """Knows its sizes when it was loaded. Raises `StartupError` if the architecture cannot be served."""
+        self._config, self._dtype, self._device = config, dtype, device
+        self.kv_variant = ""
+
+    def load(self, files: ModelFiles) -> None:
+        from transformers import AttentionInterface, AutoModelForCausalLM
+
+        AttentionInterface.register(INTERFACE, _attend)
+        try:
+            top, found = AutoModelForCausalLM.from_pretrained(
+                Path(files.path),
+                dtype=self._dtype,
+                attn_implementation=INTERFACE,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # of many kinds, by as many models
+            raise StartupError(f"model {files.path}: transformers cannot load it: {_line(error)}") from error
+        # transformers would go on with random numbers.
+        for kind, problem in (("missing_keys", "lacks tensor"), ("unexpected_keys", "has tensor, which is not known,")):
+            if found[kind]:
+                raise StartupError(f"model {files.path} {problem} {min(found[kind])}; download it again")
+        self._top: nn.Module = top.eval().to(self._device)
+        try:
+            check_layer_types(self._config)
+            self._take_apart()
+        except UnsupportedAttentionError as error:
+            raise self._refusal(error) from error
+        layers = self._look_at_layers()
+        first = layers[0]
+        self.num_layers = len(layers)
+        self.num_heads, self.num_kv_heads, self.head_dim = first.num_heads, first.num_kv_heads, first.head_dim
+        self.softmax_scale, self.soft_cap = first.scale, first.soft_cap
+        self.windows = tuple(layer.window for layer in layers)
+
+    def _look_at_layers(self) -> list[_LayerShape]:
+        try:
+            return self._probe()
+        except UnsupportedAttentionError as error:
+            raise self._refusal(error) from error
+        except Exception as error:
+            raise StartupError(
+                f"model type {self._config.model_type} does not compute on a paged cache: {_line(error)}"
+            ) from error
+
+    def _refusal(self, error: UnsupportedAttentionError) -> StartupError:
+        return StartupError(f"model type {self._config.model_type} has {error}, which is not supported")
+
+    def _take_apart(self) -> None:
+        name = str(self._top.base_model_prefix)
+        base = getattr(self._top, name, None)
+        if not isinstance(base, nn.Module):
+            raise UnsupportedAttentionError("a head that cannot be told from its layers")
+        self._base, self._given = base, _Given()
+        setattr(self._top, name, self._given)
+
+    def _probe(self) -> list[_LayerShape]:
+        probe = _Probe()
+        tokens = torch.zeros(2, dtype=torch.long, device=self._device)
+        with self._as_current(probe):
+            hidden = self._run(tokens, torch.arange(2, device=self._device))
+        self.vocab_size = self.logits(hidden).shape[1]
+        if sorted(probe.layers) != list(range(len(probe.layers))) or not probe.layers:
+            raise UnsupportedAttentionError("layers without attention, or attention of its own")
+        layers = [probe.layers[index] for index in range(len(probe.layers))]
+        alike = {(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.scale, layer.soft_cap) for layer in layers}
+        if len(alike) > 1:
+            raise UnsupportedAttentionError("layers whose attention has unlike shapes")
+        types = getattr(self._config, "layer_types", None) or ()
+        if any(kind == "sliding_attention" and not layer.window for kind, layer in zip(types, layers, strict=False)):
+            raise UnsupportedAttentionError("windows that its attention does not tell")
+        return layers
+
+    def finish(self, kernels: Kernels | None) -> None:
+        """Torch's linear layers become Baton's, but for those whose weight belongs to an embedding too."""
+        import transformers
+
+        shared = {id(module.weight) for module in self._base.modules() if isinstance(module, nn.Embedding)}
+        for parent in [*self._base.modules(), self._top]:
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear and (parent is not self._top or id(child.weight) not in shared):
+                    setattr(parent, name, _OwnLinear(child, kernels))
+        self._look_at_layers()  # with what was put in
+        log.info(
+            "the model's layers are those of transformers",
+            extra={
+                "model_type": self._config.model_type,
+                "transformers": transformers.__version__,
+                "compared_with": COMPARED_WITH,
+            },
+        )
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: StepAttention,
+        between_layers: Callable[[], None],
+    ) -> torch.Tensor:
+        with self._as_current(_Step(attention, between_layers)):
+            return self._run(token_ids, positions)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self._given.hidden = hidden[None]
+        tokens = torch.zeros(1, hidden.shape[0], dtype=torch.long, device=self._device)
+        logits: torch.Tensor = self._top(input_ids=tokens, use_cache=False).logits[0]
+        return logits
+
+    def _run(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        out = self._base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        return hidden
+
+    @contextmanager
+    def _as_current(self, current: _Probe | _Step) -> Iterator[None]:
+        token = _current.set(current)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -1,0 +1,1 @@
+"""Every decoder of transformers that can be built small."""

@@ -1,0 +1,276 @@
+"""Which decoders of transformers Baton computes alike: builds each one small and random, and compares.
+
+`python -m tests.models.survey` writes engine/models/verified.py and the table in docs/models.md.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from common.errors import StartupError
+from engine.models import registry
+from engine.models.families import FAMILIES
+from engine.models.transformers_model import UnsupportedAttentionError, check_layer_types
+from tests.engine.tiny_models import Progress, advance, make_runner
+
+ROOT = Path(__file__).parents[2]
+VOCAB_SIZE = 96
+NUM_TOKENS = 60
+TOLERANCE = 5e-4  # of float32 logprobs
+MAX_PARAMETERS = 30_000_000
+TIMEOUT_S = 90
+
+# By all the names that configs have for them. Windows are shorter than what is computed.
+SIZES: dict[str, object] = {
+    **dict.fromkeys(("vocab_size", "text_vocab_size"), VOCAB_SIZE),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "shared_expert_intermediate_size"), 80
+    ),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 256),
+    **dict.fromkeys(("moe_intermediate_size", "expert_intermediate_size", "intermediate_size_mlp"), 48),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "num_experts_per_token", "moe_topk"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(("pad_token_id",), 0),
+    **dict.fromkeys(("bos_token_id",), 1),
+    **dict.fromkeys(("eos_token_id",), 2),
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "word_embed_proj_dim": 64,
+    "rotary_dim": 16,
+    "sliding_window": 20,
+    "first_k_dense_replace": 1,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "num_kv_shared_layers": 2,
+}
+
+
+# What is tried in turn where a type does not take these sizes.
+VARIATIONS: tuple[dict[str, object], ...] = (
+    {},
+    {"num_key_value_heads": 4},
+    {"num_key_value_heads": None, "head_dim": None, "pad_token_id": None},
+)
+
+
+class UnbuildableError(Exception):
+    """No small model of a type can be had; the message says why."""
+
+
+def candidates() -> dict[str, str]:
+    """Architectures by model type, but for those that Baton's own decoder computes."""
+    return {
+        model_type: name
+        for model_type, name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
+        if isinstance(name, str) and name not in FAMILIES and model_type in CONFIG_MAPPING
+    }
+
+
+class RefusedError(Exception):
+    """Why a model cannot be served."""
+
+
+def examine(model_type: str, folder: Path) -> str:
+    """Why this type is refused; empty if whole prompts, chunks and single tokens give what transformers gives."""
+    reason = ""
+    for number, variation in enumerate(VARIATIONS):
+        try:
+            with _time_limit():
+                _compare(model_type, folder / str(number), variation)
+        except UnbuildableError as error:
+            reason = reason or f"not compared: {error}"
+            continue
+        except RefusedError as error:
+            return str(error)
+        except Exception as error:
+            return f"it does not compute on a paged cache: {_line(error)}"
+        return ""
+    return reason
+
+
+def _compare(model_type: str, folder: Path, variation: Mapping[str, object]) -> None:
+    config = _small(model_type, {**SIZES, **variation})
+    try:
+        check_layer_types(config)
+    except UnsupportedAttentionError as error:
+        raise RefusedError(str(error)) from error
+    reference = _built(config)
+    if not getattr(reference, "_supports_attention_backend", False):
+        raise RefusedError("its code has no attention interface")
+    _write(reference, folder)
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    generator = torch.Generator().manual_seed(7)
+    token_ids = torch.randint(3, VOCAB_SIZE, (NUM_TOKENS,), generator=generator).tolist()
+    expected = _expected(folder, token_ids)
+    with (
+        mock.patch.object(registry, "VERIFIED", {model_type: architecture}),
+        mock.patch.object(registry, "REFUSED", {}),
+    ):
+        for sizes in ((NUM_TOKENS,), (23, 17, 1, 1, 9, 1, 7, 1)):
+            _check(folder, token_ids, sizes, expected)
+
+
+def _check(folder: Path, token_ids: list[int], sizes: tuple[int, ...], expected: torch.Tensor) -> None:
+    """Several sequences of other lengths beside it, in the same steps."""
+    try:
+        runner = make_runner(folder)
+    except StartupError as error:
+        raise RefusedError(error.message.removeprefix(f"model {folder}: ")) from error
+    sequence = Progress(token_ids, [9, 3, 11, 5])
+    other = Progress(token_ids[5:45], [20, 21, 22])
+    for size in sizes:
+        advance(runner, [sequence, other], [size, min(size, 3)])
+    for position, logprobs in sequence.logprobs.items():
+        difference = (logprobs - expected[position]).abs().max().item()
+        if not difference < TOLERANCE:
+            raise RefusedError(f"results differ from those of transformers (by {difference:.1g})")
+        if logprobs.argmax() != expected[position].argmax():
+            raise RefusedError("another token than that of transformers")
+
+
+def _small(model_type: str, wanted: Mapping[str, object]) -> PreTrainedConfig:
+    config_class = CONFIG_MAPPING[model_type]
+    try:
+        known = config_class().to_dict().keys() | set(config_class.attribute_map)
+    except Exception as error:
+        raise UnbuildableError(f"{_line(error)}") from error
+    # Names that one value answers to are given once.
+    sizes = {
+        name: size
+        for name, size in wanted.items()
+        if name in known and name not in config_class.attribute_map and size is not None
+    }
+    try:
+        return config_class(**sizes)
+    except Exception as error:
+        raise UnbuildableError(f"{_line(error)}") from error
+
+
+def _built(config: PreTrainedConfig) -> torch.nn.Module:
+    try:
+        with torch.device("meta"):
+            size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    except Exception as error:
+        raise UnbuildableError(f"{_line(error)}") from error
+    if size > MAX_PARAMETERS:
+        raise UnbuildableError(f"the smallest one that was built has {size} parameters")
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config)
+    if getattr(model, "_is_stateful", False):
+        raise RefusedError("it keeps a state beside KV")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
+            elif "norm" in name or name.endswith("bias"):
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def _write(model: torch.nn.Module, folder: Path) -> None:
+    try:
+        model.save_pretrained(folder)  # type: ignore[operator]
+    except Exception as error:
+        raise UnbuildableError(f"transformers cannot save it: {_line(error)}") from error
+    (folder / "tokenizer.json").write_text("{}")
+
+
+def _expected(folder: Path, token_ids: list[int]) -> torch.Tensor:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        with torch.inference_mode():
+            logits: torch.Tensor = model(torch.tensor([token_ids]), use_cache=False).logits[0]
+    except Exception as error:
+        raise UnbuildableError(f"transformers itself does not compute it: {_line(error)}") from error
+    if logits.shape[-1] != VOCAB_SIZE or not logits.isfinite().all():
+        raise UnbuildableError("its logits are of no use")
+    return logits.float().log_softmax(-1)
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise UnbuildableError(f"no result within {TIMEOUT_S} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(TIMEOUT_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:120]
+
+
+def write_verified(results: Mapping[str, str], names: Mapping[str, str]) -> None:
+    file = ROOT / "engine/models/verified.py"
+    head = file.read_text().split("COMPARED_WITH")[0]
+    verified = "".join(
+        f"    {quoted(each)}: {quoted(names[each])},\n" for each, reason in sorted(results.items()) if not reason
+    )
+    refused = "".join(f"    {quoted(each)}: {quoted(reason)},\n" for each, reason in sorted(results.items()) if reason)
+    file.write_text(
+        f'{head}COMPARED_WITH = "{transformers.__version__}"  # of transformers\n\n'
+        f"# Architectures by model type.\nVERIFIED: dict[str, str] = {{\n{verified}}}\n\n"
+        f"# Why not, by model type.\nREFUSED: dict[str, str] = {{\n{refused}}}\n"
+    )
+    subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", str(file)], check=True)
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def write_table(results: Mapping[str, str], names: Mapping[str, str]) -> None:
+    file = ROOT / "docs/models.md"
+    start, end = "<!-- survey: begin -->\n", "<!-- survey: end -->"
+    before, _, rest = file.read_text().partition(start)
+    _, _, after = rest.partition(end)
+    good = [each for each, reason in sorted(results.items()) if not reason]
+    table = f"With transformers {transformers.__version__}, {len(good)} are served:\n\n"
+    table += "| architecture | model type |\n| --- | --- |\n"
+    table += "".join(f"| `{names[each]}` | {each} |\n" for each in good)
+    table += f"\n{len(results) - len(good)} are refused:\n\n| model type | why |\n| --- | --- |\n"
+    table += "".join(f"| {each} | {reason.replace('|', '/')} |\n" for each, reason in sorted(results.items()) if reason)
+    file.write_text(before + start + table + end + after)
+
+
+def main() -> None:
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    names = candidates()
+    wanted = sys.argv[1:]
+    results: dict[str, str] = {}
+    for model_type in wanted or names:
+        with tempfile.TemporaryDirectory() as folder:
+            results[model_type] = examine(model_type, Path(folder))
+        print(f"{model_type}: {results[model_type] or 'equal'}", flush=True)
+    if not wanted:
+        write_verified(results, names)
+        write_table(results, names)
+
+
+if __name__ == "__main__":
+    main()

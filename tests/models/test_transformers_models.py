@@ -1,0 +1,136 @@
+"""Decoders that run on transformers' code: what the list says is what is so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from common.config import EngineSettings
+from common.errors import StartupError
+from common.sampling import SamplingParams
+from engine import messages as m
+from engine.core import EngineCore
+from engine.model_runner import ModelRunner
+from engine.models.transformers_model import TransformersModel
+from engine.models.verified import COMPARED_WITH, REFUSED, VERIFIED
+from kv_store.base import ConnectorConfig
+from kv_store.memory import MemoryConnector
+from tests.engine.fakes import add, assert_idle, run, tokens_of
+from tests.engine.kernels.variants import VARIANTS
+from tests.engine.tiny_models import Progress, advance, edit_config, make_model, make_runner
+from tests.models.survey import SIZES, VARIATIONS, _built, _small, _write, candidates, examine
+
+NAMES = candidates()
+SERVED = sorted(VERIFIED)
+# Parallel blocks and scaled logits, windows of some layers, experts, learned positions, partial rotation.
+QUICK = ["cohere", "cohere2", "granitemoe", "gpt2", "gpt_neox", "olmo2", "smollm3"]
+
+
+@pytest.mark.parametrize("model_type", QUICK)
+def test_equal_to_transformers(tmp_path: Path, model_type: str) -> None:
+    assert examine(model_type, tmp_path) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [each for each in SERVED if each not in QUICK])
+def test_all_that_are_served_are_equal(tmp_path: Path, model_type: str) -> None:
+    assert examine(model_type, tmp_path) == ""
+
+
+def test_each_type_is_served_or_refused() -> None:
+    if transformers.__version__ != COMPARED_WITH:
+        pytest.skip(f"the lists are those of transformers {COMPARED_WITH}")
+    assert NAMES.keys() == VERIFIED.keys() | REFUSED.keys()
+    assert not VERIFIED.keys() & REFUSED.keys()
+    assert {model_type: NAMES[model_type] for model_type in VERIFIED} == VERIFIED
+
+
+@pytest.mark.parametrize("model_type", ["bert", "mamba", "falcon", "gpt_oss", "deepseek_v2"])
+def test_a_refused_one_is_told_why(tmp_path: Path, model_type: str) -> None:
+    path = make_model(tmp_path / "model")
+    edit_config(path, architectures=[NAMES[model_type]], model_type=model_type)
+    with pytest.raises(StartupError) as caught:
+        make_runner(path)
+    assert f"model type {model_type} is not supported: {REFUSED[model_type]}" in caught.value.message
+
+
+def small(model_type: str, path: Path) -> Path:
+    model = _built(_small(model_type, {**SIZES, **VARIATIONS[0]}))
+    _write(model, path)
+    return path
+
+
+def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = small("olmo2", tmp_path / "model")
+    edit_config(path, quantization_config={"quant_method": "gptq"})
+    with pytest.raises(StartupError, match="quantization_config"):
+        make_runner(path)
+
+
+def test_a_model_type_of_another_architecture_is_refused(tmp_path: Path) -> None:
+    path = small("olmo2", tmp_path / "model")
+    edit_config(path, model_type="cohere")
+    with pytest.raises(StartupError, match=r"architecture .*Olmo2ForCausalLM.* is not supported"):
+        make_runner(path)
+
+
+def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = small("olmo2", tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StartupError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        make_runner(path)
+
+
+def greedy(path: Path, prompt: list[int], num_tokens: int) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("kernels", ["torch", *VARIANTS])
+@pytest.mark.parametrize("model_type", ["cohere2", "olmo2"])
+def test_preempted_and_from_the_prefix_cache(tmp_path: Path, model_type: str, kernels: str) -> None:
+    path = small(model_type, tmp_path / "model")
+    values = {"dtype": "float32", "num_blocks": 9, "max_model_len": 128, "chunk_size": 24, "num_threads": 1}
+    settings = EngineSettings.model_validate({**values, "kernels": kernels})
+    runner = ModelRunner(path, settings)
+    assert isinstance(runner._model, TransformersModel)
+    ticks = iter(range(10**9))
+    connector = MemoryConnector(ConnectorConfig(epoch="e1", worker_id="test"))
+    core = EngineCore(settings, runner, connector, lambda: float(next(ticks)), lambda: None)
+    prompts = {str(n): [3 + (n * 7 + i * i) % 90 for i in range(length)] for n, length in enumerate((61, 20, 43, 33))}
+    wanted = {name: greedy(path, prompt, 30) for name, prompt in prompts.items()}
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    for name, prompt in prompts.items():
+        add(core, name, prompt, params=params)
+    events = run(core)
+    assert tokens_of(events) == wanted
+    assert max(event.num_preemptions for event in events if isinstance(event, m.TokensGenerated)) > 0
+    add(core, "warm", prompts["0"], params=params)
+    assert tokens_of(run(core))["warm"] == wanted["0"]
+    assert_idle(core)
+
+
+def test_kernels_compute_its_linear_layers(tmp_path: Path) -> None:
+    if not VARIANTS:
+        pytest.skip("no kernels were built")
+    path = small("olmo2", tmp_path / "model")
+    prompt = list(range(3, 40))
+    results = []
+    for quantization in ("none", "int8"):
+        runner = make_runner(path, quantization=quantization)
+        sequence = Progress(prompt, [4, 2, 7])
+        advance(runner, [sequence], [len(prompt)])
+        results.append(sequence.logprobs[len(prompt) - 1])
+    assert 1e-4 < (results[0] - results[1]).abs().mean() < 1
