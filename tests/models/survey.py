@@ -31,7 +31,7 @@ from tests.engine.tiny_models import Progress, advance, make_runner
 ROOT = Path(__file__).parents[2]
 VOCAB_SIZE = 96
 NUM_TOKENS = 60
-TOLERANCE = 5e-4  # of float32 logprobs
+TOLERANCE = 2e-3  # of float32 logprobs, which spread over tens
 MAX_PARAMETERS = 30_000_000
 TIMEOUT_S = 90
 
@@ -81,7 +81,11 @@ def candidates() -> dict[str, str]:
     return {
         model_type: name
         for model_type, name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
-        if isinstance(name, str) and name not in FAMILIES and model_type in CONFIG_MAPPING
+        if isinstance(name, str)
+        and name not in FAMILIES
+        and model_type in CONFIG_MAPPING
+        # Else checkpoints name another type.
+        and CONFIG_MAPPING[model_type].model_type == model_type
     }
 
 
