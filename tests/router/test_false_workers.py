@@ -165,6 +165,7 @@ async def test_logprobs_that_are_no_numbers_are_numbers_in_json(worker: FakeWork
         {"eos_token_ids": [1] * 2000},
         {"model": "m" * 2000},
         {"fingerprint": "f" * 2000},
+        {"device_reason": "d" * 2000},
     ],
 )
 async def test_a_worker_that_describes_itself_falsely_serves_nothing(
