@@ -75,11 +75,12 @@ class _Handler:
     async def handle(self, messages: AsyncIterator[bytes], context: Context) -> None:
         limit_s = None if self._endless else self._gate.limits.answer_timeout_s
         client = current_client.get()
+        key = client.name if client else ""
         failure: BatonError | None = None
         try:
-            with self._gate.requests(client.name if client else ""):
+            with self._gate.requests(key):
                 async with asyncio.timeout(limit_s):
-                    await self._answer(messages, context)
+                    await self._answer(messages, context, key)
         except TimeoutError:
             failure = DeadlineError("the call took too long")
         except grpc.aio.InternalError:  # nothing can be sent any more: gRPC notices before it cancels this
@@ -89,9 +90,9 @@ class _Handler:
         if failure is not None:  # here, where no frame holds the request: gRPC keeps how a call was aborted
             await abort(context, failure.without_stack())
 
-    async def _answer(self, messages: AsyncIterator[bytes], context: Context) -> None:
+    async def _answer(self, messages: AsyncIterator[bytes], context: Context, key: str) -> None:
         with self._gate.bytes_held() as held:
-            data = await self._receive(messages)
+            data = await self._receive(messages, key)
             held.add(len(data))
             request = self._parser(data)
             del data
@@ -102,11 +103,11 @@ class _Handler:
                 async for response in responses:
                     await context.write(response)
 
-    async def _receive(self, messages: AsyncIterator[bytes]) -> bytes:
+    async def _receive(self, messages: AsyncIterator[bytes], key: str) -> bytes:
         """The request's bytes. Raises `DeadlineError` if they come too late, `InvalidArgumentError` if too many."""
         timeout_s = self._gate.limits.receive_timeout_s
         try:
-            async with self._gate.reading, asyncio.timeout(timeout_s):
+            async with self._gate.reading(key), asyncio.timeout(timeout_s):
                 data = await uncancelled(_first(messages))
         except TimeoutError as error:
             raise DeadlineError(f"the request did not come within {timeout_s:g} s") from error

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 from common import metrics
@@ -44,7 +44,11 @@ class Gate:
         self._num_requests = 0
         self._num_bytes = 0
         # gRPC takes memory for a whole message once it is asked to read it, and says its size only afterwards.
-        self.reading = asyncio.Semaphore(max(1, self.limits.max_buffered_bytes // self.limits.max_message_bytes))
+        num_reads = max(1, self.limits.max_buffered_bytes // self.limits.max_message_bytes)
+        self._reads = asyncio.Semaphore(num_reads)
+        self._reads_by_key: defaultdict[str, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(max(1, num_reads // 2))
+        )
 
     @contextlib.contextmanager
     def requests(self, key: str, num: int = 1) -> Iterator[None]:
@@ -65,6 +69,15 @@ class Gate:
                 self._by_key[key] -= num
                 if not self._by_key[key]:
                     del self._by_key[key]
+
+    @contextlib.asynccontextmanager
+    async def reading(self, key: str) -> AsyncIterator[None]:
+        """Around the read of one message: waits for its turn. A key whose messages never come leaves others room."""
+        async with contextlib.AsyncExitStack() as turns:
+            if key:
+                await turns.enter_async_context(self._reads_by_key[key])
+            await turns.enter_async_context(self._reads)
+            yield
 
     @contextlib.contextmanager
     def bytes_held(self) -> Iterator[HeldBytes]:

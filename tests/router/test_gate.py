@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from common.errors import OverloadedError
@@ -33,4 +35,22 @@ def test_the_more_are_refused_the_later_they_come_again() -> None:
         now[0] += 1000.0
         assert refuse(gate) == 1.0
     with gate.requests("", 10):
+        pass
+
+
+async def test_messages_of_one_key_that_never_come_leave_others_room() -> None:
+    gate = Gate(GateLimits(max_buffered_bytes=4, max_message_bytes=1))
+
+    async def never_comes(key: str) -> None:
+        async with gate.reading(key):
+            await asyncio.Event().wait()
+
+    waiting = [asyncio.create_task(never_comes("slow")) for _ in range(10)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10), gate.reading("other"), gate.reading("other"):
+        pass
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    async with asyncio.timeout(10), gate.reading("slow"), gate.reading("slow"):
         pass
