@@ -27,7 +27,7 @@ After every cell, whatever it was:
   [the end of a lease](kv-plane.md#the-end-of-a-lease));
 - `check_integrity()` holds on every worker;
 - the next request gets the right answer;
-- what happened was counted where the table says so, and nothing else was; a log line with the request's id tells of it.
+- what happened was counted if the table says so, and nothing else was; a log line with the request's id tells of it.
 
 """
 
