@@ -20,7 +20,16 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_name(model: str) -> bool:
-    return _NAME.fullmatch(model) is not None
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    if _NAME.fullmatch(model) is None:
+        return False
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return True
 
 
 def cached_model(name: str) -> Path | None:

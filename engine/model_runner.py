@@ -214,7 +214,9 @@ class ModelRunner:
             free, total = torch.cuda.mem_get_info(self.device)
             flag = "--memory-utilization" if settings.kv_cache_memory_gb is None else "--kv-cache-memory-gb"
             room = free - _CUDA_RESERVE_BYTES
-            share = total * settings.memory_utilization - (total - free) - _CUDA_RESERVE_BYTES
+            # Of this process alone: others of a stack have shares of their own on the same device.
+            own = torch.cuda.memory_reserved(self.device)
+            share = total * settings.memory_utilization - own - _CUDA_RESERVE_BYTES
             wanted = share if settings.kv_cache_memory_gb is None else settings.kv_cache_memory_gb * GIB
         if settings.num_blocks is not None:
             wanted, flag = settings.num_blocks * self.spec.block_bytes, "--num-blocks"

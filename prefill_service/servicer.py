@@ -65,7 +65,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def _first_message(self, context: Context) -> prefill_pb2.PrefillStart:
         try:
             async with asyncio.timeout(LOSS_NOTICED_S):
-                message = await context.read()
+                message = await uncancelled(context.read())
         except TimeoutError:
             raise InvalidArgumentError("start", f"did not come within {LOSS_NOTICED_S:g} s") from None
         if message is grpc.aio.EOF or not message.HasField("start"):

@@ -44,11 +44,14 @@ def error_of_call(grpc_code: str, message: str, trailing_metadata: Metadata | No
     field, reason, retry_after_s = "", message, None
     for detail in _status(grpc_code, trailing_metadata).details:
         retry, bad = error_details_pb2.RetryInfo(), error_details_pb2.BadRequest()
-        if detail.Unpack(retry):
-            delay = retry.retry_delay  # of any size: it cannot be relied on to be one that Python's own types take
-            retry_after_s = seconds_to_wait(delay.seconds + delay.nanos / 1e9, most=MOST_DELAY_S)
-        elif detail.Unpack(bad) and bad.field_violations:
-            field, reason = bad.field_violations[0].field, bad.field_violations[0].description
+        try:
+            if detail.Unpack(retry):
+                delay = retry.retry_delay  # of any size: it cannot be relied on to be one that Python's own types take
+                retry_after_s = seconds_to_wait(delay.seconds + delay.nanos / 1e9, most=MOST_DELAY_S)
+            elif detail.Unpack(bad) and bad.field_violations:
+                field, reason = bad.field_violations[0].field, bad.field_violations[0].description
+        except DecodeError:  # a peer that says no more than its code and message
+            continue
     return error_of(grpc_code, reason, field=field, retry_after_s=retry_after_s)
 
 

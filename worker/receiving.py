@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from common.errors import BatonError, DeadlineError, InvalidArgumentError
 from common.grpc_options import LOSS_NOTICED_S
+from common.grpc_streams import uncancelled
 from protos.status import status_details
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -73,7 +74,7 @@ async def _receive(handler: grpc.RpcMethodHandler[Any, Any], context: Context) -
     """The call's one message. Raises `DecodeError`, `DeadlineError`, `InvalidArgumentError`."""
     try:
         async with asyncio.timeout(RECEIVE_TIMEOUT_S):
-            data = await context.read()
+            data = await uncancelled(context.read())
     except TimeoutError:
         raise DeadlineError(f"the request did not come within {RECEIVE_TIMEOUT_S:g} s") from None
     if data is grpc.aio.EOF:

@@ -41,7 +41,7 @@ class Work:
 
 
 STORED_POLL_S = 0.02
-MAX_NAME_CHARS = 1024
+MAX_NAME_CHARS = 4096  # what a router makes of a tenant and a salt, whose characters JSON may write as twelve
 
 
 def worker_id(settings: WorkerSettings, role: WorkerRole, epoch: str) -> str:

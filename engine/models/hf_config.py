@@ -73,7 +73,11 @@ def read_hf_config(
         value = getattr(raw, name, None)
         if value and value != getattr(plain, name, None):
             raise StartupError(f"config.json: {name} {value!r} is not supported by this architecture")
-    for name in sorted((set(known_elsewhere) | {"layer_types"}) - declared - honoured):
+    # Checkpoints of Qwen say `max_window_layers` although they have no windows.
+    others = (set(known_elsewhere) | {"layer_types"}) - (
+        set() if config.get("use_sliding_window") else {"max_window_layers"}
+    )
+    for name in sorted(others - declared - honoured):
         if config.get(name):
             raise StartupError(f"config.json: {name} {config[name]!r} is not known to model type {model_type}")
     return HFConfig(raw, ConfigReader({name: getattr(raw, name, None) for name in declared | {"head_dim"}}))

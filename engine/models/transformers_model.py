@@ -163,10 +163,10 @@ class _Given(nn.Module):
 class _OwnLinear(nn.Module):
     """Baton's linear layer in the place of torch's."""
 
-    def __init__(self, linear: nn.Linear, kernels: Kernels | None) -> None:
+    def __init__(self, linear: nn.Linear, kernels: Kernels | None, *, is_head: bool) -> None:
         super().__init__()
         self._linear = Linear.of(linear.weight, linear.bias)
-        self._linear.finish(kernels)
+        self._linear.finish(kernels, is_head=is_head)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         # For code that asks for its dtype; computing with it fails.
         self.weight = torch.empty_like(linear.weight, device="meta")
@@ -179,12 +179,18 @@ class _OwnLinear(nn.Module):
 class TransformersModel(CausalLM):
     def __init__(self, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         """Knows its sizes when it was loaded. Raises `StartupError` if the architecture cannot be served."""
+        import transformers
+
         self._config, self._dtype, self._device = config, dtype, device
-        self.kv_variant = ""
+        self.kv_variant = f"transformers {transformers.__version__}"  # its code decides what is in the blocks
 
     def load(self, files: ModelFiles) -> None:
         from transformers import AttentionInterface, AutoModelForCausalLM
 
+        try:
+            check_layer_types(self._config)
+        except UnsupportedAttentionError as error:
+            raise self._refusal(error) from error
         AttentionInterface.register(INTERFACE, _attend)
         try:
             top, found = AutoModelForCausalLM.from_pretrained(
@@ -202,7 +208,6 @@ class TransformersModel(CausalLM):
                 raise StartupError(f"model {files.path} {problem} {min(found[kind])}; download it again")
         self._top: nn.Module = top.eval().to(self._device)
         try:
-            check_layer_types(self._config)
             self._take_apart()
         except UnsupportedAttentionError as error:
             raise self._refusal(error) from error
@@ -259,7 +264,7 @@ class TransformersModel(CausalLM):
         for parent in [*self._base.modules(), self._top]:
             for name, child in list(parent.named_children()):
                 if type(child) is nn.Linear and (parent is not self._top or id(child.weight) not in shared):
-                    setattr(parent, name, _OwnLinear(child, kernels))
+                    setattr(parent, name, _OwnLinear(child, kernels, is_head=parent is self._top))
         self._look_at_layers()  # with what was put in
         log.info(
             "the model's layers are those of transformers",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from common.grpc_streams import uncancelled
 from common.grpc_transport import Channels
 from common.tasks import VitalTasks
 from common.types import WorkerLoad, WorkerRole, WorkerState
@@ -146,7 +147,7 @@ class Fleet:
             call = worker_pb2_grpc.WorkerServiceStub(channel).WatchLoad(worker_pb2.WatchLoadRequest())
             while True:
                 async with asyncio.timeout(SILENCE_S):
-                    load = await call.read()
+                    load = await uncancelled(call.read())
                 if not isinstance(load, worker_pb2.WorkerLoad):  # the stream's end
                     return
                 worker.load, worker.state, worker.reported_at = (
@@ -167,7 +168,7 @@ class Fleet:
             call = demand_pb2_grpc.DemandServiceStub(channel).WatchDemand(demand_pb2.WatchDemandRequest())
             while True:
                 async with asyncio.timeout(SILENCE_S):
-                    demand = await call.read()
+                    demand = await uncancelled(call.read())
                 if not isinstance(demand, demand_pb2.RouterDemand):
                     return
                 if demand.epoch != router.epoch:

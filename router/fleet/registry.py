@@ -22,6 +22,7 @@ import grpc
 
 from common import metrics
 from common.errors import UnavailableError
+from common.grpc_streams import uncancelled
 from common.grpc_transport import Channels
 from common.tasks import VitalTasks
 from common.types import WorkerLoad, WorkerRole, WorkerState
@@ -313,7 +314,7 @@ class Registry:
         try:
             while True:
                 async with asyncio.timeout(SILENCE_S):
-                    load = await call.read()
+                    load = await uncancelled(call.read())
                 if not isinstance(load, worker_pb2.WorkerLoad):  # grpc.aio.EOF
                     return
                 if worker.info is None or (load.epoch and load.epoch != worker.info.epoch):

@@ -162,7 +162,16 @@ def test_a_name_that_the_hub_does_not_know(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("org/name", True), ("a/b/c", False), ("/a/b", False), ("../a", False), ("name", False)]
+    ("name", "expected"),
+    [
+        ("org/name", True),
+        ("a/b/c", False),
+        ("/a/b", False),
+        ("../a", False),
+        ("name", False),
+        ("a/b--c", False),
+        ("a/b.git", False),
+    ],
 )
 def test_what_is_a_name_on_a_hub(name: str, expected: bool) -> None:
     assert is_hub_name(name) is expected

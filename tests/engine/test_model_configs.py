@@ -58,6 +58,16 @@ def test_what_has_no_effect_is_taken(tmp_path: Path, key: str) -> None:
     make_runner(path)
 
 
+def test_windows_that_a_checkpoint_does_not_use_are_nothing(tmp_path: Path) -> None:
+    """Published checkpoints of Qwen3 with experts say `max_window_layers`, which their class does not know."""
+    path = make_model(tmp_path / "qwen3_moe", FAMILIES["qwen3_moe"])
+    edit_config(path, max_window_layers=48, use_sliding_window=False)
+    make_runner(path)
+    edit_config(path, use_sliding_window=True, sliding_window=16)
+    with pytest.raises(StartupError, match=r"max_window_layers|sliding_window"):
+        make_runner(path)
+
+
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     """A config.json with the flags alone that differ from them, as some hubs have it."""
     path = make_model(tmp_path / "gemma2", {**FAMILIES["gemma2"], "attn_logit_softcapping": 50.0})

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
-from tests.engine.kernels.variants import VARIANTS
+from tests.engine.kernels.variants import best_and_slow_others
 from tests.engine.tiny_models import (
     BLOCK_SIZE,
     FAMILIES,
@@ -26,10 +26,9 @@ from tests.engine.tiny_models import (
 )
 
 TOLERANCE = 2e-4  # of float32 logprobs, whose spread is about 10
-KERNELS = ["torch", *VARIANTS]
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
-each_kernel = pytest.mark.parametrize("kernels", KERNELS)
+each_kernel = pytest.mark.parametrize("kernels", best_and_slow_others)
 
 
 @pytest.fixture(scope="module")

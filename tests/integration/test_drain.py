@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 
 import grpc
 import pytest
@@ -53,12 +51,12 @@ def test_streams_that_will_not_end_in_time_are_handed_over(fleet: Fleet, cases: 
             next(iter(answer))
         results = [pool.submit(answer.result) for answer in answers]
         victim = fleet.busy("decode")
-        with slowed_down(engine_of(victim)):
-            num_there = watch.total(
-                watch.scrape(f"{fleet.http}/metrics"), "baton_router_endpoint_requests", address=victim.address
-            )
-            victim.process.popen.send_signal(signal.SIGTERM)
-            code = victim.process.popen.wait(START_TIMEOUT_S)
+        os.kill(engine_of(victim), signal.SIGSTOP)  # its streams will not end in time, however fast the machine is
+        num_there = watch.total(
+            watch.scrape(f"{fleet.http}/metrics"), "baton_router_endpoint_requests", address=victim.address
+        )
+        victim.process.popen.send_signal(signal.SIGTERM)
+        code = victim.process.popen.wait(START_TIMEOUT_S)
         log = victim.process.log.read_text()
         fleet.replace(victim)
         done = [result.result() for result in results]
@@ -83,7 +81,7 @@ def test_a_handed_over_stream_finds_its_blocks_in_the_store(fleet: Fleet, salt: 
         answer = client.generate(prompt, temperature=0.0, max_tokens=2000, ignore_eos=True, cache_salt=salt())
         next(iter(answer))
         victim = fleet.busy("decode")
-        os.kill(engine_of(victim), signal.SIGSTOP)  # it will not end in time, however fast the machine is
+        os.kill(engine_of(victim), signal.SIGSTOP)  # it will not end in time
         victim.process.popen.send_signal(signal.SIGTERM)
         result = answer.result()
         assert victim.process.popen.wait(START_TIMEOUT_S) == 0
@@ -140,28 +138,6 @@ def test_a_draining_prefill_worker_finishes_what_it_took_and_refuses_the_rest(fl
     fleet.replace(first)
     assert (refused.prefill_worker, refused.num_retries, refused.fallback_reason) == (second.address, 1, "")
     assert (done.prefill_worker, done.num_retries, done.fallback_reason) == (first.address, 0, "")
-
-
-@contextmanager
-def slowed_down(pid: int) -> Iterator[None]:
-    """The process gets a fiftieth of its time, so that no machine is fast enough to finish what it does."""
-    is_over = threading.Event()
-
-    def pulse() -> None:
-        with suppress(ProcessLookupError):
-            while not is_over.is_set():
-                os.kill(pid, signal.SIGSTOP)
-                is_over.wait(0.098)
-                os.kill(pid, signal.SIGCONT)
-                is_over.wait(0.002)
-
-    thread = threading.Thread(target=pulse)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def ask_directly(decode: Member, prompt: list[int], salt: str, prefill: list[str]) -> types_pb2.RequestReport:

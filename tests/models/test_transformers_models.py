@@ -20,7 +20,7 @@ from engine.models.verified import COMPARED_WITH, REFUSED, VERIFIED
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 from tests.engine.fakes import add, assert_idle, run, tokens_of
-from tests.engine.kernels.variants import VARIANTS
+from tests.engine.kernels.variants import VARIANTS, best_and_slow_others
 from tests.engine.tiny_models import Progress, advance, edit_config, make_model, make_runner
 from tests.models.survey import SIZES, VARIATIONS, _built, _small, _write, candidates, examine
 
@@ -98,7 +98,7 @@ def greedy(path: Path, prompt: list[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("kernels", ["torch", *VARIANTS])
+@pytest.mark.parametrize("kernels", best_and_slow_others)
 @pytest.mark.parametrize("model_type", ["cohere2", "olmo2"])
 def test_preempted_and_from_the_prefix_cache(tmp_path: Path, model_type: str, kernels: str) -> None:
     path = small(model_type, tmp_path / "model")

@@ -18,12 +18,14 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton.client import Client
 from common.config import RouterSettings
 from common.errors import ConfigError, StartupError, UnauthenticatedError
+from common.validation import MAX_SALT_CHARS
 from protos.baton.v1 import demand_pb2, demand_pb2_grpc, inference_pb2, inference_pb2_grpc, router_pb2
 from router.api.api_keys import ApiKeys
 from router.server import serve
 from router.serving.clients import ApiClient
 from tests.router.conftest import RunningRouter, StartRouter, sample
 from tests.router.fake_worker import ANSWER, FakeWorker
+from worker.shell import check_names
 
 ALICE, BOB, CAROL, DAVE = "sk-alice", "sk-bob", "sk-carol", "sk-dave"
 FILE = f"""
@@ -118,6 +120,10 @@ def test_salts_of_different_tenants_are_never_equal() -> None:
     assert len(set(made.values())) == len(made)
     assert made["", ""] == ""
     assert ApiClient("b", "acme").cache_salt("x") == made["acme", "x"]
+
+
+def test_the_longest_salt_of_a_tenant_is_one_that_workers_take() -> None:
+    check_names("id", ApiClient("n", "t" * 64).cache_salt("\N{GRINNING FACE}" * MAX_SALT_CHARS))
 
 
 async def test_a_router_does_not_start_without_its_keys(tmp_path: Path) -> None:

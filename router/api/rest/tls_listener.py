@@ -14,6 +14,7 @@ from router.api.rest.protocol import Connections, LimitedProtocol
 
 log = logging.getLogger(__name__)
 
+SHUTDOWN_S = 1.0  # for a peer to say that it closes, too: a closing connection has no place of its own
 RETRY_S = 0.5  # after an accept that failed, as for want of a file descriptor
 
 
@@ -52,6 +53,7 @@ class _Handshake:
                 self._connection,
                 ssl=context,
                 ssl_handshake_timeout=self._limits.head_timeout_s,
+                ssl_shutdown_timeout=SHUTDOWN_S,
             )
         except OSError as error:  # late, gone, or no TLS; ssl.SSLError is one
             log.debug("a TLS handshake failed", extra={"reason": str(error)})

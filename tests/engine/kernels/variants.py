@@ -15,6 +15,12 @@ each_variant = pytest.mark.parametrize(
     "variant", VARIANTS or [pytest.param("none", marks=pytest.mark.skip(reason="no kernels were built"))]
 )
 
+ALL = ["torch", *VARIANTS]
+"""What a whole model can be computed with."""
+
+best_and_slow_others = [name if name == ALL[-1] else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
+"""For tests of whole models: the quick tier computes each with what this machine would choose."""
+
 
 @cache
 def kernels(variant: str, num_threads: int = 2) -> Kernels:
