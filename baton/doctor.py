@@ -31,6 +31,7 @@ from engine.embedded_model import find_model
 from engine.hub import is_hub_name
 from engine.kernels.choice import AUTO, TORCH, Choice, built_variants, choose, cpu_instruction_sets
 from engine.model_runner import weight_bytes
+from engine.weights import check_files
 
 GIB = 1 << 30
 
@@ -126,7 +127,9 @@ def _model(settings: UpSettings) -> tuple[Path | None, Finding]:
                 text = f"{settings.model} is not converted yet into {settings.cache_dir}"
                 advice = "the first `baton up` does so, in some seconds"
             return None, Finding("model", Level.HINT, text, advice, {"model": settings.model, "path": None})
-        num_bytes = sum(file.stat().st_size for file in open_model(path).weight_files)
+        files = open_model(path)
+        num_bytes = sum(file.stat().st_size for file in files.weight_files)
+        check_files(files)
     except BatonError as error:
         return None, Finding("model", Level.PROBLEM, error.message, facts={"model": settings.model, "path": None})
     facts: dict[str, object] = {"model": settings.model, "path": str(path), "weight_file_bytes": num_bytes}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -54,6 +56,21 @@ class _Progress:
         self._bar.close()
 
 
+def check_files(files: ModelFiles) -> None:
+    """Raises `StartupError` that names a file which is no safetensors file, or not whole. Reads their heads alone."""
+    for file in files.weight_files:
+        with _readable(file), safe_open(file, framework="pt"):
+            pass
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise StartupError(f"{file} is not a readable safetensors file ({error}); download it again") from error
+
+
 def _load(
     files: ModelFiles,
     places: Mapping[str, torch.Tensor],
@@ -62,27 +79,24 @@ def _load(
 ) -> None:
     missing = set(places)
     for file in files.weight_files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (it is no dict)
-                    place = places.get(name)
-                    if place is None:
-                        if not may_skip(name):
-                            raise StartupError(f"{file} has tensor {name}, which this architecture does not know")
-                        continue
-                    tensor = tensors.get_tensor(name)
-                    if tensor.shape != place.shape:
-                        raise StartupError(
-                            f"{file}: tensor {name} has shape {list(tensor.shape)}, "
-                            f"config.json asks for {list(place.shape)}"
-                        )
-                    if not tensor.is_floating_point() or tensor.itemsize < 2:
-                        raise StartupError(f"{file}: tensor {name} is {tensor.dtype}; quantised weights cannot be read")
-                    place.copy_(tensor)
-                    progress.add(tensor.nbytes)
-                    missing.discard(name)
-        except (SafetensorError, OSError) as error:
-            raise StartupError(f"{file} is not a readable safetensors file ({error}); download it again") from error
+        with _readable(file), safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (it is no dict)
+                place = places.get(name)
+                if place is None:
+                    if not may_skip(name):
+                        raise StartupError(f"{file} has tensor {name}, which this architecture does not know")
+                    continue
+                tensor = tensors.get_tensor(name)
+                if tensor.shape != place.shape:
+                    raise StartupError(
+                        f"{file}: tensor {name} has shape {list(tensor.shape)}, "
+                        f"config.json asks for {list(place.shape)}"
+                    )
+                if not tensor.is_floating_point() or tensor.itemsize < 2:
+                    raise StartupError(f"{file}: tensor {name} is {tensor.dtype}; quantised weights cannot be read")
+                place.copy_(tensor)
+                progress.add(tensor.nbytes)
+                missing.discard(name)
     if missing:
         first = min(missing)
         others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""

@@ -60,7 +60,7 @@ def test_text_has_a_line_for_each_finding_and_one_for_each_advice(
 ) -> None:
     assert main(["doctor", "--model", str(model), "--grpc-port=0", f"--http-port={taken}"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines[:4]] == NAMES[:4]
+    assert [line.split()[1] for line in lines if line[:1].strip() and line[0] != "→"][:4] == NAMES[:4]
     at = next(number for number, line in enumerate(lines) if line.startswith("✗ http_port"))
     assert f"127.0.0.1:{taken}: Address already in use" in lines[at]
     assert "→ --http-port 0 takes a free one" in lines[at + 1]
@@ -71,6 +71,17 @@ def test_ascii_terminals(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr("baton.cli.doctor._encoding", lambda: "ascii")
     assert main(["doctor", "--model", str(model), "--http-port=0", "--grpc-port=0"]) == 0
     assert capsys.readouterr().out.isascii()
+
+
+@pytest.mark.parametrize("cut", [100, -100])
+def test_weights_that_are_not_whole(model: Path, tmp_path: Path, cut: int) -> None:
+    broken = shutil.copytree(model, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:cut])
+    found = findings(broken)
+    assert found["model"].level is Level.PROBLEM
+    assert "model.safetensors" in found["model"].text
+    assert "grpc_port" in found, "the other checks go on"
 
 
 def test_kernels_that_cannot_run_here(model: Path) -> None:

@@ -12,7 +12,7 @@ from common.types import KVCacheSpec
 from engine.attention.base import AttentionShape
 from engine.attention.native import NativeBackend
 from engine.batch import SequenceInput
-from tests.engine.kernels.variants import each_variant, kernels
+from tests.engine.kernels.variants import best_and_slow_other_variants, each_variant, kernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -114,7 +114,7 @@ def test_block_sizes(variant: str, block_size: int) -> None:
         case.step(sizes)
 
 
-@each_variant
+@best_and_slow_other_variants
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_long_contexts(variant: str, dtype: torch.dtype) -> None:
     """One token after 1 to 8,191 others: its context is split from 513 tokens on."""

@@ -11,14 +11,20 @@ from engine.kernels.library import Kernels
 
 VARIANTS = [name for name in built_variants() if name in cpu_instruction_sets()]
 
-each_variant = pytest.mark.parametrize(
-    "variant", VARIANTS or [pytest.param("none", marks=pytest.mark.skip(reason="no kernels were built"))]
-)
+_NONE = [pytest.param("none", marks=pytest.mark.skip(reason="no kernels were built"))]
+
+
+def _best_and_slow_others(names: list[str]) -> list[object]:
+    return [name if name == names[-1] else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+each_variant = pytest.mark.parametrize("variant", VARIANTS or _NONE)
+best_and_slow_other_variants = pytest.mark.parametrize("variant", _best_and_slow_others(VARIANTS) or _NONE)
 
 ALL = ["torch", *VARIANTS]
 """What a whole model can be computed with."""
 
-best_and_slow_others = [name if name == ALL[-1] else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
+best_and_slow_others = _best_and_slow_others(ALL)
 """For tests of whole models: the quick tier computes each with what this machine would choose."""
 
 
