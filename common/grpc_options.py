@@ -64,7 +64,7 @@ _PORT_LIMITS: Options = [
     ("grpc.http2.max_ping_strikes", 4),
     ("grpc.so_reuseport", 0),
 ]
-_MAX_PEERS = 1024  # connections of a fleet's processes to one of them
+MAX_PEERS = 1024  # connections of a fleet's processes to one of them
 MAX_HEALTH_CALLS = 256  # at a time
 
 
@@ -80,7 +80,7 @@ def worker_server_options(*, max_message_bytes: int, max_streams: int) -> Option
         *_PORT_LIMITS,
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_concurrent_streams", max_streams),
-        ("grpc.max_allowed_incoming_connections", _MAX_PEERS),
+        ("grpc.max_allowed_incoming_connections", MAX_PEERS),
     )
 
 

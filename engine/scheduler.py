@@ -47,15 +47,13 @@ class Scheduler:
 
     def release(self, request_id: str) -> None:
         """Ends a request in whatever state, a lease included. Blocks that a transfer holds are free after it."""
-        request = self.requests.get(request_id)
-        if request is not None:
+        if (request := self.requests.get(request_id)) is not None:
             self._finish(request, RequestStatus.FINISHED_ABORTED)
 
     def stop(self, request_id: str) -> None:
         """Computes no more of a request. If its decode worker may be reading blocks of it, it is leased until it is
         released; if none was published, it has ended."""
-        request = self.requests.get(request_id)
-        if request is None:
+        if (request := self.requests.get(request_id)) is None:
             return
         if not request.num_published_blocks:
             self._finish(request, RequestStatus.FINISHED_ABORTED)

@@ -6,20 +6,23 @@ import json
 from pathlib import Path
 
 from common.config import WorkerSettings
-from common.grpc_options import Options, worker_server_options
+from common.grpc_options import MAX_PEERS, Options, worker_server_options
+from common.open_files import allow_open_files
 
 TOKEN_BYTES = 5  # of an id on the wire, at most
 OTHER_BYTES = 256 * 2**10  # sampling parameters, names and addresses of the largest request
 MOST_POSITIONS = 2**20  # if config.json does not say how many
 OTHER_CALLS = 256  # of those that watch and ask
+OTHER_OPEN_FILES = 1024  # other workers, the store, connections that are about to be refused
 
 
 def server_limits(settings: WorkerSettings, model_dir: Path) -> tuple[Options, int]:
     """Options of the gRPC server, and how many calls it has at a time.
 
     The calls of one connection are as many as the engine may have in hand, so that what is too much is refused and does
-    not wait; two connections may bring as many together.
+    not wait; two connections may bring as many together. Makes room for as many open files as it may have connections.
     """
+    allow_open_files(MAX_PEERS + OTHER_OPEN_FILES)
     max_streams = settings.max_waiting_requests + settings.max_num_seqs + OTHER_CALLS
     options = worker_server_options(max_message_bytes=max_message_bytes(settings, model_dir), max_streams=max_streams)
     return options, 2 * max_streams
