@@ -10,10 +10,13 @@ from collections.abc import AsyncGenerator
 import grpc
 from grpc_health.v1 import health_pb2
 
+from common.grpc_options import MAX_HEALTH_CALLS
+
 Context = grpc.aio.ServicerContext[object, object]
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+MAX_WATCHERS = MAX_HEALTH_CALLS // 2  # they never end; the other half of the calls is for those that check
 
 
 class Health:
@@ -21,6 +24,7 @@ class Health:
         self._statuses: dict[str, int] = {}
         self._news = asyncio.Event()
         self._is_ending = False
+        self._num_watchers = 0
 
     def set(self, service: str, status: int) -> None:
         """The empty name is the server as a whole."""
@@ -54,14 +58,20 @@ class Health:
         return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(  # noqa: N802
-        self, request: health_pb2.HealthCheckRequest, _context: Context
+        self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
+        if self._num_watchers >= MAX_WATCHERS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} others watch, the most")
         told: int | None = None
-        while True:
-            news = self._news
-            status = self._statuses.get(request.service, SERVICE_UNKNOWN)
-            if status != told:
-                told = status
-                yield health_pb2.HealthCheckResponse(status=status)
-            else:
-                await news.wait()
+        self._num_watchers += 1
+        try:
+            while True:
+                news = self._news
+                status = self._statuses.get(request.service, SERVICE_UNKNOWN)
+                if status != told:
+                    told = status
+                    yield health_pb2.HealthCheckResponse(status=status)
+                else:
+                    await news.wait()
+        finally:
+            self._num_watchers -= 1

@@ -244,7 +244,7 @@ def _add_services(server: grpc.aio.Server, front: Front, registry: Registry, hea
     add_service(server, INFERENCE, InferenceService(front), admission.gate, admission.max_request_bytes)
     add_service(server, ROUTER, fleet, admission.gate)
     add_service(server, DEMAND, demand, open_gate, endless=True)
-    add_service(server, HEALTH, health, open_gate, endless=True)
+    add_service(server, HEALTH, health, _open_gate(size), endless=True)  # no other calls keep a probe out
     names = (*(service.full_name for service in SERVICES), *REFLECTION)
     reflection = ReflectionServicer(names, pool=ReflectionPool())
 
