@@ -112,7 +112,7 @@ def _device(settings: UpSettings) -> tuple[DeviceChoice, Finding]:
     text = f"{choice.device}: {choice.reason}" + (f" ({', '.join(names)})" if names else "")
     if choice.device.startswith("cuda") and not names:
         return choice, Finding("device", Level.PROBLEM, f"{text}, but torch sees none", "--device cpu", facts)
-    is_unused = settings.device == AUTO and "but" in choice.reason
+    is_unused = settings.device == AUTO and choice.is_cuda_unusable
     advice = "install a torch that is built for this driver's CUDA" if is_unused else ""
     return choice, Finding("device", Level.HINT if is_unused else Level.OK, text, advice, facts)
 
@@ -145,7 +145,7 @@ def _dtype(
         return dtype, Finding("dtype", Level.OK, f"{dtype.dtype}: {dtype.reason}", facts={"dtype": dtype.dtype})
     dtype = resolve_dtype(settings.dtype, model, device.device, kernels.instruction_set)
     facts: dict[str, object] = {"dtype": dtype.dtype, "reason": dtype.reason}
-    level = Level.HINT if "slow here" in dtype.reason else Level.OK
+    level = Level.HINT if dtype.is_checkpoint_slow else Level.OK
     return dtype, Finding("dtype", level, f"{dtype.dtype}: {dtype.reason}", facts=facts)
 
 

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 class DeviceChoice:
     device: str  # "cpu", "cuda" or "cuda:N"; as it was asked for, if it was, and not checked
     reason: str  # for people: log lines and `baton status`
+    is_cuda_unusable: bool = False  # there is a CUDA device, and torch cannot use it
 
 
 def num_driver_devices() -> int:
@@ -52,7 +53,7 @@ def choose_device(
     auto = _auto(num_devices, problem)
     if asked in (AUTO, auto.device):
         return auto
-    return DeviceChoice(asked, f"as set; auto would be {auto.device}: {auto.reason}")
+    return DeviceChoice(asked, f"as set; auto would be {auto.device}: {auto.reason}", auto.is_cuda_unusable)
 
 
 def _auto(num_devices: Callable[[], int], problem: Callable[[], str]) -> DeviceChoice:
@@ -60,5 +61,5 @@ def _auto(num_devices: Callable[[], int], problem: Callable[[], str]) -> DeviceC
         return DeviceChoice("cpu", "there is no CUDA device")
     if why := problem():
         log.warning("the CUDA device stays unused", extra={"reason": why})
-        return DeviceChoice("cpu", f"there is a CUDA device, but {why}")
+        return DeviceChoice("cpu", f"there is a CUDA device, but {why}", is_cuda_unusable=True)
     return DeviceChoice("cuda", "there is a CUDA device")

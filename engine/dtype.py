@@ -23,6 +23,7 @@ _UNITS = {  # what a CPU that is slow in a dtype lacks
 class DtypeChoice:
     dtype: str  # "float32", "bfloat16", "float16"
     reason: str  # for people: log lines and `baton status`
+    is_checkpoint_slow: bool = False  # this CPU is slow in the checkpoint's own dtype
 
 
 def resolve_dtype(asked: str, model_dir: Path, device: str, kernels: str = AUTO) -> DtypeChoice:
@@ -50,7 +51,7 @@ def choose_dtype(asked: str, *, checkpoint: str, device: str, cpu: Cpu, kernels:
     auto = _auto(checkpoint, device, cpu, kernels)
     if asked in (AUTO, auto.dtype):
         return auto
-    return DtypeChoice(asked, f"as set; auto would be {auto.dtype}: {auto.reason}")
+    return DtypeChoice(asked, f"as set; auto would be {auto.dtype}: {auto.reason}", auto.is_checkpoint_slow)
 
 
 def _auto(checkpoint: str, device: str, cpu: Cpu, kernels: Choice) -> DtypeChoice:
@@ -62,4 +63,4 @@ def _auto(checkpoint: str, device: str, cpu: Cpu, kernels: Choice) -> DtypeChoic
         why = f"this CPU has no {checkpoint} units ({_UNITS[checkpoint]})"
     if checkpoint == "bfloat16":
         why += f", and the CPU kernels are not used: {kernels.reason}"
-    return DtypeChoice("float32", f"the checkpoint's {checkpoint} is slow here: {why}")
+    return DtypeChoice("float32", f"the checkpoint's {checkpoint} is slow here: {why}", is_checkpoint_slow=True)

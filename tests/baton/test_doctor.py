@@ -16,6 +16,8 @@ from baton.doctor import Level, examine
 from baton.settings import UP_SETTINGS
 from baton.speed import CpuSpeed, measure_cpu
 from common.errors import StartupError
+from engine.device import DeviceChoice
+from engine.dtype import DtypeChoice
 from engine.kernels.choice import Choice, choose
 from tests.engine.tiny_models import make_model
 
@@ -145,6 +147,23 @@ def test_a_folder_for_kv_files_that_is_full(model: Path, tmp_path: Path, monkeyp
     found = findings(model, kv_dir=str(tmp_path / "kv"))["shared_storage"]
     assert found.level is Level.HINT
     assert str(tmp_path / "kv") in found.text
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_checkpoint_whose_dtype_is_slow_here(model: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
+    chosen = DtypeChoice("float32", "for a reason", is_checkpoint_slow=is_slow)
+    monkeypatch.setattr(doctor, "resolve_dtype", lambda *_: chosen)
+    found = findings(model)["dtype"]
+    assert (found.level, found.text) == (Level.HINT if is_slow else Level.OK, "float32: for a reason")
+
+
+@pytest.mark.parametrize("asked", ["auto", "cpu"])
+def test_a_cuda_device_that_torch_cannot_use(model: Path, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    chosen = DeviceChoice("cpu", "for a reason", is_cuda_unusable=True)
+    monkeypatch.setattr(doctor, "choose_device", lambda _: chosen)
+    found = findings(model, device=asked)["device"]
+    assert found.level is (Level.HINT if asked == "auto" else Level.OK)
+    assert ("CUDA" in found.advice) == (asked == "auto"), "nothing is advised to those who asked for the CPU"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

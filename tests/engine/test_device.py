@@ -37,7 +37,9 @@ def test_a_cuda_device_is_taken() -> None:
 
 def test_a_device_that_torch_cannot_use_is_named(caplog: pytest.LogCaptureFixture) -> None:
     choice = choose_device("auto", lambda: 1, lambda: "torch was built without CUDA")
-    assert choice == DeviceChoice("cpu", "there is a CUDA device, but torch was built without CUDA")
+    assert choice == DeviceChoice(
+        "cpu", "there is a CUDA device, but torch was built without CUDA", is_cuda_unusable=True
+    )
     assert [vars(record)["reason"] for record in caplog.records] == ["torch was built without CUDA"]
 
 

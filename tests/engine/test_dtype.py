@@ -12,7 +12,7 @@ import pytest
 
 from common.cpu import Cpu, read_cpu
 from common.model_files import checkpoint_dtype, open_model
-from engine.dtype import choose_dtype, fast_dtypes, resolve_dtype
+from engine.dtype import DtypeChoice, choose_dtype, fast_dtypes, resolve_dtype
 from engine.kernels.choice import Choice
 
 ZEN3 = "fpu sse4_2 fma avx avx2"
@@ -99,9 +99,9 @@ def test_auto(checkpoint: str, name: str, tmp_path: Path) -> None:
     here = cpu(tmp_path, CPUS[name])
     chosen = choose_dtype("auto", checkpoint=checkpoint, device="cpu", cpu=here, kernels=NO_KERNELS)
     if checkpoint in FAST[name]:
-        assert (chosen.dtype, chosen.reason) == (checkpoint, "the checkpoint's own")
+        assert chosen == DtypeChoice(checkpoint, "the checkpoint's own")
     else:
-        assert chosen.dtype == "float32"
+        assert (chosen.dtype, chosen.is_checkpoint_slow) == ("float32", True)
         assert f"the checkpoint's {checkpoint} is slow here: this CPU has no" in chosen.reason
     on_device = choose_dtype("auto", checkpoint=checkpoint, device="cuda:1", cpu=here, kernels=NO_KERNELS)
     assert on_device.dtype == checkpoint
