@@ -19,6 +19,7 @@ from tests.engine.tiny_models import (
     VOCAB_SIZE,
     Progress,
     advance,
+    bfloat16_errors,
     expected_logprobs,
     make_model,
     make_runner,
@@ -106,17 +107,5 @@ def test_greedy_tokens(models: Path, family: str, kernels: str) -> None:
 @each_family
 def test_bfloat16_is_as_close_as_transformers(models: Path, family: str) -> None:
     """Both round to bfloat16 along the way; ours may not be further from float32 than theirs by half."""
-    path = model(models, family)
-    runner = make_runner(path, dtype="bfloat16", kernels="torch")
-    ours: list[torch.Tensor] = []
-    theirs: list[torch.Tensor] = []
-    for seed in range(6):
-        (sequence,) = random_sequences([60], seed=seed)
-        for size in (25, 30, 1, 1, 1, 1, 1):
-            advance(runner, [sequence], [size])
-        exact = expected_logprobs(path, sequence.token_ids)
-        rounded = expected_logprobs(path, sequence.token_ids, torch.bfloat16)
-        for position, logprobs in sequence.logprobs.items():
-            ours.append((logprobs - exact[position]).square().mean())
-            theirs.append((rounded[position] - exact[position]).square().mean())
-    assert torch.stack(ours).mean().sqrt() < 1.5 * torch.stack(theirs).mean().sqrt()
+    ours, theirs = bfloat16_errors(model(models, family), kernels="torch")
+    assert ours < 1.5 * theirs

@@ -224,6 +224,23 @@ def advance(runner: ModelRunner, sequences: Sequence[Progress], sizes: Sequence[
         sequence.took(token)
 
 
+def bfloat16_errors(model_dir: Path, kernels: str) -> tuple[float, float]:
+    """(Baton's, transformers'): root mean square of what logprobs in bfloat16 differ by from those in float32."""
+    runner = make_runner(model_dir, dtype="bfloat16", kernels=kernels)
+    ours: list[torch.Tensor] = []
+    theirs: list[torch.Tensor] = []
+    for seed in range(6):
+        (sequence,) = random_sequences([60], seed=seed)
+        for size in (25, 30, 1, 1, 1, 1, 1):
+            advance(runner, [sequence], [size])
+        exact = expected_logprobs(model_dir, sequence.token_ids)
+        rounded = expected_logprobs(model_dir, sequence.token_ids, torch.bfloat16)
+        for position, logprobs in sequence.logprobs.items():
+            ours.append((logprobs - exact[position]).square().mean())
+            theirs.append((rounded[position] - exact[position]).square().mean())
+    return float(torch.stack(ours).mean().sqrt()), float(torch.stack(theirs).mean().sqrt())
+
+
 def edit_config(model_dir: Path, **changes: object) -> None:
     file = model_dir / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))

@@ -14,6 +14,7 @@ from tests.engine.kernels.variants import each_variant
 from tests.engine.tiny_models import (
     SHAPES,
     advance,
+    bfloat16_errors,
     expected_logprobs,
     make_model,
     make_runner,
@@ -68,20 +69,8 @@ def test_a_request_does_not_depend_on_the_batch(models: Path, variant: str) -> N
 
 @each_variant
 def test_bfloat16_is_at_most_a_tenth_worse_than_transformers(models: Path, variant: str) -> None:
-    path = model(models, "plain")
-    runner = make_runner(path, dtype="bfloat16", kernels=variant)
-    ours: list[torch.Tensor] = []
-    theirs: list[torch.Tensor] = []
-    for seed in range(6):
-        (sequence,) = random_sequences([60], seed=seed)
-        for size in (25, 30, 1, 1, 1, 1, 1):
-            advance(runner, [sequence], [size])
-        exact = expected_logprobs(path, sequence.token_ids)
-        rounded = expected_logprobs(path, sequence.token_ids, torch.bfloat16)
-        for position, logprobs in sequence.logprobs.items():
-            ours.append((logprobs - exact[position]).square().mean())
-            theirs.append((rounded[position] - exact[position]).square().mean())
-    assert torch.stack(ours).mean().sqrt() <= 1.1 * torch.stack(theirs).mean().sqrt()
+    ours, theirs = bfloat16_errors(model(models, "plain"), kernels=variant)
+    assert ours <= 1.1 * theirs
 
 
 @each_variant
