@@ -16,71 +16,76 @@ CLIENT_KEEPALIVE_TIMEOUT_MS = 10_000
 
 Options = list[tuple[str, int | str]]
 
-NO_OTHER_PINGS: Options = [
-    # Flow control has pings of its own, sent while data flows. Their answers queue behind that data, and with a short
-    # ping timeout a peer that is behind with sending would be taken for dead. Keepalive pings are sent in silence only.
-    ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", 4 * 2**20),  # what a stream may have in flight, now that nobody measures the link
-]
-
-
-def _common(time_ms: int, timeout_ms: int) -> Options:
-    return [
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", time_ms),
-        ("grpc.keepalive_timeout_ms", timeout_ms),  # of what was sent and is not acknowledged: TCP_USER_TIMEOUT
-        ("grpc.http2.ping_timeout_ms", timeout_ms),  # gRPC gives keepalive pings this, not keepalive_timeout
-        *NO_OTHER_PINGS,
-        ("grpc.http2.max_pings_without_data", 0),
-    ]
-
-
-_FLEET: Options = [*_common(KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS), ("grpc.keepalive_permit_without_calls", 1)]
-
-CHANNEL_OPTIONS: Options = [
-    *_FLEET,
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),  # workers are neighbours
-]
-
-_SERVER: Options = [
-    ("grpc.so_reuseport", 0),  # a taken port is an error, not a share of its connections
-    ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    ("grpc.http2.max_ping_strikes", 0),
-]
-
-SERVER_OPTIONS: Options = [*_FLEET, *_SERVER]
-
-_PORT_LIMITS: Options = [
-    # A call whose message is not read, for want of a key or of room, holds this much of it.
-    ("grpc.http2.lookahead_bytes", 64 * 2**10),
-    ("grpc.server_handshake_timeout_ms", 20_000),
-    ("grpc.max_metadata_size", 8 * 2**10),  # beyond it calls are refused more and more often,
-    ("grpc.absolute_max_metadata_size", 16 * 2**10),  # and beyond this one always
-    ("grpc.http2.max_ping_strikes", 4),
-    ("grpc.so_reuseport", 0),
-]
 MAX_PEERS = 1024  # connections of a fleet's processes to one of them
 MAX_HEALTH_CALLS = 256  # at a time
 
 
-def _limited(common: Options, *limits: tuple[str, int | str]) -> Options:
-    names = {name for name, _ in limits}
-    return [*(option for option in common if option[0] not in names), *limits]
+def _common(time_ms: int, timeout_ms: int, *, max_message_bytes: int, lookahead_bytes: int) -> Options:
+    """`max_message_bytes` are of messages received, `lookahead_bytes` what a stream may have in flight to this end."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", time_ms),
+        ("grpc.keepalive_timeout_ms", timeout_ms),  # of what was sent and is not acknowledged: TCP_USER_TIMEOUT
+        ("grpc.http2.ping_timeout_ms", timeout_ms),  # gRPC gives keepalive pings this, not keepalive_timeout
+        # Flow control has pings of its own, sent while data flows. Their answers queue behind that data, and with a
+        # short ping timeout a peer that is behind with sending would be taken for dead. Keepalive pings are sent in
+        # silence only. Without flow control's pings nobody measures the link, so the lookahead is fixed.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", lookahead_bytes),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def _channel(time_ms: int, timeout_ms: int) -> Options:
+    return [
+        *_common(time_ms, timeout_ms, max_message_bytes=MAX_MESSAGE_BYTES, lookahead_bytes=4 * 2**20),
+        ("grpc.enable_http_proxy", 0),  # workers and routers are neighbours; a proxy for the web only gets in the way
+    ]
+
+
+def _server(
+    time_ms: int, timeout_ms: int, *, max_message_bytes: int, max_connections: int, max_streams: int, min_ping_ms: int
+) -> Options:
+    """`min_ping_ms`: a peer may ping no more often while it has no calls."""
+    return [
+        # A call whose message is not read, for want of a key or of room, holds as much of it as the lookahead.
+        *_common(time_ms, timeout_ms, max_message_bytes=max_message_bytes, lookahead_bytes=64 * 2**10),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.max_concurrent_streams", max_streams),
+        ("grpc.server_handshake_timeout_ms", 20_000),
+        ("grpc.max_metadata_size", 8 * 2**10),  # beyond it calls are refused more and more often,
+        ("grpc.absolute_max_metadata_size", 16 * 2**10),  # and beyond this one always
+        ("grpc.http2.min_ping_interval_without_data_ms", min_ping_ms),
+        ("grpc.http2.max_ping_strikes", 4),
+        ("grpc.keepalive_permit_without_calls", 1),  # connections without calls are pinged: their peers may be gone
+        ("grpc.so_reuseport", 0),  # a taken port is an error, not a share of its connections
+    ]
+
+
+# Between the processes of a fleet.
+CHANNEL_OPTIONS: Options = [
+    *_channel(KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+# Between a client and a router.
+CLIENT_CHANNEL_OPTIONS: Options = _channel(CLIENT_KEEPALIVE_TIME_MS, CLIENT_KEEPALIVE_TIMEOUT_MS)
 
 
 def worker_server_options(*, max_message_bytes: int, max_streams: int) -> Options:
     """Of a worker's port, which the processes of its fleet reach. `max_streams`: calls in one connection at a time."""
-    return _limited(
-        SERVER_OPTIONS,
-        *_PORT_LIMITS,
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_concurrent_streams", max_streams),
-        ("grpc.max_allowed_incoming_connections", MAX_PEERS),
+    return _server(
+        KEEPALIVE_TIME_MS,
+        KEEPALIVE_TIMEOUT_MS,
+        max_message_bytes=max_message_bytes,
+        max_connections=MAX_PEERS,
+        max_streams=max_streams,
+        min_ping_ms=500,
     )
 
 
@@ -90,22 +95,17 @@ HEALTH_SERVER_OPTIONS: Options = [
     ("grpc.max_connection_idle_ms", 120_000),
 ]
 
-# Between a client and a router. A router pings connections without calls too: their clients may be gone for good.
-CLIENT_CHANNEL_OPTIONS: Options = [
-    *_common(CLIENT_KEEPALIVE_TIME_MS, CLIENT_KEEPALIVE_TIMEOUT_MS),
-    ("grpc.enable_http_proxy", 0),  # routers are neighbours; a proxy meant for the web only gets in the way
-]
-
 
 def client_server_options(*, max_message_bytes: int, max_connections: int, max_streams: int) -> Options:
     """Of a port that anybody may reach. `max_streams`: calls in one connection at a time."""
-    return _limited(
-        _common(CLIENT_KEEPALIVE_TIME_MS, CLIENT_KEEPALIVE_TIMEOUT_MS),
-        *_PORT_LIMITS,
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_concurrent_streams", max_streams),
-        ("grpc.max_allowed_incoming_connections", max_connections),
+    return [
+        *_server(
+            CLIENT_KEEPALIVE_TIME_MS,
+            CLIENT_KEEPALIVE_TIMEOUT_MS,
+            max_message_bytes=max_message_bytes,
+            max_connections=max_connections,
+            max_streams=max_streams,
+            min_ping_ms=CLIENT_KEEPALIVE_TIME_MS // 2,
+        ),
         ("grpc.max_connection_idle_ms", 120_000),  # a client without a call connects again when it has one
-        ("grpc.http2.min_ping_interval_without_data_ms", CLIENT_KEEPALIVE_TIME_MS // 2),
-        ("grpc.keepalive_permit_without_calls", 1),
-    )
+    ]

@@ -16,9 +16,16 @@ CLIENTS = client_server_options(max_message_bytes=1 << 20, max_connections=8, ma
 
 @pytest.mark.parametrize(
     "options",
-    [WORKER, CLIENTS, grpc_options.CHANNEL_OPTIONS, grpc_options.CLIENT_CHANNEL_OPTIONS, grpc_options.SERVER_OPTIONS],
+    [
+        WORKER,
+        CLIENTS,
+        grpc_options.CHANNEL_OPTIONS,
+        grpc_options.CLIENT_CHANNEL_OPTIONS,
+        grpc_options.HEALTH_SERVER_OPTIONS,
+    ],
 )
-def test_every_name_is_one_that_grpc_knows(options: Options) -> None:
+def test_every_name_is_one_that_grpc_knows_and_given_once(options: Options) -> None:
     """gRPC ignores the others without a word."""
     library = Path(grpc._cython.cygrpc.__file__).read_bytes()
+    assert len(dict(options)) == len(options)
     assert [name for name, _ in options if name.encode() + b"\0" not in library] == []

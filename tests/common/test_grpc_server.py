@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.grpc_health import SERVING, Health
-from common.grpc_options import SERVER_OPTIONS
+from common.grpc_options import MAX_MESSAGE_BYTES, worker_server_options
 from common.grpc_server import UNKNOWN, make_server
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
@@ -35,7 +35,9 @@ def watcher() -> Watcher:
 
 @pytest.fixture
 async def port(watcher: Watcher) -> AsyncIterator[int]:
-    server = make_server(SERVER_OPTIONS, [watcher], max_calls=10)
+    server = make_server(
+        worker_server_options(max_message_bytes=MAX_MESSAGE_BYTES, max_streams=1024), [watcher], max_calls=10
+    )
     health = Health()
     health.set("", SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

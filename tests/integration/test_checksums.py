@@ -14,7 +14,7 @@ import pytest
 import decode_service.servicer as decode_service
 import prefill_service.servicer as prefill_service
 from common.config import WorkerSettings
-from common.grpc_options import SERVER_OPTIONS
+from common.grpc_options import MAX_MESSAGE_BYTES, worker_server_options
 from common.types import WorkerRole
 from kv_store.base import BlockRef
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
@@ -38,7 +38,7 @@ async def running_worker(model_dir: Path, role: WorkerRole) -> AsyncIterator[str
     )
     worker = Worker(settings, role, model_dir, "tiny")
     await worker.engine.spawn()
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(options=worker_server_options(max_message_bytes=MAX_MESSAGE_BYTES, max_streams=1024))
     try:
         SERVICES[role].add_service(worker, server)
         worker.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

@@ -18,7 +18,7 @@ import prefill_service.servicer as prefill_service
 from baton.client import Client
 from common.config import WorkerSettings
 from common.errors import DeadlineError
-from common.grpc_options import LOSS_NOTICED_S, SERVER_OPTIONS
+from common.grpc_options import LOSS_NOTICED_S, MAX_MESSAGE_BYTES, worker_server_options
 from common.types import WorkerRole
 from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc, types_pb2
 from tests.chaos.tiny_model import random_prompt, write_tiny_model
@@ -50,7 +50,7 @@ async def prefill_worker(model_dir: Path, kv_dir: Path, connector: str) -> Async
     )
     worker = Worker(settings, WorkerRole.PREFILL, model_dir, "tiny")
     await worker.engine.spawn()
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(options=worker_server_options(max_message_bytes=MAX_MESSAGE_BYTES, max_streams=1024))
     try:
         prefill_service.add_service(worker, server)
         worker.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from common.errors import BatonError
-from common.grpc_options import SERVER_OPTIONS
+from common.grpc_options import MAX_MESSAGE_BYTES, worker_server_options
 from common.grpc_transport import add_port
 from common.tls import TlsFiles
 from common.types import WorkerRole
@@ -74,7 +74,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
         self._changed = asyncio.Event()
 
     async def start(self, address: str = "127.0.0.1:0", tls: TlsFiles | None = None) -> str:
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(
+            options=worker_server_options(max_message_bytes=MAX_MESSAGE_BYTES, max_streams=1024)
+        )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server)
         port = add_port(self._server, address, tls)
