@@ -1,5 +1,7 @@
-"""gRPC ports and channels, plain text or TLS. With `common.grpc_server` and `common.grpc_health` all of this package
-that knows grpc: every other package's channels and ports have to agree on it, and this is the one below all of them.
+"""gRPC ports and channels, plain text or TLS.
+
+This module, `common.grpc_server`, `common.grpc_calls` and `common.grpc_health` are all of this package that knows grpc:
+the ports and channels of every other package have to agree, and this package is below all of them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from common.config import RouterSettings
-from common.errors import BatonError, StartupError
+from common.errors import StartupError
+from common.grpc_calls import Context, handle_call, send
 from common.grpc_health import NOT_SERVING, SERVING, Health
 from common.grpc_options import client_server_options
 from common.grpc_server import add_handlers, make_server
@@ -29,8 +30,8 @@ from protos.baton.v1 import demand_pb2, inference_pb2, router_pb2
 from router.api.api_keys import ApiKeys
 from router.api.fleet_service import FleetService
 from router.api.grpc_auth import KeyInterceptor
-from router.api.grpc_errors import Parser, abort
 from router.api.grpc_handlers import add_service
+from router.api.grpc_parser import Parser
 from router.api.inference_service import InferenceService
 from router.api.rest.app import make_app
 from router.api.rest.auth import KeyMiddleware
@@ -248,13 +249,12 @@ def _add_services(server: grpc.aio.Server, front: Front, registry: Registry, hea
     names = (*(service.full_name for service in SERVICES), *REFLECTION)
     reflection = ReflectionServicer(names, pool=ReflectionPool())
 
-    async def info(requests: object, context: grpc.aio.ServicerContext[object, object]) -> None:
-        try:
-            with open_gate.requests(""):
-                async for response in reflection.ServerReflectionInfo(requests, context):
-                    await context.write(response)
-        except BatonError as error:  # too many, or a message that is none
-            await abort(context, error)
+    async def answer(requests: object, context: Context) -> None:
+        with open_gate.requests(""):
+            await send(context, reflection.ServerReflectionInfo(requests, context))
+
+    async def info(requests: object, context: Context) -> None:
+        await handle_call(context, answer(requests, context))
 
     handler = grpc.stream_stream_rpc_method_handler(
         info,

@@ -11,7 +11,7 @@ from types import FrameType
 from common.errors import BatonError
 
 PACKAGES = ("common", "decode_service", "prefill_service", "router", "worker")
-GRPC_KEEPS = ("handle", "abort", "_abort")  # grpcio keeps the frames of a call that was aborted; these hold no request
+GRPC_KEEPS = ("handle", "handle_call", "abort")  # frames of an aborted call that grpcio keeps; these hold no request
 
 
 @contextlib.contextmanager

@@ -1,38 +1,20 @@
-"""Reads what comes in on a worker's port: a message that is none, or that does not come, is refused.
-
-Left to itself, gRPC waits for a call's message as long as the call lasts, and reports one that cannot be parsed as an
-error of this server, with a stack in the log: a peer that sends rubbish could fill the port and the log, and look like
-a defect of the worker.
-"""
+"""Every call of a worker's port has a limit for its message to come, and each failure its status."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import grpc
-from google.protobuf.message import DecodeError
 
-from common.errors import BatonError, DeadlineError, InvalidArgumentError
+from common.grpc_calls import Context, handle_call, receive, send
 from common.grpc_options import LOSS_NOTICED_S
-from common.grpc_streams import uncancelled
-from protos.status import status_details
 
-Context = grpc.aio.ServicerContext[Any, Any]
 RECEIVE_TIMEOUT_S = LOSS_NOTICED_S  # for a call's one message to come; callers are neighbours
 
 
-def bad_message(error: DecodeError) -> InvalidArgumentError:
-    return InvalidArgumentError("request", f"is no such message: {error}")
-
-
 class ReceivingInterceptor(grpc.aio.ServerInterceptor):
-    """Registers every handler as one of streams, and reads its message itself; on the wire there is no difference.
-
-    Handlers raise `BatonError`, whose status the call gets.
-    """
+    """Handles every call as `common.grpc_calls` does. Handlers raise `BatonError`, whose status the call gets."""
 
     async def intercept_service(
         self,
@@ -51,52 +33,14 @@ def _handle(handler: grpc.RpcMethodHandler[Any, Any]) -> Callable[[Any, Context]
     function = cast("Callable[[Any, Context], Any]", next(function for function in functions if function is not None))
 
     async def run(messages: Any, context: Context) -> None:
-        request = messages if handler.request_streaming else await _receive(handler, context)
-        await _answer(function(request, context), context)
+        if handler.request_streaming:
+            request = messages
+        else:
+            data = await receive(context, RECEIVE_TIMEOUT_S)
+            request = data if handler.request_deserializer is None else handler.request_deserializer(data)
+        await send(context, function(request, context))
 
     async def handle(messages: Any, context: Context) -> None:
-        failure: BatonError | None = None
-        try:
-            await run(messages, context)
-        except DecodeError as error:
-            failure = bad_message(error)
-        except grpc.aio.InternalError:  # nothing can be sent any more: gRPC notices before it cancels this
-            raise asyncio.CancelledError from None
-        except BatonError as error:
-            failure = error
-        if failure is not None:  # here, where no frame holds the request: gRPC keeps how a call was aborted
-            await _abort(context, failure.without_stack())
+        await handle_call(context, run(messages, context))
 
     return handle
-
-
-async def _receive(handler: grpc.RpcMethodHandler[Any, Any], context: Context) -> Any:
-    """The call's one message. Raises `DecodeError`, `DeadlineError`, `InvalidArgumentError`."""
-    try:
-        async with asyncio.timeout(RECEIVE_TIMEOUT_S):
-            data = await uncancelled(context.read())
-    except TimeoutError:
-        raise DeadlineError(f"the request did not come within {RECEIVE_TIMEOUT_S:g} s") from None
-    if data is grpc.aio.EOF:
-        raise InvalidArgumentError("request", "is missing: the call ended without one")
-    parse = handler.request_deserializer
-    return data if parse is None else parse(data)
-
-
-async def _answer(answers: Any, context: Context) -> None:
-    """Writes what a handler gave: one answer, many, or none if it writes them itself."""
-    if inspect.isasyncgen(answers):
-        try:
-            async for answer in answers:
-                await context.write(answer)
-        finally:
-            await answers.aclose()
-        return
-    answer = await answers if inspect.isawaitable(answers) else answers
-    if answer is not None:
-        await context.write(answer)
-
-
-async def _abort(context: Context, error: BatonError) -> None:
-    code = grpc.StatusCode[error.grpc_code]
-    await context.abort(code, error.message, trailing_metadata=status_details(error))

@@ -13,12 +13,11 @@ from typing import TypeVar, cast
 import grpc
 
 from common.errors import UnauthenticatedError
+from common.grpc_calls import Context, abort
 from router.api.api_keys import ApiKeys, current_client
-from router.api.grpc_errors import abort
 
 OPEN_SERVICES = frozenset({"grpc.health.v1.Health", "baton.v1.DemandService"})
 
-Context = grpc.aio.ServicerContext[object, object]
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 

@@ -17,7 +17,7 @@ from common.types import WorkerRole, WorkerState
 from protos.baton.v1 import inference_pb2, router_pb2, types_pb2, worker_pb2
 from protos.status import DETAILS_KEY
 from router.api.fleet_service import ask_worker
-from router.api.grpc_errors import invalid_utf8_field
+from router.api.grpc_parser import invalid_utf8_field
 from router.fleet.endpoint import Endpoint
 from router.server import serve
 from tests.router.conftest import SETTINGS, RunningRouter, StartRouter, StartWorker

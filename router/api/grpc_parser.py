@@ -1,24 +1,16 @@
-"""Errors on the gRPC side: Baton's own (`protos.status`), and request bytes that are no valid message."""
+"""Parses the bytes of a request. An error names the field that is to blame."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, NoReturn, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
-import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from common.errors import BatonError, InvalidArgumentError
-from protos.status import status_details
+from common.errors import InvalidArgumentError
 
 MessageT = TypeVar("MessageT", bound=Message)
-
-
-async def abort(context: grpc.aio.ServicerContext[object, object], error: BatonError) -> NoReturn:
-    """Ends the call with `error`."""
-    await context.abort(grpc.StatusCode[error.grpc_code], error.message, trailing_metadata=status_details(error))
-    raise AssertionError("abort always raises")
 
 
 class Parser(Generic[MessageT]):
@@ -41,7 +33,7 @@ class Parser(Generic[MessageT]):
 
 
 def invalid_utf8_field(descriptor: Descriptor, data: bytes) -> str:
-    """Path of the first string field in the wire bytes `data` that is not UTF-8; empty where there is none.
+    """Path of the first string field in the wire bytes `data` that is not UTF-8; empty if there is none.
 
     Walks the wire format (https://protobuf.dev/programming-guides/encoding/) as far as it is well formed.
     """
