@@ -12,11 +12,13 @@ every worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
+import msgspec
 from google.protobuf.message import Message
 
 from baton.report import Chunk, FleetWorker, ModelCard, RequestReport, Result, Usage
@@ -253,15 +255,25 @@ class CancelledError(BatonError):
 
 
 def _sampling_params(options: SamplingOptions) -> types_pb2.SamplingParams:
+    given: dict[str, Any] = {name: _plain(value) for name, value in options.items()}
     try:
-        return types_pb2.SamplingParams(**options)
+        return types_pb2.SamplingParams(**given)
     except (TypeError, ValueError) as error:  # a wrong type, or an integer beyond the field's width
-        for name, value in options.items():
+        for name, value in given.items():
             try:
-                types_pb2.SamplingParams(**{name: value})  # type: ignore[arg-type]
+                types_pb2.SamplingParams(**{name: value})
             except (TypeError, ValueError) as cause:
                 raise InvalidArgumentError(name, f"{value!r} is no value for it: {cause}") from error
         raise
+
+
+def _plain(value: object) -> object:
+    """With mappings for dataclasses, which messages are made from."""
+    if dataclasses.is_dataclass(value):
+        return msgspec.to_builtins(value, builtin_types=(bytes,))
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _fleet_worker(worker: router_pb2.FleetWorker) -> FleetWorker:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, cast, get_origin
+from typing import Annotated, cast
 
 from pydantic import BaseModel, BeforeValidator, Field, create_model
 
@@ -38,7 +38,7 @@ def _as_typed(kind: TypeForm) -> TypeForm:
     read: tuple[Callable[[str], object], str]
     if kind == tuple[str, ...]:
         read = (lambda text: (text,)), "TEXT"
-    elif get_origin(kind) is tuple:
+    elif kind == tuple[int, ...]:
         read = comma_separated, "INT,INT"
     elif kind == dict[int, float]:
         read = _pairs, "INT=NUMBER,..."

@@ -234,7 +234,7 @@ def json_schemas(ref_template: str) -> tuple[JsonSchemas, JsonSchemas]:
     """(each parameter's JSON Schema, the schemas that these refer to by `ref_template`)."""
     schema = _adapter().json_schema(ref_template=ref_template)
     for name, one in schema["properties"].items():
-        del one["title"]
+        one.pop("title", None)  # a reference to another schema has none
         if parameters()[name].default is None:
             one.pop("default", None)
     return schema["properties"], schema.get("$defs", {})

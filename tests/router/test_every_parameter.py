@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 
 import httpx
+import msgspec
 import pytest
 
 from baton.cli.main import main
@@ -17,6 +20,7 @@ from common.sampling import SamplingParams, TypeForm, parameters
 from common.validation import ModelLimits
 from engine import messages as m
 from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2
+from tests.router import nested_parameters
 from tests.router.conftest import RunningRouter
 from tests.router.fake_worker import MAX_MODEL_LEN, FakeWorker
 from tests.router.tiny_tokenizer import vocab_size
@@ -30,6 +34,7 @@ EXAMPLES: tuple[tuple[TypeForm, object, str], ...] = (
     (tuple[str, ...], ("zz",), "zz"),
     (tuple[int, ...], (7, 8), "7,8"),
     (dict[int, float], {7: 0.5, 8: -0.5}, "7=0.5,8=-0.5"),
+    *nested_parameters.EXAMPLES,
 )
 """(type, value, as it is typed on a command line)"""
 
@@ -41,8 +46,13 @@ def example(name: str) -> tuple[object, str]:
     return next((value, typed) for one, value, typed in EXAMPLES if one == kind)
 
 
+def sent(name: str) -> object:
+    """As a client writes it: mappings for dataclasses."""
+    return msgspec.to_builtins(example(name)[0])
+
+
 def for_json(name: str) -> dict[str, object]:
-    value = example(name)[0]
+    value = sent(name)
     return {"top_logprobs": value, "logprobs": True} if name == "logprobs" else {name: value}
 
 
@@ -67,18 +77,18 @@ async def test_rest(router: RunningRouter, worker: FakeWorker, name: str) -> Non
     messages = [{"role": "user", "content": "Hi"}]
     await router.openai.chat.completions.create(model="tiny", messages=messages, extra_body=for_json(name))  # type: ignore[arg-type]
     value = example(name)[0]
-    await router.openai.completions.create(model="tiny", prompt="Hi", extra_body={name: value})
+    await router.openai.completions.create(model="tiny", prompt="Hi", extra_body={name: sent(name)})
     for request in worker.requests:
         assert getattr(in_the_engine(request), name) == value
     for alias in parameters()[name].rest_aliases:
-        await router.openai.completions.create(model="tiny", prompt="Hi", extra_body={alias: value})
+        await router.openai.completions.create(model="tiny", prompt="Hi", extra_body={alias: sent(name)})
         assert getattr(in_the_engine(worker.requests[-1]), name) == value
 
 
 @every_parameter
 async def test_grpc(router: RunningRouter, worker: FakeWorker, name: str) -> None:
     value = example(name)[0]
-    params = types_pb2.SamplingParams(**{name: value})  # type: ignore[arg-type]
+    params = types_pb2.SamplingParams(**{name: sent(name)})  # type: ignore[arg-type]
     async for _ in router.inference.Generate(inference_pb2.GenerateRequest(prompt="Hi", sampling_params=params)):
         pass
     assert getattr(in_the_engine(worker.requests[0]), name) == value
@@ -90,7 +100,7 @@ async def test_client(router: RunningRouter, worker: FakeWorker, name: str) -> N
 
     def ask() -> None:
         with Client(router.grpc_address) as client:
-            client.generate("Hi", **{name: value}).result()  # type: ignore[arg-type]
+            client.generate("Hi", **{name: sent(name)}).result()  # type: ignore[arg-type]
             client.chat("Hi", **{name: value}).result()  # type: ignore[arg-type]
 
     await asyncio.to_thread(ask)
@@ -122,3 +132,13 @@ async def test_the_page_has_the_help_of_each(router: RunningRouter) -> None:
     for name, parameter in parameters().items():
         for one in (name, *parameter.rest_aliases):
             assert schemas["CompletionBody"]["properties"][one]["anyOf"][0]["description"] == parameter.help
+
+
+def test_nested_values() -> None:
+    """The tests above with parameters that are, or hold, dataclasses: they are declared in a process of their own."""
+    names = " or ".join(f"[{name}]" for name in nested_parameters.VALUES)
+    selected = "same_fields or help_of_each or " + names
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "tests.router.nested_parameters", __file__]
+    result = subprocess.run([*command, "-k", selected], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+    assert f"{len(nested_parameters.VALUES) * 4 + 2} passed" in result.stdout
