@@ -81,7 +81,7 @@ def pool_path(shm_name: str) -> Path:
 
 
 def remove_abandoned() -> None:
-    """Frees the shared memory of servers that were killed, even where workers have yet to unmap it."""
+    """Frees the shared memory of servers that were killed, even if workers have yet to unmap it."""
     for lock_path in _SHM.glob(f"{_NAME}*.lock"):
         with contextlib.suppress(OSError):  # another user's, in use (BlockingIOError), or removed just now
             fd = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)

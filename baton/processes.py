@@ -42,7 +42,7 @@ class Ready:
 @dataclass(slots=True, frozen=True)
 class Ended:
     child: Child
-    code: int  # exit code; -N where signal N ended it
+    code: int  # exit code; -N if signal N ended it
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,7 +69,7 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=20))  # its last lines on standard error
-    code: int | None = None  # exit code once it has ended; -N where signal N ended it
+    code: int | None = None  # exit code once it has ended; -N if signal N ended it
     watcher: threading.Thread | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)  # a pid is ours only until it is reaped
 
@@ -78,7 +78,7 @@ class Child:
         return self.code is None
 
     def reason(self) -> str:
-        """Why it ended, in its own words where it had any."""
+        """Why it ended, in its own words if it wrote any."""
         for line in reversed(self.tail):
             if match := _ERROR_LINE.match(line):
                 return match[1]

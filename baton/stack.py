@@ -209,7 +209,7 @@ def run(
 
 
 def _work(work: Callable[[Addresses], int], addresses: Addresses, events: Events) -> None:
-    finished = Finished(1)  # where it raises what it should not, which the thread's own hook prints
+    finished = Finished(1)  # if `work` raises what it should not: the thread's own hook prints that
     try:
         finished = Finished(work(addresses))
     except BatonError as error:

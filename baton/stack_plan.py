@@ -113,7 +113,7 @@ def baton_command(command: str, settings: Settings) -> list[str]:
 
 
 def usable_cores() -> tuple[int, ...]:
-    """Cores this process may run on; none where the system cannot pin."""
+    """Cores this process may run on; none if the system cannot pin."""
     if sys.platform != "linux":
         return ()
     return tuple(sorted(os.sched_getaffinity(0)))
@@ -130,8 +130,8 @@ def divide_cores(cores: Sequence[int], num_workers: int) -> list[tuple[int, ...]
 def front_cores(roles: Sequence[str], cores: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Where the workers' gRPC servers and the router run, given each worker's role and the cores of its engine: beside
     engines that only prefill. Each of a stream's tokens waits for a decode step, of 30 ms perhaps, and a millisecond
-    that another process takes of it is felt; in a chunk of a long prompt it is lost. None, so anywhere, where every
-    core decodes."""
+    that another process takes of it is felt; in a chunk of a long prompt it is lost. Empty (any core) if
+    every core decodes."""
     decoding = {core for role, own in zip(roles, cores, strict=True) if role != "prefill" for core in own}
     return tuple(sorted({core for own in cores for core in own} - decoding))
 

@@ -1,5 +1,5 @@
 """`python -I -S tether.py PARENT CORES COMMAND [ARGUMENT ...]`: becomes COMMAND, which Linux kills when PARENT ends.
-It runs on CORES (as 0,1), or anywhere where those are empty.
+It runs on CORES (as 0,1), or on any core if CORES is empty.
 
 A program of its own, and not a function that runs between fork and exec: a process that has threads, as one that uses
 gRPC has, can't safely run Python there.

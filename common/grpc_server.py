@@ -1,8 +1,8 @@
 """A grpc.aio server that answers calls of methods that it does not have without looking at their names.
 
-grpcio 1.85's decodes the name of such a method as UTF-8 in its main loop, where one that is none ends the server: one
-request would take a whole process out of service. What it does have, it asks gRPC for by name: those calls never come
-there. This reaches into grpcio; `tests/common/test_grpc_server.py` says if a newer one differs.
+grpcio 1.85's decodes the name of such a method as UTF-8 in its main loop. A name that is not UTF-8 ends the server:
+one request would take a whole process out of service. Calls of methods that the server has never come there: it asks
+gRPC for those by name. This reaches into grpcio; `tests/common/test_grpc_server.py` says if a newer one differs.
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ _Signature = tuple[tuple[int, int, int, int], ...]
 
 
 class WatchedFiles(Generic[ValueT]):
-    """`load` reads `paths` and raises `StartupError` for what it cannot use: from here at first, and later, where the
-    value of before is kept, into log and metrics. `what` names them there. Threads may share it."""
+    """`load` reads `paths` and raises `StartupError` for what it cannot use. The first time, the error reaches the
+    caller; later, the previous value is kept, and the error goes to log and metrics, under the name `what`. Threads
+    may share it."""
 
     def __init__(self, what: str, paths: Sequence[str], load: Callable[[], ValueT]) -> None:
         self._what = what

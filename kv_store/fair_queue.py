@@ -48,7 +48,7 @@ class FairQueue(Generic[Job, Item]):
         accepts: Callable[[Job], bool] = lambda _: True,
         spare: int = 0,
     ) -> tuple[Job, list[Item]] | None:
-        """Up to `limit` items of the next job in turn that `accepts`, and `spare` more where those are its last; waits
+        """Up to `limit` items of the next job in turn that `accepts`, and `spare` more if those are its last; waits
         for one. None once closed, or after `timeout_s`. `accepts` is asked again when something is put, or after
         `recheck`."""
         with self._changed:

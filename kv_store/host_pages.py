@@ -1,4 +1,4 @@
-"""Pages under large tensors in host memory: huge ones where Linux has some, and there before a request needs them.
+"""Pages under large tensors in host memory: huge ones if Linux has some, and made before a request needs them.
 
 Reading another process's memory costs the kernel one look-up per page: with pages of 2 MiB instead of 4 KiB, blocks
 move about twice as fast through shared memory (9.5 GB/s, not 4.1, in blocks of 1 MiB).
@@ -25,8 +25,8 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; changes no content
 _SLICE_BYTES = 2 << 20  # of one call, which holds a lock that allocations of other threads need
 _NICE = 10  # whatever has work to do comes first
 _DELAY_S = 5.0  # a worker that starts has better things to do, and its first answers, too
-# Of a core's time. The lesser where others want the core: 40 MB/s where pages are slowest, and prompts fill a cache
-# more slowly. The greater on a core that nobody wants, so that it is over before many requests have met it.
+# Shares of a core's time. The smaller one if others want the core: that is 40 MB/s where pages are slowest, and prompts
+# fill a cache more slowly. The larger one on a core that nobody else wants, to be done before many requests come.
 _SHARE, _LONE_SHARE = 0.1, 0.5
 _IS_LONE = 0.9  # the part of a slice's time that the thread ran, from which on it was alone
 
@@ -64,7 +64,7 @@ def _populate(tensor: torch.Tensor, start: int, end: int) -> None:  # noqa: ARG0
 
 
 def _advise(start: int, end: int, advice: int) -> str:
-    """The kernel's reason where it declines."""
+    """The kernel's reason if it declines; else empty."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice) == 0:
         return ""

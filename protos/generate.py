@@ -63,7 +63,7 @@ def _under_protos(text: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a file is not current")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not current")
     check = parser.parse_args().check
     with tempfile.TemporaryDirectory() as folder:
         files = generate(Path(folder))

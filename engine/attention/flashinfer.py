@@ -44,7 +44,7 @@ class FlashInferBackend(AttentionBackend):
         flashinfer = import_flashinfer()
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         prefill_workspace = torch.empty_like(workspace)
-        # Tensor cores pay off for decode where several query heads share a KV head.
+        # Tensor cores pay off for decode if several query heads share a KV head.
         grouped = shape.num_heads // spec.num_kv_heads >= 4
         # By window. They run one after another, so they share their workspaces.
         self.decode: dict[int, _Wrapper] = {}

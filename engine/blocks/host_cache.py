@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 def allocate_host_cache(settings: EngineSettings, spec: KVCacheSpec, device: torch.device) -> torch.Tensor:
-    """`[num_host_blocks, *block_shape]` of the cache's dtype, for both uses together; no blocks where neither is on.
+    """`[num_host_blocks, *block_shape]` of the cache's dtype, for both uses together; no blocks if neither is on.
 
     Page-locked if `device` is CUDA, so that copies run beside computing. Raises `StartupError` if memory does not
     suffice.

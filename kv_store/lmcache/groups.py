@@ -58,8 +58,8 @@ class Group:
     last_hash: bytes
 
     def hint(self, tp_size: int) -> str:
-        """What a `BlockRef` carries, so that any block of the group is found without its neighbours' hashes, and
-        where workers of that degree keep it."""
+        """What a `BlockRef` carries, so that any block of the group is found without its neighbours' hashes, in
+        the place that workers of that degree use."""
         return f"{self.num_blocks}:{self.last_hash.hex()}:{tp_size}"
 
     @staticmethod

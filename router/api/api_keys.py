@@ -5,7 +5,7 @@ One key in a line, and what is known of it; `#` begins a comment:
     sk-1f3a…                     name=alice tenant=research
     sha256:9b74c9897bac770f…     name=ci          # its SHA-256 in hex: the file then holds no secret
 
-`name` (logs have it, never the key) is made of the hash where it is not given. Keys of one tenant share the KV blocks
+`name` (logs have it, never the key) is made of the hash if it is not given. Keys of one tenant share the KV blocks
 of equal prefixes among themselves and with nobody else; keys without one share among those without. Only hashes are
 kept in memory. Keys should be random (`openssl rand -hex 24`): the hash of a guessable one can be guessed.
 """
@@ -32,7 +32,7 @@ _FIELDS = ("name", "tenant")
 
 
 class ApiKeys:
-    """The keys in a file, read again when it changes. Raises `StartupError` where it is wrong, or holds no key."""
+    """The keys in a file, read again when it changes. Raises `StartupError` if it is wrong, or holds no key."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -91,4 +91,4 @@ def _digest(key: str) -> bytes:
 
 
 current_client: ContextVar[ApiClient | None] = ContextVar("current_client", default=None)
-"""Whose call this is: set before any handler of either interface runs; None where no keys are asked for."""
+"""Whose call this is: set before any handler of either interface runs; None if no keys are asked for."""

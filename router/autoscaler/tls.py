@@ -29,8 +29,8 @@ BUNDLE_LIMIT = 8  # certificates kept in a CA bundle, the youngest
 
 @dataclass(slots=True, frozen=True)
 class FrontProxy:
-    """Whom to take for the API server: a client certificate of this CA, with one of these common names (any where
-    there are none)."""
+    """Who counts as the API server: a client with a certificate of this CA that has one of these common names, or any
+    common name if `names` is empty."""
 
     ca_pem: str
     names: frozenset[str]

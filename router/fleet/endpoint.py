@@ -12,7 +12,7 @@ class Endpoint:
     """One worker at one instant: what it said about itself, and what this router has sent it since.
 
     `role` is what this router may use it for, as configured. `excluded` says why it must not be used although it can
-    be reached, and is empty where nothing speaks against it.
+    be reached, and is empty if nothing speaks against it.
     """
 
     worker_id: str

@@ -50,7 +50,7 @@ class ServedModel:
 
     limits: ModelLimits
     fingerprint: str
-    fingerprint_but_dtype: str  # empty where the worker is too old to say
+    fingerprint_but_dtype: str  # empty if the worker is too old to say
     dtype: str
     eos_token_ids: frozenset[int]
     tokenizer: Tokenizer
@@ -188,7 +188,7 @@ class Registry:
         return [worker.endpoint(self._excluded(worker)) for worker in self._workers.values()]
 
     def info(self, address: str) -> worker_pb2.WorkerInfo | None:
-        """None where the worker never answered."""
+        """None if the worker never answered."""
         return self._workers[address].info
 
     def channel(self, address: str) -> grpc.aio.Channel:
@@ -202,7 +202,7 @@ class Registry:
         return self.model
 
     def not_ready(self) -> str:
-        """Why no request can be served now; empty where one can."""
+        """Why no request can be served now; empty if requests can."""
         usable = [e for e in self.endpoints() if e.can_decode and e.state is WorkerState.READY and not e.excluded]
         if usable and self.model is not None:
             return ""
@@ -210,10 +210,10 @@ class Registry:
         return f"no decode worker is ready ({'; '.join(reasons) or 'none is configured'})"
 
     def reconnect_wait_s(self) -> float:
-        """How long a request that finds no decode worker should wait for one, in seconds: 0 where none was lost lately.
+        """How long a request that finds no decode worker should wait for one, in seconds: 0 if none was lost lately.
 
         A router that stood still (a paused machine) finds all its connections broken the moment it goes on, and has new
-        ones a moment later. It is counted from when it noticed, so what it slept through does not count.
+        ones a moment later. The time is counted from when it noticed, so the time of the pause does not count.
         """
         lost_after = time.monotonic() - LOST_LATELY_S
         is_back_soon = any(
@@ -374,8 +374,8 @@ class Registry:
         return f"holds KV of another kind ({info.fingerprint}, not {self.model.fingerprint})"
 
     async def _adopt(self, worker: _Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
-        """Makes this decode worker's model the one that is served, where none is, or where nobody is left who has
-        the one that was."""
+        """Makes this decode worker's model the one that is served, if none is served yet, or if no worker is left that
+        has the model which was served."""
         info = worker.info
         if info is None or worker.role is WorkerRole.PREFILL:
             return

@@ -42,7 +42,7 @@ class RoutingDecision:
 
 class Policy(Protocol):
     def pick(self, request: RoutingRequest, endpoints: Sequence[Endpoint]) -> RoutingDecision:
-        """Raises `UnavailableError`, with each worker's reason, where no decode worker can take the request."""
+        """Raises `UnavailableError`, with each worker's reason, if no decode worker can take the request."""
         ...
 
 
@@ -110,7 +110,7 @@ class RankingPolicy(ABC):
 
 
 def _prefill_candidates(decode: Endpoint, usable: Sequence[Endpoint]) -> list[Endpoint]:
-    """Workers of both roles help each other only where the decode worker itself cannot prefill."""
+    """Workers of both roles help each other only if the decode worker itself cannot prefill."""
     candidates = [e for e in usable if e.can_prefill and e.address != decode.address]
     if decode.role is WorkerRole.BOTH:
         return [e for e in candidates if e.role is WorkerRole.PREFILL]

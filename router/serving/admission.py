@@ -56,7 +56,7 @@ class Admission:
         self._idle.set()
 
     def not_ready(self) -> str:
-        """Why no request is taken now; empty where one is."""
+        """Why no request is taken now; empty if requests are taken."""
         if self._draining:
             return "the router is shutting down"
         return "" if self._worker_wait_s else self.registry.not_ready()
@@ -77,7 +77,7 @@ class Admission:
         return self.registry.served()
 
     async def serving(self) -> ServedModel:
-        """`served`, after waiting for a worker where there is none: a first one, or one whose connection broke a moment
+        """`served`, after waiting for a worker if there is none: a first one, or one whose connection broke a moment
         ago. Raises `UnavailableError`."""
         wait_s = self._worker_wait_s or self.registry.reconnect_wait_s()
         give_up_at = time.monotonic() + wait_s

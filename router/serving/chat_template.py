@@ -70,7 +70,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message]) -> str:
         """The prompt that asks for the assistant's next message.
 
-        Raises `InvalidArgumentError` for `messages` where the template refuses the conversation.
+        Raises `InvalidArgumentError` for `messages` if the template refuses the conversation.
         """
         try:
             return self._template.render(

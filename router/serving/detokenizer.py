@@ -57,7 +57,7 @@ class Detokenizer:
             part = self._tokenizer.decode(self._window[:end])
             if text.startswith(part) and len(part) > len(self._done_text):
                 return self._advance(end, part)
-        # No token ends where a character does: what is whole is shown, and the window begins anew after it.
+        # No token ends at the end of a character: whole characters are shown, and the window begins anew after them.
         unfinished = text[len(text.rstrip(REPLACEMENT)) :][-MAX_UNFINISHED:]
         whole = text.removesuffix(unfinished)
         if len(whole) <= len(self._done_text):  # nothing but bytes that are no character

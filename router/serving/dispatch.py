@@ -4,7 +4,7 @@
       ^         │
       │         ├─ lost before the first token: the same request to another decode worker (a retry)
       ├─────────┼─ lost after it: prompt and tokens so far to another one (a migration); the caller notices nothing
-      └─────────┴─ drains and offers the request: the same, planned, and only where another one is there (a handover)
+      └─────────┴─ drains and offers the request: the same, planned, and only if there is another one (a handover)
 
 Every token that the caller has received is in `output_token_ids` of the next attempt, and a worker only sends tokens
 after those: none comes twice, none is missing. Seed and position decide each draw, so the text is the same too.
@@ -128,8 +128,8 @@ class Dispatcher:
     async def run(self, request: GenerationRequest, progress: Progress) -> AsyncGenerator[NewTokens, None]:
         """Yields tokens until one batch has a `finish_reason`; fills `progress` as it goes.
 
-        Raises `UnavailableError` where no decode worker is left, `OverloadedError` where all refuse,
-        `DeadlineError`, `InvalidArgumentError` where a worker refuses the request itself.
+        Raises `UnavailableError` if no decode worker is left, `OverloadedError` if all refuse,
+        `DeadlineError`, `InvalidArgumentError` if a worker refuses the request itself.
         """
         self._budget.request()
         sent: list[int] = []  # tokens that the caller has
@@ -162,9 +162,9 @@ class Dispatcher:
     async def _pick(
         self, request: GenerationRequest, avoided: _Avoided, lost: _WorkerLostError | None
     ) -> RoutingDecision:
-        """A first attempt finds a worker now, or waits a moment for one whose connection broke just now. One that lost
-        its worker prefers another, takes the same one where it is back and no other is there, and waits a little for
-        either."""
+        """A first attempt finds a worker now, or waits a moment for one whose connection broke just now. A request that
+        lost its worker prefers another one, takes the same one if it is back and there is no other, and waits a little
+        for either."""
         give_up_at = self._clock() + (self._limits.recovery_wait_s if lost else self._registry.reconnect_wait_s())
         while True:
             try:
@@ -201,7 +201,7 @@ class Dispatcher:
     def _allow_another(
         self, request: GenerationRequest, progress: Progress, lost: _WorkerLostError, *, has_tokens: bool
     ) -> None:
-        """Counts the next attempt, or raises where there must be none."""
+        """Counts the next attempt, or raises if there must be none."""
         report = progress.report
         within_budget = self._budget.spend(self._clock())
         extra = {"request_id": request.request_id, "decode_worker": report.decode_worker, "reason": str(lost)}
@@ -225,7 +225,7 @@ class Dispatcher:
         log.warning("decode worker lost, retrying", extra=extra)
 
     def _elsewhere(self, request: GenerationRequest, draining: Endpoint, avoided: _Avoided) -> RoutingDecision | None:
-        """Who could go on instead of a worker that drains; None where nobody can now. The worker asks again."""
+        """The worker that could go on instead of one that drains; None if none can now. The worker asks again."""
         avoided.refuse(draining)
         try:
             return self._pick_once(request, avoided)
@@ -257,7 +257,7 @@ class Dispatcher:
         progress: Progress,
         avoided: _Avoided,
     ) -> AsyncGenerator[NewTokens, None]:
-        """One Decode call. Raises `_WorkerLostError` where another worker may do better, `_HandoverError` where one
+        """One Decode call. Raises `_WorkerLostError` if another worker may do better, `_HandoverError` if one
         should."""
         timeout_s = request.deadline - self._clock()
         if timeout_s <= 0:
@@ -300,7 +300,7 @@ class Dispatcher:
         self, request: GenerationRequest, decision: RoutingDecision, sent: list[int], timeout_s: float
     ) -> grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeEvent]:
         stub = decode_pb2_grpc.DecodeServiceStub(self._registry.channel(decision.decode.address))
-        # Those after the first one are asked where that fails. Without them the decode worker computes the prompt.
+        # The others are asked if the first one fails. Without them the decode worker computes the prompt.
         num_named = None if self._budget.allows(self._clock()) else 1
         return stub.Decode(
             decode_pb2.DecodeRequest(

@@ -24,7 +24,7 @@ MESSAGE_BYTES = 4 * MIB  # gRPC's own default, and enough for a context of 250,0
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GateLimits:
     max_requests: int = 1024  # in flight; each choice of an answer counts as one
-    max_requests_per_key: int | None = None  # half of max_requests where None
+    max_requests_per_key: int | None = None  # half of max_requests if None
     max_buffered_bytes: int = 256 * MIB  # bodies of requests in flight
     max_message_bytes: int = MESSAGE_BYTES  # of one gRPC message, before anything is known of it
     receive_timeout_s: float = 30.0  # for a request's body to come

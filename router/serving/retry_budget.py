@@ -29,7 +29,7 @@ class RetryBudget:
         self._balance = min(self._capacity, self._balance + self._ratio)
 
     def spend(self, now: float) -> bool:
-        """Takes one retry out; False where none is left."""
+        """Takes one retry out; False if none is left."""
         if not self.allows(now):
             return False
         self._balance -= 1

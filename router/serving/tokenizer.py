@@ -87,14 +87,14 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Message]) -> str:
         """The conversation as prompt text, special tokens written out.
 
-        Raises `InvalidArgumentError` for `messages` where the model has no template, or its template refuses.
+        Raises `InvalidArgumentError` for `messages` if the model has no template, or its template refuses.
         """
         if self.chat_template is None:
             raise InvalidArgumentError("messages", "the served model has no chat template; send a prompt instead")
         return self.chat_template.render(messages)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for, also where that is a part of a character."""
+        """What one token stands for, even if that is only a part of a character."""
         token = self.rust.id_to_token(token_id)
         if token is None:  # models pad their vocabulary beyond the tokenizer's
             return b""
@@ -119,7 +119,7 @@ def _byte_of_char() -> dict[str, int]:
 def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     """`files` by bare name, as in a Hugging Face model directory. Blocking: takes up to a second.
 
-    Raises `UnavailableError` with one line where they make no tokenizer.
+    Raises `UnavailableError` with one line if they make no tokenizer.
     """
     if not files:
         raise UnavailableError("the worker has no tokenizer files")
@@ -139,7 +139,7 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
 
 
 def _template_source(files: Mapping[str, bytes], config: Mapping[str, object]) -> str:
-    """The default chat template, from the places where it is kept, newest convention first; empty where there is
+    """The default chat template, from the places where it is kept, newest convention first; empty if there is
     none."""
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode()

@@ -136,7 +136,7 @@ class Answer:
         return [self._chunk(choice) for choice in openings if choice is not None]
 
     def _event(self, index: int, output: Output) -> bytes:
-        """Empty where `output` has nothing to show."""
+        """Empty if `output` has nothing to show."""
         choice = self._choices[index]
         logprobs = self._logprobs(choice, output.tokens) if output.tokens else None
         if output.finish_reason is None and not output.text and logprobs is None:

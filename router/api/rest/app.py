@@ -36,7 +36,7 @@ from router.fleet.registry import ServedModel
 from router.serving.front import Front
 from router.serving.request import Prompt, new_request_id
 
-DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's text completion gives where max_tokens is not set
+DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's text completion gives if max_tokens is not set
 CLIENT_GONE_STATUS = 499  # nobody reads it; access logs know it
 
 BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)

@@ -26,7 +26,7 @@ class AnswerFormat(Protocol):
         ...
 
     def opening(self, index: int) -> JsonObject | None:
-        """The choice of a stream's first chunk, where it has one without text."""
+        """The choice of a stream's first chunk, if it has one without text."""
         ...
 
     def piece(self, index: int, text: str, logprobs: JsonObject | None) -> JsonObject:
@@ -113,7 +113,7 @@ def usage(usages: Sequence[types_pb2.Usage], num_choices: int) -> JsonObject:
 
 
 def baton_report(request_id: str, reports: Sequence[types_pb2.RequestReport]) -> JsonObject:
-    """What Baton adds to an answer: the first choice's report, and each one's where there are several."""
+    """What Baton adds to an answer: the first choice's report, and each one's if there are several."""
     first = _as_json(reports[0])
     several = {"choices": [_as_json(report) for report in reports]} if len(reports) > 1 else {}
     return {"request_id": request_id, **first, **several}

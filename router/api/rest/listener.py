@@ -1,8 +1,8 @@
 """The socket that REST clients connect to.
 
-A client whose host or network vanishes closes nothing. HTTP/1.1 has no pings, so it is the kernel that has to notice,
-which it does after a quarter of an hour where nobody says otherwise: until then the request would be computed for
-nobody. Connections take these settings over from the socket that they came by.
+A client whose host or network vanishes closes nothing. HTTP/1.1 has no pings, so the kernel has to notice. By
+default that takes it a quarter of an hour, in which the request would be computed for nobody. Connections inherit
+these settings from the socket that accepts them.
 
     nothing is sent    a probe after IDLE_S of silence, and then one every INTERVAL_S: TCP's keepalive
     tokens are sent    they are not acknowledged: TCP_USER_TIMEOUT (Linux), which ends the probing as well

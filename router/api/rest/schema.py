@@ -240,7 +240,7 @@ class CompletionBody(GenerationBody, kw_only=True):
     def check(self) -> None:
         super().check()
         if self.best_of not in (None, self.num_choices):
-            raise InvalidArgumentError("best_of", "is only supported where it equals n")
+            raise InvalidArgumentError("best_of", "is only supported if it equals n")
         if len(self.prompts()) * self.num_choices > MAX_CHOICES:
             raise InvalidArgumentError("prompt", f"prompts times n must be at most {MAX_CHOICES}")
 

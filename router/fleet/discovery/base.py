@@ -12,7 +12,7 @@ class Found:
     """One worker (or router) that a source knows."""
 
     address: str  # host:port, as gRPC dials it
-    pod: str = ""  # name of the Kubernetes pod behind it, where known
+    pod: str = ""  # name of the Kubernetes pod behind it, if known
 
 
 class Discovery(Protocol):
@@ -27,6 +27,6 @@ class Discovery(Protocol):
         """Yields the whole current set, sorted: as soon as something is known, then after each change.
 
         Runs until closed, and outlives every failure of what it watches. May be called once. Raises `StartupError`
-        where the source can never answer, with what an operator has to do.
+        if the source can never answer; the message says what an operator has to do.
         """
         ...

@@ -19,7 +19,7 @@ def fixed(endpoints: Sequence[str]) -> list[str]:
 
 
 async def follow(prefill: Sequence[str], decode: Sequence[str], set_addresses: SetAddresses) -> None:
-    """Calls `set_addresses` after each change, until cancelled; returns at once where every worker is fixed.
+    """Calls `set_addresses` after each change, until cancelled; returns at once if every worker is fixed.
 
     Raises `ConfigError` for an endpoint that cannot be read, and an `ExceptionGroup` of what `Discovery.watch` raises.
     """

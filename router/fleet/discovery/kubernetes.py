@@ -60,7 +60,7 @@ class ApiServer:
 
     @classmethod
     async def connect(cls) -> ApiServer:
-        """Reads the credentials; the server need not be up. Raises `StartupError` where there are none."""
+        """Reads the credentials; the server need not be up. Raises `StartupError` if there are none."""
         try:
             # Not at the top: without Kubernetes nobody needs the package, and it takes a second to import.
             client = importlib.import_module("kubernetes.aio.client")
