@@ -23,17 +23,7 @@ def block_hash(parent: bytes, token_ids: Sequence[int], extra_keys: tuple[str, .
 
     `extra_keys` are what else the KV depends on, in a fixed order: LoRA id, multimodal content hash, cache salt.
     """
-    digest = hashlib.blake2b(parent, digest_size=HASH_BYTES, person=b"baton-block")
-    digest.update(len(token_ids).to_bytes(4, "little"))
-    ids = array("I", token_ids)  # 4 bytes each on every platform that CPython supports
-    if ids.itemsize != 4:
-        raise RuntimeError("array('I') does not have 4-byte items on this platform")
-    digest.update(ids.tobytes() if _LITTLE_ENDIAN else _swapped(ids))
-    for key in extra_keys:
-        data = key.encode()
-        digest.update(len(data).to_bytes(4, "little"))
-        digest.update(data)
-    return digest.digest()
+    return _named(parent, len(token_ids), _token_bytes(token_ids), _extra_bytes(extra_keys))
 
 
 def block_hashes(
@@ -41,10 +31,11 @@ def block_hashes(
 ) -> list[bytes]:
     """Names of the full blocks of `token_ids`, in order; with `partial` also of a tail shorter than a block."""
     hashes: list[bytes] = []
-    parent = root
+    parent, tokens, extra = root, _token_bytes(token_ids), _extra_bytes(extra_keys)
     stop = len(token_ids) if partial else len(token_ids) - len(token_ids) % block_size
     for start in range(0, stop, block_size):
-        parent = block_hash(parent, token_ids[start : start + block_size], extra_keys)
+        size = min(block_size, stop - start)
+        parent = _named(parent, size, tokens[4 * start : 4 * (start + size)], extra)
         hashes.append(parent)
     return hashes
 
@@ -55,10 +46,23 @@ def extra_keys(*, lora_id: str = "", content_hash: str = "", cache_salt: str = "
     return tuple(f"{kind}:{value}" for kind, value in named if value)
 
 
-def _swapped(ids: array[int]) -> bytes:
-    copy = array("I", ids)
-    copy.byteswap()
-    return copy.tobytes()
+def _named(parent: bytes, num_tokens: int, tokens: bytes, extra: bytes) -> bytes:
+    content = parent + num_tokens.to_bytes(4, "little") + tokens + extra
+    return hashlib.blake2b(content, digest_size=HASH_BYTES, person=b"baton-block").digest()
+
+
+def _token_bytes(token_ids: Sequence[int]) -> bytes:
+    """4 bytes for each, little-endian."""
+    ids = array("I", token_ids)  # 4 bytes each on every platform that CPython supports
+    if ids.itemsize != 4:
+        raise RuntimeError("array('I') does not have 4-byte items on this platform")
+    if not _LITTLE_ENDIAN:
+        ids.byteswap()
+    return ids.tobytes()
+
+
+def _extra_bytes(extra_keys: tuple[str, ...]) -> bytes:
+    return b"".join(len(data).to_bytes(4, "little") + data for data in (key.encode() for key in extra_keys))
 
 
 _LITTLE_ENDIAN = array("I", [1]).tobytes()[0] == 1

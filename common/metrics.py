@@ -58,9 +58,14 @@ router_fallbacks = Counter("baton_router_fallbacks", "Answers for which the deco
 router_endpoints = Gauge("baton_router_endpoints", "Workers as this router sees them.", ["role", "state"])
 router_false_workers = Counter(
     "baton_router_false_workers",
-    "Times that a worker said what cannot be, by what it spoke of: itself (info), or an answer (tokens).",
+    "Times that a worker said what cannot be, by what it spoke of: itself (info), its KV (blocks), or an "
+    "answer (tokens).",
     ["about"],
 )
+router_block_resyncs = Counter(
+    "baton_router_block_resyncs", "Times that a stream of a worker's KV blocks broke, or lacked a message."
+)
+router_known_blocks = Gauge("baton_router_known_blocks", "KV blocks that this router knows to be on some worker.")
 router_decisions = Counter("baton_router_decisions", "Routing decisions, by where the prompt is computed.", ["prefill"])
 router_endpoint_requests = Gauge(
     "baton_router_endpoint_requests", "Requests that this router has running on a decode worker.", ["address"]

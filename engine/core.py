@@ -152,6 +152,8 @@ class EngineCore:
                 remote_kv.add_peer(peer)
             case m.GetStatus(call_id):
                 self._events.append(m.Status(call_id, self.load, self._integrity()))
+            case m.GetBlocks():
+                self._events.append(m.BlocksListed(b"".join(self.blocks.names())))
         self._take_back()
 
     def stood_still(self, seconds: float) -> None:
@@ -233,6 +235,10 @@ class EngineCore:
         """Events since the last call."""
         events, self._events = self._events, []
         return events
+
+    def take_block_news(self) -> list[m.Event]:
+        """What became of findable blocks since the last call, as one event; none if nothing did."""
+        return [m.BlocksChanged(*self.blocks.news.take())] if self.blocks.news else []
 
     @property
     def has_work(self) -> bool:

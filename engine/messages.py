@@ -91,6 +91,10 @@ class GetStatus(msgspec.Struct, tag=True, frozen=True):
     call_id: int
 
 
+class GetBlocks(msgspec.Struct, tag=True, frozen=True):
+    """Answered by `BlocksListed`."""
+
+
 Command = (
     AddRequest
     | BlocksAnnounced
@@ -101,6 +105,7 @@ Command = (
     | StopPrefill
     | AddPeer
     | GetStatus
+    | GetBlocks
 )
 
 # ------------------------------------------------------------------------------------------------ events
@@ -188,6 +193,20 @@ class LoadChanged(msgspec.Struct, tag=True, frozen=True):
     load: WorkerLoad
 
 
+class BlocksChanged(msgspec.Struct, tag=True, frozen=True):
+    """Names of blocks (16 bytes each) that can be found here from now on, and of those that cannot any more. Each name
+    that changed is told at least once, and its last state last."""
+
+    stored: bytes
+    removed: bytes
+
+
+class BlocksListed(msgspec.Struct, tag=True, frozen=True):
+    """Names of all blocks that can be found here now, 16 bytes each. Changes that come before it are part of it."""
+
+    names: bytes
+
+
 class Alive(msgspec.Struct, tag=True, frozen=True):
     """The engine's loop goes on, and had nothing else to say."""
 
@@ -214,6 +233,8 @@ Event = (
     | TokensGenerated
     | RequestFailed
     | LoadChanged
+    | BlocksChanged
+    | BlocksListed
     | Alive
     | MetricsChanged
     | Status

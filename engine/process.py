@@ -34,6 +34,7 @@ LOAD_INTERVAL_S = 0.05  # load is reported on change, at most this often
 IDLE_POLL_S = 1.0
 ALIVE_INTERVAL_S = 1.0  # the front hears something at least this often, in mid-step too, else the engine hangs
 METRICS_INTERVAL_S = 1.0
+BLOCKS_INTERVAL_S = 0.02  # block names that come and go are told on change, at most this often
 
 if TYPE_CHECKING:
     from engine.core import EngineCore  # the gRPC front imports Bootstrap from here without loading torch
@@ -175,13 +176,14 @@ class _Loop:
         self._metrics = _MetricsReporter()
         self._is_busy = False
         self._last_sent = time.monotonic()
+        self._blocks_due = 0.0
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(wakeup.read_fd, zmq.POLLIN)
 
     def turn(self) -> None:
         """Waits for something to do, unless the last turn left work, and does one step of it."""
-        self._poller.poll(0 if self._is_busy else self._reporter.ms_until_due(time.monotonic()))
+        self._poller.poll(0 if self._is_busy else self._idle_ms(time.monotonic()))
         self._wakeup.clear()
         self._commands.hand_to(self._core)
         output = self._core.prepare()
@@ -196,9 +198,17 @@ class _Loop:
         self._core.begin_remote()
         self._send()
 
+    def _idle_ms(self, now: float) -> int:
+        """How long the engine may sleep if nothing else wakes it."""
+        idle_ms = self._reporter.ms_until_due(now)
+        return min(idle_ms, round(BLOCKS_INTERVAL_S * 1000)) if self._core.blocks.news else idle_ms
+
     def _send(self, more: Sequence[m.Event] = ()) -> None:
-        events = [*self._core.take_events(), *more]
         now = time.monotonic()
+        events = [*self._core.take_events(), *more]
+        if now >= self._blocks_due and (news := self._core.take_block_news()):
+            self._blocks_due = now + BLOCKS_INTERVAL_S
+            events += news
         if not events and now - self._last_sent < ALIVE_INTERVAL_S:
             return
         self._socket.send(m.encode(events or [m.Alive()]))
@@ -214,7 +224,7 @@ class _LoadReporter:
         self._is_pending = False
 
     def ms_until_due(self, now: float) -> int:
-        """How long the engine may sleep if nothing else wakes it."""
+        """How long the engine may sleep before load has to be reported, if nothing else wakes it."""
         due_s = self._last_time + LOAD_INTERVAL_S - now if self._is_pending else IDLE_POLL_S
         return max(int(due_s * 1000), 1)
 

@@ -35,6 +35,7 @@ from common.tasks import VitalTasks
 from common.types import WorkerLoad
 from engine import messages as m
 from engine.process import Bootstrap
+from worker.block_feed import BlockFeed
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +157,7 @@ class EngineClient:
         self._ready: asyncio.Future[m.EngineReady] = asyncio.get_running_loop().create_future()
         self._silence_s = 0.0  # how long the engine has said nothing
         self.load = WorkerLoad()
+        self.blocks = BlockFeed(lambda: self.send(m.GetBlocks()))
         self.died = asyncio.Event()
 
     async def spawn(self) -> None:
@@ -350,6 +352,10 @@ class EngineClient:
                 self.load = load
                 _show_load(load)
                 await self.notify_load()
+            case m.BlocksChanged(stored, removed):
+                self.blocks.changed(stored, removed)
+            case m.BlocksListed(names):
+                self.blocks.listed(names)
             case m.MetricsChanged(changes):
                 self._relay.apply(changes)
             case m.Status():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import AsyncIterator
 from typing import Any
@@ -61,6 +62,23 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         while not worker.engine.died.is_set():
             yield _load(worker, worker.engine.load)
             await worker.engine.load_change(HEARTBEAT_S)
+
+    async def WatchBlocks(  # noqa: N802
+        self,
+        request: worker_pb2.WatchBlocksRequest,
+        context: Context,  # noqa: ARG002
+    ) -> AsyncIterator[worker_pb2.BlockChanges]:
+        epoch = self._worker.epoch
+        known = request.sequence if request.epoch == epoch else None
+        async with contextlib.aclosing(self._worker.engine.blocks.watch(known)) as changes:
+            async for change in changes:
+                yield worker_pb2.BlockChanges(
+                    epoch=epoch,
+                    sequence=change.sequence,
+                    starts_list=change.starts_list,
+                    stored=change.stored,
+                    removed=change.removed,
+                )
 
     async def GetStatus(  # noqa: N802
         self,

@@ -13,19 +13,20 @@ Eviction takes the cached block that requests gave up the longest ago. `free` re
 first, so that of equally old blocks the one furthest from the root goes first; a transfer that held a block meanwhile
 changes nothing about that.
 
-Three rooms beside it know the rest: `PrefixCache` the names of blocks, `HostTier` what host memory holds, `WriteBack`
-what the store still lacks. This file tells them what becomes of a block. A lookup goes on from the device to host
-memory, block by block.
+Four rooms beside it know the rest: `PrefixCache` the names of blocks, `HostTier` what host memory holds, `WriteBack`
+what the store still lacks, `BlockNews` what routers have not heard yet. This file tells them what becomes of a block. A
+lookup goes on from the device to host memory, block by block.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from engine.batch import BlockCopy
+from engine.blocks.block_news import BlockNews
 from engine.blocks.counts import CacheCounts
 from engine.blocks.host_tier import HostCopy, HostTier
 from engine.blocks.prefix_cache import PrefixCache
@@ -65,6 +66,7 @@ class BlockManager:
         self.counts = CacheCounts()
         self._num_dropped_before = 0  # in the counts that were taken
         self.cache = PrefixCache(block_size, root_hash, is_enabled=enable_prefix_caching)
+        self.news = BlockNews()
         self.host = HostTier(num_host_blocks, self.counts, self._left_host, keep_evicted=keep_evicted)
         self.write_back = (
             WriteBack(block_size, self.cache, self.host, self.counts)
@@ -106,6 +108,10 @@ class BlockManager:
         return self.counts.take()
 
     # ------------------------------------------------------------------------------- find by name and share
+
+    def names(self) -> Set[bytes]:
+        """Of all blocks that can be found, on the device or in host memory."""
+        return self.cache.names() | self.host.names()
 
     def find_prefix(self, request: Request) -> int:
         """How many of the request's leading full blocks are here, on the device or in host memory."""
@@ -164,6 +170,8 @@ class BlockManager:
 
     def reset_prefix_cache(self) -> None:
         """Forgets every name; blocks in use stay in use, unfindable."""
+        for name in self.names():
+            self.news.gone(name)
         self.cache.clear()
         self._empty.extend(self._evictable)
         self._evictable.clear()
@@ -330,7 +338,7 @@ class BlockManager:
         if self.host.demote(block_id, name):
             self.write_back.demoted(name)
         else:
-            self.write_back.gone(name)
+            self._lost(name)
 
     def _give_up(self, request: Request) -> None:
         for block_id in reversed(request.block_ids):
@@ -368,6 +376,7 @@ class BlockManager:
 
     def _name(self, block_id: int, name: bytes) -> None:
         if self.cache.put(block_id, name):
+            self.news.here(name)
             self.write_back.promoted(name)
 
     def _promote(self, names: Sequence[bytes]) -> None:
@@ -376,7 +385,12 @@ class BlockManager:
 
     def _left_host(self, name: bytes) -> None:
         if name not in self.cache:
-            self.write_back.gone(name)
+            self._lost(name)
+
+    def _lost(self, name: bytes) -> None:
+        """Neither tier has it any more."""
+        self.news.gone(name)
+        self.write_back.gone(name)
 
     # ------------------------------------------------------------------------------------------ integrity
 

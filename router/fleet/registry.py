@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -30,6 +30,7 @@ from common.validation import ModelLimits
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from protos.convert import role_of, state_of
 from protos.messages import value_of
+from router.fleet.block_watch import BlockWatch
 from router.fleet.endpoint import Endpoint
 from router.fleet.worker_info import false_info
 from router.serving.tokenizer import Tokenizer, load_tokenizer
@@ -108,14 +109,17 @@ class Registry:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_running: Counter[str] = Counter()  # requests, by address; of former workers too, while they have any
         self._started = False
+        self._sweeping: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()
         self._adopting = asyncio.Lock()
         self.model: ServedModel | None = None
+        self.blocks = BlockWatch()
         self.set_addresses(prefill, decode)
 
     def start(self) -> None:
         self._started = True
+        self._sweeping = self._vital.start(self.blocks.sweep(), name="blocks of former workers")
         self.set_addresses(
             [worker.address for worker in self._workers.values() if worker.role is not WorkerRole.DECODE],
             [worker.address for worker in self._workers.values() if worker.role is not WorkerRole.PREFILL],
@@ -174,7 +178,7 @@ class Registry:
             worker.channel = self._channels.open(worker.address)
 
     async def close(self) -> None:
-        tasks = [*self._tasks.values(), *self._closing]
+        tasks = [*self._tasks.values(), *self._closing, *([self._sweeping] if self._sweeping else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -287,7 +291,8 @@ class Registry:
                 worker.info = info
                 async with self._adopting:  # of workers that answer at the same time, the first decides
                     await self._adopt(worker, stub)
-                await self._read_load(worker, stub)
+                async with self._following_blocks(worker, stub):
+                    await self._read_load(worker, stub)
                 problem = "its load stream ended"
             except grpc.aio.AioRpcError as error:
                 problem = f"{error.code().name}: {error.details()}"
@@ -302,6 +307,19 @@ class Registry:
                 problem = repr(error)
             self._set_state(worker, WorkerState.UNREACHABLE, problem)
             await asyncio.sleep(RETRY_S)
+
+    @contextlib.asynccontextmanager
+    async def _following_blocks(
+        self, worker: _Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub
+    ) -> AsyncIterator[None]:
+        """While the worker reports its load, it is followed which blocks it has."""
+        epoch = worker.info.epoch if worker.info else ""
+        following = asyncio.create_task(self.blocks.follow(worker.address, epoch, stub))
+        try:
+            yield
+        finally:
+            following.cancel()
+            await asyncio.wait((following,))
 
     def _note_false(self, worker: _Worker, problem: str) -> None:
         """Once for each that a worker goes on saying."""

@@ -393,6 +393,7 @@ class Lifecycle(RuleBasedStateMachine):
         self.in_host: list[object] = [None] * 6
         self.requests: dict[str, Request] = {}
         self.held: list[int] = []
+        self.heard: set[bytes] = set()
         self.writing: list[tuple[int, bytes]] = []
         self.number = 0
 
@@ -499,6 +500,15 @@ class Lifecycle(RuleBasedStateMachine):
     @rule(name=consumes(live))
     def free(self, name: str) -> None:
         self.blocks.free(self.requests.pop(name))
+
+    @rule()
+    def hear(self) -> None:
+        """A router that hears of all changes knows what is here."""
+        here, gone = self.blocks.news.take()
+        for names, change in ((here, self.heard.add), (gone, self.heard.discard)):
+            for start in range(0, len(names), 16):
+                change(names[start : start + 16])
+        assert self.heard == self.blocks.names()
 
     @rule()
     def reset(self) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.block_hash import block_hashes
 from common.sampling import SamplingParams
 from common.types import FinishReason
 from engine import messages as m
@@ -53,6 +54,31 @@ def test_a_warm_prefix_is_not_computed_again() -> None:
     assert runner.num_tokens_per_step[0] == 2  # 16 of 18 tokens were cached
     assert events[0].num_cached_tokens == 16
     assert_idle(core)
+
+
+def test_findable_blocks_are_listed_and_told() -> None:
+    core, _ = make_core(num_blocks=8)
+    prompts = [list(range(start, start + 16)) for start in (0, 20)]
+    known: set[bytes] = set()
+
+    def hear() -> None:
+        for event in core.take_block_news():
+            assert isinstance(event, m.BlocksChanged)
+            known.update(event.stored[at : at + 16] for at in range(0, len(event.stored), 16))
+            known.difference_update(event.removed[at : at + 16] for at in range(0, len(event.removed), 16))
+
+    for number, prompt in enumerate(prompts):
+        add(core, str(number), prompt, max_tokens=8)
+        run(core)
+        names = block_hashes(core.blocks.cache._root_hash, prompt, BLOCK_SIZE)
+        hear()
+        assert set(names) <= known
+        core.handle(m.GetBlocks())
+        listed = core.take_events()[-1]
+        assert isinstance(listed, m.BlocksListed)
+        assert {listed.names[at : at + 16] for at in range(0, len(listed.names), 16)} == known
+    assert not set(block_hashes(core.blocks.cache._root_hash, prompts[0], BLOCK_SIZE)) <= known, "some made room"
+    assert core.take_block_news() == []
 
 
 def test_other_salts_share_nothing() -> None:

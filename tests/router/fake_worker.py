@@ -64,6 +64,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
         )
         self.silent = False  # answers calls, but reports no load
         self.delay_s = 0.0  # before each token
+        self.block_changes: list[dict[str, Any]] = [{"starts_list": True}]  # with which each stream of blocks begins
+        self.more_blocks: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.num_block_streams = 0
+        self.is_older = False  # a version that does not tell of blocks
         # What was seen.
         self.requests: list[decode_pb2.DecodeRequest] = []
         self.cancelled = asyncio.Event()
@@ -138,6 +142,18 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
             num_free_blocks=100,
             epoch=self.epoch,
         )
+
+    async def WatchBlocks(  # noqa: N802
+        self, request: worker_pb2.WatchBlocksRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.BlockChanges]:
+        self.num_block_streams += 1
+        if self.is_older:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        for changes in self.block_changes:
+            yield worker_pb2.BlockChanges(epoch=self.epoch, **changes)
+        while True:
+            changes = await self.more_blocks.get()
+            yield worker_pb2.BlockChanges(epoch=self.epoch, **changes)
 
     async def GetStatus(self, request: worker_pb2.GetWorkerStatusRequest, context: Context) -> worker_pb2.WorkerStatus:  # noqa: N802
         if self.look is not None:

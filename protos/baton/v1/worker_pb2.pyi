@@ -213,6 +213,67 @@ class WorkerLoad(_message.Message):
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
 
 @_typing.final
+class WatchBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.str
+    """of the worker whose blocks the caller knows; empty: it knows none"""
+    sequence: _builtins.int
+    """of the last message that the caller has of it"""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchBlocksRequest: _TypeAlias = WatchBlocksRequest  # noqa: Y015
+
+@_typing.final
+class BlockChanges(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    STARTS_LIST_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.str
+    sequence: _builtins.int
+    """One more than the message's before it, or the same: a list of all blocks comes in pieces. After any other number
+    something is missing, and the caller asks anew.
+    """
+    starts_list: _builtins.bool
+    """forget what was known: all that is there follows"""
+    stored: _builtins.bytes
+    """names, 16 bytes each; some may be known already"""
+    removed: _builtins.bytes
+    """names, 16 bytes each; some may never have been told"""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+        starts_list: _builtins.bool = ...,
+        stored: _builtins.bytes = ...,
+        removed: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "removed", b"removed", "sequence", b"sequence", "starts_list", b"starts_list", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockChanges: _TypeAlias = BlockChanges  # noqa: Y015
+
+@_typing.final
 class GetWorkerStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

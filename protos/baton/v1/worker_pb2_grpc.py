@@ -45,6 +45,11 @@ class WorkerServiceStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.WatchLoadRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.WorkerLoad.FromString,
                 _registered_method=True)
+        self.WatchBlocks = channel.unary_stream(
+                '/baton.v1.WorkerService/WatchBlocks',
+                request_serializer=baton_dot_v1_dot_worker__pb2.WatchBlocksRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.BlockChanges.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/baton.v1.WorkerService/GetStatus',
                 request_serializer=baton_dot_v1_dot_worker__pb2.GetWorkerStatusRequest.SerializeToString,
@@ -73,6 +78,13 @@ class WorkerServiceServicer:
 
     def WatchLoad(self, request, context):
         """The worker's load: at once, then on change, at most every 50 ms, and at least once a second.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchBlocks(self, request, context):
+        """Names of the KV blocks that can be found on this worker: all that are there, then what comes and goes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,6 +123,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.WatchLoad,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.WatchLoadRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.WorkerLoad.SerializeToString,
+            ),
+            'WatchBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchBlocks,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.WatchBlocksRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.BlockChanges.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -182,6 +199,33 @@ class WorkerService:
             '/baton.v1.WorkerService/WatchLoad',
             baton_dot_v1_dot_worker__pb2.WatchLoadRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.WorkerLoad.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.WorkerService/WatchBlocks',
+            baton_dot_v1_dot_worker__pb2.WatchBlocksRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.BlockChanges.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,8 @@ class WorkerServiceStub:
     GetInfo: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.WorkerInfo]
     WatchLoad: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WorkerLoad]
     """The worker's load: at once, then on change, at most every 50 ms, and at least once a second."""
+    WatchBlocks: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchBlocksRequest, _worker_pb2.BlockChanges]
+    """Names of the KV blocks that can be found on this worker: all that are there, then what comes and goes."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStatusRequest, _worker_pb2.WorkerStatus]
     """Load and the engine's check_integrity(), taken between two engine steps."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
@@ -48,6 +50,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     GetInfo: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.WorkerInfo]  # type: ignore[assignment]
     WatchLoad: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchLoadRequest, _worker_pb2.WorkerLoad]  # type: ignore[assignment]
     """The worker's load: at once, then on change, at most every 50 ms, and at least once a second."""
+    WatchBlocks: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchBlocksRequest, _worker_pb2.BlockChanges]  # type: ignore[assignment]
+    """Names of the KV blocks that can be found on this worker: all that are there, then what comes and goes."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStatusRequest, _worker_pb2.WorkerStatus]  # type: ignore[assignment]
     """Load and the engine's check_integrity(), taken between two engine steps."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
@@ -70,6 +74,14 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.WorkerLoad], _abc.AsyncIterator[_worker_pb2.WorkerLoad]]:
         """The worker's load: at once, then on change, at most every 50 ms, and at least once a second."""
+
+    @_abc_1.abstractmethod
+    def WatchBlocks(
+        self,
+        request: _worker_pb2.WatchBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.BlockChanges], _abc.AsyncIterator[_worker_pb2.BlockChanges]]:
+        """Names of the KV blocks that can be found on this worker: all that are there, then what comes and goes."""
 
     @_abc_1.abstractmethod
     def GetStatus(

@@ -1,0 +1,178 @@
+"""Which worker has which KV blocks, by name: fed by workers' reports, asked for each prompt. Pure; time comes in.
+
+    name of a block (16 bytes, `common.block_hash`)  ──>  the set of workers that have it, as the bits of an integer
+
+A worker's bit is given up when the worker is gone or lists its blocks anew. What it stood for is then forgotten at
+once by a mask, and swept out of memory bit by bit (`sweep`), so that no event takes long, however many blocks there
+are.
+
+Names are chained, and workers give up the end of a prompt before its beginning, so the workers that have block i of a
+prompt are among those that have block i-1. `match` uses this: where two blocks have the same workers, so have all
+blocks between them. So it looks at a few blocks of a long prompt and not at all of them.
+
+A block that a request is about to bring to a worker is expected there for `EXPECTED_S`: of requests that begin alike
+and come together, the second already follows the first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from common.block_hash import HASH_BYTES
+
+MAX_BLOCKS_PER_WORKER = 2**21  # further ones are not remembered: a worker cannot fill this process's memory
+MAX_EXPECTED = 2**18  # blocks
+MAX_SETS = 2**16  # kept to be shared
+EXPECTED_S = 10.0  # by then the worker has told of the block, or will not soon
+
+
+class PrefixIndex:
+    def __init__(self) -> None:
+        self._workers: dict[bytes, int] = {}  # by block name: bits
+        self._sets: dict[int, int] = {}  # one object for equal sets
+        self._bits: dict[str, int] = {}  # by worker
+        self._names: dict[int, str] = {}  # by bit: workers
+        self._counts: dict[str, int] = {}
+        self._alive = 0  # bits in use
+        self._dead = 0  # bits that entries may still have
+        self._sweeping: deque[bytes] = deque()
+        self._sweeping_bits = 0
+        self._expected: dict[bytes, int] = {}
+        self._expectations: deque[tuple[float, int, Sequence[bytes]]] = deque()
+
+    def __len__(self) -> int:
+        """Blocks that are known."""
+        return len(self._workers)
+
+    def num_blocks(self, worker: str) -> int:
+        """Blocks that `worker` is known to have."""
+        return self._counts.get(worker, 0)
+
+    # ---------------------------------------------------------------------------------- what workers report
+
+    def reset(self, worker: str) -> None:
+        """Nothing is known of `worker` from now on; what it has is about to be told."""
+        self.forget(worker)
+        free = ~(self._alive | self._dead)
+        bit = free & -free
+        self._bits[worker], self._names[bit], self._counts[worker] = bit, worker, 0
+        self._alive |= bit
+
+    def forget(self, worker: str) -> None:
+        """`worker` is gone, or what it has is not known any more."""
+        bit = self._bits.pop(worker, 0)
+        if self._counts.pop(worker, 0) or self._expectations:
+            self._dead |= bit
+        self._names.pop(bit, None)
+        self._alive &= ~bit
+
+    def store(self, worker: str, names: bytes) -> bool:
+        """`names` (16 bytes each) can be found on `worker`, which `reset` has named. False if there is no room for
+        all of them."""
+        bit, count, workers = self._bits[worker], self._counts[worker], self._workers
+        for name in _each(names):
+            before = workers.get(name, 0)
+            if not before & bit:
+                if count >= MAX_BLOCKS_PER_WORKER:
+                    break
+                count += 1
+                workers[name] = self._shared(before | bit)
+        else:
+            self._counts[worker] = count
+            return True
+        self._counts[worker] = count
+        return False
+
+    def remove(self, worker: str, names: bytes) -> None:
+        bit, workers = self._bits[worker], self._workers
+        for name in _each(names):
+            before = workers.get(name, 0)
+            if before & bit:
+                self._counts[worker] -= 1
+                self._put(name, before & ~bit)
+
+    def sweep(self, limit: int) -> bool:
+        """Takes up to `limit` entries of workers that are gone out of memory. False if nothing is left to do."""
+        if not self._sweeping:
+            if self._sweeping_bits:
+                self._dead &= ~self._sweeping_bits
+                self._sweeping_bits = 0
+            if not self._dead:
+                return False
+            self._sweeping_bits = self._dead
+            self._sweeping.extend(self._workers)
+            self._expectations.clear()  # they may be of bits that are about to be given away
+            self._expected.clear()
+        for _ in range(min(limit, len(self._sweeping))):
+            name = self._sweeping.popleft()
+            before = self._workers.get(name, 0)
+            if before & self._sweeping_bits:
+                self._put(name, before & ~self._sweeping_bits)
+        return True
+
+    def _put(self, name: bytes, workers: int) -> None:
+        if workers:
+            self._workers[name] = self._shared(workers)
+        else:
+            del self._workers[name]
+
+    def _shared(self, workers: int) -> int:
+        if len(self._sets) > MAX_SETS:
+            self._sets.clear()
+        return self._sets.setdefault(workers, workers)
+
+    # -------------------------------------------------------------------------------------- what requests ask
+
+    def expect(self, worker: str, names: Sequence[bytes], now: float) -> None:
+        """A request that brings these blocks to `worker` was sent there. `now` in seconds."""
+        bit = self._bits.get(worker)
+        if bit is None or len(self._expected) + len(names) > MAX_EXPECTED:
+            return
+        for name in names:
+            self._expected[name] = self._expected.get(name, 0) | bit
+        self._expectations.append((now + EXPECTED_S, bit, names))
+
+    def match(self, names: Sequence[bytes], now: float) -> dict[str, int]:
+        """How many leading blocks of a prompt each worker has, or is about to have; of those that have any."""
+        self._end_expectations(now)
+        if not names or not (first := self._at(names[0])):
+            return {}
+        depths = dict.fromkeys(_bits(first), len(names))
+        # Each span: the workers that have all blocks up to `start`, and those of them that have `stop`, too.
+        spans = [(0, first, len(names) - 1, self._at(names[-1]) & first)]
+        while spans:
+            start, workers, stop, others = spans.pop()
+            if workers == others:
+                continue
+            if stop - start == 1:
+                for bit in _bits(workers & ~others):
+                    depths[bit] = min(depths[bit], stop)
+                continue
+            middle = (start + stop) // 2
+            between = self._at(names[middle]) & workers
+            spans += ((start, workers, middle, between), (middle, between, stop, others & between))
+        return {self._names[bit]: depth for bit, depth in depths.items()}
+
+    def _at(self, name: bytes) -> int:
+        return (self._workers.get(name, 0) | self._expected.get(name, 0)) & self._alive
+
+    def _end_expectations(self, now: float) -> None:
+        while self._expectations and self._expectations[0][0] <= now:
+            _, bit, names = self._expectations.popleft()
+            for name in names:
+                if left := self._expected.get(name, 0) & ~bit:
+                    self._expected[name] = left
+                else:
+                    self._expected.pop(name, None)
+
+
+def _each(names: bytes) -> Iterator[bytes]:
+    return (names[start : start + HASH_BYTES] for start in range(0, len(names) - HASH_BYTES + 1, HASH_BYTES))
+
+
+def _bits(workers: int) -> Iterator[int]:
+    while workers:
+        bit = workers & -workers
+        yield bit
+        workers ^= bit

@@ -1,0 +1,117 @@
+"""What routers hear of this worker's KV blocks: a list of all names, then changes in order.
+
+    engine ── BlocksChanged ──> recent changes, numbered, as many as `MAX_RECENT_NAMES` ──> each watcher at its own pace
+           <── GetBlocks ── a watcher that is new, or so late that its next change is gone
+           ── BlocksListed ──> all names, shared by all who wait for it; after it the watcher goes on with changes
+
+Nothing is kept for single watchers, so one that reads slowly costs no memory: it gets a new list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import dataclass
+
+from common.block_hash import HASH_BYTES
+from common.errors import OverloadedError, UnavailableError
+
+MAX_RECENT_NAMES = 2**17
+PIECE_NAMES = 2**12  # in one message: 64 KiB, milliseconds of a router that takes them in
+MAX_WATCHERS = 64
+LIST_TIMEOUT_S = 60.0  # an engine answers between two steps
+
+
+@dataclass(slots=True, frozen=True)
+class BlockChange:
+    """`sequence` grows by one with each change; pieces of a list have that of the last change in the list."""
+
+    sequence: int
+    stored: bytes = b""
+    removed: bytes = b""
+    starts_list: bool = False
+
+    @property
+    def num_names(self) -> int:
+        return (len(self.stored) + len(self.removed)) // HASH_BYTES
+
+
+class BlockFeed:
+    """`ask_list` asks the engine for all names; it answers by `listed`."""
+
+    def __init__(self, ask_list: Callable[[], None]) -> None:
+        self._ask_list = ask_list
+        self._recent: deque[BlockChange] = deque()
+        self._num_recent_names = 0
+        self._sequence = 0
+        self._num_watchers = 0
+        self._list: asyncio.Future[tuple[int, bytes]] | None = None  # asked for and not here yet
+        self._news = asyncio.Event()
+
+    def changed(self, stored: bytes, removed: bytes) -> None:
+        self._sequence += 1
+        change = BlockChange(self._sequence, stored, removed)
+        self._recent.append(change)
+        self._num_recent_names += change.num_names
+        while self._num_recent_names > MAX_RECENT_NAMES and self._recent:
+            self._num_recent_names -= self._recent.popleft().num_names
+        self._news.set()
+        self._news.clear()
+
+    def listed(self, names: bytes) -> None:
+        if self._list is not None and not self._list.done():
+            self._list.set_result((self._sequence, names))
+        self._list = None
+
+    async def watch(self, sequence: int | None) -> AsyncGenerator[BlockChange, None]:
+        """What comes after `sequence`, for ever; a list first if that is None, unknown, or too long ago.
+
+        Raises `OverloadedError` if too many watch, `UnavailableError` if the engine does not answer.
+        """
+        with self._watcher():
+            while True:
+                if sequence is None or not self._is_covered(sequence):
+                    sequence, names = await self._all_names()
+                    for piece in _pieces(sequence, names):
+                        yield piece
+                elif sequence == self._sequence:
+                    await self._news.wait()
+                else:
+                    change = self._recent[sequence + 1 - self._recent[0].sequence]
+                    sequence = change.sequence
+                    yield change
+
+    @contextlib.contextmanager
+    def _watcher(self) -> Iterator[None]:
+        if self._num_watchers >= MAX_WATCHERS:
+            raise OverloadedError(f"{MAX_WATCHERS} streams of blocks are open")
+        self._num_watchers += 1
+        try:
+            yield
+        finally:
+            self._num_watchers -= 1
+
+    def _is_covered(self, sequence: int) -> bool:
+        """Whether all changes after `sequence` are here."""
+        if sequence > self._sequence:
+            return False
+        return sequence == self._sequence or (bool(self._recent) and self._recent[0].sequence <= sequence + 1)
+
+    async def _all_names(self) -> tuple[int, bytes]:
+        """(the last change that is part of it, names). One question serves all who come while it is under way."""
+        if self._list is None:
+            self._ask_list()
+            self._list = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(LIST_TIMEOUT_S):
+                return await asyncio.shield(self._list)
+        except TimeoutError:
+            raise UnavailableError(f"the engine listed no blocks within {LIST_TIMEOUT_S:g} s") from None
+
+
+def _pieces(sequence: int, names: bytes) -> Iterator[BlockChange]:
+    size = PIECE_NAMES * HASH_BYTES
+    for start in range(0, max(len(names), 1), size):
+        yield BlockChange(sequence, names[start : start + size], starts_list=start == 0)
