@@ -47,7 +47,7 @@ inline Floats load(const int8_t* from) {
 #endif
 }
 
-inline Floats broadcast(float value) { return Floats{} + value; }
+inline Floats broadcast(float value) { return value - Floats{}; }  // 0 + value would be computed: it turns -0 into 0
 inline Words broadcast(uint32_t value) { return Words{} + value; }
 
 inline float widen(float value) { return value; }
