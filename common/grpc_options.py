@@ -18,6 +18,7 @@ Options = list[tuple[str, int | str]]
 
 MAX_PEERS = 1024  # connections of a fleet's processes to one of them
 MAX_HEALTH_CALLS = 256  # at a time
+MAX_PENDING_CALLS = 8 * 2**10  # of one method, that came while the event loop was busy: some 16 KiB each
 
 
 def _common(time_ms: int, timeout_ms: int, *, max_message_bytes: int, lookahead_bytes: int) -> Options:
@@ -53,6 +54,10 @@ def _server(
         *_common(time_ms, timeout_ms, max_message_bytes=max_message_bytes, lookahead_bytes=64 * 2**10),
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_concurrent_streams", max_streams),
+        # gRPC ends calls beyond it with CANCELLED, whoever's they are. Left to itself, it begins with some of them at
+        # 1000, which one connection may bring.
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.server_handshake_timeout_ms", 20_000),
         ("grpc.max_metadata_size", 8 * 2**10),  # beyond it calls are refused more and more often,
         ("grpc.absolute_max_metadata_size", 16 * 2**10),  # and beyond this one always

@@ -27,11 +27,18 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)
-        extras = " ".join(f"{key}={value}" for key, value in _extras(record).items())
+        extras = " ".join(f"{key}={_in_one_line(str(value))}" for key, value in _extras(record).items())
         if not extras:
             return line
         head, newline, rest = line.partition("\n")
         return f"{head} {extras}{newline}{rest}"
+
+
+def _in_one_line(text: str) -> str:
+    """Some of it comes from clients and other processes: it must not look like further log lines, nor move a cursor."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 class JsonFormatter(logging.Formatter):
@@ -61,6 +68,12 @@ def setup_logging(process: str, *, level: str = "info", log_format: LogFormat = 
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_for_operators)
 
 
+_OF_CLIENTS = (
+    "Invalid encoding on",  # a header that is no text
+    "ExecuteBatchError raised in core by",  # a call that cannot be answered any more: its client has left
+)
+
+
 def _is_for_operators(record: logging.LogRecord) -> bool:
-    """Not what gRPC says, with a stack, of each header of a client that is no text: clients could fill the log."""
-    return not str(record.msg).startswith("Invalid encoding on")
+    """Not what gRPC says, with a stack, of what clients do: they could fill the log."""
+    return not str(record.msg).startswith(_OF_CLIENTS)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import h2.connection
 import h2.errors
 import hpack
+import pytest
 
 from protos.baton.v1 import inference_pb2, types_pb2
 from tests.abuse.rude import MIB, PATIENCE_S, RUDE_KEY, Target
@@ -171,9 +172,10 @@ FLOODS: tuple[Callable[[random.Random], bytes], ...] = (
 )
 
 
-def test_floods(target: Target, vitals: Vitals) -> None:
-    """Of a worker's port, one after another."""
-    address = target.host_port(target.decode)
+@pytest.mark.parametrize("port", ["grpc", "decode", "http"])
+def test_floods(target: Target, vitals: Vitals, port: str) -> None:
+    """Of the router's port, of a worker's, and of REST's, which speaks no HTTP/2; one after another."""
+    address = target.host_port(getattr(target, port) if port != "http" else None)
 
     def abuse() -> None:
         for seed, flood in enumerate(FLOODS):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
+import time
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.grpc_health import SERVING, Health
-from common.grpc_options import MAX_MESSAGE_BYTES, worker_server_options
+from common.grpc_options import MAX_MESSAGE_BYTES, MAX_PENDING_CALLS, client_server_options, worker_server_options
 from common.grpc_server import UNKNOWN, make_server
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
@@ -47,12 +51,12 @@ async def port(watcher: Watcher) -> AsyncIterator[int]:
     await server.stop(None)
 
 
-def call_of(path: bytes) -> bytes:
+def call_of(path: bytes, stream: int = 1) -> bytes:
     """The frames of a call without a message."""
     fields = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"x", b"te": b"trailers"}
     fields[b"content-type"] = b"application/grpc"
     block = b"".join(b"\x00" + bytes([len(k)]) + k + bytes([len(v)]) + v for k, v in fields.items())
-    return len(block).to_bytes(3, "big") + b"\x01\x05\x00\x00\x00\x01" + block
+    return len(block).to_bytes(3, "big") + b"\x01\x05" + stream.to_bytes(4, "big") + block
 
 
 @pytest.mark.parametrize("path", NAMES)
@@ -92,3 +96,38 @@ async def test_calls_at_a_time_are_bounded(port: int) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Check(health_pb2.HealthCheckRequest())
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_calls_that_wait_for_a_busy_process_are_not_cancelled() -> None:
+    """The loop stands still while some connections bring as many calls as they may; then others' calls come."""
+    num_streams = 1000
+    options = client_server_options(max_message_bytes=1 << 20, max_connections=64, max_streams=num_streams)
+    server = make_server(options, max_calls=2 * MAX_PENDING_CALLS)
+    health = Health()
+    health.set("", SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    calls = b"".join(call_of(b"/grpc.health.v1.Health/Check", number) for number in range(1, 2 * num_streams, 2))
+    codes: list[grpc.StatusCode] = []
+
+    def ask() -> None:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            asked = [stub.Check.future(health_pb2.HealthCheckRequest(), timeout=120) for _ in range(20)]
+            all_sent.set()
+            codes.extend(one.code() for one in asked)
+
+    all_sent = threading.Event()
+    quiet = threading.Thread(target=ask)
+    with ExitStack() as opened:
+        for _ in range(4):
+            connection = opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            connection.sendall(PREFACE + calls)
+        time.sleep(0.5)  # noqa: ASYNC251 - the loop stands still, while threads of gRPC take the calls in
+        quiet.start()
+        all_sent.wait(60)
+        time.sleep(0.5)  # noqa: ASYNC251
+        await asyncio.to_thread(quiet.join)
+    await server.stop(None)
+    assert codes == [grpc.StatusCode.OK] * 20

@@ -1,25 +1,40 @@
-"""What others' libraries say in our log."""
+"""What clients, other processes and libraries can do to our log."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 
-from common.logs import setup_logging
+from common.logs import LogFormat, setup_logging
 
 
-def test_headers_that_are_no_text_leave_no_stack(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
-    try:
-        setup_logging("router")
-        log = logging.getLogger("grpc._cython.cygrpc")
-        log.error("Invalid encoding on %s", b"\xbe")  # as gRPC does, for each header of a client
-        log.error("something else")
-    finally:
-        root.handlers[:] = before
-        root.setLevel(level)
+    yield
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
+def test_headers_that_are_no_text_and_clients_that_leave_print_no_stack(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("router")
+    log = logging.getLogger("grpc._cython.cygrpc")
+    log.error("Invalid encoding on %s", b"\xbe")  # as gRPC does, for each header of a client
+    log.error("ExecuteBatchError raised in core by servicer method [/a/b]")
+    log.error("something else")
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].endswith("something else")
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_what_comes_from_others_stays_in_its_line(capsys: pytest.CaptureFixture[str], log_format: LogFormat) -> None:
+    setup_logging("router", log_format=log_format)
+    reason = "no\n12:00:00.000 ERROR [router] forged\r\x1b[2J\u2028\ud800"
+    logging.getLogger("x").info("failed", extra={"reason": reason})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.isprintable()
+    assert "forged" in line
