@@ -12,6 +12,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # end of sequence, a stop token or a stop string
     LENGTH = "length"  # max_tokens, or the model's context is full
+    TOOL_CALLS = "tool_calls"  # the model calls tools; only a router finds that
 
 
 class WorkerRole(StrEnum):

@@ -17,7 +17,7 @@ from common.errors import InvalidArgumentError, UnknownModelError
 MAX_MESSAGES = 4096
 MAX_SALT_CHARS = 256
 MAX_REQUEST_ID_CHARS = 128
-CHAT_ROLES = ("system", "developer", "user", "assistant")
+CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]+", re.ASCII)
 

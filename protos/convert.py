@@ -21,6 +21,7 @@ _STATES_TO_PROTO = {
 _FINISH_REASONS_TO_PROTO = {
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+    FinishReason.TOOL_CALLS: types_pb2.FINISH_REASON_TOOL_CALLS,
 }
 _ROLES: dict[int, WorkerRole] = {value: role for role, value in _ROLES_TO_PROTO.items()}
 _STATES: dict[int, WorkerState] = {value: state for state, value in _STATES_TO_PROTO.items()}

@@ -9,11 +9,12 @@ from contextlib import aclosing
 import grpc
 
 from common.errors import InvalidArgumentError
-from common.validation import chat_role, check_messages, check_model
+from common.validation import check_messages, check_model
 from protos.baton.v1 import inference_pb2
 from protos.convert import finish_reason_to_proto, token_to_proto
 from protos.messages import given_fields
 from router.api.api_keys import current_client
+from router.api.grpc_chat import conversation
 from router.fleet.registry import ServedModel
 from router.serving.front import Front
 from router.serving.request import GenerationRequest, Output, Prompt
@@ -51,11 +52,7 @@ class InferenceService:
             model = await self._front.admission.serving()
             check_model(request.model, model.limits)
             check_messages(len(request.messages), model.limits, "messages")
-            messages = [
-                {"role": chat_role(message.role, f"messages[{index}].role"), "content": message.content}
-                for index, message in enumerate(request.messages)
-            ]
-            prompt = await self._front.preparation.chat_prompt(model, messages)
+            prompt = await self._front.preparation.chat_prompt(model, conversation(request))
             async with aclosing(self._answer(model, prompt, request, context, arrived_at)) as responses:
                 async for response in responses:
                     yield response
@@ -130,4 +127,9 @@ def _response(request: GenerationRequest, output: Output) -> inference_pb2.Gener
         model=request.model.limits.model,
         usage=output.usage,
         report=output.report,
+        reasoning=output.reasoning,
+        tool_calls=[
+            inference_pb2.ToolCallDelta(index=call.index, id=call.call_id, name=call.name, arguments=call.arguments)
+            for call in output.tool_calls
+        ],
     )

@@ -8,18 +8,18 @@ loop controls) are the conventions that model publishers write their templates f
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
 from common.errors import InvalidArgumentError, UnavailableError
-
-Message = Mapping[str, str]
+from router.serving.conversation import Conversation
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -64,21 +64,31 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateError as error:
             raise UnavailableError(f"the model's chat template cannot be compiled: {error}") from error
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, conversation: Conversation) -> str:
         """The prompt that asks for the assistant's next message.
 
-        Raises `InvalidArgumentError` for `messages` if the template refuses the conversation.
+        Raises `InvalidArgumentError` if the template refuses the conversation, and for what it does not know of.
         """
+        tools = conversation.tools.shown
+        if tools and "tools" not in self.variables:
+            raise InvalidArgumentError("tools", "the model's chat template knows no tools")
+        for name in conversation.template_options:
+            if name not in self.variables or name in self._special_tokens:
+                raise InvalidArgumentError(
+                    f"chat_template_kwargs.{name}", "is no variable of the model's chat template"
+                )
         try:
             return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
+                messages=[dict(message) for message in conversation.messages],
+                tools=[tool.as_json() for tool in tools] or None,
                 documents=None,
                 add_generation_prompt=True,
                 **self._special_tokens,
+                **conversation.template_options,
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise InvalidArgumentError("messages", f"the model's chat template refuses them: {error}") from error

@@ -22,13 +22,17 @@ MAX_UNFINISHED = 3  # replacements that some decoders write for one unfinished c
 
 class Detokenizer:
     """One answer's text. What `add` and `flush` return, joined, is the text of all tokens; only bytes at the very end
-    that never became a character are dropped. Special tokens have no text, nor have ids beyond the vocabulary.
+    that never became a character are dropped. Special tokens have no text but those that are `shown`, and ids beyond
+    the vocabulary have none.
 
     A token costs the same however many came before it, and whatever they are: the window stays short.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], shown: frozenset[int] = frozenset()
+    ) -> None:
         self._tokenizer = tokenizer
+        self._shown = shown
         tail = prompt_token_ids[-4 * PROMPT_TAIL :]
         self._window = [t for t in tail if tokenizer.has_text(t)][-PROMPT_TAIL:]
         self._done = len(self._window)  # tokens of the window whose text is out
@@ -36,6 +40,12 @@ class Detokenizer:
 
     def add(self, token_id: int) -> str:
         """New whole characters; empty while the last one is unfinished."""
+        if token_id in self._shown:
+            text = self.flush()
+            self._window = self._window[self._done :]
+            self._done = len(self._window)
+            self._done_text = self._tokenizer.decode(self._window)
+            return text + self._tokenizer.token_bytes(token_id).decode()
         if not self._tokenizer.has_text(token_id):
             return ""
         self._window.append(token_id)

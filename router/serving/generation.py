@@ -7,6 +7,8 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from common import metrics
 from common.errors import BatonError
@@ -17,6 +19,9 @@ from router.serving.detokenizer import Detokenizer
 from router.serving.dispatch import Dispatcher, NewTokens, Progress
 from router.serving.request import GenerationRequest, Output
 from router.serving.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from router.serving.answer_parser import AnswerParser
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +37,10 @@ class Generation:
         """Closing the iterator, or cancelling its task, ends the request on every worker."""
         progress = Progress()
         try:
-            async with aclosing(self._generate(request, progress)) as outputs:
+            answer = self._generate(request, progress)
+            if request.reading is not None:
+                answer = _parts(answer, request, progress, request.reading.parser())
+            async with aclosing(answer) as outputs:
                 async for output in outputs:
                     yield output
         except BatonError as error:
@@ -46,7 +54,8 @@ class Generation:
     async def _generate(self, request: GenerationRequest, progress: Progress) -> AsyncGenerator[Output, None]:
         params = request.sampling_params
         self._demand.prompt(len(request.prompt_token_ids))
-        detokenizer = Detokenizer(request.model.tokenizer, request.prompt_token_ids)
+        shown: frozenset[int] = request.reading.shown_token_ids if request.reading else frozenset()
+        detokenizer = Detokenizer(request.model.tokenizer, request.prompt_token_ids, shown)
         stops = StopStrings(params.stop)
         num_tokens = 0
         async with aclosing(self._dispatcher.run(request, progress)) as run:
@@ -76,6 +85,32 @@ class Generation:
                 else:
                     texts.append(stops.flush())
                 yield _last("".join(texts), new.tokens, reason, stop_reason, request, progress, num_tokens)
+                return
+
+
+async def _parts(
+    outputs: AsyncGenerator[Output, None], request: GenerationRequest, progress: Progress, parser: AnswerParser
+) -> AsyncGenerator[Output, None]:
+    """`outputs` with reasoning and calls apart from the text. Ends the answer if it may not have what follows."""
+    num_tokens = 0
+    async with aclosing(outputs):
+        async for output in outputs:
+            num_tokens += len(output.tokens)
+            all_pieces = [parser.add(output.text)]
+            last = output
+            if output.finish_reason is None and parser.is_done:
+                last = _last("", output.tokens, FinishReason.STOP, None, request, progress, num_tokens)
+            if last.finish_reason is not None:
+                all_pieces.append(parser.end())
+            reason = last.finish_reason
+            yield replace(
+                last,
+                text="".join(text for pieces in all_pieces for text in pieces.content),
+                reasoning="".join(text for pieces in all_pieces for text in pieces.reasoning),
+                tool_calls=[call for pieces in all_pieces for call in pieces.calls],
+                finish_reason=FinishReason.TOOL_CALLS if parser.num_calls and reason is FinishReason.STOP else reason,
+            )
+            if last.finish_reason is not None:
                 return
 
 

@@ -21,8 +21,8 @@ from common.validation import (
     check_token_ids,
 )
 from router.fleet.registry import ServedModel
-from router.serving.chat_template import Message
 from router.serving.clients import ApiClient
+from router.serving.conversation import Conversation, texts_of
 from router.serving.request import GenerationRequest, Prompt, new_request_id
 from router.serving.threads import TextThreads
 
@@ -65,21 +65,34 @@ class Preparation:
             made.append(Prompt(token_ids, field))
         return made
 
-    async def chat_prompt(self, model: ServedModel, messages: Sequence[Message]) -> Prompt:
+    async def chat_prompt(self, model: ServedModel, conversation: Conversation) -> Prompt:
         """The template writes special tokens out itself, so none are added."""
+        messages, tools = conversation.messages, conversation.tools
         check_messages(len(messages), model.limits, "messages")
-        total = "".join(message["content"] for message in messages)
+        total = "".join(texts_of([list(messages), dict(conversation.template_options)]))
         if total:
             check_text(total, model.limits, "messages")
+        described = "".join(texts_of([tool.as_json() for tool in tools.tools]))
+        if described:
+            check_text(described, model.limits, "tools")
+        reader = model.tokenizer.reader
+        if tools.shown and (reader is None or not reader.knows_calls):
+            raise InvalidArgumentError("tools", "the shape in which this model writes calls of tools is not known")
+        if tools.is_forced:
+            raise InvalidArgumentError("tool_choice", "only auto and none are supported")
+        for index, tool in enumerate(tools.shown):
+            if tool.strict:
+                raise InvalidArgumentError(f"tools[{index}].strict", "is not supported: arguments are not checked")
         encode = partial(
             model.tokenizer.encode_chat,
-            messages,
+            conversation,
             control_tokens=self._control_tokens,
             check=lambda text: check_text(text, model.limits, "messages"),
         )
-        token_ids = await self._threads.run(len(total) + MESSAGE_CHARS * len(messages), encode)
+        size = len(total) + len(described) + MESSAGE_CHARS * len(messages)
+        token_ids, text = await self._threads.run(size, encode)
         check_prompt(token_ids, model.limits, "messages")
-        return Prompt(token_ids, "messages")
+        return Prompt(token_ids, "messages", None if reader is None else reader.reading(text, tools))
 
     async def tokenize(self, model: ServedModel, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
         if text:
@@ -148,5 +161,6 @@ class Preparation:
             deadline=arrived_at + min(self._request_timeout_s, math.inf if timeout_s is None else timeout_s),
             client=client.name if client else "",
             prompt_field=prompt.field,
+            reading=prompt.reading,
             sampling_field=name,
         )

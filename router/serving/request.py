@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from common.sampling import FieldName, SamplingParams
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
 from router.fleet.registry import ServedModel
+
+if TYPE_CHECKING:
+    from router.serving.answer_parser import AnswerParser
+
+
+@dataclass(slots=True, frozen=True)
+class ToolCallDelta:
+    """What is new of one call of a tool. The first of each call has its id and name."""
+
+    index: int  # of the call in its answer
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""  # JSON text
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Reading:
+    """How an answer is read whose text has parts."""
+
+    parser: Callable[[], AnswerParser]
+    shown_token_ids: frozenset[int]  # control tokens that tell parts apart: the parser sees their text
 
 
 @dataclass(slots=True, frozen=True)
@@ -17,6 +40,7 @@ class Prompt:
 
     token_ids: list[int]
     field: str
+    reading: Reading | None = None  # None if the answer is nothing but text
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -33,6 +57,7 @@ class GenerationRequest:
     deadline: float  # time.monotonic() at which the client gives up
     client: str = ""  # name of the API key
     prompt_field: str = "prompt"  # the client's name for the prompt
+    reading: Reading | None = None
     sampling_field: FieldName = str  # from a sampling parameter's name to the client's name for it
 
     def client_field(self, field: str) -> str:
@@ -60,6 +85,8 @@ class Output:
 
     text: str  # whole characters; may lag behind `tokens`
     tokens: list[SampledToken]
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string, or the stop token's id, that ended it
     report: types_pb2.RequestReport | None = None

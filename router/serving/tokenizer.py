@@ -1,22 +1,29 @@
 """The served model's tokenizer, made from the files that a worker sends.
 
 The `tokenizers` library does the work; the transformers library is imported only for a model that has no
-`tokenizer.json`, since it takes seconds to load and brings a framework along.
+`tokenizer.json`, or whose answers have parts (`answer_parser`), since it takes seconds to load.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer as RustTokenizer
 
 from common.errors import InvalidArgumentError, UnavailableError
-from router.serving.chat_template import ChatTemplate, Message
+from router.serving.chat_template import ChatTemplate
 from router.serving.control_tokens import ControlTokens, Hidden
+from router.serving.conversation import Conversation, texts_of
+from router.serving.response_templates import response_template
+
+if TYPE_CHECKING:
+    from router.serving.answer_parser import AnswerReader
 
 SHORT_DECODE = 256  # tokens; decoded in less than a millisecond
 
@@ -26,9 +33,13 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 class Tokenizer:
     """Text to token ids and back. Safe to use from several threads."""
 
-    def __init__(self, rust: RustTokenizer, chat_template: ChatTemplate | None) -> None:
+    def __init__(
+        self, rust: RustTokenizer, chat_template: ChatTemplate | None, reader: AnswerReader | None = None
+    ) -> None:
+        """`reader`: of answers that have parts."""
         self.rust = rust
         self.chat_template = chat_template
+        self.reader = reader
         rust.no_truncation()
         rust.no_padding()
         self.max_token_bytes = max((len(token.encode()) for token in rust.get_vocab(True)), default=1)
@@ -48,30 +59,43 @@ class Tokenizer:
         return ids
 
     def encode_chat(
-        self, messages: Sequence[Message], *, control_tokens: bool, check: Callable[[str], None]
-    ) -> list[int]:
-        """Token ids of the conversation as the model's template writes it, control tokens and all.
+        self, conversation: Conversation, *, control_tokens: bool, check: Callable[[str], None]
+    ) -> tuple[list[int], str]:
+        """(token ids of the conversation as the model's template writes it, control tokens and all; its text).
 
         With `control_tokens`, control tokens that messages hold the text of are such, as in transformers; else text.
         `check` sees the prompt before it is tokenized. Raises `InvalidArgumentError` for `messages`.
         """
-        hidden = Hidden([message["content"] for message in messages])
+        hidden = Hidden(list(_texts(conversation)))
         if not control_tokens:
-            messages = [
-                {
-                    "role": message["role"],
-                    **self._control.hide({k: v for k, v in message.items() if k != "role"}, hidden),
-                }
-                for message in messages
-            ]
+            conversation = self._hide(conversation, hidden)
         try:
-            text = self.render_chat(messages)
+            text = self.render_chat(conversation)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(error.field, hidden.shown(error.reason)) from error
-        check(hidden.shown(text))
+        shown = hidden.shown(text)
+        check(shown)
         if hidden or (not control_tokens and self._control.may_be_normalized_into):
-            return self._control.encode(text, hidden)
-        return self.encode(text, add_special_tokens=False)
+            return self._control.encode(text, hidden), shown
+        return self.encode(text, add_special_tokens=False), shown
+
+    def _hide(self, conversation: Conversation, hidden: Hidden) -> Conversation:
+        """All that a client wrote, but what has been checked to be one of a few words."""
+        hide = self._control.hide
+        messages = [
+            {"role": message["role"], **hide({k: v for k, v in message.items() if k != "role"}, hidden)}
+            for message in conversation.messages
+        ]
+        tools = [
+            replace(tool, description=hide(tool.description, hidden), parameters=hide(tool.parameters, hidden))
+            for tool in conversation.tools.tools
+        ]
+        return replace(
+            conversation,
+            messages=messages,
+            tools=replace(conversation.tools, tools=tuple(tools)),
+            template_options=hide(conversation.template_options, hidden),
+        )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         if len(token_ids) <= SHORT_DECODE:  # a batch costs more, and this is done for every token of an answer
@@ -84,14 +108,14 @@ class Tokenizer:
         """False for a token that marks structure, and for an id with which a model pads its vocabulary."""
         return token_id not in self._special_ids and self.rust.id_to_token(token_id) is not None
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
+    def render_chat(self, conversation: Conversation) -> str:
         """The conversation as prompt text, special tokens written out.
 
         Raises `InvalidArgumentError` for `messages` if the model has no template, or its template refuses.
         """
         if self.chat_template is None:
             raise InvalidArgumentError("messages", "the served model has no chat template; send a prompt instead")
-        return self.chat_template.render(messages)
+        return self.chat_template.render(conversation)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for, even if that is only a part of a character."""
@@ -105,6 +129,13 @@ class Tokenizer:
         if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes.fromhex(token[3:5])
         return self.decode([token_id], skip_special_tokens=False).encode()
+
+
+def _texts(conversation: Conversation) -> Iterator[str]:
+    for tool in conversation.tools.tools:
+        yield from texts_of(tool.as_json())
+    yield from texts_of(list(conversation.messages))
+    yield from texts_of(conversation.template_options)
 
 
 @lru_cache(maxsize=1)
@@ -135,7 +166,16 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
         raise
     except Exception as error:  # `tokenizers` raises bare Exception
         raise UnavailableError(f"the worker's tokenizer files cannot be loaded: {error}") from error
-    return Tokenizer(rust, chat_template)
+    return Tokenizer(rust, chat_template, _reader(config, template, rust))
+
+
+def _reader(config: Mapping[str, object], chat_template: str, rust: RustTokenizer) -> AnswerReader | None:
+    template = response_template(config.get("response_template"), chat_template)
+    if template is None:
+        return None
+    from router.serving.answer_parser import AnswerReader
+
+    return AnswerReader(template, rust)
 
 
 def _template_source(files: Mapping[str, bytes], config: Mapping[str, object]) -> str:

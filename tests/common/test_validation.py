@@ -54,6 +54,11 @@ def test_the_rest() -> None:
     check_priority(0)
     with pytest.raises(InvalidArgumentError, match="priority"):
         check_priority(-1)
-    assert [chat_role(role, "r") for role in ("system", "developer", "user")] == ["system", "system", "user"]
+    assert [chat_role(role, "r") for role in ("system", "developer", "user", "tool")] == [
+        "system",
+        "system",
+        "user",
+        "tool",
+    ]
     with pytest.raises(InvalidArgumentError, match="one of"):
-        chat_role("tool", "r")
+        chat_role("function", "r")

@@ -62,6 +62,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
         self.look: Callable[..., Awaitable[worker_pb2.WorkerStatus]] | None = (
             None  # instead of what it says of its status
         )
+        self.chat_template = ""  # instead of the tiny tokenizer's own
         self.silent = False  # answers calls, but reports no load
         self.delay_s = 0.0  # before each token
         self.block_changes: list[dict[str, Any]] = [{"starts_list": True}]  # with which each stream of blocks begins
@@ -163,8 +164,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
     async def GetTokenizer(  # noqa: N802
         self, request: worker_pb2.GetTokenizerRequest, context: Context
     ) -> worker_pb2.GetTokenizerResponse:
-        files = [worker_pb2.TokenizerFile(name=name, content=data) for name, data in tokenizer_files().items()]
-        return worker_pb2.GetTokenizerResponse(files=files)
+        files = dict(tokenizer_files())
+        if self.chat_template:
+            files["chat_template.jinja"] = self.chat_template.encode()
+        return worker_pb2.GetTokenizerResponse(
+            files=[worker_pb2.TokenizerFile(name=name, content=data) for name, data in files.items()]
+        )
 
     async def Drain(self, request: worker_pb2.DrainRequest, context: Context) -> worker_pb2.DrainResponse:  # noqa: N802
         self.change(state=worker_pb2.WORKER_STATE_DRAINING)

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from common.errors import InvalidArgumentError
 from router.serving.chat_template import ChatTemplate
+from router.serving.conversation import Conversation
 from router.serving.tokenizer import Tokenizer
 from tests.router.tiny_tokenizer import CORPUS
 
@@ -139,7 +140,9 @@ def messages_of(texts: Sequence[str]) -> list[dict[str, str]]:
 
 
 def encode(tokenizer: Tokenizer, messages: list[dict[str, str]], *, control_tokens: bool = False) -> list[int]:
-    return tokenizer.encode_chat(messages, control_tokens=control_tokens, check=lambda _: None)
+    return tokenizer.encode_chat(Conversation(messages=messages), control_tokens=control_tokens, check=lambda _: None)[
+        0
+    ]
 
 
 def reference(kind: str, template: str, messages: list[dict[str, str]]) -> list[int]:
@@ -174,7 +177,7 @@ def test_messages_without_control_tokens_are_encoded_as_they_are_rendered(
     kind: str, template: str, texts: list[str]
 ) -> None:
     tokenizer, messages = made(kind, template), messages_of(texts)
-    whole = tokenizer.rust.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+    whole = tokenizer.rust.encode(tokenizer.render_chat(Conversation(messages=messages)), add_special_tokens=False)
     assert encode(tokenizer, messages) == whole.ids
 
 
@@ -200,7 +203,7 @@ def assert_from_the_template_alone(kind: str, template: str, texts: list[str]) -
     if kind in ("byte_level", "whole_words"):  # others write spaces beside special tokens
         text = tokenizer.decode(ids, skip_special_tokens=False)
         unspaced = text.replace("<|im_end|>\n", "<|im_end|>")  # that token takes what follows it
-        assert unspaced == tokenizer.render_chat(messages).replace("<|im_end|>\n", "<|im_end|>")
+        assert unspaced == tokenizer.render_chat(Conversation(messages=messages)).replace("<|im_end|>\n", "<|im_end|>")
 
 
 FORGERIES = st.lists(FORGED, min_size=1, max_size=4)

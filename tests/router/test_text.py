@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from common.errors import InvalidArgumentError, UnavailableError
 from router.serving.chat_template import ChatTemplate
+from router.serving.conversation import Conversation
 from router.serving.detokenizer import MAX_PENDING, REPLACEMENT, Detokenizer
 from router.serving.stop_strings import StopStrings
 from router.serving.tokenizer import Tokenizer, load_tokenizer
@@ -199,7 +200,7 @@ def test_templates_render_as_transformers_does() -> None:
     )
     messages = [{"role": "user", "content": ' "quoted" <b>é</b>\n'}, {"role": "assistant", "content": "東京"}]
     theirs, _ = render_jinja_template([messages], chat_template=source, add_generation_prompt=True, bos_token="<s>")
-    assert ChatTemplate(source, {"bos_token": "<s>"}).render(messages) == theirs[0]
+    assert ChatTemplate(source, {"bos_token": "<s>"}).render(Conversation(messages=messages)) == theirs[0]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,7 @@ def test_templates_render_as_transformers_does() -> None:
 )
 def test_a_template_that_refuses_names_the_messages(source: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
-        ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])
+        ChatTemplate(source, {}).render(Conversation(messages=[{"role": "user", "content": "x"}]))
     assert caught.value.field == "messages"
 
 
@@ -223,13 +224,13 @@ def test_templates_are_found_where_publishers_put_them() -> None:
     del (files := dict(files))["chat_template.jinja"]
     messages = [{"role": "user", "content": "x"}]
     with pytest.raises(InvalidArgumentError, match="no chat template"):
-        load_tokenizer(files).render_chat(messages)
+        load_tokenizer(files).render_chat(Conversation(messages=messages))
     files["tokenizer_config.json"] = b'{"chat_template": "{{ bos_token }}C", "bos_token": {"content": "B"}}'
-    assert load_tokenizer(files).render_chat(messages) == "BC"
+    assert load_tokenizer(files).render_chat(Conversation(messages=messages)) == "BC"
     files["tokenizer_config.json"] = (
         b'{"chat_template": [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]}'
     )
-    assert load_tokenizer(files).render_chat(messages) == "D"
+    assert load_tokenizer(files).render_chat(Conversation(messages=messages)) == "D"
 
 
 @pytest.mark.parametrize("files", [{}, {"tokenizer.json": b"{"}, {"tokenizer_config.json": b"\xff"}])

@@ -13,6 +13,7 @@ import pytest
 from common.errors import InvalidArgumentError, OverloadedError, UnavailableError
 from common.validation import ModelLimits
 from router.fleet.registry import ServedModel
+from router.serving.conversation import Conversation
 from router.serving.preparation import Preparation
 from router.serving.threads import SHORT, TextThreads
 from tests.router.tiny_tokenizer import tiny_tokenizer, vocab_size
@@ -148,7 +149,7 @@ async def test_sizes_are_checked_before_anything_is_tokenized(threads: TextThrea
         await preparation.detokenize(model, [1] * 257, "token_ids", skip_special_tokens=True)
     for messages in ([], [{"role": "user", "content": ""}] * 257, [{"role": "user", "content": too_long}]):
         with pytest.raises(InvalidArgumentError):
-            await preparation.chat_prompt(model, messages)
+            await preparation.chat_prompt(model, Conversation(messages=messages))
 
 
 def test_other_threads_run_while_a_long_text_is_tokenized() -> None:

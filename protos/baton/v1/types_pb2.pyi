@@ -31,6 +31,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """end of sequence, stop token or stop string"""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens, or the model's context is full"""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 3
+    """the model calls tools"""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -39,6 +41,8 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """end of sequence, stop token or stop string"""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens, or the model's context is full"""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 3
+"""the model calls tools"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final

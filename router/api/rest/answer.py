@@ -13,7 +13,7 @@ import msgspec
 from common.errors import BatonError
 from common.types import SampledToken
 from router.api.rest.errors import as_baton, error_body
-from router.api.rest.formats import AnswerFormat, JsonObject, baton_report, usage
+from router.api.rest.formats import AnswerFormat, JsonObject, WholeAnswer, baton_report, usage
 from router.serving.generation import Generation
 from router.serving.request import GenerationRequest, Output
 
@@ -26,7 +26,8 @@ class _Choice:
     """What has come of one choice so far."""
 
     num_chars: int = 0  # of all tokens' texts, for logprobs' offsets
-    texts: list[str] = field(default_factory=list)
+    num_tokens: int = 0
+    whole: WholeAnswer = field(default_factory=WholeAnswer)
     logprobs: _Logprobs | None = None
     last: Output | None = None
 
@@ -67,6 +68,7 @@ class Answer:
         num_choices: int,
         wants_logprobs: bool,
         wants_usage_chunk: bool,
+        wants_usage_so_far: bool = False,
     ) -> None:
         self._generation = generation
         self._requests = requests
@@ -75,6 +77,7 @@ class Answer:
         self._num_choices = num_choices
         self._wants_logprobs = wants_logprobs
         self._wants_usage_chunk = wants_usage_chunk
+        self._wants_usage_so_far = wants_usage_so_far
         self._created = int(time.time())
         self._choices = [_Choice() for _ in requests]
         self.failure: BatonError | None = None  # what `events` told its reader as an event
@@ -83,7 +86,7 @@ class Answer:
         async with aclosing(_merged(self._generation, self._requests)) as outputs:
             async for index, output in outputs:
                 choice = self._choices[index]
-                choice.texts.append(output.text)
+                choice.whole.add(output)
                 if piece := self._logprobs(choice, output.tokens):
                     choice.logprobs = choice.logprobs or _Logprobs()
                     choice.logprobs.add(piece)
@@ -92,7 +95,7 @@ class Answer:
         choices = []
         for index, choice in enumerate(self._choices):
             logprobs = None if choice.logprobs is None else choice.logprobs.joined()
-            formatted = self._format.whole(index, "".join(choice.texts), logprobs)
+            formatted = self._format.whole(index, choice.whole, logprobs)
             choices.append({**formatted, **_end(choice.last)})
         return {
             **self._head(self._format.whole_object),
@@ -138,18 +141,22 @@ class Answer:
     def _event(self, index: int, output: Output) -> bytes:
         """Empty if `output` has nothing to show."""
         choice = self._choices[index]
+        choice.num_tokens += len(output.tokens)
         logprobs = self._logprobs(choice, output.tokens) if output.tokens else None
-        if output.finish_reason is None and not output.text and logprobs is None:
+        has_text = output.text or output.reasoning or output.tool_calls
+        if output.finish_reason is None and not has_text and logprobs is None:
             return b""
         if output.finish_reason is not None:
             choice.last = output
-        return self._chunk({**self._format.piece(index, output.text, logprobs), **_end(choice.last)})
+        return self._chunk({**self._format.piece(index, output, logprobs), **_end(choice.last)})
 
     def _chunk(self, choice: JsonObject) -> bytes:
         chunk: JsonObject = {**self._head(self._format.chunk_object), "choices": [choice]}
-        if self._wants_usage_chunk:
+        if self._wants_usage_so_far:
+            chunk["usage"] = self._usage_so_far()
+        elif self._wants_usage_chunk:
             chunk["usage"] = None
-        elif all(other.last is not None for other in self._choices):
+        if not self._wants_usage_chunk and all(other.last is not None for other in self._choices):
             chunk["baton"] = self._report()
         return _sse(chunk)
 
@@ -174,6 +181,16 @@ class Answer:
     def _usage(self) -> JsonObject:
         usages = [choice.last.usage for choice in self._choices if choice.last and choice.last.usage]
         return usage(usages, self._num_choices)
+
+    def _usage_so_far(self) -> JsonObject:
+        """Without what is only known at the end: how much of the prompt was cached."""
+        prompt_tokens = sum(len(one.prompt_token_ids) for one in self._requests[:: self._num_choices])
+        completion_tokens = sum(choice.num_tokens for choice in self._choices)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
 
     def _report(self) -> JsonObject:
         reports = [choice.last.report for choice in self._choices if choice.last and choice.last.report]

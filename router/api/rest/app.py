@@ -102,7 +102,7 @@ class _Gateway:
         body = parse(ChatBody, await self._read(request))
 
         async def prompts(model: ServedModel) -> list[Prompt]:
-            return [await self._front.preparation.chat_prompt(model, body.chat_messages())]
+            return [await self._front.preparation.chat_prompt(model, body.conversation())]
 
         return await self._generate(request, body, prompts, arrived_at)
 
@@ -175,6 +175,7 @@ class _Gateway:
                 num_choices=body.num_choices,
                 wants_logprobs="logprobs" in sampling,
                 wants_usage_chunk=body.wants_usage_chunk,
+                wants_usage_so_far=body.wants_usage_so_far,
             )
             if not body.stream:
                 yield msgspec.json.encode(await answer.whole())

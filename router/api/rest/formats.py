@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from google.protobuf.message import Message
 
 from common.types import SampledToken
 from protos.baton.v1 import types_pb2
+from router.api.rest.tools import WholeCalls, delta_json
+from router.serving.request import Output
 from router.serving.tokenizer import Tokenizer
 
 JsonObject = dict[str, object]
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+@dataclass(slots=True)
+class WholeAnswer:
+    """What has come of one choice so far."""
+
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: WholeCalls = field(default_factory=WholeCalls)
+
+    def add(self, output: Output) -> None:
+        self.texts.append(output.text)
+        if output.reasoning:
+            self.reasoning.append(output.reasoning)
+        self.calls.add(output.tool_calls)
 
 
 class AnswerFormat(Protocol):
@@ -29,11 +47,11 @@ class AnswerFormat(Protocol):
         """The choice of a stream's first chunk, if it has one without text."""
         ...
 
-    def piece(self, index: int, text: str, logprobs: JsonObject | None) -> JsonObject:
+    def piece(self, index: int, output: Output, logprobs: JsonObject | None) -> JsonObject:
         """A choice in one chunk of a stream."""
         ...
 
-    def whole(self, index: int, text: str, logprobs: JsonObject | None) -> JsonObject:
+    def whole(self, index: int, answer: WholeAnswer, logprobs: JsonObject | None) -> JsonObject:
         """A choice of an answer that is not streamed."""
         ...
 
@@ -59,11 +77,23 @@ class ChatFormat:
     def opening(self, index: int) -> JsonObject | None:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def piece(self, index: int, text: str, logprobs: JsonObject | None) -> JsonObject:
-        return {"index": index, "delta": {"content": text} if text else {}, "logprobs": logprobs}
+    def piece(self, index: int, output: Output, logprobs: JsonObject | None) -> JsonObject:
+        delta: JsonObject = {}
+        if output.reasoning:
+            delta["reasoning_content"] = output.reasoning
+        if output.text:
+            delta["content"] = output.text
+        if output.tool_calls:
+            delta["tool_calls"] = [delta_json(call) for call in output.tool_calls]
+        return {"index": index, "delta": delta, "logprobs": logprobs}
 
-    def whole(self, index: int, text: str, logprobs: JsonObject | None) -> JsonObject:
-        message = {"role": "assistant", "content": text, "refusal": None}
+    def whole(self, index: int, answer: WholeAnswer, logprobs: JsonObject | None) -> JsonObject:
+        text, reasoning, calls = "".join(answer.texts), "".join(answer.reasoning), answer.calls.json()
+        message: JsonObject = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
         return {"index": index, "message": message, "logprobs": logprobs}
 
 
@@ -92,11 +122,11 @@ class CompletionFormat:
         del index
         return None
 
-    def piece(self, index: int, text: str, logprobs: JsonObject | None) -> JsonObject:
-        return {"index": index, "text": text, "logprobs": logprobs}
+    def piece(self, index: int, output: Output, logprobs: JsonObject | None) -> JsonObject:
+        return {"index": index, "text": output.text, "logprobs": logprobs}
 
-    def whole(self, index: int, text: str, logprobs: JsonObject | None) -> JsonObject:
-        return self.piece(index, text, logprobs)
+    def whole(self, index: int, answer: WholeAnswer, logprobs: JsonObject | None) -> JsonObject:
+        return {"index": index, "text": "".join(answer.texts), "logprobs": logprobs}
 
 
 def usage(usages: Sequence[types_pb2.Usage], num_choices: int) -> JsonObject:
@@ -122,12 +152,12 @@ def baton_report(request_id: str, reports: Sequence[types_pb2.RequestReport]) ->
 def _as_json(message: Message) -> JsonObject:
     """Every field of a report, set or not; times in microseconds' precision."""
     content: JsonObject = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
+    for one in message.DESCRIPTOR.fields:
+        value = getattr(message, one.name)
         if isinstance(value, Message):
-            content[field.name] = _as_json(value)
+            content[one.name] = _as_json(value)
         else:
-            content[field.name] = round(value, 3) if isinstance(value, float) else value
+            content[one.name] = round(value, 3) if isinstance(value, float) else value
     return content
 
 

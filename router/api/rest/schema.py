@@ -16,8 +16,8 @@ from msgspec import UNSET, Raw, UnsetType
 
 from common.errors import InvalidArgumentError
 from common.sampling import Parameter, json_schemas, parameters
-from common.validation import chat_role
-from router.serving.chat_template import Message
+from router.api.rest.tools import FunctionTool, NamedTool, ToolCall, calls_of, chat_tools
+from router.serving.conversation import Conversation, Json, check_options, make_message, named_results
 
 MAX_N = 8
 MAX_CHOICES = 128
@@ -37,7 +37,8 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class StreamOptions(Body, kw_only=True):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None  # as vLLM's clients ask for it: usage so far in every chunk
+    include_obfuscation: Given = UNSET  # of no use: without it, what a network shows of lengths
 
 
 class GenerationBody(Body, kw_only=True):
@@ -87,6 +88,10 @@ class GenerationBody(Body, kw_only=True):
     @property
     def wants_usage_chunk(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_usage_so_far(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def sampling(self) -> dict[str, object]:
         """The sampling parameters that the client set."""
@@ -144,28 +149,19 @@ class ContentPart(msgspec.Struct):
 class ChatMessage(Body, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
-    name: Given = UNSET
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     # What answers hold and clients send back; each must be empty.
     refusal: Given = UNSET
     annotations: Given = UNSET
     audio: Given = UNSET
     function_call: Given = UNSET
-    tool_calls: Given = UNSET
-    tool_call_id: Given = UNSET
     reasoning: Given = UNSET
-    reasoning_content: Given = UNSET
 
-    unsupported: ClassVar[tuple[str, ...]] = (
-        "refusal",
-        "annotations",
-        "audio",
-        "function_call",
-        "tool_calls",
-        "tool_call_id",
-        "reasoning",
-        "reasoning_content",
-    )
+    unsupported: ClassVar[tuple[str, ...]] = ("refusal", "annotations", "audio", "function_call", "reasoning")
 
 
 class ResponseFormat(Body, kw_only=True):
@@ -180,9 +176,10 @@ class ChatBody(GenerationBody, kw_only=True):
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     modalities: list[str] | None = None
-    tool_choice: Given = UNSET
-    parallel_tool_calls: Given = UNSET  # without tools it asks for nothing
-    tools: Given = UNSET
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # further variables of the model's template
     functions: Given = UNSET
     function_call: Given = UNSET
     audio: Given = UNSET
@@ -192,7 +189,6 @@ class ChatBody(GenerationBody, kw_only=True):
     web_search_options: Given = UNSET
 
     unsupported: ClassVar[tuple[str, ...]] = (
-        "tools",
         "functions",
         "audio",
         "prediction",
@@ -207,10 +203,8 @@ class ChatBody(GenerationBody, kw_only=True):
             raise InvalidArgumentError("response_format", 'only {"type": "text"} is supported')
         if self.modalities not in (None, [], ["text"]):
             raise InvalidArgumentError("modalities", 'only ["text"] is supported')
-        for name in ("tool_choice", "function_call"):
-            given = getattr(self, name)
-            if _asks(given) and bytes(given) not in (b'"none"', b'"auto"'):
-                raise InvalidArgumentError(name, "tools are not supported")
+        if _asks(self.function_call) and bytes(cast("Raw", self.function_call)) not in (b'"none"', b'"auto"'):
+            raise InvalidArgumentError("function_call", "is not supported: take tool_choice")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidArgumentError("top_logprobs", "needs logprobs to be true")
 
@@ -222,10 +216,18 @@ class ChatBody(GenerationBody, kw_only=True):
     def field_name(self, name: str) -> str:
         return "top_logprobs" if name == "logprobs" else super().field_name(name)
 
-    def chat_messages(self) -> list[Message]:
+    def conversation(self) -> Conversation:
         if not self.messages:
             raise InvalidArgumentError("messages", "must not be empty")
-        return [_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
+        messages = [_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
+        options = self.chat_template_kwargs or {}
+        check_options(options, "chat_template_kwargs")
+        parallel = self.parallel_tool_calls is not False
+        return Conversation(
+            messages=named_results(messages),
+            tools=chat_tools(self.tools or (), self.tool_choice, parallel=parallel),
+            template_options=options,
+        )
 
 
 @with_sampling
@@ -280,22 +282,25 @@ def _asks(value: object) -> bool:
     return value is not UNSET and bool(value)
 
 
-def _message(message: ChatMessage, where: str) -> Message:
+def _message(message: ChatMessage, where: str) -> Json:
     for name in message.unsupported:
         if _asks(getattr(message, name)):
             raise InvalidArgumentError(f"{where}.{name}", "is not supported")
-    return {
-        "role": chat_role(message.role, f"{where}.role"),
-        "content": _content(message.content, f"{where}.content"),
-    }
+    return make_message(
+        where,
+        role=message.role,
+        content=None if message.content is None else _content(message.content, f"{where}.content"),
+        name=message.name,
+        calls=calls_of(message.tool_calls or (), where),
+        tool_call_id=message.tool_call_id,
+        reasoning=message.reasoning_content,
+    )
 
 
-def _content(content: str | list[ContentPart] | None, where: str) -> str:
+def _content(content: str | list[ContentPart], where: str) -> str:
     """A string, or text parts, which are joined by line breaks."""
     if isinstance(content, str):
         return content
-    if content is None:
-        raise InvalidArgumentError(where, "must be a string or a list of text parts")
     texts = []
     for index, part in enumerate(content):
         if part.type != "text":

@@ -1,0 +1,81 @@
+"""From the messages of a gRPC `ChatRequest` to a conversation."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from common.errors import InvalidArgumentError
+from protos.baton.v1 import inference_pb2
+from router.serving.conversation import (
+    Call,
+    Conversation,
+    Json,
+    Tool,
+    Tools,
+    check_options,
+    make_message,
+    make_tools,
+    named_results,
+)
+
+_MODES = {
+    inference_pb2.ToolChoice.MODE_UNSPECIFIED: "auto",
+    inference_pb2.ToolChoice.MODE_AUTO: "auto",
+    inference_pb2.ToolChoice.MODE_NONE: "none",
+    inference_pb2.ToolChoice.MODE_REQUIRED: "required",
+}
+
+
+def conversation(request: inference_pb2.ChatRequest) -> Conversation:
+    """Raises `InvalidArgumentError`."""
+    messages = [_message(message, f"messages[{index}]") for index, message in enumerate(request.messages)]
+    options = _object(request.chat_template_kwargs, "chat_template_kwargs") or {}
+    check_options(options, "chat_template_kwargs")
+    return Conversation(messages=named_results(messages), tools=_tools(request), template_options=options)
+
+
+def _message(message: inference_pb2.ChatMessage, where: str) -> Json:
+    calls = [Call(call_id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls]
+    return make_message(
+        where,
+        role=message.role,
+        content=message.content,
+        name=message.name,
+        calls=calls,
+        tool_call_id=message.tool_call_id,
+        reasoning=message.reasoning_content,
+    )
+
+
+def _tools(request: inference_pb2.ChatRequest) -> Tools:
+    choice = request.tool_choice
+    if choice.mode not in _MODES:
+        raise InvalidArgumentError("tool_choice.mode", f"{choice.mode} is not known")
+    return make_tools(
+        [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)],
+        "tools",
+        choice="required" if choice.name else _MODES[choice.mode],
+        named=choice.name,
+        parallel=request.parallel_tool_calls if request.HasField("parallel_tool_calls") else True,
+    )
+
+
+def _tool(tool: inference_pb2.Tool, where: str) -> Tool:
+    parameters = _object(tool.parameters, f"{where}.parameters")
+    given: dict[str, Any] = {} if parameters is None else {"parameters": parameters}
+    description = tool.description if tool.HasField("description") else None
+    return Tool(name=tool.name, description=description, strict=tool.strict, **given)
+
+
+def _object(text: str, where: str) -> Json | None:
+    """None if there is no text."""
+    if not text:
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(where, f"is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidArgumentError(where, "must be the JSON text of an object")
+    return value

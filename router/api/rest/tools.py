@@ -1,0 +1,124 @@
+"""Tools and calls of tools in chat bodies, in OpenAI's shape, and in answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from common.errors import InvalidArgumentError
+from router.serving.conversation import Call, Tool, Tools, make_tools
+from router.serving.request import ToolCallDelta
+
+JsonObject = dict[str, object]
+
+
+class Strict(Struct, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Function(Strict, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def tool(self) -> Tool:
+        given: dict[str, Any] = {} if self.parameters is None else {"parameters": self.parameters}
+        return Tool(name=self.name, description=self.description, strict=bool(self.strict), **given)
+
+
+class FunctionTool(Strict, kw_only=True):
+    type: str
+    function: Function | None = None
+    custom: Raw | UnsetType = UNSET
+
+
+class FunctionName(Strict, kw_only=True):
+    name: str
+
+
+class NamedTool(Strict, kw_only=True):
+    type: str
+    function: FunctionName | None = None
+    custom: Raw | UnsetType = UNSET
+    allowed_tools: Raw | UnsetType = UNSET
+
+
+class FunctionCall(Strict, kw_only=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict, kw_only=True):
+    """A call in an assistant's message."""
+
+    id: str
+    type: str = "function"
+    function: FunctionCall | None = None
+    index: int | None = None  # what was streamed is sent back with it by some clients
+    custom: Raw | UnsetType = UNSET
+
+
+def chat_tools(given: Sequence[FunctionTool], choice: str | NamedTool | None, *, parallel: bool) -> Tools:
+    """Raises `InvalidArgumentError`."""
+    tools = []
+    for index, one in enumerate(given):
+        if one.type != "function":
+            raise InvalidArgumentError(f"tools[{index}].type", f'must be "function", not {one.type!r}')
+        if one.function is None:
+            raise InvalidArgumentError(f"tools[{index}].function", "is required")
+        tools.append(one.function.tool())
+    named = ""
+    if isinstance(choice, NamedTool):
+        if choice.type != "function":
+            raise InvalidArgumentError("tool_choice.type", f'must be "function", not {choice.type!r}')
+        if choice.function is None:
+            raise InvalidArgumentError("tool_choice.function", "is required")
+        named, choice = choice.function.name, "required"
+    return make_tools(tools, "tools", choice=choice or "auto", named=named, parallel=parallel)
+
+
+def calls_of(given: Sequence[ToolCall], where: str) -> list[Call]:
+    """Those of an assistant's message, whose place in the request is `where`."""
+    calls = []
+    for index, one in enumerate(given):
+        place = f"{where}.tool_calls[{index}]"
+        if one.type != "function":
+            raise InvalidArgumentError(f"{place}.type", f'must be "function", not {one.type!r}')
+        if one.function is None:
+            raise InvalidArgumentError(f"{place}.function", "is required")
+        calls.append(Call(call_id=one.id, name=one.function.name, arguments=one.function.arguments))
+    return calls
+
+
+def delta_json(delta: ToolCallDelta) -> JsonObject:
+    """A piece of a call in one chunk of a stream."""
+    if not delta.call_id:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    function = {"name": delta.name, "arguments": delta.arguments}
+    return {"index": delta.index, "id": delta.call_id, "type": "function", "function": function}
+
+
+class WholeCalls:
+    """The calls of an answer that is not streamed."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[ToolCallDelta, list[str]]] = []
+
+    def add(self, deltas: Sequence[ToolCallDelta]) -> None:
+        for delta in deltas:
+            if delta.call_id:
+                self._calls.append((delta, []))
+            self._calls[delta.index][1].append(delta.arguments)
+
+    def calls(self) -> list[tuple[ToolCallDelta, str]]:
+        """(the first piece of each call, all of its arguments)."""
+        return [(first, "".join(arguments)) for first, arguments in self._calls]
+
+    def json(self) -> list[JsonObject]:
+        return [
+            {"id": first.call_id, "type": "function", "function": {"name": first.name, "arguments": arguments}}
+            for first, arguments in self.calls()
+        ]

@@ -1,0 +1,296 @@
+"""Tells the parts of a chat model's answer apart as its text comes: reasoning, content, calls of tools.
+
+transformers' response parser finds where parts begin and end, by the data of `response_templates`. What a part's text
+means is found out here, piece by piece, and a text that means nothing is content: an answer is never lost because a
+model wrote a call badly.
+
+Imported only for models whose answers have parts: transformers takes a second to load. It brings no torch along.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tokenizers import Tokenizer as RustTokenizer
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.content_parsers import process_field
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from common.errors import UnavailableError
+from router.serving.conversation import Tools
+from router.serving.request import Reading, ToolCallDelta
+from router.serving.response_templates import REASONING_FIELDS, Template
+from router.serving.tool_text import ArgumentsText, CallText, ObjectsText, calls_of
+
+CALLS_FIELD = "tool_calls"
+MAX_KEPT_CHARS = 4096
+PROMPT_TAIL_CHARS = 512  # of the prompt, for the beginning of the answer that the template wrote
+_ID_CHARS = string.ascii_letters + string.digits
+_ID_LENGTH = 9  # what Mistral's templates take; others take any
+
+
+class AnswerReader:
+    """One model's answers. Made once for each model; gives a parser to each answer."""
+
+    def __init__(self, template: Template, rust: RustTokenizer) -> None:
+        """Raises `UnavailableError` if `template`, which may come with the model, is none."""
+        try:
+            loaded = load_response_template(template)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UnavailableError(f"the model's response_template cannot be used: {error}") from error
+        self._as_written = loaded.fields
+        as_text = {name: _as_text(one) for name, one in loaded.fields.items()}
+        self._with_calls = replace(loaded, fields=as_text, defaults={})
+        without = {name: one for name, one in as_text.items() if name != CALLS_FIELD}
+        self._without_calls = replace(loaded, fields=without, defaults={})
+        self.knows_calls = CALLS_FIELD in as_text
+        self.knows_parts = any(one.open_re is not None for one in without.values())
+        special = {i: str(token) for i, token in rust.get_added_tokens_decoder().items() if token.special}
+        self._shown = {
+            has_calls: frozenset(
+                token_id for token_id, text in special.items() if any(text in pattern for pattern in patterns)
+            )
+            for has_calls, patterns in ((True, _patterns(as_text)), (False, _patterns(without)))
+        }
+
+    def reading(self, prompt: str, tools: Tools) -> Reading | None:
+        """How to read the answer to `prompt`; None if it is nothing but text."""
+        has_calls = self.knows_calls and bool(tools.shown)
+        if not has_calls and not self.knows_parts:
+            return None
+        template = self._with_calls if has_calls else self._without_calls
+        tail = prompt[-PROMPT_TAIL_CHARS:]
+        prefix = tail if template.start_anchor_re.search(tail) else ""
+        schemas = [tool.as_json() for tool in tools.shown] if has_calls else []
+        return Reading(
+            parser=lambda: AnswerParser(template, self._as_written, prefix, schemas, parallel=tools.parallel),
+            shown_token_ids=self._shown[has_calls],
+        )
+
+
+class _Regions(ResponseParser):  # type: ignore[misc]  # transformers has no types
+    """Says with each region how it was opened and what all of its text was, and keeps no text that is not needed."""
+
+    _buffer: str
+    _pos: int
+    _opened_at = 0  # where in `_buffer` the open region begins, with what opened it
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = super().feed(text)
+        if self._current != CALLS_FIELD:
+            self._body = ""
+            if self._pos > MAX_KEPT_CHARS:
+                self._buffer = self._buffer[self._pos - 1 :]  # one character stays: a later one is not the first
+                self._pos = 1
+        return events
+
+    def cast(self, value: object) -> object:
+        """Arguments that a model wrote as plain text, as the tool's schema has them."""
+        return self._coerce_tool_calls(value) if self._tool_params else value
+
+    def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
+        super()._open_explicit(events, field, m)
+        self._opened_at = m.start()
+        events[-1]["captures"] = {name: value for name, value in m.groupdict().items() if value is not None}
+
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
+        super()._close_current(events)
+        if events and events[-1]["type"] == "region_close":
+            events[-1]["whole"] = self._buffer[self._opened_at : self._pos]
+
+
+@dataclass(slots=True)
+class Pieces:
+    """What has come since the last time."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCallDelta] = field(default_factory=list)
+
+
+class AnswerParser:
+    """One answer."""
+
+    def __init__(
+        self,
+        template: Any,
+        as_written: Mapping[str, Any],
+        prefix: str,
+        tools: Sequence[dict[str, Any]],
+        *,
+        parallel: bool,
+    ) -> None:
+        self._as_written = as_written
+        self._parallel = parallel
+        self._pieces = Pieces()
+        self._content = _Spaces()
+        self._reasoning = _Spaces()
+        self._region: _CallRegion | None = None
+        self.num_calls = 0
+        self.is_done = False  # the answer has all the calls that it may have
+        self._parser = _Regions(template, prefix=prefix, tools=list(tools))
+        self._take(self._parser.initial_events)
+        self._pieces = Pieces()  # what the template wrote is no part of the answer
+
+    def add(self, text: str) -> Pieces:
+        if text and not self.is_done:
+            self._take(self._parser.feed(text))
+        return self._given()
+
+    def end(self) -> Pieces:
+        """The rest, once no text follows."""
+        if not self.is_done:
+            self._take(self._parser.finalize()[1])
+        if not self.num_calls:
+            self._pieces.content.append(self._content.end())
+        return self._given()
+
+    def _given(self) -> Pieces:
+        if self._region is not None and not self.is_done:
+            self._show_calls(self._region)
+        given, self._pieces = self._pieces, Pieces()
+        return given
+
+    def _take(self, events: Sequence[Mapping[str, Any]]) -> None:
+        for event in events:
+            if self.is_done:
+                return
+            name, kind = event["field"], event["type"]
+            if name == CALLS_FIELD:
+                self._take_call(kind, event)
+            elif name in REASONING_FIELDS:
+                if kind == "region_open":
+                    self._content.begin()
+                    self._reasoning.begin()
+                elif kind == "region_chunk":
+                    self._pieces.reasoning.append(self._reasoning.add(event["text"]))
+            elif kind == "region_chunk":
+                self._pieces.content.append(self._content.add(event["text"]))
+
+    def _take_call(self, kind: str, event: Mapping[str, Any]) -> None:
+        if kind == "region_open":
+            self._region = _CallRegion(self._as_written[CALLS_FIELD], event["captures"])
+        elif self._region is not None and kind == "region_chunk":
+            self._region.add(event["text"])
+        elif self._region is not None:
+            self._end_region(self._region, event["value"], event["whole"])
+            self._region = None
+            if self.num_calls and not self._parallel:
+                self.is_done = True
+
+    def _show_calls(self, region: _CallRegion) -> None:
+        """What can be shown of calls that are still being written."""
+        for index, call in enumerate(region.calls):
+            if index < len(region.numbers):
+                if arguments := call.take():
+                    self._pieces.calls.append(ToolCallDelta(region.numbers[index], arguments=arguments))
+            elif not (call.name and call.is_begun and self._begin(region, call)):
+                return
+
+    def _begin(self, region: _CallRegion, call: CallText) -> bool:
+        """False if the answer may not have this call."""
+        if self.num_calls and not self._parallel:
+            self.is_done = True
+            return False
+        self._content.begin()  # white space before a call is no content
+        region.numbers.append(self.num_calls)
+        call_id = "".join(secrets.choice(_ID_CHARS) for _ in range(_ID_LENGTH))
+        self._pieces.calls.append(ToolCallDelta(self.num_calls, call_id, call.name, call.take()))
+        self.num_calls += 1
+        return True
+
+    def _end_region(self, region: _CallRegion, body: str, whole: str) -> None:
+        self._show_calls(region)
+        calls = region.parsed(body, self._parser)
+        if calls is None and not region.numbers:
+            self._pieces.content.append(self._content.add(whole))
+        for call in (calls or ())[len(region.numbers) :]:
+            if not self._begin(region, call):
+                return
+
+
+class _CallRegion:
+    """The text between what opens and what closes a call, or a list of calls."""
+
+    def __init__(self, template: Any, captures: Mapping[str, str]) -> None:
+        self._template = template
+        self._captures = captures
+        self._text = _text_of(template, captures)
+        self.numbers: list[int] = []  # of the calls that were shown, in the whole answer
+
+    @property
+    def calls(self) -> Sequence[CallText]:
+        return () if self._text is None else self._text.calls
+
+    def add(self, text: str) -> None:
+        if self._text is not None:
+            self._text.add(text)
+
+    def parsed(self, body: str, parser: _Regions) -> list[CallText] | None:
+        """All calls, by the template that came with the model; None if `body` is none. What a model writes and what a
+        template makes of it may both be anything."""
+        try:
+            return calls_of(parser.cast(process_field(body, self._template, self._captures)))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+
+
+def _text_of(template: Any, captures: Mapping[str, str]) -> ArgumentsText | ObjectsText | None:
+    """How to read a call before it is whole; None if it is JSON only in part."""
+    function = template.transform.get("function") if isinstance(template.transform, Mapping) else None
+    if template.content != "json" or template.content_args or function is None:
+        return None
+    if isinstance(function, str) or template.transform_each:
+        return ObjectsText()
+    name = captures.get(str(function.get("name")).strip("{}"))
+    return ArgumentsText(name) if name and function.get("arguments") == "{content}" else None
+
+
+class _Spaces:
+    """Leaves out white space at the edges of a part."""
+
+    def __init__(self) -> None:
+        self._skip = False
+        self._held = ""
+
+    def begin(self) -> None:
+        """A part begins, or another one ends this one."""
+        self._skip, self._held = True, ""
+
+    def add(self, text: str) -> str:
+        if self._skip:
+            text = text.lstrip()
+            self._skip = not text
+        text = self._held + text
+        shown = text.rstrip()
+        self._held = text[len(shown) :]
+        return shown
+
+    def end(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def _as_text(one: Any) -> Any:
+    """A field whose text comes as it is, whatever is in it: reading it cannot fail."""
+    return replace(
+        one,
+        content="text",
+        content_args={"strip": False},
+        transform=None,
+        transform_each=False,
+        repeats=True,
+        join=None,
+        optional=True,
+    )
+
+
+def _patterns(fields: Mapping[str, Any]) -> list[str]:
+    """What opens and closes parts, without the marks of regular expressions: control tokens are found in it."""
+    patterns = [one.open_re for one in fields.values()]
+    patterns += [one.close_re for one in fields.values() if one.open_re is not None]
+    return [pattern.pattern.replace("\\", "") for pattern in patterns if pattern is not None]

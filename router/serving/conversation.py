@@ -1,0 +1,233 @@
+"""A conversation as chat templates take it: messages, the tools that the model may call, and how it may call them.
+
+gRPC and REST both make theirs here, so that both refuse the same things. Each function raises `InvalidArgumentError`
+with the field as the client wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from common.errors import InvalidArgumentError
+from common.validation import chat_role
+
+Json = dict[str, Any]
+Message = Mapping[str, Any]
+"""`role` and `content`; an assistant's may have `tool_calls` and `reasoning_content`, a tool's has `tool_call_id`."""
+
+MAX_TOOLS = 128
+MAX_CALLS = 128  # in one message
+MAX_ID_CHARS = 256
+MAX_DEPTH = 32  # of a tool's parameters, of a call's arguments, and of options of the template
+MAX_OPTIONS = 32
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
+_OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+
+Choice = Literal["auto", "none", "required"]
+CHOICES: tuple[Choice, ...] = ("auto", "none", "required")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: Json = field(default_factory=lambda: {"type": "object", "properties": {}})  # JSON Schema
+    strict: bool = False  # whether arguments have to be valid under `parameters`
+
+    def as_json(self) -> Json:
+        """As chat templates know it."""
+        described = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, **described, "parameters": self.parameters}}
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Tools:
+    """What the model may call. With `named`, it has to call that one; with `required`, one of them."""
+
+    tools: tuple[Tool, ...] = ()
+    choice: Choice = "auto"
+    named: str = ""
+    parallel: bool = True  # whether one answer may hold several calls
+
+    @property
+    def shown(self) -> tuple[Tool, ...]:
+        """Those that the model is told of: none of them if it must not call any."""
+        return () if self.choice == "none" else self.tools
+
+    @property
+    def is_forced(self) -> bool:
+        return self.choice == "required" or bool(self.named)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Conversation:
+    messages: Sequence[Message]
+    tools: Tools = field(default_factory=Tools)
+    template_options: Mapping[str, Any] = field(default_factory=dict)  # further variables of the chat template
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Call:
+    """A call of a tool in an earlier answer."""
+
+    call_id: str
+    name: str
+    arguments: str  # JSON text of an object
+
+
+def make_message(
+    where: str,
+    *,
+    role: str,
+    content: str | None,
+    name: str | None = None,
+    calls: Sequence[Call] = (),
+    tool_call_id: str | None = None,
+    reasoning: str | None = None,
+) -> Json:
+    """`where` is the message's place in the request: `messages[3]`."""
+    role = chat_role(role, f"{where}.role")
+    if calls and role != "assistant":
+        raise InvalidArgumentError(f"{where}.tool_calls", "only an assistant's message can have them")
+    if reasoning and role != "assistant":
+        raise InvalidArgumentError(f"{where}.reasoning_content", "only an assistant's message can have it")
+    if content is None and not calls:
+        raise InvalidArgumentError(f"{where}.content", "must be a string or a list of text parts")
+    message: Json = {"role": role, "content": content or ""}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+    if role == "tool":
+        message["tool_call_id"] = _call_id(tool_call_id or "", f"{where}.tool_call_id")
+        if name:
+            message["name"] = check_name(name, f"{where}.name")
+    elif tool_call_id:
+        raise InvalidArgumentError(f"{where}.tool_call_id", "only a tool's message can have it")
+    return message
+
+
+def named_results(messages: Sequence[Json]) -> list[Json]:
+    """Messages of tools with the name of the tool that was called, which some templates write out."""
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        if message["role"] == "tool" and "name" not in message and message["tool_call_id"] in names:
+            message["name"] = names[message["tool_call_id"]]
+    return list(messages)
+
+
+def _calls(calls: Sequence[Call], where: str) -> list[Json]:
+    if len(calls) > MAX_CALLS:
+        raise InvalidArgumentError(where, f"must have at most {MAX_CALLS} entries, not {len(calls)}")
+    made = []
+    for index, call in enumerate(calls):
+        function = f"{where}[{index}].function"
+        check_name(call.name, f"{function}.name")
+        arguments = _arguments(call.arguments, f"{function}.arguments")
+        made.append(
+            {
+                "id": _call_id(call.call_id, f"{where}[{index}].id"),
+                "type": "function",
+                "function": {"name": call.name, "arguments": arguments},
+            }
+        )
+    return made
+
+
+def _arguments(text: str, where: str) -> Json:
+    """As templates take them: an object. No text at all is how some clients write that there are none."""
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(where, "must be the JSON text of an object") from error
+    if not isinstance(arguments, dict):
+        raise InvalidArgumentError(where, "must be the JSON text of an object")
+    check_depth(arguments, where)
+    return arguments
+
+
+def _call_id(call_id: str, where: str) -> str:
+    if not call_id:
+        raise InvalidArgumentError(where, "must not be empty")
+    if len(call_id) > MAX_ID_CHARS:
+        raise InvalidArgumentError(where, f"must have at most {MAX_ID_CHARS} characters, not {len(call_id)}")
+    return call_id
+
+
+def check_name(name: str, where: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise InvalidArgumentError(where, "must have 1 to 64 ASCII letters, digits, _ or -")
+    return name
+
+
+def make_tools(
+    tools: Sequence[Tool], where: str, *, choice: str = "auto", named: str = "", parallel: bool = True
+) -> Tools:
+    """Checks the tools and whether what is asked of them can be: `where` is their place in the request."""
+    if len(tools) > MAX_TOOLS:
+        raise InvalidArgumentError(where, f"must have at most {MAX_TOOLS} entries, not {len(tools)}")
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        place = f"{where}[{index}]"
+        check_name(tool.name, f"{place}.name")
+        if tool.name in names:
+            raise InvalidArgumentError(f"{place}.name", f"{tool.name!r} is there twice")
+        names.add(tool.name)
+        if tool.parameters.get("type", "object") != "object":
+            raise InvalidArgumentError(f"{place}.parameters", 'must be a JSON Schema of type "object"')
+        check_depth(tool.parameters, f"{place}.parameters")
+    if choice not in CHOICES:
+        raise InvalidArgumentError("tool_choice", f"must be one of {', '.join(CHOICES)} or name a function")
+    if named and named not in names:
+        raise InvalidArgumentError("tool_choice", f"{named!r} is not among the tools")
+    if choice == "required" and not tools:
+        raise InvalidArgumentError("tool_choice", "is only allowed with tools")
+    return Tools(tools=tuple(tools), choice=choice, named=named, parallel=parallel)
+
+
+def check_options(options: Mapping[str, Any], where: str) -> None:
+    """Further variables of the chat template."""
+    if len(options) > MAX_OPTIONS:
+        raise InvalidArgumentError(where, f"must have at most {MAX_OPTIONS} entries, not {len(options)}")
+    check_depth(options, where)
+    for name in options:
+        if name in _OWN_VARIABLES:
+            raise InvalidArgumentError(f"{where}.{name}", "is not for clients to set")
+
+
+def check_depth(value: object, where: str) -> None:
+    """JSON of any depth would need a stack of any depth."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for one in level for inner in _inner(one)]
+        if not level:
+            return
+    raise InvalidArgumentError(where, f"is nested more than {MAX_DEPTH} deep")
+
+
+def texts_of(value: object) -> Iterator[str]:
+    """Every text in JSON, names of members included."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, Mapping):
+            left.extend(one.keys())
+            left.extend(one.values())
+        else:
+            left.extend(_inner(one))
+
+
+def _inner(value: object) -> list[object]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else []

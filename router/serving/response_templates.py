@@ -1,0 +1,101 @@
+"""In which shape a model writes reasoning and calls of tools, as data for transformers' response parser.
+
+A tokenizer may bring its own (`response_template` in tokenizer_config.json). Most published ones do not; for them the
+chat template tells, which writes earlier calls of a conversation in the shape that the model was trained on.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+Template = dict[str, Any]
+
+REASONING_FIELDS = ("reasoning_content", "thinking")  # what templates call it
+
+_THINK: Template = {"open": "<think>", "close": "</think>"}
+_BRACKET_THINK: Template = {"open": "[THINK]", "close": "[/THINK]"}
+_CONTENT: Template = {"content": "text"}
+
+# Where the answer begins in a prompt that asks for one. Some prompts end with the beginning of its reasoning.
+_ANCHOR = "|".join(
+    (
+        r"<\|im_start\|>assistant\n",
+        r"<\|end_header_id\|>\n\n",
+        r"\[/INST\]",
+        "<\uff5cAssistant\uff5c>",
+        r"(?=<think>\s*\Z)",
+        r"(?=\[THINK\]\s*\Z)",
+    )
+)
+
+# <tool_call>{"name": "f", "arguments": {...}}</tool_call>, once for each call: Hermes, Qwen2.5, Qwen3
+_HERMES_CALLS: Template = {
+    "open_pattern": r"<tool_call>\s*",
+    "close_pattern": r"\s*</tool_call>",
+    "repeats": True,
+    "content": "json",
+    "transform": {"type": "function", "function": "{content}"},
+}
+# <tool_call><function=f><parameter=x>1</parameter></function></tool_call>: Qwen3-Coder, Qwen3.5
+_TAGGED_CALLS: Template = {
+    "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+    "close_pattern": r"</function>\s*</tool_call>",
+    "repeats": True,
+    "content": "xml-inline",
+    "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+}
+# {"name": "f", "parameters": {...}} and nothing else: Llama 3.1 to 3.3; some write <|python_tag|> before it
+_LLAMA_CALLS: Template = {
+    "open_pattern": r'<\|python_tag\|>\s*|\A\s*(?=\{\s*"(?:name|type)"\s*:)',
+    "repeats": True,
+    "content": "json",
+    "transform": {"type": "function", "function": "{content}"},
+}
+# [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]: Mistral's tokenizers up to version 7
+_MISTRAL_LIST: Template = {
+    "open_pattern": r"\[TOOL_CALLS\]\s*(?=\[)",
+    "repeats": True,
+    "content": "json",
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+    "transform_each": True,
+}
+# [TOOL_CALLS]f[ARGS]{...}, once for each call: from version 11 on
+_MISTRAL_CALLS: Template = {
+    "open_pattern": r"\[TOOL_CALLS\]\s*(?P<name>[A-Za-z0-9_-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\]|(?=\{))",
+    "close_pattern": r"\s*(?=\[TOOL_CALLS\])",
+    "repeats": True,
+    "content": "json",
+    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+}
+
+
+def response_template(own: object, chat_template: str) -> Template | None:
+    """`own` is the tokenizer's `response_template`, if it has one. None if answers of the model are plain text, as far
+    as anybody says."""
+    if isinstance(own, dict):
+        return copy.deepcopy(own)
+    fields: Template = {}
+    if "<think>" in chat_template:
+        fields["reasoning_content"] = _THINK
+    elif "[THINK]" in chat_template:
+        fields["reasoning_content"] = _BRACKET_THINK
+    if calls := _calls(chat_template):
+        fields["tool_calls"] = calls
+    if not fields:
+        return None
+    return copy.deepcopy({"start_anchor_pattern": _ANCHOR, "fields": {**fields, "content": _CONTENT}})
+
+
+def _calls(chat_template: str) -> Template | None:
+    """The shape of a call; None if the chat template knows no tools, or writes calls in a shape that is not known."""
+    if "<tool_call>" in chat_template:
+        return _TAGGED_CALLS if "<function=" in chat_template else _HERMES_CALLS
+    if "[TOOL_CALLS]" in chat_template:
+        is_list = "[ARGS]" not in chat_template and re.search(r"\[TOOL_CALLS\] ?\[", chat_template)
+        return _MISTRAL_LIST if is_list else _MISTRAL_CALLS
+    if "<|start_header_id|>" in chat_template and "tools" in chat_template:
+        return _LLAMA_CALLS
+    return None

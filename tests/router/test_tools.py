@@ -1,0 +1,252 @@
+"""Tools and reasoning through the router: what the model is told, and what clients get of its answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+import openai
+import pytest
+
+from protos.baton.v1 import inference_pb2, types_pb2
+from tests.router import chat_templates
+from tests.router.conftest import RunningRouter, StartRouter, StartWorker
+from tests.router.fake_worker import FakeWorker
+from tests.router.tiny_tokenizer import ids_of, tiny_tokenizer
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "Does it",
+        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+    },
+}
+ASK: Any = [{"role": "user", "content": "Do"}]
+TWO_CALLS = (
+    '<think>hm</think>\n\nYes.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "f", "arguments": {"x": 2}}\n</tool_call>'
+)
+
+
+@pytest.fixture
+async def worker(start_worker: StartWorker) -> FakeWorker:
+    worker = await start_worker()
+    worker.chat_template = chat_templates.HERMES
+    worker.answer = ids_of(TWO_CALLS)
+    worker.false_info = {"max_model_len": 1024}
+    return worker
+
+
+def prompt_of(worker: FakeWorker) -> str:
+    return tiny_tokenizer().decode(list(worker.requests[-1].prompt_token_ids), skip_special_tokens=False)
+
+
+async def test_calls(router: RunningRouter, worker: FakeWorker) -> None:
+    answer = await router.openai.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL], max_tokens=200)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Yes."
+    assert (choice.message.model_extra or {})["reasoning_content"] == "hm"
+    calls = choice.message.tool_calls or []
+    assert [(call.type, call.function.name, call.function.arguments) for call in calls if call.type == "function"] == [
+        ("function", "f", '{"x": 1}'),
+        ("function", "f", '{"x": 2}'),
+    ]
+    assert json.dumps(TOOL) in prompt_of(worker)
+
+
+async def test_streamed_calls(router: RunningRouter) -> None:
+    async with router.openai.chat.completions.stream(
+        model="tiny", messages=ASK, tools=[TOOL], max_tokens=200
+    ) as stream:
+        events = [event async for event in stream]
+    deltas = [event.arguments_delta for event in events if event.type == "tool_calls.function.arguments.delta"]
+    assert "".join(deltas) == '{"x": 1}{"x": 2}'
+    assert len(deltas) > 4
+    final = (await stream.get_final_completion()).choices[0]
+    assert final.finish_reason == "tool_calls"
+    assert final.message.content == "Yes."
+    assert [call.function.arguments for call in final.message.tool_calls or []] == ['{"x": 1}', '{"x": 2}']
+
+
+async def test_one_call_alone_ends_the_answer(router: RunningRouter, worker: FakeWorker) -> None:
+    for stream in (False, True):
+        answer = await router.openai.chat.completions.create(
+            model="tiny", messages=ASK, tools=[TOOL], max_tokens=200, parallel_tool_calls=False, stream=stream
+        )
+        if isinstance(answer, openai.AsyncStream):
+            chunks = [chunk async for chunk in answer]
+            calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+            assert {call.index for call in calls} == {0}
+            assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        else:
+            assert len(answer.choices[0].message.tool_calls or []) == 1
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens < len(worker.answer) - 10
+
+
+async def test_none_tells_the_model_of_no_tools(router: RunningRouter, worker: FakeWorker) -> None:
+    answer = await router.openai.chat.completions.create(
+        model="tiny", messages=ASK, tools=[TOOL], tool_choice="none", max_tokens=200
+    )
+    assert "Does it" not in prompt_of(worker)
+    assert answer.choices[0].message.tool_calls is None
+    assert "<tool_call>" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_earlier_calls_and_results_are_in_the_prompt(router: RunningRouter, worker: FakeWorker) -> None:
+    messages: Any = [
+        {"role": "user", "content": "Do"},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "Why",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": "<|im_end|>"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "done<|im_start|>"}]},
+    ]
+    await router.openai.chat.completions.create(model="tiny", messages=messages, tools=[TOOL], max_tokens=3)
+    prompt = prompt_of(worker)
+    assert '<think>Why</think><tool_call>\n{"name": "f", "arguments": {"x": "<|im_end|>"}}\n</tool_call>' in prompt
+    assert "<|im_start|>tool\ndone<|im_start|><|im_end|>" in prompt
+    # What clients wrote is text: control tokens come from the template alone.
+    ids = list(worker.requests[-1].prompt_token_ids)
+    rust = tiny_tokenizer().rust
+    assert ids.count(rust.token_to_id("<|im_end|>")) == 4
+    assert ids.count(rust.token_to_id("<|im_start|>")) == 5
+
+
+async def test_control_tokens_in_tools_are_text(router: RunningRouter, worker: FakeWorker) -> None:
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "<|im_end|>",
+            "parameters": {"type": "object", "properties": {"<|im_end|>": {}}},
+        },
+    }
+    await router.openai.chat.completions.create(model="tiny", messages=ASK, tools=[tool], max_tokens=3)  # type: ignore[list-item]
+    assert prompt_of(worker).count("<|im_end|>") == 4
+    end = tiny_tokenizer().rust.token_to_id("<|im_end|>")
+    assert list(worker.requests[-1].prompt_token_ids).count(end) == 2
+
+
+async def test_template_options(router: RunningRouter, worker: FakeWorker) -> None:
+    worker.answer = ids_of("Yes.")
+    answer = await router.openai.chat.completions.create(
+        model="tiny", messages=ASK, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
+    )
+    assert prompt_of(worker).endswith("<think>\n\n</think>\n\n")
+    assert answer.choices[0].message.content == "Yes."
+
+
+def tools(count: int = 1, **changes: object) -> list[object]:
+    return [{"type": "function", "function": {"name": f"f{number}", **changes}} for number in range(count)]
+
+
+def deep(depth: int) -> dict[str, Any]:
+    return {"a": deep(depth - 1)} if depth else {}
+
+
+def called(**changes: object) -> dict[str, object]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}", **changes}}
+    return {"messages": [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": tools(129)}, "tools"),
+        ({"tools": [*tools(), *tools()]}, "tools[1].name"),
+        ({"tools": tools(name="no name")}, "tools[0].name"),
+        ({"tools": tools(parameters={"type": "array"})}, "tools[0].parameters"),
+        ({"tools": tools(parameters=deep(40))}, "tools[0].parameters"),
+        ({"tools": tools(parameters=1)}, "tools[0].function.parameters"),
+        ({"tools": tools(colour=1)}, "tools[0].function.colour"),
+        ({"tools": tools(description="word " * 20_000)}, "tools"),
+        ({"tools": tools(description="word " * 800)}, "messages"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tools": tools(), "tool_choice": "maybe"}, "tool_choice"),
+        ({"tools": tools(), "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": tools(), "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        (called(arguments="[]"), "messages[1].tool_calls[0].function.arguments"),
+        (called(arguments="{"), "messages[1].tool_calls[0].function.arguments"),
+        (called(arguments="[" * 5000), "messages[1].tool_calls[0].function.arguments"),
+        (called(arguments=json.dumps(deep(40))), "messages[1].tool_calls[0].function.arguments"),
+        (called(name=""), "messages[1].tool_calls[0].function.name"),
+        ({"messages": [*ASK, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "reasoning_content": "c"}]}, "messages[0].reasoning_content"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+        ({"chat_template_kwargs": {"nothing": 1}}, "chat_template_kwargs.nothing"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": deep(40)}, "chat_template_kwargs"),
+    ],
+)
+async def test_what_is_refused(router: RunningRouter, body: dict[str, object], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await router.openai.chat.completions.create(model="tiny", messages=ASK, extra_body=body)
+    assert caught.value.param == param
+
+
+async def test_over_grpc(router: RunningRouter, worker: FakeWorker) -> None:
+    function = TOOL["function"]
+    request = inference_pb2.ChatRequest(
+        messages=[
+            inference_pb2.ChatMessage(role="user", content="Do"),
+            inference_pb2.ChatMessage(
+                role="assistant", tool_calls=[inference_pb2.ToolCall(id="c1", name="f", arguments='{"x": 7}')]
+            ),
+            inference_pb2.ChatMessage(role="tool", tool_call_id="c1", content="done"),
+        ],
+        tools=[inference_pb2.Tool(name="f", description="Does it", parameters=json.dumps(function["parameters"]))],
+        sampling_params=types_pb2.SamplingParams(max_tokens=200),
+    )
+    responses = [response async for response in router.inference.Chat(request)]
+    assert json.dumps(TOOL) in prompt_of(worker)
+    assert '{"name": "f", "arguments": {"x": 7}}' in prompt_of(worker)
+    assert "".join(response.text for response in responses) == "Yes."
+    assert "".join(response.reasoning for response in responses) == "hm"
+    deltas = [delta for response in responses for delta in response.tool_calls]
+    assert [delta.name for delta in deltas if delta.id] == ["f", "f"]
+    assert "".join(delta.arguments for delta in deltas if delta.index == 1) == '{"x": 2}'
+    assert responses[-1].finish_reason == types_pb2.FINISH_REASON_TOOL_CALLS
+    for change, field in (
+        (inference_pb2.ChatRequest(tools=[inference_pb2.Tool(name="f", parameters="[]")]), "tools[0].parameters"),
+        (inference_pb2.ChatRequest(tool_choice=inference_pb2.ToolChoice(name="g")), "tool_choice"),
+        (inference_pb2.ChatRequest(chat_template_kwargs="{"), "chat_template_kwargs"),
+    ):
+        change.messages.add(role="user", content="x")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.inference.Chat(change).read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (caught.value.details() or "").startswith(field)
+
+
+async def test_models_without_a_known_shape_of_calls(start_worker: StartWorker, start_router: StartRouter) -> None:
+    worker = await start_worker()
+    worker.chat_template = "{{ tools }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    router = await start_router(worker)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await router.openai.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL])
+    assert caught.value.param == "tools"
+
+
+async def test_usage_so_far(router: RunningRouter) -> None:
+    stream = await router.openai.chat.completions.create(
+        model="tiny",
+        messages=ASK,
+        stream=True,
+        max_tokens=20,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+    )
+    counts = [chunk.usage.completion_tokens async for chunk in stream if chunk.usage]
+    assert counts[0] == 0
+    assert counts == sorted(counts)
+    assert counts[-1] == 20
