@@ -41,7 +41,7 @@ class RawNixlReads:
 
     `remote_ids[i]` is read into `local_ids[i]`; left out, all blocks in their order (which NIXL then merges into one
     run, so give the ids that the other side of a comparison uses). Raises `StartupError` if NIXL is missing,
-    `TransferError` where a read fails, takes too long, or brings the wrong bytes.
+    `TransferError` if a read fails, takes too long, or brings the wrong bytes.
     """
 
     def __init__(

@@ -268,7 +268,7 @@ def run_planner(
     learns: bool = False,
 ) -> Outcome:
     """`history` is given what was desired in each second. With `learns` the planner may learn a prefill worker's rate,
-    where targets have none."""
+    if targets have none."""
     planner = Planner(options, TargetRules(targets))
 
     def plan(now: float, signals: FleetSignals) -> tuple[int, int]:

@@ -31,7 +31,7 @@ def running(command: Sequence[str], what: str) -> Iterator[dict[str, str]]:
 
 
 def _end(child: Child) -> None:
-    """SIGTERM, which drains; SIGKILL to it and all that it started, where that takes too long or we are hurried."""
+    """SIGTERM, which drains; SIGKILL to it and all that it started, if that takes too long or is interrupted."""
     child.terminate()
     try:
         child.process.wait(_END_GRACE_S)

@@ -91,7 +91,7 @@ class TransferResult(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `error` is None if it went well, else one line that says why. `ref` is set for a published block: what to
     announce. `num_bytes` counts bytes moved; 0 if the store already held the block or nothing had to move.
-    Where `is_final` is False there is an error, and bytes may still be moved: the final result comes later.
+    If `is_final` is False there is an error, and bytes may still be moved: the final result comes later.
     """
 
     job_id: int

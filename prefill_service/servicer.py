@@ -146,7 +146,7 @@ async def _relay(stream: EngineStream, context: Context, begin: float, grace_s: 
 
 
 async def _read_to_end(context: Context) -> bool:
-    """Whether the decode worker released its blocks. Where the stream just ends it did not: so do broken ones.
+    """Whether the decode worker released its blocks. If the stream just ends, it did not: broken streams end so, too.
 
     Acknowledgements need no action: the lease is the whole stream.
     """

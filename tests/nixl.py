@@ -15,6 +15,6 @@ needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason=WHY_NOT)
 
 
 def skip_without_nixl(connector: str) -> None:
-    """For fixtures: skips what uses `connector` where that is nixl and cannot be had."""
+    """For fixtures: skips what uses `connector` if that is nixl and cannot be had."""
     if connector == "nixl" and not HAS_NIXL:
         pytest.skip(WHY_NOT)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def main(module: str, description: str | None, path: Path, text: str) -> int:
-    """Writes `text` to `path` where asked to; the exit code says whether the file is current then."""
+    """Writes `text` to `path` if asked to; the exit code says whether the file is current then."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     parser.add_argument("--write", action="store_true", help="write the file; without, say whether it is current")
     if parser.parse_args().write:

@@ -45,9 +45,11 @@ MAX_NAME_CHARS = 4096  # what a router makes of a tenant and a salt, whose chara
 
 
 def worker_id(settings: WorkerSettings, role: WorkerRole, epoch: str) -> str:
-    """Of the address by which others reach the worker, so that peers know its next life for the same worker. Where
-    settings do not say it (any interface or port, or one of this machine alone), of the epoch: two workers that share
-    an id would take each other for a restart."""
+    """Made of the address by which others reach the worker, so that peers know a restarted worker for the same one.
+
+    If the settings do not say the address (any interface or port, or one of this machine alone), it is made of the
+    epoch: two workers that share an id would take each other for a restart.
+    """
     address = settings.advertise or (settings.listen if _is_routable(settings.listen) else "")
     return f"{role.value}-{address or epoch[:8]}"
 

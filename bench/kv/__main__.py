@@ -1,4 +1,4 @@
-"""`python -m bench.kv` is `baton bench kv`, also where Baton is not installed."""
+"""`python -m bench.kv` is `baton bench kv`, even if Baton is not installed."""
 
 import sys
 

@@ -39,7 +39,7 @@ class Timed:
 
     @property
     def exposed_ms(self) -> float:
-        """What the handoff adds between first and second token. Below zero where the step was a fast one."""
+        """What the handoff adds between first and second token. Below zero if the step was a fast one."""
         return self.itl_ms[0] - self.step_ms
 
 

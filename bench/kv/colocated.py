@@ -4,7 +4,7 @@ Both have the same cores, the same model and the same arrivals: Poisson, from a 
 requests' time to first token and between tokens; the long prompts are the noise.
 
 The two stacks take turns, phase by phase, and both stay up meanwhile. One without work takes a hundredth of a core
-(polls, keepalives): too little to show here, where steps are not compared to the millisecond as in `bench.kv.exposed`.
+(polls, keepalives): too little to show here: steps are not compared to the millisecond as in `bench.kv.exposed`.
 To start them anew for each phase would bring more into it: a worker that just started makes its cache's pages, with up
 to half a core for some ten seconds, and for longer if it has work. So nothing is measured until they are made.
 """

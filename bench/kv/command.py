@@ -109,7 +109,7 @@ def _interrupt(signum: int, frame: object) -> None:  # noqa: ARG001
 def run(
     settings: BenchSettings, parts: tuple[str, ...], progress: Progress, *, as_json: bool, plot: Path | None
 ) -> int:
-    """Runs `parts`, prints them, and draws them; 1 where a part failed, which does not keep the others from it.
+    """Runs `parts`, prints them, and draws them; 1 if a part failed, which does not keep the others from it.
 
     Raises `ConfigError` if the picture cannot be drawn here, before anything is measured.
     """

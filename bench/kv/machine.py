@@ -38,7 +38,7 @@ def versions() -> dict[str, Json]:
 
 
 def cpu_name() -> str:
-    """As the kernel calls it; the architecture where it does not say."""
+    """As the kernel calls it; the architecture if it does not say."""
     try:
         match = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:

@@ -132,7 +132,7 @@ class _Side:
                 self.connectors[label] = connector
 
     def wait(self, label: str, also: Connection | None = None) -> list[TransferResult]:
-        """The next results of a connector, woken as an engine is; none where `also` is readable before.
+        """The next results of a connector, woken as an engine is; none if `also` is readable before.
 
         Raises `TransferError` if none come, or one is bad.
         """
@@ -260,7 +260,7 @@ class _Consumer:
         self._job = 0
 
     def start_raw_nixl(self, stack: contextlib.ExitStack, results: Connection) -> list[str]:
-        """Its name, where it works here."""
+        """Its name, if it works here."""
         num_blocks, block_bytes = self._side.rows.shape
         try:
             raw = RawNixlReads(num_blocks, block_bytes, remote_ids=self._sources, local_ids=self._order)

@@ -42,7 +42,7 @@ class Samples:
 
 @dataclass(slots=True, frozen=True)
 class Record:
-    """`part` measured `quantity` (with its unit: "GB/s", "exposed ms") where `labels` held."""
+    """`part` measured `quantity` (with its unit: "GB/s", "exposed ms") under the conditions that `labels` name."""
 
     part: str
     quantity: str

@@ -39,7 +39,7 @@ class LoadedGroup:
         self._shards = [(source, slot, source.layout.entries(slot, group.num_blocks)) for source, slot in slots]
 
     def read(self, block_hash: bytes, into: memoryview) -> str | None:
-        """Copies one block as our rank has it. Where that fails, why; `into` is undefined then."""
+        """Copies one block as our rank has it. Returns why if that fails; `into` is undefined then."""
         for source, slot, entries in self._shards:
             entry = (entries or {}).get(block_hash)
             if entry is None:

@@ -231,7 +231,7 @@ class ReadingAgent(_Agent):
         return set(self._routes)
 
     def start(self, agent: str, remote_ids: Sequence[int], local_ids: Sequence[int], report: bytes = b"") -> Read:
-        """Reads the peer's blocks `remote_ids` into our `local_ids`. Where the transport copies in the caller's
+        """Reads the peer's blocks `remote_ids` into our `local_ids`. If the transport copies in the caller's
         thread, the read is done on return. The peer gets `report` when the read is done, unless it is empty. Raises
         `TransferError`."""
         failure = None

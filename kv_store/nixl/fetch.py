@@ -5,7 +5,7 @@ A read that fails, or that is not done by its deadline, costs the whole reading 
 why): new reads get another one, the good ones on the old finish, then it ends, and only then is the failure reported.
 So every result means what it says.
 
-Of a peer of another tensor-parallel degree, each block is read in runs, from one rank or from several. Where the
+Of a peer of another tensor-parallel degree, each block is read in runs, from one rank or from several. If the
 transport cannot reach the cache, reads land in host memory, and are copied into the cache from there.
 """
 

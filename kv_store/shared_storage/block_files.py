@@ -6,7 +6,7 @@ block, and a fetch opens the first block's name and finds the blocks after it in
     write  writing/X  ->  rename to runs/X.run  ->  link blocks/ab/abcd.kv, blocks/cd/cdef.kv, …
 
 Each step leaves a state that readers can use: a writer killed in mid-write leaves a temporary file, one killed while it
-links leaves fewer names. The file under runs/ is what the size limit counts and deletes. Where the file system has no
+links leaves fewer names. The file under runs/ is what the size limit counts and deletes. If the file system has no
 hard links, each block is a run of its own, under the block's name only.
 
 Files are not synced to disk: this is a cache, and what a power cut leaves behind fails its checksum.

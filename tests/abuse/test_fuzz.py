@@ -62,7 +62,7 @@ RIGHT: dict[str, Callable[[Target], Message]] = {
 
 
 def messages_to(rng: random.Random, method: MethodDescriptor, target: Target) -> list[bytes]:
-    """What one call sends: one message, or some where a stream is due, or where none is."""
+    """What one call sends: one message; none or some if the method takes a stream, and at times if not."""
     found = []
     for number in range(rng.choice((1, 1, 1, 1, 0, 2, 5)) if rng.random() < 0.3 or method.client_streaming else 1):
         message = message_of(rng, method.input_type)

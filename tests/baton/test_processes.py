@@ -77,7 +77,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    while not condition():  # pytest-timeout ends it where it never comes true
+    while not condition():  # pytest-timeout ends it if it never comes true
         time.sleep(0.01)
 
 

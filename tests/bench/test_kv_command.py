@@ -40,7 +40,7 @@ MARK = "MARK_OF_A_BENCH"  # in the environment of a command and of all that it s
 
 @pytest.fixture
 def entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `pip install` makes of pyproject.toml, also where it was installed before that had it."""
+    """What `pip install` makes of pyproject.toml, even if an older pyproject.toml was installed."""
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     points = EntryPoints(EntryPoint(name, value, group) for group in groups for name, value in groups[group].items())
     monkeypatch.setattr(cli, "entry_points", points.select)

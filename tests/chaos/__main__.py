@@ -8,7 +8,7 @@ direction only), the store wiped, corrupted, killed or its disk full; and each s
 others have too short a deadline. One decode worker is always left alone, so no request may fail. Every answer must be
 the reference answer, greedy or seeded, made from transformers' logits. In the end every block of every worker is free
 or cached, no lease is left, and no process holds more memory than it did when it was warm. Prints one line of JSON;
-exits 1 where anything of that does not hold. Cuts and full disks need root; the line says what was left out, and why.
+exits 1 if anything of that does not hold. Cuts and full disks need root; the line says what was left out, and why.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Run:
     def _server(self, stack: contextlib.ExitStack, flags: list[str]) -> StoreServer | None:
         if self.connector != "lmcache":
             return None
-        lmcache_server.executable()  # raises where there is none
+        lmcache_server.executable()  # raises if there is none
         (port,) = free_ports(1)
         address, log = f"127.0.0.1:{port}", self.folder / "lmcache.log"
         server = StoreServer(lmcache_server.wrapper(address, 0.25, None), log)

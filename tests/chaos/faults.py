@@ -101,7 +101,7 @@ class Faults:
     def one(self, kind: str = "") -> str:
         """Repairs what is due, then harms something: what `kind` says, or anything.
 
-        Returns what was done to whom; empty where nobody could be harmed.
+        Returns what was done to whom; empty if nobody could be harmed.
         """
         self.repair_due()
         kind, self._victim = kind or self._rng.choice(list(self._kinds)), ""
@@ -113,7 +113,7 @@ class Faults:
         return done
 
     def repair_all(self) -> None:
-        """Raises `AssertionError` where a worker does not come back."""
+        """Raises `AssertionError` if a worker does not come back."""
         self._repair(float("inf"))
         deadline = time.monotonic() + START_TIMEOUT_S
         while unhealed := self._unhealed():

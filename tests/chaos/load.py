@@ -65,7 +65,7 @@ class ClientThread(threading.Thread):
             self._tally.add("client error", traceback.format_exc())
 
     def cancel(self) -> bool:
-        """From another thread. False where nothing is running."""
+        """From another thread. False if nothing is running."""
         answer = self._answer
         if answer is None:
             return False

@@ -58,7 +58,7 @@ def processes(fleet: Fleet) -> list[tuple[str, int]]:
 
 
 def anonymous_mb(pid: int) -> float | None:
-    """Memory that no file and no other process shares, in MiB; None where the process has ended."""
+    """Memory that no file and no other process shares, in MiB; None if the process has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -124,7 +124,7 @@ def add(
     waits_for_lookup: bool = True,
     **fields: object,
 ) -> None:
-    """Returns when the request is admitted, but for where the test does not wait for what the store says."""
+    """Returns when the request is admitted; earlier if the test does not wait for the store's answer."""
     params = fields.pop("params", None) or SamplingParams(temperature=0.0, max_tokens=max_tokens)
     core.handle(
         m.AddRequest(request_id=request_id, prompt_token_ids=list(prompt), sampling_params=params, **fields)  # type: ignore[arg-type]

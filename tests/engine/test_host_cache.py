@@ -1,4 +1,4 @@
-"""How large the host's pool of KV blocks is, and what happens where it does not fit."""
+"""How large the host's pool of KV blocks is, and what happens if it does not fit."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_torch_backend_in_small_groups(monkeypatch: pytest.MonkeyPatch, shape: A
 @each_shape
 @pytest.mark.parametrize("seed", range(3))
 def test_torch_backend_in_tiles(monkeypatch: pytest.MonkeyPatch, seed: int, shape: AttentionShape) -> None:
-    """What bfloat16 takes, here in float32, where a slip shows."""
+    """The path that bfloat16 takes, here in float32, which shows a small mistake."""
     monkeypatch.setattr(cpu, "_TILE", 4)
     backend = make_backend("torch", shape)
     assert isinstance(backend, cpu.TorchBackend)

@@ -1,4 +1,4 @@
-"""The sampler: exact where it is greedy, the right distribution where it draws, the same in any batch."""
+"""The sampler: exact if it is greedy, the right distribution if it draws, the same in any batch."""
 
 from __future__ import annotations
 

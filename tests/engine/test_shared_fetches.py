@@ -122,7 +122,7 @@ class SlowStore(SlowMemory):
 def make_slow_pair(
     *, contents: dict[bytes, bytes] | None = None, decode_blocks: int = 64, **fields: object
 ) -> tuple[Pair, SlowMemory]:
-    """Prefill and decode engine; the decode engine's fetches are slow. Over a store where there are `contents`."""
+    """Prefill and decode engine; the decode engine's fetches are slow. Over a store if there are `contents`."""
     config = ConnectorConfig(epoch="decode", worker_id="test-decode")
     slow = SlowMemory(config) if contents is None else SlowStore(config, contents)
     other = (

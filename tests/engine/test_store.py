@@ -407,7 +407,7 @@ def pass_time(core: EngineCore, clock: list[float]) -> None:
 
 @contextmanager
 def engine_at(folder: Path, **settings: object) -> Iterator[tuple[EngineCore, FakeRunner, list[float]]]:
-    """Its clock stands still but where the test moves it."""
+    """Its clock moves only when the test moves it."""
     with engine(folder, **settings) as (core, runner):
         clock = [1e6]
         core._clock = lambda: clock[0]

@@ -1,4 +1,4 @@
-"""One fleet for each connector: two prefill and two decode workers and a router, each on a host of its own where this
+"""One fleet for each connector: two prefill and two decode workers and a router, each on a host of its own if this
 machine allows it, with a store that can be full."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Stage:
         return self.setting.fleet
 
     def client(self) -> ClientProcess:
-        """The client; another one where it was killed."""
+        """The client; another one if it was killed."""
         if not self.clients or not self.clients[-1].running:
             hosts = self.network or OneHost()
             self.clients.append(ClientProcess(lambda argv: hosts.command("client", argv), self.folder / "client.log"))

@@ -15,7 +15,7 @@ FILLER = ".filler"
 
 
 class Disk:
-    """A small tmpfs where mounts are allowed, else a plain directory, which is never full."""
+    """A small tmpfs if mounts are allowed, else a plain directory, which is never full."""
 
     def __init__(self, path: Path, megabytes: int = 256, options: str = "") -> None:
         self.path = path
@@ -132,7 +132,7 @@ def corrupt(path: Path, how: int) -> None:
 
 
 def _mount(path: Path, options: str) -> str:
-    """Why it could not be mounted; empty where it was."""
+    """Why it could not be mounted; empty if it was."""
     if os.geteuid() != 0:
         return "mounting a small file system needs root"
     command = ["mount", "-t", "tmpfs", "-o", options, "baton-faults", str(path)]

@@ -21,7 +21,7 @@ _DECODE = {Process.DECODE_FRONT, Process.DECODE_ENGINE}
 
 
 class Harm:
-    """One fault. `victim` is the worker that it strikes, where it strikes one."""
+    """One fault. `victim` is the worker that it strikes, if it strikes one."""
 
     def __init__(self, cell: Cell, scene: Scene, disk: Disk, network: Network | None, cut: Cut = Cut.BOTH) -> None:
         self._cell, self._scene, self._disk, self._network, self._cut = cell, scene, disk, network, cut
@@ -135,7 +135,7 @@ def revive(fleet: Fleet, *, may_end: bool = False) -> None:
 
 def restart_whom_ucx_ended(fleet: Fleet, names: set[str]) -> None:
     """As what supervises workers does, for the members of these names. UCX over TCP aborts a producer whose connection
-    broke in mid-transfer, at times only when the other end is back (docs/kv-plane.md). Raises AssertionError where one
+    broke in mid-transfer, at times only when the other end is back (docs/kv-plane.md). Raises AssertionError if one
     ended in another way."""
     for member in list(fleet.members):
         if member.process.running or member.name not in names:

@@ -142,7 +142,7 @@ LOST_BLOCKS = same(Counted.LOST_BLOCKS, Counted.FALLBACK)
 # Blocks that a dead prefill worker announced: a store still has them. What had been asked of its memory fails, maybe
 # after another prefill worker has announced them again, and is then computed by the decode worker.
 PREFILL_RETRY_P2P = same(Counted.PREFILL_RETRY, may=(Counted.FALLBACK, Counted.LOST_BLOCKS))
-# A stream that fails is counted, also where it is too late for another worker; what fails first, it or a read, varies.
+# A stream that fails is counted, even if it is too late for another worker. Whether it or a read fails first varies.
 _STREAM_OR_READ = (Counted.PREFILL_RETRY, Counted.LOST_BLOCKS)
 FALLBACK_P2P = same(Counted.FALLBACK, may=_STREAM_OR_READ)
 READ_ALL_THE_SAME = same(may=(Counted.FALLBACK, *_STREAM_OR_READ))  # an engine is read from while its front hangs
@@ -198,7 +198,7 @@ _TABLE: dict[tuple[Process, Fault], Row] = {
     ),
 }
 
-# Where a connector that moves blocks from memory to memory differs from a store.
+# The cells in which a connector that moves blocks from memory to memory differs from a store.
 _P2P: dict[tuple[Process, Fault], Row] = {
     (process, fault): PREFILL_LOST_P2P
     for process in (Process.PREFILL_FRONT, Process.PREFILL_ENGINE)
@@ -242,7 +242,7 @@ CELLS = [Cell(process, moment, fault) for process in Process for fault in Fault 
 
 
 def heard_all_the_same(outcome: Outcome) -> Outcome:
-    """Where only what a host should receive is dropped. What it sends arrives: a part that is complete before its
+    """If only what a host should receive is dropped. What it sends arrives: a part that is complete before its
     silence is noticed needs nobody else."""
     if outcome.end is not End.SAME_ANSWER:
         return outcome

@@ -126,7 +126,7 @@ class Network:
 
 
 def why_not(folder: Path) -> str:
-    """Why networks cannot be made here; empty where they can. Tries it."""
+    """Why networks cannot be made here; empty if they can. Tries it."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:

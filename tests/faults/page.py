@@ -33,7 +33,7 @@ After every cell, whatever it was:
 
 _KEY = """\
 **Same answer**: the client gets the tokens that it would have got, none twice and none missing. In brackets is what it
-took, in the answer's report and in the metrics; with a question mark where it depends on what was quicker:
+took, in the answer's report and in the metrics; with a question mark if it depends on what was quicker:
 
 | word | what happened | metric |
 | --- | --- | --- |
@@ -48,15 +48,15 @@ took, in the answer's report and in the metrics; with a question mark where it d
 `timeout_error`) and **UNAVAILABLE** are the status that the client gets; after UNAVAILABLE it may ask again, at another
 router. A dash is a cell that cannot be, for the reason below its table.
 
-Cuts are tested in three ways: the link goes down, or the packets of one direction only are dropped. (Where it is what
-a worker should receive, what it sends still arrives, and may be all that is needed: nothing is counted then.) A router
-that hangs or is cut off is given up by its workers after the keepalive interval, and a gRPC client by its router after
-20 s, not before; an answer that is complete by then is delivered when it comes back. HTTP/1.1 has no pings: a REST
-client is given up 30 s after its host was last heard of
+Cuts are tested in three ways: the link goes down, or the packets of one direction only are dropped. (If only what a
+worker should receive is dropped, what it sends still arrives, and may be all that is needed: nothing is counted then.)
+A router that hangs or is cut off is given up by its workers after the keepalive interval, and a gRPC client by its
+router after 20 s, not before; an answer that is complete by then is delivered when it comes back. HTTP/1.1 has no
+pings: a REST client is given up 30 s after its host was last heard of
 ([`router/api/rest/listener.py`](../router/api/rest/listener.py)), and one that hangs goes on being answered until it
 has taken nothing for as long. A hung engine is ended by its front after `--engine-timeout`.
 
-With `lmcache` nothing is cut: its server and the workers share one host's memory. Where it has no line of its own, what
+With `lmcache` nothing is cut: its server and the workers share one host's memory. If it has no line of its own, what
 holds for a store holds for it.
 
 Every cell is run with `shared_storage`. With the others those are in which it matters how blocks travel; what happens

@@ -1,8 +1,8 @@
 """Brings one request to a moment, and holds it there.
 
-Nothing is hit by sleeping: an engine process is stopped (SIGSTOP) where its own load, its processor time, or what the
-client has received show that the moment is there, and looked at again once it is stopped. A moment that had passed by
-then is tried again, with another request.
+No moment is found by sleeping. An engine process is stopped (SIGSTOP) when its own load, its processor time, or what
+the client has received show that the moment is there. Once it is stopped, that is checked again. If the moment had
+passed by then, it is tried again with another request.
 
 A stopped engine is a means here, not a fault: `thaw` lets it go on the instant that the fault has happened.
 """
@@ -47,7 +47,7 @@ class Setting:
     prompt: list[int]  # NUM_CHUNKS * CHUNK_SIZE tokens
     chunk_cpu_s: float  # processor time of one chunk
     is_store: bool
-    server: LMCacheProcess | None = None  # which is the store, where there is one
+    server: LMCacheProcess | None = None  # which is the store, if there is one
 
 
 class Scene:

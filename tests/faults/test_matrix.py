@@ -38,9 +38,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
 
 FREE_WITHIN_S = 60.0  # keepalive, what leases are kept for, and a busy machine
 LONG_ANSWER = 8_000  # tokens; lasts longer than keepalive takes to notice that a client or a router hangs
-TIMEOUTS_S = (4.0, 9.0)  # of requests whose deadline is to pass; the next where the moment came too late
+TIMEOUTS_S = (4.0, 9.0)  # of requests whose deadline is to pass; the next if the moment came too late
 
-# Where blocks are on their way, it matters how they travel; with memory-to-memory connectors, also who holds them.
+# While blocks are on their way, it matters how they travel; with memory-to-memory connectors, also who holds them.
 P2P_MOMENTS = (Moment.BETWEEN_CHUNKS, Moment.MID_TRANSFER, Moment.AFTER_FIRST_TOKEN)
 P2P_PROCESSES = (Process.PREFILL_FRONT, Process.PREFILL_ENGINE)
 
@@ -320,7 +320,7 @@ class Trial:
             corrupt(path, 0)  # its length stays, so that it is found before it is read
         counters = watch.Counters(stage.fleet, self._url)
         first_worker = told.decode_worker
-        for _ in range(MAX_TRIES):  # decode workers take turns where their load is the same
+        for _ in range(MAX_TRIES):  # decode workers take turns if their load is the same
             client.ask(first)
             told = client.outcome()
             assert told.token_ids == stage.reference.token_ids, told

@@ -24,7 +24,7 @@ def test_every_possible_cell_is_tested() -> None:
     tested = {case.cell for case in cases() if case.connector == "shared_storage"}
     assert tested == {cell for cell in CELLS if expected(cell, "shared_storage").end is not End.NOT_POSSIBLE}
     assert tested >= QUICK
-    # Where the table has another outcome for memory-to-memory connectors, that one is tested, too.
+    # If the table has another outcome for memory-to-memory connectors, that one is tested, too.
     direct = {case.cell for case in cases() if case.connector == "nixl"}
     differing = {cell for cell in tested if expected(cell, "nixl") != expected(cell, "shared_storage")}
     assert direct >= {cell for cell in differing if cell.process is not Process.STORE}

@@ -38,7 +38,7 @@ class Load:
 
 
 def scrape(url: str) -> Samples:
-    """/metrics; empty where nobody answers."""
+    """/metrics; empty if nobody answers."""
     try:
         with urllib.request.urlopen(url, timeout=LOOK_TIMEOUT_S) as response:
             text = response.read().decode()
@@ -87,7 +87,7 @@ def status(member: Member) -> worker_pb2.WorkerStatus:
 
 
 def unsettled(member: Member) -> str:
-    """What keeps a worker from being idle with its books right; empty where nothing does."""
+    """What keeps a worker from being idle with its books right; empty if nothing does."""
     try:
         found = status(member)
     except grpc.RpcError as error:

@@ -30,7 +30,7 @@ class Expected:
     margins: list[float]  # of each output token: its logit less the second best; near 0 is a tie
 
     def explain(self, output_token_ids: Sequence[int]) -> str:
-        """Where an answer differs, and whether that is a tie; empty where it is equal."""
+        """Where an answer differs, and whether that is a tie; empty if it is equal."""
         if list(output_token_ids) == self.output_token_ids:
             return ""
         pairs = zip(output_token_ids, self.output_token_ids, strict=False)
@@ -42,7 +42,7 @@ class Expected:
 
 
 def cache_key(model_dir: Path) -> str:
-    """Equal where the answers are."""
+    """Equal if the answers are."""
     versions = [importlib.metadata.version(name) for name in ("transformers", "torch")]
     tokenizer = hashlib.sha256((model_dir / "tokenizer.json").read_bytes()).hexdigest()
     text = json.dumps([versions, model_identity(model_dir), tokenizer, [asdict(case) for case in CASES]])

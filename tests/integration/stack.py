@@ -31,7 +31,7 @@ CALL_TIMEOUT_S = 280.0  # below pytest's own limit, so that a request that hangs
 FLAGS = ("--dtype=float32", "--num-threads=1", "--num-blocks=512", "--log-level=info")
 
 RUNNING: list[Stack | Fleet] = []
-"""Everything that serves now. Each is looked at after each test, and shows its logs where one fails."""
+"""Everything that serves now. Each is looked at after each test, and shows its logs if one fails."""
 
 
 def baton(*arguments: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Runs the tests that need a cluster: `python -m tests.kube [--full] [pytest's arguments]`.
 
-Where KUBECONFIG names a cluster it asks before it touches that; otherwise it starts a local one. Without --full it
+If KUBECONFIG names a cluster, it asks before it touches that; otherwise it starts a local one. Without --full it
 leaves out what takes long, and says what.
 """
 

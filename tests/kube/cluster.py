@@ -42,7 +42,7 @@ NODE_COMMANDS = ("runc", "iptables", "conntrack", "ip", "nsenter", "unshare")
 
 
 def why_not() -> str:
-    """Why no cluster can be started here; empty where one can."""
+    """Why no cluster can be started here; empty if one can."""
     if reason := why_no_control_plane((*BINARIES, *NODE_BINARIES)):
         return reason
     if os.geteuid() != 0:
@@ -160,7 +160,7 @@ class Cluster(ControlPlane):
 
 
 def _locked(store: Path) -> tuple[Path | None, IO[bytes] | None]:
-    """The folder and what holds its lock, or nothing where another cluster uses it."""
+    """The folder and what holds its lock, or nothing if another cluster uses it."""
     store.mkdir(parents=True, exist_ok=True)
     lock = (store.parent / f"{store.name}.lock").open("wb")
     try:

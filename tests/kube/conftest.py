@@ -39,7 +39,7 @@ def crds() -> Path:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster | UserCluster]:
-    """A cluster that runs pods, with Baton's images on its node: the user's where they allowed it, else a local one."""
+    """A cluster that runs pods, with Baton's images on its node: the user's if they allowed it, else a local one."""
     if (theirs := allowed_cluster(os.environ)) is not None:
         yield theirs
         theirs.close()

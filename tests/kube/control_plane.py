@@ -38,7 +38,7 @@ def assets() -> Path | None:
 
 
 def why_not(binaries: Sequence[str] = BINARIES) -> str:
-    """Why no control plane can be started here; empty where one can."""
+    """Why no control plane can be started here; empty if one can."""
     folder = assets()
     if folder is None:
         return f"{ASSETS_VARIABLE} names no folder of Kubernetes binaries"
@@ -65,7 +65,7 @@ class Kubectl:
         self.kubeconfig = kubeconfig
 
     def run(self, *argv: str, stdin: str | None = None, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-        """A command with this cluster as its KUBECONFIG. Does not raise where it fails."""
+        """A command with this cluster as its KUBECONFIG. Does not raise if it fails."""
         command = [tool(argv[0]), *argv[1:]]
         environ = {**os.environ, "KUBECONFIG": str(self.kubeconfig)}
         return subprocess.run(
@@ -139,7 +139,7 @@ class ControlPlane(Kubectl):
     def spawn(
         self, name: str, *argv: str, environ: dict[str, str] | None = None, namespaces: Namespaces | None = None
     ) -> Process:
-        """In the control plane's namespaces, if it has any, where no others are given."""
+        """In `namespaces`; if None, in those of the control plane, if it has any."""
         inside = namespaces or self.namespaces
         binary = self.binaries / argv[0]
         command = [str(binary) if binary.exists() else argv[0], *argv[1:]]

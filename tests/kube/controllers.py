@@ -26,7 +26,7 @@ _ADAPTER_PORT, _METRICS_PORT, _HOOK_PORT = 16443, 19666, 19443
 
 
 def why_not(binaries: tuple[str, ...]) -> str:
-    """Why these controllers cannot run here; empty where they can."""
+    """Why these controllers cannot run here; empty if they can."""
     missing = [name for name in binaries if not os.access((assets() or Path()) / name, os.X_OK)]
     return f"KUBEBUILDER_ASSETS lacks {', '.join(missing)}" if missing else ""
 

@@ -30,15 +30,15 @@ _BASE = "docker.io/library/python:{}-slim-bookworm"
 
 
 def why_not() -> str:
-    """Why no image can be built here; empty where one can."""
+    """Why no image can be built here; empty if one can."""
     return "" if shutil.which("buildah") else "buildah is not installed"
 
 
 def archive(name: str) -> Path:
-    """An image archive of `router` or `cpu`, tagged `baton-NAME:dev`; made where the sources have changed.
+    """An image archive of `router` or `cpu`, tagged `baton-NAME:dev`; made if the sources have changed.
 
-    Where only Baton's own code has changed, that is replaced in the image that images/build made before.
-    KUBE_IMAGES names a folder with baton-NAME.tar where they are there already.
+    If only Baton's own code has changed, that is replaced in the image that images/build made before.
+    KUBE_IMAGES names a folder with baton-NAME.tar if they are there already.
     """
     if folder := os.environ.get("KUBE_IMAGES"):
         return Path(folder) / f"baton-{name}.tar"
@@ -60,8 +60,8 @@ def archive(name: str) -> Path:
 
 
 def why_no_lmcache() -> str:
-    """Why there is no image of LMCache; empty where there is one. It is not built here: what goes into it is large, and
-    nothing of Baton is."""
+    """Why there is no image of LMCache; empty if there is one. It is not built here: its contents are large, and
+    none of them is Baton's."""
     if os.environ.get("KUBE_IMAGES"):
         return "" if lmcache().exists() else "KUBE_IMAGES has no baton-lmcache.tar"
     if _run_quietly(["buildah", "inspect", "--type", "image", LMCACHE], _environ()):
@@ -144,7 +144,7 @@ def _hash_of(parts: Sequence[Path | str]) -> str:
 
 
 def _make_base() -> bool:
-    """Where Debian's debootstrap is installed, a stand-in for the base image, so that no registry is needed."""
+    """If Debian's debootstrap is installed, a stand-in for the base image, so that no registry is needed."""
     environ = _environ()
     base = _BASE.format(f"{sys.version_info.major}.{sys.version_info.minor}")
     if _run_quietly(["buildah", "inspect", base], environ):
@@ -169,7 +169,7 @@ def _make_base() -> bool:
 
 
 def _run(command: list[str], environ: dict[str, str]) -> str:
-    """Standard output. Raises RuntimeError where it fails."""
+    """Standard output. Raises RuntimeError if it fails."""
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-3000:]}")

@@ -133,7 +133,7 @@ class Load:
 
 @contextmanager
 def busy(port: int, *, num_clients: int, num_prompt_tokens: int, num_output_tokens: int) -> Iterator[None]:
-    """Requests of one shape, without end, over gRPC. Raises RuntimeError where any failed."""
+    """Requests of one shape, without end, over gRPC. Raises RuntimeError if any failed."""
 
     def ask(number: int, stop: threading.Event) -> None:
         with Client(f"127.0.0.1:{port}", timeout=600) as client:
@@ -150,7 +150,7 @@ def busy(port: int, *, num_clients: int, num_prompt_tokens: int, num_output_toke
 def at_once(num_clients: int, ask: Callable[[int, threading.Event], None]) -> Iterator[None]:
     """Clients in threads, each with its number, which ask until the event is set, as it is on leaving.
 
-    Raises RuntimeError where any failed; the others go on meanwhile.
+    Raises RuntimeError if any failed; the others go on meanwhile.
     """
     stop, failures = threading.Event(), []
 

@@ -60,7 +60,7 @@ class Watch:
                 self._news.notify_all()
 
     def first(self, what: str, matches: Callable[[Json], bool], since: float, timeout_s: float = 300) -> float:
-        """When the first object that `matches` came after `since`. Raises RuntimeError where none does."""
+        """When the first object that `matches` came after `since`. Raises RuntimeError if none does."""
         deadline, known = time.monotonic() + timeout_s, 0
         with self._news:
             while True:

@@ -303,7 +303,7 @@ def _make_cgroup(path: Path) -> None:
 
 
 def _remove_cgroup(path: Path) -> bool:
-    """False where processes are still in it."""
+    """False if processes are still in it."""
     if not path.exists():
         return True
     for below in sorted((one for one in path.rglob("*") if one.is_dir()), reverse=True):

@@ -36,7 +36,7 @@ class Process:
         return self.popen.poll() is None
 
     def pid(self) -> int:
-        """Of the program itself, where this process is an `nsenter` or `unshare` around it."""
+        """Of the program itself, if this process is an `nsenter` or `unshare` around it."""
         children = Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children").read_text().split()
         return int(children[0]) if self._wrapped and children else self.popen.pid
 
@@ -67,7 +67,7 @@ class Namespaces:
         return ["nsenter", "-t", str(self.target), "-n", "-m", "-p", "--", *argv]
 
     def shell(self, script: str) -> str:
-        """Standard output. Raises RuntimeError where it fails."""
+        """Standard output. Raises RuntimeError if it fails."""
         done = subprocess.run(self.command("bash", "-euc", script), check=False, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"{script.strip()}: {done.stderr.strip()}")

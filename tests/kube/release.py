@@ -56,7 +56,7 @@ class Release:
         return sorted(inventory(self.cluster) - (self._before or set()))
 
     def remove(self) -> None:
-        """Uninstalls, and deletes the namespace. Raises RuntimeError where helm left anything anywhere."""
+        """Uninstalls, and deletes the namespace. Raises RuntimeError if helm left anything anywhere."""
         self.uninstall()
         try:
             # helm does not wait for what others made of its objects: pods, replica sets, endpoints.

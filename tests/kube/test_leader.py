@@ -1,5 +1,5 @@
-"""The autoscaler that sets replicas itself: one of two acts, and when it goes the other goes on where it was. Of the
-workers the emptiest goes first."""
+"""The autoscaler that sets replicas itself: one of two acts, and when that one ends the other takes
+over. The emptiest worker is removed first."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def grpc_port(local_cluster: Cluster, release: Release) -> int:
 
 
 def _leader(release: Release) -> str:
-    """Pod and process that hold the lease; empty where nobody does."""
+    """Pod and process that hold the lease; empty if nobody does."""
     lease = json.loads(release.cluster.kubectl("-n", NAMESPACE, "get", "lease", "baton-autoscaler", "-o", "json"))
     holder: str = lease.get("spec", {}).get("holderIdentity") or ""
     return holder
@@ -97,7 +97,7 @@ def test_another_leads_and_leaves_replicas_alone(
 
 @contextmanager
 def _streams_at(cluster: Cluster, address: str, number: int) -> Iterator[None]:
-    """Long answers of one decode worker, asked of it directly. Raises RuntimeError where any failed."""
+    """Long answers of one decode worker, asked of it directly. Raises RuntimeError if any failed."""
 
     def ask(number: int, stop: threading.Event) -> None:
         params = types_pb2.SamplingParams(temperature=0, max_tokens=1500, seed=1, ignore_eos=True)

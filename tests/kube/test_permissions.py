@@ -72,7 +72,7 @@ def test_everything_granted_is_used_and_nothing_is_refused(
 
 
 def test_metrics_are_listed_by_the_hpa_controller(release: Release, local_cluster: Cluster, mode: str) -> None:
-    """The verbs that the chart's ClusterRole gives to that controller, where Kubernetes does not by itself."""
+    """The verbs that the chart's ClusterRole gives to that controller, if Kubernetes does not by itself."""
     if mode != "external-metrics":
         pytest.skip("no HPA in this mode")
     user = audit.account("kube-system", "horizontal-pod-autoscaler")

@@ -55,8 +55,8 @@ def current_context(kubeconfig: Path) -> str:
 
 
 def ask_to_use(kubeconfig: Path, answer: Callable[[str], str] | None) -> str:
-    """The context that the user allows, for MAY_USE_VARIABLE; empty where they do not. `answer` puts a question to
-    them; None where nobody is there."""
+    """The context that the user allows, for MAY_USE_VARIABLE; empty if they do not. `answer` puts a question to
+    them; None if nobody is there."""
     context = current_context(kubeconfig)
     question = f"Install Baton in namespaces of its own on {context}, test it, and remove it again? [y/N] "
     if answer is not None and answer(question).strip().lower() in ("y", "yes"):
@@ -66,7 +66,7 @@ def ask_to_use(kubeconfig: Path, answer: Callable[[str], str] | None) -> str:
 
 
 def allowed_cluster(environ: Mapping[str, str]) -> UserCluster | None:
-    """The cluster that its user allowed, if any. Raises RuntimeError where KUBECONFIG selects another one by now."""
+    """The cluster that its user allowed, if any. Raises RuntimeError if KUBECONFIG selects another one by now."""
     allowed, kubeconfig = environ.get(MAY_USE_VARIABLE), environ.get("KUBECONFIG")
     if not allowed or not kubeconfig:
         return None

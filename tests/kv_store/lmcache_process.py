@@ -19,7 +19,7 @@ from kv_store.lmcache.client import LMCacheClient
 
 
 def executable() -> Path:
-    """Skips the test where LMCache is not installed."""
+    """Skips the test if LMCache is not installed."""
     try:
         return lmcache_server.executable()
     except StartupError:

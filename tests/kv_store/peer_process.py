@@ -80,7 +80,7 @@ class PeerProcess:
         return msgspec.msgpack.decode(bytes.fromhex(self.line().decode()), type=Published)
 
     def is_running_again(self) -> bool:
-        """Waits until the process has run on after this call; False where it has ended instead."""
+        """Waits until the process has run on after this call; False if it has ended instead."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(b"ping\n")

@@ -236,7 +236,7 @@ class TestLMCache(ConnectorConformance):
             assert torch.equal(whole.whole()[3], producer.whole()[2])
 
     def test_a_miss_asks_for_marks_alone(self, ranked: Ranked, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where no other degree has stored anything, its groups are not looked for, and the marks only now and then."""
+        """If no other degree has stored anything, its groups are not looked for, and the marks only now and then."""
         monkeypatch.setattr(lmcache_marks, "KNOWN_S", PATIENCE_S)
         own, other = ranked("own", 4, 2), ranked("other", 4, 1)
         own.published({1: name_of(1)})

@@ -389,7 +389,7 @@ class TestStart:
         directory.rmdir()
 
     def test_a_full_disk_is_no_reason_not_to_start(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A worker that runs lives with it as well. Where there is no directory it is one."""
+        """A running worker goes on with a full disk, too. A directory that cannot be made is a reason."""
 
         def full(*_: object, **__: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -346,7 +346,7 @@ def test_wrong_bytes_are_never_read_whatever_happens_to_the_files(kv_dir: Path) 
 
 
 def harm(path: Path, rng: random.Random) -> bool:
-    """False where the file had gone."""
+    """False if the file had gone."""
     what = rng.random()
     try:
         if what < 0.6:

@@ -64,7 +64,7 @@ SIZES: dict[str, object] = {
 }
 
 
-# What is tried in turn where a type does not take these sizes.
+# What is tried in turn if a type does not take these sizes.
 VARIATIONS: tuple[dict[str, object], ...] = (
     {},
     {"num_key_value_heads": 4},

@@ -352,7 +352,7 @@ async def test_prefill_workers_are_named_to_the_decode_worker(
 
 
 async def test_prefill_retries_have_a_budget_too(start_worker: StartWorker, start_router: StartRouter) -> None:
-    """Where it is spent the decode worker has but one to ask; where time has filled it again it has all."""
+    """If it is spent, the decode worker has only one to ask; when time has filled it again, all of them."""
     decode = await start_worker()
     prefill = [await start_worker(WorkerRole.PREFILL) for _ in range(2)]
     router = await start_router(decode, prefill=prefill, min_remote_tokens=1)

@@ -56,7 +56,7 @@ async def ask(router: RunningRouter, **params: int) -> tuple[str, inference_pb2.
     "spoil", [outside_the_vocabulary, logprobs_outside_the_vocabulary, too_many_logprobs, too_many_tokens]
 )
 async def test_false_tokens_are_not_taken(start_worker: StartWorker, start_router: StartRouter, spoil: Spoil) -> None:
-    """Another worker answers; where there is none left, none is available."""
+    """Another worker answers; if there is none left, none is available."""
     liar, honest = await start_worker(), await start_worker()
     honest.num_requests_waiting = 5
     liar.spoil = spoil

@@ -51,7 +51,7 @@ def test_any_text_in_bytes_comes_out_whole(text: str, prompt: str) -> None:
 
 @given(st.lists(st.integers(0, vocab_size() - 1), max_size=60), st.lists(st.integers(0, vocab_size() - 1), max_size=12))
 def test_any_tokens_give_their_full_decoding(ids: list[int], prompt: list[int]) -> None:
-    """Also where the bytes are no UTF-8 at all; only an unfinished tail is dropped. The prompt must end in a whole
+    """Even if the bytes are not UTF-8 at all; only an unfinished tail is dropped. The prompt must end in a whole
     character, or its last bytes and the first ones of the answer are one character to a decoder."""
     tokenizer = tiny_tokenizer()
     prompt = [*prompt, *ids_of(".")]
@@ -98,8 +98,8 @@ def test_spaces_and_bytes_of_sentencepiece_models() -> None:
 @pytest.mark.parametrize("make", [tiny_tokenizer, metaspace_tokenizer])
 @given(data=st.data())
 def test_no_tokens_make_the_window_grow(make: Callable[[], Tokenizer], data: st.DataObject) -> None:
-    """A few tokens over and over, as `logit_bias` can force them: those that never end where a character does, bytes
-    of no character, ids that pad the vocabulary."""
+    """A few tokens over and over, as `logit_bias` can force them: tokens that never end at the end of a
+    character, bytes of no character, ids that pad the vocabulary."""
     tokenizer = make()
     vocab = range(tokenizer.rust.get_vocab_size())
     parts = [token_id for token_id in vocab if REPLACEMENT in tokenizer.decode([token_id])]

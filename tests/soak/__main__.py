@@ -11,7 +11,7 @@ and the router show whether memory grows. Each third of the run has the same fau
 Checked in the end: no answer wrong (greedy and seeded, against transformers' logits) or lost; each process that lived
 through holds at most 2 % more than after the first sixth of the run; the p99 of the last third is at most 1.3 times
 that of the first; every block is free or cached. Runs of less than half an hour have not come to rest: there, memory
-and p99 are shown and not judged. Writes soak.json and soak.png to SOAK_DIR, and prints one line of JSON; exits 1 where
+and p99 are shown and not judged. Writes soak.json and soak.png to SOAK_DIR, and prints one line of JSON; exits 1 if
 anything of that does not hold. Cuts need root; the line says if they were left out.
 """
 

@@ -122,7 +122,7 @@ class Record:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that `share` of all do not exceed; None where there is none."""
+    """The smallest value that `share` of all values do not exceed; None if there are no values."""
     if not values:
         return None
     return round(sorted(values)[min(int(share * len(values)), len(values) - 1)], 4)

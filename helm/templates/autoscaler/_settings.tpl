@@ -46,7 +46,7 @@
 {{- toYaml $settings -}}
 {{- end -}}
 
-{{/* Name of the Secret with the serving certificate of the external metrics API, where it comes from outside. */}}
+{{/* Name of the Secret with the serving certificate of the external metrics API, if it comes from outside. */}}
 {{- define "baton.autoscalerSecret" -}}
 {{- if eq .Values.autoscaler.tls.mode "secret" -}}
 {{ required "autoscaler.tls.secretName: names a Secret of type kubernetes.io/tls" .Values.autoscaler.tls.secretName }}

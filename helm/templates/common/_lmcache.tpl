@@ -47,7 +47,7 @@ pod, and its gRPC, which asks nobody who he is, listens inside the pod alone. */
     - name: LMCACHE_RESP_PASSWORD
       valueFrom: {secretKeyRef: {name: {{ . }}, key: password}}
     {{- end }}
-  # It listens inside the pod alone, where the kubelet cannot connect to.
+  # It listens inside the pod alone, so the kubelet cannot connect to it.
   startupProbe:
     exec:
       command: [python3, -c, "import socket; socket.create_connection(('127.0.0.1', 5555), 2).close()"]

@@ -9,7 +9,7 @@
 {{ include "baton.fullname" . }}.{{ .Release.Namespace }}.svc
 {{- end -}}
 
-{{/* CAs of clients, where the router asks for their certificates: Secrets with ca.crt, and with a client's tls.crt and
+{{/* CAs of clients, if the router asks for their certificates: Secrets with ca.crt, and with a client's tls.crt and
      tls.key. The fleet's own CA is none of these, since workers let in whoever has a certificate of it. */}}
 {{- define "baton.makesClientCa" -}}
 {{- with .Values.tls -}}
@@ -63,7 +63,7 @@ health_listen: 0.0.0.0:50069
 {{ ternary 50069 .port .root.Values.tls.enabled }}
 {{- end -}}
 
-{{/* Name of the Secret with the API keys; empty where nobody is asked for one. */}}
+{{/* Name of the Secret with the API keys; empty if nobody is asked for one. */}}
 {{- define "baton.apiKeysSecret" -}}
 {{- with .Values.apiKeys -}}
 {{- if and .existingSecret .keys -}}

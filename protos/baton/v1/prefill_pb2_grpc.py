@@ -47,9 +47,9 @@ class PrefillServiceServicer:
 
     def Prefill(self, request_iterator, context):
         """One prompt. THE STREAM IS THE LEASE: blocks that it announced stay readable until it ends. The caller sends
-        `release` and half-closes when it reads nothing more, and the blocks are free at once. Where the stream ends in
-        any other way, they are free at once where they lie in a store; those that are read from memory are kept for as
-        long as the caller may take to notice.
+        `release` and half-closes when it reads nothing more, and the blocks are free at once. If the stream ends in
+        any other way, blocks in a store are free at once; those that are read from memory are kept for as long as the
+        caller may take to notice.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,9 +34,9 @@ class PrefillServiceStub:
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: _grpc.StreamStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillEvent]
     """One prompt. THE STREAM IS THE LEASE: blocks that it announced stay readable until it ends. The caller sends
-    `release` and half-closes when it reads nothing more, and the blocks are free at once. Where the stream ends in
-    any other way, they are free at once where they lie in a store; those that are read from memory are kept for as
-    long as the caller may take to notice.
+    `release` and half-closes when it reads nothing more, and the blocks are free at once. If the stream ends in
+    any other way, blocks in a store are free at once; those that are read from memory are kept for as long as the
+    caller may take to notice.
     """
 
 @_typing.type_check_only
@@ -44,9 +44,9 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.StreamStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillEvent]  # type: ignore[assignment]
     """One prompt. THE STREAM IS THE LEASE: blocks that it announced stay readable until it ends. The caller sends
-    `release` and half-closes when it reads nothing more, and the blocks are free at once. Where the stream ends in
-    any other way, they are free at once where they lie in a store; those that are read from memory are kept for as
-    long as the caller may take to notice.
+    `release` and half-closes when it reads nothing more, and the blocks are free at once. If the stream ends in
+    any other way, blocks in a store are free at once; those that are read from memory are kept for as long as the
+    caller may take to notice.
     """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -57,9 +57,9 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillEvent], _abc.AsyncIterator[_prefill_pb2.PrefillEvent]]:
         """One prompt. THE STREAM IS THE LEASE: blocks that it announced stay readable until it ends. The caller sends
-        `release` and half-closes when it reads nothing more, and the blocks are free at once. Where the stream ends in
-        any other way, they are free at once where they lie in a store; those that are read from memory are kept for as
-        long as the caller may take to notice.
+        `release` and half-closes when it reads nothing more, and the blocks are free at once. If the stream ends in
+        any other way, blocks in a store are free at once; those that are read from memory are kept for as long as the
+        caller may take to notice.
         """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

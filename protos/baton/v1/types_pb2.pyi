@@ -406,7 +406,7 @@ class BlockRef(_message.Message):
     """in the producer's KV cache; 0 for stores"""
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """XXH3-64 of each KV head's bytes, where the producer computes them"""
+        """XXH3-64 of each KV head's bytes, if the producer computes them"""
 
     @_builtins.property
     def staged_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

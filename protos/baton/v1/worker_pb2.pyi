@@ -103,7 +103,7 @@ class WorkerInfo(_message.Message):
     model: _builtins.str
     """name that clients use"""
     fingerprint: _builtins.str
-    """KVCacheSpec.fingerprint(): equal where KV blocks are exchangeable"""
+    """KVCacheSpec.fingerprint(): equal if KV blocks are exchangeable"""
     connector: _builtins.str
     max_model_len: _builtins.int
     vocab_size: _builtins.int
@@ -116,7 +116,7 @@ class WorkerInfo(_message.Message):
     dtype_reason: _builtins.str
     """why dtype is what it is, for people"""
     fingerprint_but_dtype: _builtins.str
-    """equal where KV blocks would be exchangeable if the dtypes were equal"""
+    """equal if KV blocks are exchangeable but for their dtype"""
     device_reason: _builtins.str
     """why device is what it is, for people"""
     @_builtins.property

@@ -107,7 +107,7 @@ class RegisterKvCacheEngineDrivenContextRequest(_message.Message):
     use_mla: _builtins.bool
     """a chunk is [layers, slots, hidden]; otherwise [2, layers, slots, hidden]"""
     num_physical_slots: _builtins.int
-    """the server's chunk size where unset"""
+    """the server's chunk size if unset"""
     def __init__(
         self,
         *,
@@ -138,7 +138,7 @@ class RegisterKvCacheEngineDrivenContextResponse(_message.Message):
     SHM_NAME_FIELD_NUMBER: _builtins.int
     POOL_SIZE_FIELD_NUMBER: _builtins.int
     shm_name: _builtins.str
-    """empty where the server has no shared memory"""
+    """empty if the server has no shared memory"""
     pool_size: _builtins.int
     """bytes"""
     def __init__(
@@ -437,7 +437,7 @@ class WaitPrefetchStatusResponse(_message.Message):
 
     CHUNK_COUNT_FIELD_NUMBER: _builtins.int
     chunk_count: _builtins.int
-    """unset where `timeout` passed first"""
+    """unset if `timeout` passed first"""
     def __init__(
         self,
         *,

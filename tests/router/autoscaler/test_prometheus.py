@@ -76,7 +76,7 @@ class Prometheus:
         return await asyncio.to_thread(ask)
 
     async def value(self, query: str) -> float | None:
-        """Of a query with one result at most; None where it has none."""
+        """Of a query with one result at most; None if it has none."""
         found = (await self.get("/api/v1/query", query=query))["result"]
         assert len(found) <= 1, found
         return float(found[0]["value"][1]) if found else None
