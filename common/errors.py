@@ -9,6 +9,7 @@ BatonError
 ├── UnavailableError          no worker can take it, or one went away      UNAVAILABLE          503
 ├── IncompatibleError         model, dtype or KV layout differ             FAILED_PRECONDITION  409
 ├── DeadlineError             the request's own deadline passed            DEADLINE_EXCEEDED    504
+├── SlowReaderError           its caller left too much of it unread        ABORTED              408
 ├── InternalError             a defect of ours                             INTERNAL             500
 ├── ConfigError               a setting is wrong: names the key            (at start only)
 ├── StartupError              a process cannot start: one line that says why
@@ -96,6 +97,13 @@ class DeadlineError(BatonError):
     http_status = 504
 
 
+class SlowReaderError(BatonError):
+    """The caller does not read its stream. No other worker would do better, so it is not tried again."""
+
+    grpc_code = "ABORTED"
+    http_status = 408
+
+
 class InternalError(BatonError):
     pass
 
@@ -122,7 +130,7 @@ def error_of(grpc_code: str, reason: str, *, field: str = "", retry_after_s: flo
     for retriable in (OverloadedError, UnavailableError):
         if grpc_code == retriable.grpc_code:
             return retriable(reason) if retry_after_s is None else retriable(reason, retry_after_s)
-    for kind in (ModelNotFoundError, UnauthenticatedError, IncompatibleError, DeadlineError):
+    for kind in (ModelNotFoundError, UnauthenticatedError, IncompatibleError, DeadlineError, SlowReaderError):
         if grpc_code == kind.grpc_code:
             return kind(reason, field=field)
     return InternalError(reason, field=field)

@@ -29,7 +29,7 @@ import zmq.asyncio
 
 from common import metrics
 from common.config import WorkerSettings
-from common.errors import BatonError, OverloadedError, StartupError, UnavailableError
+from common.errors import BatonError, OverloadedError, SlowReaderError, StartupError, UnavailableError
 from common.metric_relay import MetricRelay
 from common.tasks import VitalTasks
 from common.types import WorkerLoad
@@ -93,7 +93,7 @@ class EngineStream:
             self._events.put_nowait(event)
 
     async def deliver(self, writing: Awaitable[None]) -> None:
-        """Writes something to the caller. Raises `OverloadedError` if too many events come while that one waits to be
+        """Writes something to the caller. Raises `SlowReaderError` if too many events come while that one waits to be
         read: the caller takes no more."""
         self._delivery = asyncio.timeout(None)
         try:
@@ -102,7 +102,7 @@ class EngineStream:
         except TimeoutError:
             if not self._is_unread:
                 raise
-            raise OverloadedError(_UNREAD) from None
+            raise SlowReaderError(_UNREAD) from None
         finally:
             self._delivery = None
 
@@ -113,7 +113,7 @@ class EngineStream:
         log.warning("the caller does not read its stream: the request ends", extra=extra)
         self._is_unread = True
         self._events = asyncio.Queue()
-        self._events.put_nowait(m.RequestFailed(self.engine_id, OverloadedError.grpc_code, _UNREAD))
+        self._events.put_nowait(m.RequestFailed(self.engine_id, SlowReaderError.grpc_code, _UNREAD))
         if not self.keep_s:
             self.release()
         if self._delivery is not None:

@@ -28,6 +28,7 @@ from common.errors import (
     InternalError,
     InvalidArgumentError,
     OverloadedError,
+    SlowReaderError,
     UnavailableError,
 )
 from common.grpc_streams import messages
@@ -129,7 +130,7 @@ class Dispatcher:
         """Yields tokens until one batch has a `finish_reason`; fills `progress` as it goes.
 
         Raises `UnavailableError` if no decode worker is left, `OverloadedError` if all refuse,
-        `DeadlineError`, `InvalidArgumentError` if a worker refuses the request itself.
+        `DeadlineError`, `SlowReaderError`, `InvalidArgumentError` if a worker refuses the request itself.
         """
         self._budget.request()
         sent: list[int] = []  # tokens that the caller has
@@ -334,6 +335,8 @@ class Dispatcher:
         fault = error_of_call(code.name, details, error.trailing_metadata())
         if code is grpc.StatusCode.INVALID_ARGUMENT:
             return InvalidArgumentError(request.client_field(fault.field), fault.reason)
+        if code is grpc.StatusCode.ABORTED:
+            return SlowReaderError(fault.reason)
         if code is grpc.StatusCode.INTERNAL and "RST_STREAM" not in details:
             log.error("decode worker failed", extra={"request_id": request.request_id, "reason": details})
         gone = code is grpc.StatusCode.UNAVAILABLE

@@ -20,6 +20,7 @@ from common.errors import (
     InvalidArgumentError,
     ModelNotFoundError,
     OverloadedError,
+    SlowReaderError,
     UnavailableError,
 )
 from common.types import FinishReason, SampledToken, TokenLogprob, WorkerRole, WorkerState
@@ -77,6 +78,7 @@ def test_what_is_not_set_is_not_sent(client: Client, router: tuple[FakeRouter, s
         ("UNAVAILABLE", UnavailableError),
         ("FAILED_PRECONDITION", IncompatibleError),
         ("DEADLINE_EXCEEDED", DeadlineError),
+        ("ABORTED", SlowReaderError),
         ("INTERNAL", InternalError),
         ("CANCELLED", CancelledError),
     ],

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from common.errors import InvalidArgumentError, OverloadedError
+from common.errors import InvalidArgumentError, OverloadedError, SlowReaderError
 from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2, types_pb2, worker_pb2
 from protos.status import error_of_call
@@ -412,6 +412,19 @@ async def test_load_is_told_as_load(
     async with httpx.AsyncClient(base_url=router.url) as client:
         answer = await client.post("/v1/completions", json={"prompt": "x"})
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+
+
+async def test_a_stream_that_was_not_read_is_tried_nowhere_else(
+    pair: tuple[FakeWorker, FakeWorker], start_router: StartRouter
+) -> None:
+    for worker in pair:
+        worker.refuse = SlowReaderError("the caller left 2048 events of its stream unread")
+    router = await start_router(*pair)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(router)
+    assert caught.value.code() is grpc.StatusCode.ABORTED
+    assert caught.value.details() == "the caller left 2048 events of its stream unread"
+    assert len(pair[0].requests) + len(pair[1].requests) == 1
 
 
 def test_retry_budget_is_a_share_of_requests_and_a_floor() -> None:
