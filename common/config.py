@@ -201,9 +201,10 @@ class RouterSettings(PolicySettings, TlsSettings, HealthSettings, LogSettings):
         None, gt=0, description="MiB of one request's body; from the model's context if unset, over gRPC at most 4"
     )
     max_buffered_mb: float = Field(256.0, gt=0, description="MiB of the bodies of all requests in flight")
-    max_answer_tokens: Positive = Field(
-        2**20,
-        description="tokens of all answers to one request: max_tokens, times n and prompts, times 1 + logprobs",
+    max_answer_tokens: Positive | None = Field(
+        None,
+        description="tokens of all answers to one request: max_tokens, times n and prompts, times 1 + logprobs / 4; if "
+        "unset, what one answer may need in the model's context, and 2^20 at least",
     )
     max_connections: Positive = Field(1024, description="connections of clients, of REST and of gRPC each")
     receive_timeout: float = Field(

@@ -26,6 +26,8 @@ from router.serving.conversation import Conversation, texts_of
 from router.serving.request import GenerationRequest, Prompt, new_request_id
 from router.serving.threads import TextThreads
 
+MAX_ANSWER_TOKENS = 2**20  # unless one answer as long as the context is more
+LOGPROBS_OF_A_TOKEN = 4  # so many are as much work for the router as one more token: they only have to be written out
 MESSAGE_CHARS = 64  # rendering a message takes about as long as tokenizing this many characters
 
 
@@ -34,10 +36,16 @@ class Preparation:
     texts are worked on in `threads`, one of a request at a time."""
 
     def __init__(
-        self, *, request_timeout_s: float, control_tokens: bool, threads: TextThreads, max_answer_tokens: int = 2**20
+        self,
+        *,
+        request_timeout_s: float,
+        control_tokens: bool,
+        threads: TextThreads,
+        max_answer_tokens: int | None = None,
     ) -> None:
         """`control_tokens`: whether text of control tokens in messages becomes control tokens. `max_answer_tokens`: of
-        all answers to one body, each logprob that is asked for beside a token counted as one more."""
+        all answers to one body, each four logprobs that are asked for beside a token counted as one more; None: as many
+        as one answer may need, and MAX_ANSWER_TOKENS at least."""
         self._request_timeout_s = request_timeout_s
         self._max_answer_tokens = max_answer_tokens
         self._control_tokens = control_tokens
@@ -134,8 +142,9 @@ class Preparation:
         check_priority(priority)
         logprobs = sampling.get("logprobs")
         num_logprobs = min(max(logprobs, 0), MAX_LOGPROBS) if isinstance(logprobs, int) else 0
-        counted = num_answers * (1 + num_logprobs)  # for each of max_tokens
-        most = max(1, self._max_answer_tokens // counted)
+        counted = num_answers * _weight(num_logprobs)  # for each of max_tokens
+        allowed = self._max_answer_tokens or max(MAX_ANSWER_TOKENS, model.limits.max_model_len * _weight(MAX_LOGPROBS))
+        most = max(1, allowed // counted)
         params = resolve(
             sampling,
             model.limits,
@@ -144,11 +153,12 @@ class Preparation:
             default_max_tokens=most if default_max_tokens is None else min(default_max_tokens, most),
             name=name,
         )
-        if params.max_tokens * counted > self._max_answer_tokens:
+        if params.max_tokens * counted > allowed:
+            is_for_min = "max_tokens" not in sampling and params.min_tokens > most
             raise InvalidArgumentError(
-                name("max_tokens"),
-                f"{params.max_tokens} tokens, times {num_answers} answers, times 1 + {num_logprobs} logprobs, are more "
-                f"than the {self._max_answer_tokens} that this router allows one request",
+                name("min_tokens" if is_for_min else "max_tokens"),
+                f"{params.max_tokens} tokens of {num_answers} answers with {num_logprobs} logprobs count as "
+                f"{params.max_tokens * counted}: this router allows one request {allowed}",
             )
         return GenerationRequest(
             request_id=request_id or new_request_id(),
@@ -164,3 +174,8 @@ class Preparation:
             reading=prompt.reading,
             sampling_field=name,
         )
+
+
+def _weight(num_logprobs: int) -> int:
+    """What one token counts, with so many logprobs beside it."""
+    return 1 + math.ceil(num_logprobs / LOGPROBS_OF_A_TOKEN)

@@ -157,11 +157,11 @@ async def test_whole_answers_are_formatted_as_they_come(
         ("completions", {"prompt": "x", "max_tokens": 101}, "max_tokens"),
         ("completions", {"prompt": "x", "max_tokens": 26, "n": 4}, "max_tokens"),
         ("completions", {"prompt": ["x", "y"], "max_tokens": 26, "n": 2}, "max_tokens"),
-        ("completions", {"prompt": "x", "max_tokens": 21, "logprobs": 4}, "max_tokens"),
+        ("completions", {"prompt": "x", "max_tokens": 51, "logprobs": 4}, "max_tokens"),
         ("completions", {"prompt": ["x"] * 101, "max_tokens": 1}, "max_tokens"),
         ("chat/completions", {"max_completion_tokens": 51, "n": 2}, "max_completion_tokens"),
-        ("chat/completions", {"max_tokens": 5, "logprobs": True, "top_logprobs": 20}, "max_tokens"),
-        ("chat/completions", {"min_tokens": 101}, "max_tokens"),
+        ("chat/completions", {"max_tokens": 17, "logprobs": True, "top_logprobs": 20}, "max_tokens"),
+        ("chat/completions", {"min_tokens": 101}, "min_tokens"),
     ],
 )
 async def test_tokens_of_all_answers_to_a_body_are_bounded(
@@ -174,7 +174,7 @@ async def test_tokens_of_all_answers_to_a_body_are_bounded(
         answer = await client.post(f"/v1/{path}", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
         assert not worker.requests
-        body = {"prompt": "x", "max_tokens": 5, "logprobs": 4, "n": 4}
+        body = {"prompt": "x", "max_tokens": 12, "logprobs": 4, "n": 4}
         assert (await client.post("/v1/completions", json=body)).status_code == 200
 
 
@@ -191,8 +191,8 @@ async def test_answers_over_grpc_are_bounded(worker: FakeWorker, start_router: S
     router = await start_router(worker, max_answer_tokens=100)
     for params, is_allowed in (
         (types_pb2.SamplingParams(max_tokens=101), False),
-        (types_pb2.SamplingParams(max_tokens=34, logprobs=2), False),
-        (types_pb2.SamplingParams(max_tokens=33, logprobs=2), True),
+        (types_pb2.SamplingParams(max_tokens=51, logprobs=2), False),
+        (types_pb2.SamplingParams(max_tokens=50, logprobs=2), True),
     ):
         call = router.inference.Generate(inference_pb2.GenerateRequest(prompt="x", sampling_params=params))
         if is_allowed:
@@ -202,3 +202,19 @@ async def test_answers_over_grpc_are_bounded(worker: FakeWorker, start_router: S
             await call.read()
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "sampling_params.max_tokens" in (caught.value.details() or "")
+
+
+@pytest.mark.parametrize("max_model_len", [2**16, 2**20])
+async def test_one_answer_as_long_as_the_context_is_allowed(
+    worker: FakeWorker, start_router: StartRouter, monkeypatch: pytest.MonkeyPatch, max_model_len: int
+) -> None:
+    """With all logprobs that there are; thousands of them are not."""
+    monkeypatch.setattr("tests.router.fake_worker.MAX_MODEL_LEN", max_model_len)
+    router = await start_router(worker)
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": max_model_len - 1000}
+    body |= {"logprobs": True, "top_logprobs": 20}
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        answer = await client.post("/v1/chat/completions", json={**body, "n": 4})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens"), answer.text
