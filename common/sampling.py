@@ -19,6 +19,7 @@ from pydantic import ValidationInfo as Info
 from pydantic.fields import FieldInfo
 
 from common.errors import InvalidArgumentError
+from common.guided import Guided, check_guided
 from common.validation import ModelLimits
 from common.value_errors import refusal
 
@@ -125,6 +126,9 @@ class SamplingParams:
     logit_bias: Annotated[TokenBiases, Field(description="added to the logits of these tokens")] = field(
         default_factory=dict
     )
+    guided: Annotated[
+        Guided | None, Field(description="the answer has this form: a JSON schema, a regex, a choice, a grammar")
+    ] = None
 
     @property
     def is_greedy(self) -> bool:
@@ -133,6 +137,17 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+class GuidedOptions(TypedDict, total=False):
+    """`Guided` as a mapping; exactly one of these."""
+
+    json_schema: str
+    json_object: bool
+    regex: str
+    choice: Sequence[str]
+    grammar: str
+    structural_tag: str
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -153,6 +168,7 @@ class SamplingOptions(TypedDict, total=False):
     frequency_penalty: float
     repetition_penalty: float
     logit_bias: Mapping[int, float]
+    guided: Guided | GuidedOptions
 
 
 @dataclass(slots=True, frozen=True)
@@ -223,8 +239,21 @@ def resolve(
         )
     if params.min_tokens > max_tokens:
         raise InvalidArgumentError(name("min_tokens"), f"{params.min_tokens} is more than max_tokens, {max_tokens}")
+    if params.guided is not None:
+        _check_guided(params, params.guided, name)
     seed = params.seed if "seed" in given or params.is_greedy else draw_seed()
     return replace(params, max_tokens=max_tokens, seed=seed, top_k=min(params.top_k, limits.vocab_size))
+
+
+def _check_guided(params: SamplingParams, guided: Guided, name: FieldName) -> None:
+    try:
+        check_guided(guided)
+    except ValueError as error:
+        raise InvalidArgumentError(name("guided"), str(error)) from error
+    if params.ignore_eos:
+        raise InvalidArgumentError(name("ignore_eos"), "is not for guided text: its form says where it ends")
+    if params.min_tokens:
+        raise InvalidArgumentError(name("min_tokens"), "is not for guided text: its form says where it ends")
 
 
 JsonSchemas = dict[str, dict[str, object]]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.sampling import SamplingParams
+from engine.guide_state import GuideState
 from engine.logit_changes import LogitChanges
 
 
@@ -27,6 +28,7 @@ class SampleInput:
     params: SamplingParams
     num_output_tokens: int  # already generated: the index of the token to be sampled
     changes: LogitChanges | None = None  # unless the logits are taken as they are
+    guide: GuideState | None = None  # of guided text; it has taken in the tokens so far
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

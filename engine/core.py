@@ -14,12 +14,15 @@ import torch
 
 from common.block_hash import extra_keys, root_hash
 from common.config import EngineSettings
+from common.errors import InvalidArgumentError
 from common.types import FinishReason, KVCacheSpec, SampledToken, WorkerLoad
 from engine import messages as m
 from engine.batch import BlockCopy, SampleInput, SequenceInput
 from engine.blocks.block_manager import BlockManager
 from engine.blocks.host_cache import allocate_host_cache, copy_blocks
 from engine.blocks.host_tier import HostCopy
+from engine.grammars import Compiler, Grammars
+from engine.guide_state import GuideError
 from engine.remote_kv import RemoteKV
 from engine.request import Request
 from engine.schedule import NewToken, SchedulerConfig, SchedulerOutput
@@ -65,9 +68,11 @@ class EngineCore:
         wake: Callable[[], None],
         store: KVConnector | None = None,
         read_commands: Callable[[], None] = lambda: None,
+        compile_grammar: Compiler | None = None,
     ) -> None:
         """`connector` hands over what a prefill computes. `store` keeps what any worker computed; if it is None and
-        `connector` is a store, that is it. `read_commands` calls `handle` with what has come until now."""
+        `connector` is a store, that is it. `read_commands` calls `handle` with what has come until now. Without
+        `compile_grammar`, guided requests are refused."""
         store = store or (connector if connector.is_store else NoStore())
         self._runner = runner
         self._connector = connector
@@ -88,6 +93,7 @@ class EngineCore:
             keep_evicted=settings.host_cache_gb > 0,
             has_store=not isinstance(store, NoStore),
         )
+        self._grammars = None if compile_grammar is None else Grammars(compile_grammar, clock, wake)
         self.remote_kv = RemoteKV(connector, store, self.blocks, clock, lambda event: self._events.append(event))
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -142,11 +148,11 @@ class EngineCore:
             case m.RemotePrefillFailed(request_id, reason):
                 remote_kv.room.failed(request_id, reason)
             case m.Release(request_id):
-                remote_kv.lookups.drop(request_id)
+                self._drop_waiting(request_id)
                 self.scheduler.release(request_id)
                 remote_kv.transfers.release(request_id)
             case m.StopPrefill(request_id):
-                remote_kv.lookups.drop(request_id)
+                self._drop_waiting(request_id)
                 self.scheduler.stop(request_id)
             case m.AddPeer(peer):
                 remote_kv.add_peer(peer)
@@ -242,15 +248,17 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or len(self.remote_kv.lookups) > 0
+        return self.scheduler.has_work or len(self.remote_kv.lookups) > 0 or self._num_without_grammar > 0
 
     @property
     def load(self) -> WorkerLoad:
         scheduler, blocks, lookups = self.scheduler, self.blocks, self.remote_kv.lookups
         return WorkerLoad(
             num_requests_running=scheduler.num_running,
-            num_requests_waiting=scheduler.num_waiting + len(lookups),
-            num_queued_prompt_tokens=scheduler.num_queued_prompt_tokens + lookups.num_prompt_tokens,
+            num_requests_waiting=scheduler.num_waiting + len(lookups) + self._num_without_grammar,
+            num_queued_prompt_tokens=scheduler.num_queued_prompt_tokens
+            + lookups.num_prompt_tokens
+            + (self._grammars.num_prompt_tokens if self._grammars is not None else 0),
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_empty_blocks,
             num_cached_blocks=blocks.num_cached_blocks,
@@ -271,6 +279,8 @@ class EngineCore:
     def close(self) -> None:
         for connector in self._connectors:
             connector.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     # ------------------------------------------------------------------------------------------- commands
 
@@ -296,11 +306,34 @@ class EngineCore:
             first_block=command.first_block,
             min_remote_tokens=command.min_remote_tokens,
         )
-        self.remote_kv.lookups.start(request)
+        guided = command.sampling_params.guided
+        if guided is None:
+            self.remote_kv.lookups.start(request)
+        elif self._grammars is None:
+            self._fail(command.request_id, "INTERNAL", "this engine has no grammars")
+        else:
+            self._grammars.start(request, guided)
         self._admit_answered()
 
+    def _drop_waiting(self, request_id: str) -> None:
+        """A request that is not in the queue yet has ended."""
+        self.remote_kv.lookups.drop(request_id)
+        if self._grammars is not None:
+            self._grammars.drop(request_id)
+
+    @property
+    def _num_without_grammar(self) -> int:
+        return len(self._grammars) if self._grammars is not None else 0
+
     def _admit_answered(self) -> None:
-        """Requests that waited for what the store says join the queue."""
+        """Requests that waited for their grammar are looked up in the store; those that waited for that join the
+        queue."""
+        for answered in self._grammars.take_answered() if self._grammars is not None else ():
+            if not answered.failure:
+                self.remote_kv.lookups.start(answered.request)
+            else:
+                field = "sampling_params.guided" if answered.grpc_code == InvalidArgumentError.grpc_code else ""
+                self._fail(answered.request.request_id, answered.grpc_code, answered.failure, field)
         for request in self.remote_kv.lookups.take_answered():
             self.scheduler.add(request)
             self._has_newcomers = True
@@ -319,9 +352,10 @@ class EngineCore:
         copy_blocks(copies, self._runner.kv_cache, self._host_cache)
 
     def _compute(self, output: SchedulerOutput, between_layers: Callable[[], None]) -> list[SampledToken | None]:
+        strays = self._follow_grammars(output)
         sequences = [self._sequence(request, num_new) for request, num_new in output.num_tokens.items()]
         try:
-            return self._runner.execute(sequences, between_layers=between_layers)
+            tokens = self._runner.execute(sequences, between_layers=between_layers)
         except Exception:
             # One batch is lost, not the worker: its requests fail with their ids, all others go on.
             log.exception("a step failed", extra={"num_requests": len(sequences)})
@@ -329,6 +363,33 @@ class EngineCore:
                 self.scheduler.stop(request.request_id)  # blocks of a prefill that were announced may be being read
                 self._fail(request.request_id, "INTERNAL", "the engine failed to compute this request")
             return [None] * len(sequences)
+        for request, sequence, token in zip(output.num_tokens, sequences, tokens, strict=True):
+            if request in strays:
+                self.scheduler.stop(request.request_id)
+                self._fail(request.request_id, "INTERNAL", strays[request])
+            elif token is None and sequence.sample is not None:
+                self._end_guided(request, request.guide.failure if request.guide else "")
+        return tokens
+
+    def _follow_grammars(self, output: SchedulerOutput) -> dict[Request, str]:
+        """Guides take in the tokens that came. Returns requests whose tokens, sampled elsewhere, are not in their
+        grammar, and why."""
+        strays = {}
+        for request, num_new in output.num_tokens.items():
+            if request.guide is not None and num_new == request.num_missing_tokens:
+                try:
+                    request.guide.follow(request.token_ids, request.num_prompt_tokens)
+                except GuideError as error:
+                    strays[request] = str(error)
+        return strays
+
+    def _end_guided(self, request: Request, reason: str) -> None:
+        """Its grammar allows no token: that is the grammar's fault, or that of what else the request bans."""
+        self.scheduler.stop(request.request_id)
+        reason = reason or "what the form allows next is banned by other parameters"
+        self._fail(
+            request.request_id, "INVALID_ARGUMENT", f"the answer cannot go on: {reason}", "sampling_params.guided"
+        )
 
     def _sequence(self, request: Request, num_new: int) -> SequenceInput:
         start = request.num_computed_tokens
@@ -344,6 +405,7 @@ class EngineCore:
             params=request.sampling_params,
             num_output_tokens=request.num_output_tokens,
             changes=request.logit_changes(self.scheduler.config.eos_token_ids),
+            guide=request.guide,
         )
 
     def _report_token(self, new: NewToken, *, is_relayed: bool = False) -> None:

@@ -118,6 +118,7 @@ def _pin(cores: Sequence[int]) -> bool:
 def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[bytes]) -> None:
     """Loads the model, then: commands in, one step, events out, for ever."""
     from engine.core import EngineCore
+    from engine.grammars import GrammarCompiler
     from engine.model_runner import ModelRunner
     from kv_store.base import ConnectorConfig
     from kv_store.registry import create_connector, create_store
@@ -136,7 +137,16 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     runner.warm_up()
     commands = _Commands(socket)
     core = EngineCore(
-        settings, runner, connector, time.monotonic, wakeup.set, store, read_commands=lambda: commands.hand_to(core)
+        settings,
+        runner,
+        connector,
+        time.monotonic,
+        wakeup.set,
+        store,
+        read_commands=lambda: commands.hand_to(core),
+        compile_grammar=GrammarCompiler(
+            Path(bootstrap.model_dir) / "tokenizer.json", runner.vocab_size, runner.eos_token_ids
+        ),
     )
     socket.send(m.encode([core.ready()]))
     loop = _Loop(core, commands, socket, wakeup)

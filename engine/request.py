@@ -7,12 +7,14 @@ from enum import StrEnum
 
 from common.sampling import SamplingParams
 from common.types import FinishReason
+from engine.guide_state import GuideState
 from engine.logit_changes import LogitChanges
 from engine.messages import RequestMode
 
 
 class RequestStatus(StrEnum):
     WAITING = "waiting"
+    WAITING_FOR_GRAMMAR = "waiting_for_grammar"  # not in the queue yet
     WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"  # blocks allocated, bytes on their way
     RUNNING = "running"
     PREEMPTED = "preempted"  # lost its blocks; its tokens will be computed again
@@ -59,6 +61,7 @@ class Request:
     fallback_reason: str = ""
     stop_token_id: int | None = None
     changes: LogitChanges | None = None  # made when its first token is sampled
+    guide: GuideState | None = None  # of a guided request, once its grammar is compiled
 
     @property
     def num_tokens(self) -> int:

@@ -14,28 +14,31 @@ import torch
 
 from common.types import SampledToken, TokenLogprob
 from engine.batch import SampleInput
+from engine.guide import Guide, mask_logits
 from engine.logit_changes import LogitChanges
 
 _FIRST_CANDIDATES = 1024  # most nuclei lie within these; sorting the whole vocabulary is 20 times slower
 
 
-def sample(logits: torch.Tensor, inputs: Sequence[SampleInput]) -> list[SampledToken]:
-    """One token per row of `logits` `[num_rows, vocab_size]`, any float dtype; `logits` itself is left as it is.
+def sample(logits: torch.Tensor, inputs: Sequence[SampleInput]) -> list[SampledToken | None]:
+    """One token per row of `logits` `[num_rows, vocab_size]`, any float dtype; None for a row in which none is allowed.
+    `logits` itself is left as it is.
 
-    Penalties, bias and bans change the logits of greedy rows too. Logprobs are of the model's own distribution,
-    before any of that and before temperature.
+    Penalties, bias, bans and grammars change the logits of greedy rows too. Logprobs are of the model's own
+    distribution, before any of that and before temperature.
     """
     raw = logits.float()
     adjusted = _adjust(raw, inputs)
-    random = [row for row, item in enumerate(inputs) if not item.params.is_greedy]
+    dead = _dead_rows(adjusted, inputs)
+    random = [row for row, item in enumerate(inputs) if not item.params.is_greedy and row not in dead]
     tokens = adjusted.argmax(dim=-1)
     if random:
         index = torch.tensor(random, device=raw.device)
         tokens[index] = _draw(adjusted[index], [inputs[row] for row in random])
     token_ids: list[int] = tokens.tolist()
-    result = [SampledToken(token_id) for token_id in token_ids]
+    result = [None if row in dead else SampledToken(token_id) for row, token_id in enumerate(token_ids)]
     for row, item in enumerate(inputs):
-        if item.params.logprobs is not None:
+        if item.params.logprobs is not None and row not in dead:
             result[row] = _with_logprobs(raw[row], token_ids[row], item.params.logprobs)
     return result
 
@@ -48,9 +51,10 @@ def uniform(seed: int, index: int) -> float:
 
 
 def _adjust(raw: torch.Tensor, inputs: Sequence[SampleInput]) -> torch.Tensor:
-    """Penalties, then bias, then bans, each for all rows at once; `raw` itself if no row asks for any."""
+    """Penalties, bias, bans, grammars, in this order, each for all rows at once; `raw` itself if no row asks."""
     changes = [(row, item.changes) for row, item in enumerate(inputs) if item.changes is not None]
-    if not changes:
+    guides = [(row, item.guide) for row, item in enumerate(inputs) if isinstance(item.guide, Guide)]
+    if not changes and not guides:
         return raw
     adjusted = raw.clone()
     flat = adjusted.view(-1)
@@ -63,7 +67,18 @@ def _adjust(raw: torch.Tensor, inputs: Sequence[SampleInput]) -> torch.Tensor:
     is_early = [item.num_output_tokens < item.params.min_tokens for item in inputs]
     if banned := [(row * size, changed.banned_ids) for row, changed in changes if is_early[row] and changed.banned_ids]:
         flat[_joined(banned, raw.device)] = float("-inf")
+    if guides:
+        mask_logits(adjusted, guides)
     return adjusted
+
+
+def _dead_rows(adjusted: torch.Tensor, inputs: Sequence[SampleInput]) -> set[int]:
+    """Rows in which no token is allowed. Only grammars can ban them all."""
+    rows = [row for row, item in enumerate(inputs) if item.guide is not None]
+    if not rows:
+        return set()
+    best: list[float] = adjusted[torch.tensor(rows, device=adjusted.device)].amax(-1).tolist()
+    return {row for row, value in zip(rows, best, strict=True) if value == float("-inf")}
 
 
 def _penalise(flat: torch.Tensor, rows: Sequence[tuple[int, LogitChanges]]) -> None:

@@ -111,6 +111,7 @@ class InferenceService:
             name=_field_name,
             client=current_client.get(),
         )
+        await self._front.preparation.check_guided(generation.sampling_params, _field_name)
         async with aclosing(self._front.generation.generate(generation)) as outputs:
             async for output in outputs:
                 yield _response(generation, output)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from common.errors import InvalidArgumentError
-from common.sampling import MAX_LOGPROBS, FieldName, Given, resolve
+from common.guided import Guided, check_grammar
+from common.sampling import MAX_LOGPROBS, FieldName, Given, SamplingParams, resolve
 from common.validation import (
     check_cache_salt,
     check_messages,
@@ -24,10 +25,11 @@ from router.fleet.registry import ServedModel
 from router.serving.clients import ApiClient
 from router.serving.conversation import Conversation, texts_of
 from router.serving.request import GenerationRequest, Prompt, new_request_id
-from router.serving.threads import TextThreads
+from router.serving.threads import SHORT, TextThreads
 
 MAX_ANSWER_TOKENS = 2**20  # unless one answer as long as the context is more
 LOGPROBS_OF_A_TOKEN = 4  # so many are as much work for the router as one more token: they only have to be written out
+MAX_GOOD_GRAMMARS = 64
 MESSAGE_CHARS = 64  # rendering a message takes about as long as tokenizing this many characters
 
 
@@ -50,6 +52,7 @@ class Preparation:
         self._max_answer_tokens = max_answer_tokens
         self._control_tokens = control_tokens
         self._threads = threads
+        self._good_grammars: dict[Guided, None] = {}  # the last ones
 
     async def prompts(
         self, model: ServedModel, prompts: Sequence[str | list[int]], field: str, *, add_special_tokens: bool = True
@@ -101,6 +104,20 @@ class Preparation:
         token_ids, text = await self._threads.run(size, encode)
         check_prompt(token_ids, model.limits, "messages")
         return Prompt(token_ids, "messages", None if reader is None else reader.reading(text, tools))
+
+    async def check_guided(self, params: SamplingParams, name: FieldName) -> None:
+        """Parses the grammar of guided text. Raises `InvalidArgumentError`. A worker may refuse it still, for a token
+        that its model lacks, say."""
+        guided = params.guided
+        if guided is None or guided in self._good_grammars:
+            return
+        try:
+            await self._threads.run(SHORT + 1, partial(check_grammar, guided))
+        except ValueError as error:
+            raise InvalidArgumentError(name("guided"), str(error)) from error
+        self._good_grammars[guided] = None
+        while len(self._good_grammars) > MAX_GOOD_GRAMMARS:
+            del self._good_grammars[next(iter(self._good_grammars))]
 
     async def tokenize(self, model: ServedModel, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
         if text:

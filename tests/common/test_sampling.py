@@ -7,6 +7,7 @@ import math
 import pytest
 
 from common.errors import InvalidArgumentError
+from common.guided import Guided
 from common.sampling import MAX_TOKEN_IDS, SamplingOptions, SamplingParams, parameters, resolve
 from common.validation import ModelLimits
 
@@ -33,6 +34,7 @@ GOOD: list[tuple[str, list[object]]] = [
     ("frequency_penalty", [-2, 2]),
     ("repetition_penalty", [0.01, 1, 2]),
     ("logit_bias", [{}, {0: -100.0, 999: 100.0}]),
+    ("guided", [None, Guided(regex="a+"), Guided(choice=("a", "b")), Guided(json_object=True)]),
 ]
 
 BAD: list[tuple[str, list[object]]] = [
@@ -50,6 +52,7 @@ BAD: list[tuple[str, list[object]]] = [
     ("frequency_penalty", [-2.1, 2.1, math.inf]),
     ("repetition_penalty", [0, -1, math.inf]),
     ("logit_bias", [{-1: 0.0}, {1000: 0.0}, {1: math.nan}, {1: 101.0}]),
+    ("guided", [{}, {"regex": "a", "json_object": True}, {"choice": []}, {"choice": ["x" * 40000] * 2}]),
 ]
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from baton.cli.main import main
 from baton.client import Client
+from common.guided import Guided
 from common.sampling import SamplingParams, TypeForm, parameters
 from common.validation import ModelLimits
 from engine import messages as m
@@ -35,6 +36,7 @@ EXAMPLES: tuple[tuple[TypeForm, object, str], ...] = (
     (tuple[int, ...], (7, 8), "7,8"),
     (dict[int, float], {7: 0.5, 8: -0.5}, "7=0.5,8=-0.5"),
     *nested_parameters.EXAMPLES,
+    (Guided | None, Guided(choice=("ab", "c")), '{"choice": ["ab", "c"]}'),
 )
 """(type, value, as it is typed on a command line)"""
 

@@ -195,7 +195,7 @@ BAD_CHAT = [
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # of which its template knows nothing
     ({"function_call": {"name": "f"}}, "function_call"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type"),
     ({"nonsense": 1}, "nonsense"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"stop": ""}, "stop"),

@@ -19,11 +19,11 @@ from router.api.api_keys import current_client
 from router.api.rest import errors
 from router.api.rest.answer import Answer
 from router.api.rest.body import read_body
+from router.api.rest.body_types import Body
 from router.api.rest.disconnect import ClientGoneError, EventStream, unless_gone
 from router.api.rest.errors import as_baton, error_response, json_response
 from router.api.rest.formats import ChatFormat, CompletionFormat
 from router.api.rest.schema import (
-    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -161,6 +161,7 @@ class _Gateway:
                 )
                 for prompt in given
             ]
+            await self._front.preparation.check_guided(requests[0].sampling_params, body.field_name)
             choices = [
                 prepared.numbered(number * body.num_choices + index)
                 for number, prepared in enumerate(requests)

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import UNSET, Raw
 
 from common.errors import InvalidArgumentError
 from common.sampling import Parameter, json_schemas, parameters
+from router.api.rest.body_types import Body, Given
+from router.api.rest.guided import GuidedFields
 from router.api.rest.tools import FunctionTool, NamedTool, ToolCall, calls_of, chat_tools
 from router.serving.conversation import Conversation, Json, check_options, make_message, named_results
 
@@ -27,21 +29,13 @@ BodyT = TypeVar("BodyT", bound="Body")
 JsonSchema = dict[str, Any]
 
 
-Given = Raw | UnsetType
-"""A value that is looked at and not decoded."""
-
-
-class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
 class StreamOptions(Body, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # as vLLM's clients ask for it: usage so far in every chunk
     include_obfuscation: Given = UNSET  # of no use: without it, what a network shows of lengths
 
 
-class GenerationBody(Body, kw_only=True):
+class GenerationBody(GuidedFields, kw_only=True):
     """What chat and text completion have in common, beside the sampling parameters (`with_sampling`)."""
 
     model: str | None = None
@@ -80,6 +74,7 @@ class GenerationBody(Body, kw_only=True):
             values = (getattr(self, name), getattr(self, alias))
             if None not in values and values[0] != values[1]:
                 raise InvalidArgumentError(alias, f"differs from {name}, another name of it")
+        self.guided_text()
 
     @property
     def num_choices(self) -> int:
@@ -100,10 +95,14 @@ class GenerationBody(Body, kw_only=True):
             value = getattr(self, self.field_name(name))
             if value is not None:
                 given[name] = (value,) if isinstance(value, str) and parameter.is_texts else value
-        return given
+        given.pop("guided", None)
+        guided = self.guided_text()
+        return given if guided is None else {**given, "guided": guided[1]}
 
     def field_name(self, name: str) -> str:
         """The client's name for a sampling parameter."""
+        if name == "guided" and (guided := self.guided_text()):
+            return guided[0]
         return next((alias for of, alias in _ALIASES if of == name and getattr(self, alias) is not None), name)
 
 
@@ -134,6 +133,8 @@ def schemas(bodies: Sequence[type[Body]]) -> tuple[tuple[JsonSchema, ...], dict[
             for one in _names(name, parameter):
                 if one in properties and one not in own:
                     properties[one] = {"anyOf": [sampling[name], *plain]}
+                elif one in properties:
+                    properties[one]["anyOf"][0]["description"] = parameter.help
     return references, {**components, **inner}
 
 
@@ -164,17 +165,11 @@ class ChatMessage(Body, kw_only=True):
     unsupported: ClassVar[tuple[str, ...]] = ("refusal", "annotations", "audio", "function_call", "reasoning")
 
 
-class ResponseFormat(Body, kw_only=True):
-    type: str
-    json_schema: Given = UNSET
-
-
 @with_sampling
 class ChatBody(GenerationBody, kw_only=True):
     messages: list[ChatMessage]
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
     modalities: list[str] | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: str | NamedTool | None = None
@@ -199,8 +194,6 @@ class ChatBody(GenerationBody, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        if self.response_format is not None and self.response_format.type != "text":
-            raise InvalidArgumentError("response_format", 'only {"type": "text"} is supported')
         if self.modalities not in (None, [], ["text"]):
             raise InvalidArgumentError("modalities", 'only ["text"] is supported')
         if _asks(self.function_call) and bytes(cast("Raw", self.function_call)) not in (b'"none"', b'"auto"'):

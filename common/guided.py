@@ -1,0 +1,124 @@
+"""Guided text: what an answer has to look like, and the grammar that says so to the engine.
+
+The grammar is llguidance's: Lark, JSON schemas and regular expressions, parsed by one library at the edge (`check`) and
+in the engine, so that what a router accepts is what a worker does. Its JSON schemas are exact or refused: a keyword
+that cannot be kept is an error there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import ConfigDict, Field, Strict
+
+from common.structural_tag import structural_tag_grammar
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+MAX_GRAMMAR_CHARS = 64 * 2**10  # of everything that one request's grammar is made of
+MAX_CHOICES = 1024
+MAX_REASON_CHARS = 500
+
+_JSON_OPTIONS: JsonCompileOptions = {
+    # As json.dumps writes it. Free whitespace is a loop that small models do not leave.
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    # Never: a keyword that is not kept, or oneOf as anyOf where that is not the same.
+    "lenient": False,
+    "coerce_one_of": False,
+}
+
+GrammarText = Annotated[str, Strict(), Field(max_length=MAX_GRAMMAR_CHARS)]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Guided:
+    """Exactly one of these. The whole answer matches it."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", revalidate_instances="always")
+
+    json_schema: Annotated[GrammarText, Field(description="a JSON schema, as text")] = ""
+    json_object: Annotated[bool, Strict(), Field(description="any JSON object")] = False
+    regex: Annotated[GrammarText, Field(description="a regular expression, of the whole answer")] = ""
+    choice: Annotated[
+        tuple[Annotated[str, Strict(), Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)], ...],
+        Field(max_length=MAX_CHOICES, description="one of these texts"),
+    ] = ()
+    grammar: Annotated[GrammarText, Field(description="a context-free grammar: EBNF as llama.cpp has it, or Lark")] = ""
+    structural_tag: Annotated[GrammarText, Field(description="free text with parts that have a form, as JSON")] = ""
+
+    @property
+    def kinds(self) -> list[str]:
+        """Names of the fields that are set."""
+        return [name for name in self.__dataclass_fields__ if getattr(self, name)]
+
+
+def check_guided(guided: Guided) -> None:
+    """What costs nothing to check; `check_grammar` has the rest. Raises `ValueError` with a reason."""
+    kinds = guided.kinds
+    if len(kinds) != 1:
+        names = ", ".join(guided.__dataclass_fields__)
+        raise ValueError(f"must set exactly one of {names}" + (f", not {' and '.join(kinds)}" if kinds else ""))
+    if (num_chars := sum(map(len, guided.choice))) > MAX_GRAMMAR_CHARS:
+        raise ValueError(f"choice must have at most {MAX_GRAMMAR_CHARS} characters in all, not {num_chars}")
+
+
+def grammar_of(guided: Guided) -> str:
+    """The grammar for llguidance, which has not looked at all of it yet. Raises `ValueError` with a reason."""
+    from llguidance import LLMatcher
+
+    if guided.json_object:
+        return LLMatcher.grammar_from_json_schema('{"type": "object"}', None, _JSON_OPTIONS)
+    if guided.json_schema:
+        schema = _schema(guided.json_schema)
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), None, _JSON_OPTIONS)
+    if guided.regex:
+        return LLMatcher.grammar_from_regex(guided.regex)
+    if guided.choice:
+        return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in guided.choice)
+    if guided.structural_tag:
+        return structural_tag_grammar(guided.structural_tag, _JSON_OPTIONS)
+    return _lark(guided.grammar)
+
+
+def check_grammar(guided: Guided) -> None:
+    """Parses the grammar: up to some tenths of a second, for a few MiB. Raises `ValueError` with a reason."""
+    from llguidance import LLMatcher
+
+    if error := LLMatcher.validate_grammar(grammar_of(guided)):
+        raise ValueError(grammar_error(guided, error))
+
+
+def grammar_error(guided: Guided, error: str) -> str:
+    """llguidance's words in one line, after what the client sent."""
+    first = " ".join(error.partition("<state>")[0].split())
+    if first == "NoExtensionBias":
+        first = "no text matches it"
+    (kind,) = guided.kinds
+    return f"{kind} cannot be used: {first[:MAX_REASON_CHARS]}"
+
+
+def _schema(text: str) -> object:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"json_schema is not valid JSON: {error}") from error
+    if not isinstance(schema, dict | bool):
+        raise ValueError("json_schema must be a JSON schema: an object, or true or false")
+    if isinstance(schema, dict) and "x-guidance" in schema:
+        raise ValueError("json_schema must not have x-guidance")
+    return schema
+
+
+def _lark(text: str) -> str:
+    """`text` itself if it is Lark; translated if it is EBNF (`root ::= ...`)."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # the translator raises bare Exception
+        raise ValueError(f"grammar cannot be parsed: {str(error)[:MAX_REASON_CHARS]}") from error

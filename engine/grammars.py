@@ -1,0 +1,181 @@
+"""Grammars of guided requests: compiled on threads of their own, kept for the next request with the same one.
+
+A request waits here as WAITING_FOR_GRAMMAR, before it waits for anything else. What a grammar may cost is bounded: its
+size (`common.guided`), the compiler's work (llguidance's limits: fuel, states, items), the time a request waits
+(`COMPILE_TIMEOUT_S`), how many wait (`MAX_PENDING`), and how many are kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+from common.errors import InternalError, InvalidArgumentError, OverloadedError
+from common.guided import Guided, grammar_error, grammar_of
+from engine.guide import Guide
+from engine.request import Request, RequestStatus
+
+log = logging.getLogger(__name__)
+
+NUM_THREADS = 2
+MAX_PENDING = 64  # grammars that are compiled or wait for it
+MAX_KEPT = 256
+MAX_KEPT_CHARS = 8 * 2**20  # of all grammars that are kept; what they take is some times that
+COMPILE_TIMEOUT_S = 10.0
+
+
+class Compiler(Protocol):
+    def __call__(self, guided: Guided) -> Guide:
+        """A guide at the beginning. Raises `ValueError` with a reason, for the client. Called on several threads."""
+        ...
+
+
+class GrammarCompiler:
+    """For one model's tokenizer, which is read when the first grammar comes."""
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer_file = tokenizer_file
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+
+    def __call__(self, guided: Guided) -> Guide:
+        tokenizer = self._loaded()
+        matcher = LLMatcher(tokenizer, grammar_of(guided), log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a grammar that no text matches fails here
+        if matcher.is_error():
+            raise ValueError(grammar_error(guided, matcher.get_error()))
+        return Guide(matcher, tokenizer.vocab_size)
+
+    def _loaded(self) -> LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                # Models may lack logits for the last tokens of their tokenizer: those are cut off the masks.
+                known = Tokenizer.from_file(str(self._tokenizer_file)).get_vocab_size(with_added_tokens=True)
+                self._tokenizer = LLTokenizer(
+                    str(self._tokenizer_file), n_vocab=max(self._vocab_size, known), eos_token=self._eos_token_ids
+                )
+            return self._tokenizer
+
+
+@dataclass(slots=True)
+class _Pending:
+    compiled: Future[Guide]
+    since: float
+    requests: dict[str, Request] = field(default_factory=dict)  # by id
+
+
+@dataclass(slots=True, frozen=True)
+class Answered:
+    """A request that waits for its grammar no more: it has a guide, or failed."""
+
+    request: Request
+    failure: str = ""  # why there is no guide
+    grpc_code: str = InvalidArgumentError.grpc_code  # of the failure
+
+
+class Grammars:
+    """For one thread, the engine's."""
+
+    def __init__(self, compiler: Compiler, clock: Callable[[], float], wake: Callable[[], None]) -> None:
+        """`wake` is called on any thread when a grammar is done."""
+        self._compiler = compiler
+        self._clock = clock
+        self._wake = wake
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: dict[Guided, _Pending] = {}
+        self._kept: OrderedDict[Guided, Guide | str] = OrderedDict()  # or why it is of no use; last used last
+        self._num_kept_chars = 0
+        self._answered: list[Answered] = []
+
+    def __len__(self) -> int:
+        return sum(len(pending.requests) for pending in self._pending.values())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        waiting = (request for pending in self._pending.values() for request in pending.requests.values())
+        return sum(request.num_prompt_tokens for request in waiting)
+
+    def start(self, request: Request, guided: Guided) -> None:
+        """The request is among `take_answered` once its grammar is there."""
+        request.status = RequestStatus.WAITING_FOR_GRAMMAR
+        if (known := self._kept.get(guided)) is not None:
+            self._kept.move_to_end(guided)
+            self._answer(request, known)
+        elif (pending := self._pending.get(guided)) is not None:
+            pending.requests[request.request_id] = request
+        elif len(self._pending) >= MAX_PENDING:
+            self._answered.append(Answered(request, "too many grammars are being compiled", OverloadedError.grpc_code))
+        else:
+            self._pool = self._pool or ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+            compiled = self._pool.submit(self._compiler, guided)
+            self._pending[guided] = _Pending(compiled, self._clock(), {request.request_id: request})
+            compiled.add_done_callback(lambda _: self._wake())
+
+    def drop(self, request_id: str) -> None:
+        """The request has ended. Its grammar is compiled to its end, for the next one."""
+        for pending in self._pending.values():
+            pending.requests.pop(request_id, None)
+        self._answered = [one for one in self._answered if one.request.request_id != request_id]
+
+    def take_answered(self) -> list[Answered]:
+        """Requests that wait no more, since the last call."""
+        now = self._clock()
+        for guided, pending in list(self._pending.items()):
+            if pending.compiled.done():
+                del self._pending[guided]
+                self._take_in(guided, pending)
+            elif now > pending.since + COMPILE_TIMEOUT_S:
+                reason = f"its grammar takes longer than {COMPILE_TIMEOUT_S:g} s to compile"
+                self._answered += [Answered(request, reason) for request in pending.requests.values()]
+                pending.requests.clear()
+        answered, self._answered = self._answered, []
+        return answered
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _take_in(self, guided: Guided, pending: _Pending) -> None:
+        error = pending.compiled.exception()
+        if error is not None and not isinstance(error, ValueError):
+            log.error("a grammar was not compiled", exc_info=error)
+            reason = f"its grammar was not compiled: {type(error).__name__}: {error}"
+            self._answered += [
+                Answered(request, reason, InternalError.grpc_code) for request in pending.requests.values()
+            ]
+            return
+        result = pending.compiled.result() if error is None else str(error)
+        self._keep(guided, result)
+        for request in pending.requests.values():
+            self._answer(request, result)
+
+    def _answer(self, request: Request, result: Guide | str) -> None:
+        if isinstance(result, str):
+            self._answered.append(Answered(request, result))
+            return
+        request.status = RequestStatus.WAITING
+        request.guide = result.fork()
+        self._answered.append(Answered(request))
+
+    def _keep(self, guided: Guided, result: Guide | str) -> None:
+        self._kept[guided] = result
+        self._num_kept_chars += num_chars(guided)
+        while len(self._kept) > MAX_KEPT or self._num_kept_chars > MAX_KEPT_CHARS:
+            self._num_kept_chars -= num_chars(self._kept.popitem(last=False)[0])
+
+
+def num_chars(guided: Guided) -> int:
+    texts = (guided.json_schema, guided.regex, guided.grammar, guided.structural_tag, *guided.choice)
+    return sum(map(len, texts))

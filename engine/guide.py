@@ -1,0 +1,67 @@
+"""Where one guided answer is in its grammar, and which tokens may come next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from llguidance import LLExecutor, LLMatcher
+
+from engine.guide_state import GuideError
+
+
+class Guide:
+    """`GuideState`, on llguidance's matcher."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        """`matcher` is at the beginning, and this guide's own. `vocab_size` is its tokenizer's."""
+        self.matcher = matcher
+        self.vocab_size = vocab_size
+        self._num_seen = 0  # output tokens that the matcher has taken in
+
+    def fork(self) -> Guide:
+        """Another answer's, that is where this one is now."""
+        guide = Guide(self.matcher.deep_copy(), self.vocab_size)
+        guide._num_seen = self._num_seen
+        return guide
+
+    def follow(self, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        new = list(token_ids[num_prompt_tokens + self._num_seen :])
+        if new and not self.matcher.consume_tokens(new):
+            raise GuideError(f"the answer so far is not in its grammar: {self.failure}")
+        self._num_seen += len(new)
+
+    @property
+    def failure(self) -> str:
+        if not self.matcher.is_error():
+            return ""
+        return " ".join(self.matcher.get_error().partition("<state>")[0].split())[:500]
+
+
+def mask_logits(logits: torch.Tensor, rows: Sequence[tuple[int, Guide]]) -> None:
+    """In place: minus infinity for tokens that the row's grammar does not allow; for all of them if it has failed.
+
+    `logits` `[num_rows, vocab_size]` float32, maybe fewer columns than the tokenizer has tokens. All masks are made in
+    parallel, and applied in one pass.
+    """
+    masks = torch.zeros(len(rows), -(-rows[0][1].vocab_size // 32) * 4, dtype=torch.uint8)
+    _executor().unsafe_compute_mask_ptr(
+        [(guide.matcher, index) for index, (_, guide) in enumerate(rows)], masks.data_ptr(), masks.shape[1], len(rows)
+    )
+    for index, (_, guide) in enumerate(rows):
+        if guide.failure:  # its mask would end the answer as if it were whole
+            masks[index] = 0
+    device = logits.device
+    bits = (masks.to(device)[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
+    banned = bits.view(len(rows), -1)[:, : logits.shape[-1]] == 0
+    if len(rows) == len(logits):
+        logits.masked_fill_(banned, float("-inf"))
+    else:
+        guided = torch.tensor([row for row, _ in rows], device=device)
+        logits[guided] = logits[guided].masked_fill(banned, float("-inf"))
+
+
+@cache
+def _executor() -> LLExecutor:
+    return LLExecutor(num_threads=torch.get_num_threads())

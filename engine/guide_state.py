@@ -1,0 +1,25 @@
+"""What requests know of the grammar that guides their text. `engine.guide` has the rest, with torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class GuideError(Exception):
+    """The answer cannot go on in its grammar; the reason is one line."""
+
+
+class GuideState(Protocol):
+    """Where one answer is in its grammar. It follows from the answer's tokens alone, so that a request that continues
+    elsewhere replays them there."""
+
+    def follow(self, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        """Takes in the output tokens that came since the last call. `token_ids`: prompt, then output.
+
+        Raises `GuideError` if one of them is not in the grammar.
+        """
+
+    @property
+    def failure(self) -> str:
+        """Why no token may come; empty if one may. Known after its mask was made."""

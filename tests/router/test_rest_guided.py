@@ -1,0 +1,100 @@
+"""Guided text in REST: each client's own words for it, and what is wrong named by the field that the client used."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+
+from common.guided import Guided
+from tests.router.conftest import RunningRouter
+from tests.router.fake_worker import FakeWorker
+from tests.router.test_every_parameter import in_the_engine
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TEXT = json.dumps(SCHEMA)
+FORMAT = {"type": "const_string", "value": "x"}
+
+
+def response_format(kind: str, **fields: object) -> dict[str, object]:
+    return {"response_format": {"type": kind, **fields}}
+
+
+async def post(router: RunningRouter, path: str = "/v1/completions", **fields: object) -> httpx.Response:
+    prompt = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        return await client.post(path, json={**prompt, **fields})
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("fields", "guided"),
+    [
+        (response_format("text"), None),
+        (response_format("json_object"), Guided(json_object=True)),
+        (
+            response_format("json_schema", json_schema={"name": "x", "schema": SCHEMA, "strict": True}),
+            Guided(json_schema=TEXT),
+        ),
+        (
+            response_format("structural_tag", format=FORMAT),
+            Guided(structural_tag='{"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}'),
+        ),
+        ({"guided_json": SCHEMA}, Guided(json_schema=TEXT)),
+        ({"guided_json": TEXT}, Guided(json_schema=TEXT)),
+        ({"guided_regex": "a+"}, Guided(regex="a+")),
+        ({"guided_choice": ["a", "b"]}, Guided(choice=("a", "b"))),
+        ({"guided_grammar": 'root ::= "a"'}, Guided(grammar='root ::= "a"')),
+        ({"structured_outputs": {"json": SCHEMA}}, Guided(json_schema=TEXT)),
+        ({"structured_outputs": {"choice": ["a"]}}, Guided(choice=("a",))),
+        ({"guided": {"json_schema": SCHEMA}}, Guided(json_schema=TEXT)),
+        ({"guided": {"regex": "a"}, "response_format": None}, Guided(regex="a")),
+    ],
+)
+async def test_asked_for(
+    router: RunningRouter, worker: FakeWorker, path: str, fields: dict[str, object], guided: Guided | None
+) -> None:
+    response = await post(router, path, **fields)
+    assert response.status_code == 200, response.text
+    assert in_the_engine(worker.requests[0]).guided == guided
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        (response_format("yaml"), "response_format.type", "must be one of text, json_object"),
+        (response_format("json_schema"), "response_format.json_schema.schema", "is required"),
+        (response_format("text", json_schema={}), "response_format.json_schema", "only for type"),
+        (response_format("json_object", triggers=["x"]), "response_format.triggers", "only for type"),
+        (response_format("json_schema", json_schema={"schema": {}, "x": 1}), "response_format.json_schema.x", "known"),
+        (response_format("json_schema", json_schema={"schema": {"not": {}}}), "response_format", "not"),
+        (response_format("structural_tag", format={"type": "x"}), "response_format", "format.type must be one of"),
+        ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json", "uniqueItems"),
+        ({"guided_regex": "("}, "guided_regex", "unclosed group"),
+        ({"guided_regex": ""}, "guided_regex", "exactly one"),
+        ({"guided_choice": []}, "guided_choice", "exactly one"),
+        ({"guided_choice": [""]}, "guided_choice.choice", "must not be empty"),
+        ({"guided_grammar": "root ::= ("}, "guided_grammar", "cannot be parsed"),
+        ({"guided_regex": "a", **response_format("json_object")}, "guided_regex", "cannot be together"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"lark": "a"}}, "structured_outputs.lark", "not a known field"),
+        ({"guided": {}}, "guided", "exactly one"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "is not for guided text"),
+        ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "is not for guided text"),
+    ],
+)  # fmt: skip
+async def test_refused(router: RunningRouter, fields: dict[str, object], param: str, words: str) -> None:
+    response = await post(router, **fields)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+async def test_a_workers_refusal_has_the_clients_field(router: RunningRouter, worker: FakeWorker) -> None:
+    from common.errors import InvalidArgumentError
+
+    worker.refuse = InvalidArgumentError("sampling_params.guided", "unknown special token")
+    response = await post(router, guided_regex="a")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "guided_regex")
