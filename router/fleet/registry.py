@@ -16,7 +16,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 
@@ -47,7 +47,8 @@ LOST_LATELY_S = 3.0  # what "a moment ago" is, counted from when the loss was no
 
 @dataclass(slots=True, frozen=True)
 class ServedModel:
-    """What the fleet serves now, as the first decode worker that answered describes it."""
+    """What the fleet serves now, as the first decode worker that answered describes it. But `max_model_len` is the
+    longest of the decode workers that are ready, or were last: policies send a request to one that can take it."""
 
     limits: ModelLimits
     fingerprint: str
@@ -82,6 +83,7 @@ class _Worker:
             epoch=info.epoch if info else "",
             fingerprint=info.fingerprint if info else "",
             block_size=info.block_size if info else 0,
+            max_model_len=info.max_model_len if info else None,
             load=self.load,
             state=self.state,
             excluded=excluded,
@@ -145,6 +147,7 @@ class Registry:
             if worker.address not in self._tasks:
                 name = f"watch {worker.address}"
                 self._tasks[worker.address] = self._vital.start(self._watch(worker), name=name)
+        self._measure_context()
         self._count_states()
         self._tell()
 
@@ -356,8 +359,26 @@ class Registry:
             if worker.state is WorkerState.READY and state is WorkerState.UNREACHABLE:
                 worker.lost_at = time.monotonic()
         worker.state, worker.problem = state, problem
+        self._measure_context()
         self._count_states()
         self._tell()
+
+    def _measure_context(self) -> None:
+        """Makes `max_model_len` of the model that of the ready decode worker that has most."""
+        model = self.model
+        if model is None:
+            return
+        found = {
+            e.max_model_len
+            for e in self.endpoints()
+            if e.can_decode and e.state is WorkerState.READY and not e.excluded and e.max_model_len is not None
+        }
+        if not found or max(found) == model.limits.max_model_len:
+            return
+        log.warning(
+            "the context of the fleet changes", extra={"max_model_len": max(found), "workers_have": sorted(found)}
+        )
+        self.model = replace(model, limits=replace(model.limits, max_model_len=max(found)))
 
     def _tell(self) -> None:
         self._news.set()
@@ -424,6 +445,7 @@ class Registry:
             frozenset(info.eos_token_ids),
             tokenizer,
         )
+        self._measure_context()
         log.info("serving a model", extra={"model": info.model, "max_model_len": info.max_model_len})
         for other in self._workers.values():  # those that were ready before
             if reason := self._excluded(other):

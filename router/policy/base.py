@@ -28,6 +28,7 @@ class RoutingRequest:
     """What a policy may know about a request."""
 
     num_prompt_tokens: int
+    num_tokens: int = 0  # of prompt and answer together, at most
     fingerprint: str  # of the model and KV layout that the request was tokenized for
     tried: frozenset[tuple[str, str]] = frozenset()  # decode workers given up on: `Endpoint.incarnation`
 
@@ -86,6 +87,8 @@ class RankingPolicy(ABC):
         for endpoint in usable:
             if endpoint.can_decode and endpoint.incarnation in request.tried:
                 reasons.append(f"{endpoint.address}: already failed this request")
+            elif endpoint.can_decode and not _fits(endpoint, request.num_tokens):
+                reasons.append(f"{endpoint.address}: its context has {endpoint.max_model_len} tokens, too few")
             elif endpoint.can_decode:
                 decode_candidates.append(endpoint)
         if not decode_candidates:
@@ -96,7 +99,8 @@ class RankingPolicy(ABC):
             reasons.append(f"a prompt of {request.num_prompt_tokens} tokens is too short for a prefill worker")
             prefill = []
         else:
-            prefill = self.rank(self._rotated(_prefill_candidates(decode, usable)))[:MAX_PREFILL_WORKERS]
+            fitting = [e for e in usable if _fits(e, request.num_prompt_tokens + 1)]
+            prefill = self.rank(self._rotated(_prefill_candidates(decode, fitting)))[:MAX_PREFILL_WORKERS]
         self._rotation += 1
         where = "prefill by " + ", ".join(e.address for e in prefill) if prefill else "prefill in place"
         reasons.append(f"{decode.address}: {self.reason(decode)}, {where}")
@@ -107,6 +111,10 @@ class RankingPolicy(ABC):
     def _rotated(self, endpoints: Sequence[Endpoint]) -> list[Endpoint]:
         start = self._rotation % len(endpoints) if endpoints else 0
         return [*endpoints[start:], *endpoints[:start]]
+
+
+def _fits(endpoint: Endpoint, num_tokens: int) -> bool:
+    return endpoint.max_model_len is None or num_tokens <= endpoint.max_model_len
 
 
 def _prefill_candidates(decode: Endpoint, usable: Sequence[Endpoint]) -> list[Endpoint]:

@@ -189,6 +189,7 @@ class Dispatcher:
         endpoints = self._registry.endpoints()
         routing = RoutingRequest(
             num_prompt_tokens=len(request.prompt_token_ids),
+            num_tokens=len(request.prompt_token_ids) + request.sampling_params.max_tokens,
             fingerprint=request.model.fingerprint,
             tried=frozenset(avoided.tried),
         )

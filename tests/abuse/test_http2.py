@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import random
 import socket
 import struct
@@ -153,6 +154,15 @@ def compressed(rng: random.Random) -> bytes:
     return b"".join(frame(HEADERS, END_HEADERS, n, head()) + frame(DATA, END_STREAM, n, data) for n in streams(300))
 
 
+def zip_bombs(rng: random.Random) -> bytes:
+    """Small messages that are huge once they are decompressed."""
+    bomb = gzip.compress(bytes(64 * MIB))
+    data = b"\x01" + struct.pack(">I", len(bomb)) + bomb
+    parts = [data[at : at + 16_000] for at in range(0, len(data), 16_000)]
+    frames = [frame(HEADERS, END_HEADERS, 1, head(extra=(("grpc-encoding", "gzip"),)))]
+    return b"".join([*frames, *(frame(DATA, 0, 1, part) for part in parts), frame(DATA, END_STREAM, 1)])
+
+
 FLOODS: tuple[Callable[[random.Random], bytes], ...] = (
     rapid_reset,
     reset_with_data,
@@ -169,6 +179,7 @@ FLOODS: tuple[Callable[[random.Random], bytes], ...] = (
     unknown_paths,
     bad_frames,
     compressed,
+    zip_bombs,
 )
 
 

@@ -27,6 +27,7 @@ def fleet(text: str) -> list[Endpoint]:
                 epoch=extra.get("epoch", "e"),
                 fingerprint=extra.get("fingerprint", "f"),
                 block_size=16,
+                max_model_len=int(extra["context"]) if "context" in extra else None,
                 load=WorkerLoad(
                     num_requests_running=running,
                     num_requests_waiting=waiting,
@@ -45,7 +46,7 @@ def decisions(
     text: str, num: int = 1, tried: frozenset[tuple[str, str]] = frozenset(), name: str = "least_load"
 ) -> str:
     policy, endpoints = create_policy(name), fleet(text)
-    request = RoutingRequest(num_prompt_tokens=100, fingerprint="f", tried=tried)
+    request = RoutingRequest(num_prompt_tokens=100, num_tokens=116, fingerprint="f", tried=tried)
     lines = []
     for _ in range(num):
         decision = policy.pick(request, endpoints)
@@ -67,6 +68,10 @@ GOLDEN = [
     ("draining prefill", "d decode 0/0 9/9\np prefill 0/0 9/9 state=draining", "d <- in place"),
     ("other KV", "d decode 0/0 9/9\np prefill 0/0 9/9 fingerprint=x", "d <- in place"),
     ("excluded", "a decode 0/0 9/9 excluded=why\nb decode 9/9 9/9", "b <- in place"),
+    ("a context too short for the answer", "a decode 0/0 9/9 context=115\nb decode 9/9 9/9 context=116",
+     "b <- in place"),
+    ("a context too short for the prompt",
+     "d decode 0/0 9/9\np prefill 0/0 9/9 context=100\nq prefill 9/9 9/9 context=101", "d <- q"),
     ("unreachable", "a decode 0/0 9/9 state=unreachable\nb decode 9/9 9/9", "b <- in place"),
 ]  # fmt: skip
 
