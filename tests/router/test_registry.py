@@ -84,6 +84,16 @@ async def test_a_restart_is_another_epoch(registry: Registry, worker: FakeWorker
     assert endpoint(registry, worker.address).epoch == "e2"
 
 
+async def test_another_process_that_answers_on_the_same_stream_is_asked_who_it_is(
+    registry: Registry, worker: FakeWorker
+) -> None:
+    """As behind a proxy, which keeps the router's connection while the worker behind it restarts."""
+    await until(registry, lambda: not registry.not_ready())
+    worker.change(epoch="e2", fingerprint="f2")
+    await until(registry, lambda: endpoint(registry, worker.address).epoch == "e2")
+    assert endpoint(registry, worker.address).fingerprint == "f2"
+
+
 async def test_a_fleet_that_all_restarts_with_another_model_is_served(registry: Registry, worker: FakeWorker) -> None:
     await until(registry, lambda: not registry.not_ready())
     await worker.stop()
