@@ -30,6 +30,7 @@ from common.errors import (
     UnavailableError,
 )
 from common.grpc_options import CLIENT_CHANNEL_OPTIONS
+from common.grpc_status import error_of_call
 from common.grpc_transport import channel_credentials, name_options
 from common.sampling import SamplingOptions
 from common.tls import TlsFiles
@@ -43,7 +44,6 @@ from protos.baton.v1 import (
 )
 from protos.convert import finish_reason_of, role_of, state_of, token_of
 from protos.messages import value_of
-from protos.status import error_of_call
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)

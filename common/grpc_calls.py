@@ -18,8 +18,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from common.errors import BatonError, DeadlineError, InternalError, InvalidArgumentError
+from common.grpc_status import status_details
 from common.grpc_streams import uncancelled
-from protos.status import status_details
 
 log = logging.getLogger(__name__)
 

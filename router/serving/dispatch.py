@@ -31,13 +31,13 @@ from common.errors import (
     SlowReaderError,
     UnavailableError,
 )
+from common.grpc_status import error_of_call
 from common.grpc_streams import messages
 from common.peers import MAX_WORDS
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from protos.convert import finish_reason_of
 from protos.messages import message_of
-from protos.status import error_of_call
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from router.policy.base import Policy, RoutingDecision, RoutingRequest

@@ -14,12 +14,12 @@ import grpc
 
 from common.errors import BatonError
 from common.grpc_options import MAX_MESSAGE_BYTES, worker_server_options
+from common.grpc_status import status_details
 from common.grpc_transport import add_port
 from common.tls import TlsFiles
 from common.types import WorkerRole
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from protos.convert import role_to_proto
-from protos.status import status_details
 from tests.router.tiny_tokenizer import eos_id, ids_of, tokenizer_files, vocab_size
 
 MODEL = "tiny"

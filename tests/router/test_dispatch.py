@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from common.errors import InvalidArgumentError, OverloadedError, SlowReaderError
+from common.grpc_status import error_of_call
 from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2, types_pb2, worker_pb2
-from protos.status import error_of_call
 from router.fleet import registry
 from router.serving.dispatch import DispatchLimits
 from router.serving.retry_budget import RetryBudget

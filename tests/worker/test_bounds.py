@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.stack_plan import free_ports
 from common import metrics
 from common.config import WorkerSettings
+from common.grpc_status import DETAILS_KEY
 from protos.baton.v1 import decode_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
-from protos.status import DETAILS_KEY
 from tests.worker.conftest import RunningWorker, StartWorker, decode_request
 from tests.worker.words import ANSWER, FLOOD, WAIT
 from worker import engine_client

@@ -1,4 +1,4 @@
-"""Baton's errors as gRPC carries them, both ways.
+"""Baton's errors as gRPC carries them, both ways. Knows no grpc.
 
 A `google.rpc.Status` with details goes into the trailing metadata, where `grpc_status` and its like in every language
 look for it: BadRequest names the field, RetryInfo says when to try again.
