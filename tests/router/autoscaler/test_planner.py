@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.planner import Hardware, Slo, best_batch, offered, run_planner, synthetic_day
+from bench.oracle import best_batch, offered
+from bench.planner import run_planner, synthetic_day
+from bench.simulated_fleet import Hardware, Slo
 from common.types import WorkerRole
 from router.autoscaler.arrivals import ArrivalRate
 from router.autoscaler.planner import Bounds, Planner, PlannerOptions
