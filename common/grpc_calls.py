@@ -18,7 +18,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from common.errors import BatonError, DeadlineError, InternalError, InvalidArgumentError
-from common.grpc_status import status_details
+from common.grpc_status import short, status_details
 from common.grpc_streams import uncancelled
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ async def send(context: Context, answers: Any) -> None:
 
 async def abort(context: Context, error: BatonError) -> NoReturn:
     """Ends the call with `error`."""
-    await context.abort(grpc.StatusCode[error.grpc_code], error.message, trailing_metadata=status_details(error))
+    await context.abort(grpc.StatusCode[error.grpc_code], short(error.message), trailing_metadata=status_details(error))
     raise AssertionError("abort always raises")
 
 

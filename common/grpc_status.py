@@ -18,20 +18,31 @@ from common.peers import seconds_to_wait
 MOST_DELAY_S = 60.0  # that a peer can make others wait
 DETAILS_KEY = "grpc-status-details-bin"
 
+MAX_STATUS_BYTES = 1024
+"""Of the words of a status. They travel in headers, several times and encoded, and clients take 8 KiB of those by
+default: of a longer one they see nothing but that it was too long."""
+
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
 def rich_status(error: BatonError) -> status_pb2.Status:
     """The error as every gRPC client library can read it."""
-    status = status_pb2.Status(code=code_pb2.Code.Value(error.grpc_code), message=error.message)
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.grpc_code), message=short(error.message))
     if error.field:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.reason)
+        field = short(error.field, MAX_STATUS_BYTES // 4)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=short(error.reason))
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     return status
+
+
+def short(text: str, most: int = MAX_STATUS_BYTES) -> str:
+    """Its first `most` bytes, in whole characters. Some of it is what a client sent."""
+    data = text.encode(errors="replace")
+    return data.decode() if len(data) <= most else data[: most - 3].decode(errors="ignore") + "..."
 
 
 def status_details(error: BatonError) -> tuple[tuple[str, bytes], ...]:

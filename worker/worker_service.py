@@ -22,12 +22,16 @@ from worker.shell import Worker
 
 HEARTBEAT_S = 1.0  # load is repeated at least this often
 
+NUM_PROMPT_WATCHERS = 64  # routers and autoscalers that get each report of the load at once;
+MAX_REPORTS_PER_S = 1000  # more of them take turns
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._num_watchers = 0
         self._reading = asyncio.Lock()
         self._tokenizer: worker_pb2.GetTokenizerResponse | None = None  # read once: whoever asks often reads no disk
 
@@ -59,9 +63,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         context: Context,  # noqa: ARG002
     ) -> AsyncIterator[worker_pb2.WorkerLoad]:
         worker = self._worker
-        while not worker.engine.died.is_set():
-            yield _load(worker, worker.engine.load)
-            await worker.engine.load_change(HEARTBEAT_S)
+        self._num_watchers += 1
+        try:
+            while not worker.engine.died.is_set():
+                yield _load(worker, worker.engine.load)
+                if self._num_watchers <= NUM_PROMPT_WATCHERS:
+                    await worker.engine.load_change(HEARTBEAT_S)
+                else:  # as many streams as the port allows come to their turn before a router gives a silent one up
+                    await asyncio.sleep(self._num_watchers / MAX_REPORTS_PER_S)
+        finally:
+            self._num_watchers -= 1
 
     async def WatchBlocks(  # noqa: N802
         self,

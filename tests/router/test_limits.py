@@ -8,8 +8,9 @@ import json
 import socket
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, MutableMapping
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -17,7 +18,10 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from common.grpc_status import error_of_call
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from router.api.rest.limits import LimitMiddleware
+from router.serving.gate import Gate
 from tests.router.conftest import RunningRouter, StartRouter, reaches, sample
 from tests.router.fake_worker import ANSWER, FakeWorker
 
@@ -121,6 +125,39 @@ async def test_bodies_fit_the_context(router: RunningRouter) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await router.inference.Generate(inference_pb2.GenerateRequest(prompt="x" * 5 * MIB)).read()
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_errors_fit_into_a_call_s_end(router: RunningRouter) -> None:
+    """A client may send megabytes where an error repeats them, and gets the error all the same."""
+    request = inference_pb2.GenerateRequest(prompt="x", model="\u65e5" * 10_000)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await router.inference.Generate(request).read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    error = error_of_call("INVALID_ARGUMENT", "", caught.value.trailing_metadata())
+    assert error.field == "model"
+    assert error.reason.endswith("...")
+
+
+async def test_heads_that_came_at_once_are_bounded_too() -> None:
+    statuses: list[int] = []
+
+    async def app(_scope: object, _receive: object, _send: object) -> None:
+        statuses.append(200)
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    limited = LimitMiddleware(app, Gate())
+    for number in (3, 5):
+        headers = [(b"x-%d" % n, b"x" * 8000) for n in range(number)]
+        scope = {"type": "http", "path": "/health", "raw_path": b"/health", "query_string": b"", "headers": headers}
+        await limited(scope, _nothing, send)
+    assert statuses == [200, 431]
+
+
+async def _nothing() -> dict[str, Any]:
+    raise AssertionError("no body is read")
 
 
 async def test_bytes_are_bounded(worker: FakeWorker, start_router: StartRouter) -> None:

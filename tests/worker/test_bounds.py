@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,34 @@ async def test_calls_at_a_time_are_bounded(start_worker: StartWorker, monkeypatc
         assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         watching[0].cancel()
         assert await eventually_answers(worker)
+
+
+async def test_many_who_watch_the_load_take_turns(start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def changes_all_the_time(_client: object, _timeout_s: float) -> None:
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(engine_client.EngineClient, "load_change", changes_all_the_time)
+    monkeypatch.setattr("worker.worker_service.NUM_PROMPT_WATCHERS", 4)
+    monkeypatch.setattr("worker.worker_service.MAX_REPORTS_PER_S", 20)
+    worker = await start_worker()
+    numbers = [0] * 10
+
+    async def count(index: int) -> None:
+        call = worker.worker.WatchLoad(worker_pb2.WatchLoadRequest())
+        while isinstance(await call.read(), worker_pb2.WorkerLoad):
+            numbers[index] += 1
+
+    watching = [asyncio.create_task(count(index)) for index in range(len(numbers))]
+    async with asyncio.timeout(60):
+        while min(numbers) < 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        begin, before = time.monotonic(), sum(numbers)
+        while min(numbers) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    allowed = 20 * (time.monotonic() - begin) + len(numbers)
+    assert sum(numbers) - before <= allowed
+    for task in watching:
+        task.cancel()
 
 
 async def eventually_answers(worker: RunningWorker) -> bool:

@@ -44,6 +44,10 @@ class BodyTooLargeError(BatonError):
     http_status = 413
 
 
+class HeadTooLargeError(BatonError):
+    http_status = 431
+
+
 class BodyTooLateError(BatonError):
     http_status = 408
 

@@ -9,7 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from common.errors import DeadlineError, OverloadedError
 from router.api.api_keys import current_client
 from router.api.rest.auth import OPEN_PATHS
-from router.api.rest.errors import error_response
+from router.api.rest.errors import HeadTooLargeError, error_response
+from router.api.rest.protocol import MAX_HEAD_BYTES
 from router.serving.gate import Gate
 
 
@@ -21,6 +22,10 @@ class LimitMiddleware:
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _head_bytes(scope) > MAX_HEAD_BYTES:  # one that came at once, h11 lets it pass
+            error = HeadTooLargeError(f"the request's head has more than {MAX_HEAD_BYTES} bytes")
+            await error_response(error)(scope, receive, send)
+            return
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
@@ -47,3 +52,8 @@ class LimitMiddleware:
         except TimeoutError:
             if not has_begun:
                 await error_response(DeadlineError("the answer took too long"))(scope, receive, send)
+
+
+def _head_bytes(scope: Scope) -> int:
+    target = len(scope["raw_path"]) + len(scope["query_string"])
+    return target + sum(len(name) + len(value) + len(b": \r\n") for name, value in scope["headers"])
