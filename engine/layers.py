@@ -8,13 +8,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from engine.kernels.grouped import PackedGrouped, PackedParts, QuantizedTensor
 from engine.kernels.library import Kernels, PackedLinear, WeightKind
 
 LinearKernel = Callable[[torch.Tensor], torch.Tensor]
+
+
+class QuantizablePlace(Protocol):
+    """Where a matrix of a checkpoint goes, which may come quantised."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def plain(self) -> torch.Tensor:
+        """Memory to be filled with a matrix that is not quantised, or will not stay so."""
+
+    def take(self, tensor: QuantizedTensor, kernels: Kernels) -> None:
+        """Keeps a quantised matrix as it is, packed for the kernels. In place of filling `plain`."""
+
+
+Place = torch.Tensor | QuantizablePlace
 
 # From so many rows on oneDNN multiplies faster than the kernels, by instruction set. Fixed figures, never measured at
 # start: equal workers have to compute equal bits.
@@ -33,6 +52,7 @@ class Linear:
         self.weight: torch.Tensor | None = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias: torch.Tensor | None = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._kernel: LinearKernel | None = None
+        self._taken: dict[int, PackedGrouped] = {}  # rows that came quantised, by their first
         self.packed: PackedLinear | None = None  # what the kernels multiply by, if they do
         self.packed_below: float = math.inf  # tokens; from so many on another implementation is faster
 
@@ -43,30 +63,44 @@ class Linear:
         linear.weight, linear.bias = weight, bias
         return linear
 
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        """View of some output rows of the weight, to be filled."""
-        return self.whole()[start:stop]
+    @classmethod
+    def packed_as(cls, packed: PackedLinear) -> Linear:
+        """A layer that multiplies by what another one, or an embedding, has packed."""
+        linear = cls(0, 0, bias=False, dtype=torch.float32, device=torch.device("cpu"))
+        linear.weight, linear.packed = None, packed
+        return linear
 
-    def whole(self) -> torch.Tensor:
+    def rows(self, start: int, stop: int) -> Rows:
+        """Some output rows of the weight, to be filled."""
+        return Rows(self, start, stop)
+
+    def whole(self) -> Rows:
         """The weight, to be filled."""
+        return Rows(self, 0, self._filled().shape[0])
+
+    def take(self, start: int, tensor: QuantizedTensor, kernels: Kernels) -> None:
+        self._taken[start] = PackedGrouped(kernels, tensor)
+
+    def _filled(self) -> torch.Tensor:
         if self.weight is None:
             raise RuntimeError("the weight was repacked already")
         return self.weight
 
-    def places(self, parts: Mapping[str, tuple[int, int] | None]) -> dict[str, torch.Tensor]:
+    def places(self, parts: Mapping[str, tuple[int, int] | None]) -> dict[str, Place]:
         """Where weight and bias of each of `parts` go, by its name; a part is a range of output rows, None all."""
-        places: dict[str, torch.Tensor] = {}
+        places: dict[str, Place] = {}
         for name, part in parts.items():
-            rows = slice(None) if part is None else slice(*part)
-            places[f"{name}.weight"] = self.whole()[rows]
+            places[f"{name}.weight"] = self.whole() if part is None else self.rows(*part)
             if self.bias is not None:
-                places[f"{name}.bias"] = self.bias[rows]
+                places[f"{name}.bias"] = self.bias if part is None else self.bias[slice(*part)]
         return places
 
     def finish(self, kernels: Kernels | None, *, is_head: bool = False) -> None:
         if self.weight is None:
             return
-        if kernels is not None:
+        if self._taken and kernels is not None:
+            self.packed = self._joined(kernels, self.weight)
+        elif kernels is not None:
             kind = kernels.kind_of(self.weight, is_head=is_head)
             self.packed = kernels.pack(self.weight, self.bias, kind)
             from_rows = _ONEDNN_FROM_ROWS.get(kernels.choice.instruction_set)
@@ -76,12 +110,48 @@ class Linear:
             self._kernel = linear_kernel(self.weight, self.bias)
         self.weight = None
 
+    def _joined(self, kernels: Kernels, weight: torch.Tensor) -> PackedLinear:
+        """Rows that came quantised and, as float32, those between that did not."""
+        parts: list[PackedLinear] = []
+        at = 0
+        for start, taken in [*sorted(self._taken.items()), (weight.shape[0], None)]:
+            if at < start:
+                parts.append(kernels.pack(weight[at:start].float(), None, WeightKind.FLOAT32))
+            if taken is not None:
+                parts.append(taken)
+                at = start + taken.out_features
+        at = 0
+        for part in parts:
+            part.set_bias(None if self.bias is None else self.bias[at : at + part.out_features])
+            at += part.out_features
+        self._taken.clear()
+        return parts[0] if len(parts) == 1 else PackedParts(kernels, parts)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is not None and x.shape[0] < self.packed_below:
             return self.packed(x)
         if self._kernel is None:
             raise RuntimeError("finish() was not called")
         return self._kernel(x)
+
+
+@dataclass(slots=True, frozen=True)
+class Rows:
+    """Output rows of a linear layer as a place for a checkpoint's matrix."""
+
+    linear: Linear
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.stop - self.start, self.linear._filled().shape[1]
+
+    def plain(self) -> torch.Tensor:
+        return self.linear._filled()[self.start : self.stop]
+
+    def take(self, tensor: QuantizedTensor, kernels: Kernels) -> None:
+        self.linear.take(self.start, tensor, kernels)
 
 
 def linear_kernel(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
@@ -123,16 +193,30 @@ def _onednn_packs(weight: torch.Tensor) -> bool:
 
 
 class Embedding:
-    """Rows of `weight` `[vocab_size, hidden_size]` by token id, times `scale` rounded to the dtype."""
+    """Rows of a matrix `[vocab_size, hidden_size]` by token id, times `scale` rounded to the dtype."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, scale: float = 1.0, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
+        self.weight: torch.Tensor | None = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
+        self.shape = (vocab_size, hidden_size)
+        self.packed: PackedGrouped | None = None  # in place of the weight, if it came quantised
+        self._dtype = dtype
         self._scale = None if scale == 1.0 else torch.tensor(scale, dtype=dtype, device=device)
 
+    def plain(self) -> torch.Tensor:
+        if self.weight is None:
+            raise RuntimeError("the embedding was filled with a quantised matrix")
+        return self.weight
+
+    def take(self, tensor: QuantizedTensor, kernels: Kernels) -> None:
+        self.packed, self.weight = PackedGrouped(kernels, tensor), None
+
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        rows = F.embedding(token_ids, self.weight)
+        if self.packed is not None:
+            rows = self.packed.look_up(token_ids).to(self._dtype)
+        else:
+            rows = F.embedding(token_ids, self.plain())
         return rows if self._scale is None else rows.mul_(self._scale)
 
 

@@ -18,6 +18,8 @@ from engine.attention.base import AttentionShape
 from engine.attention.registry import attention_backend
 from engine.batch import BlockCopy, SampleInput, SequenceInput
 from engine.blocks.host_memory import available_bytes
+from engine.checkpoints.gguf_file import read_gguf
+from engine.checkpoints.gguf_tensors import PLAIN
 from engine.device import choose_device
 from engine.dtype import resolve_dtype
 from engine.kernels.library import load_kernels
@@ -188,7 +190,7 @@ class ModelRunner:
         try:
             with torch.inference_mode():
                 model = build_model(files, num_positions=self.max_model_len, dtype=self.dtype, device=self.device)
-                model.load(files)
+                model.load(files, self._kernels)
                 model.finish(self._kernels)
         except torch.OutOfMemoryError as error:
             raise StartupError(f"the weights of {files.path} do not fit on {self.device}") from error
@@ -198,7 +200,7 @@ class ModelRunner:
         available = available_bytes() if self.device.type == "cpu" else None
         if available is None:
             return
-        needed = weight_bytes(files, self.dtype.itemsize)
+        needed = weight_bytes(files, self.dtype.itemsize, stays_quantised=self._kernels is not None)
         if needed > available:
             raise StartupError(
                 f"the weights of {files.path} need {needed / GIB:.1f} GiB in {self.dtype}, "
@@ -243,9 +245,15 @@ def _weights_identity(model_dir: Path, quantization: str, variant: str) -> str:
     return hashlib.blake2b(f"{identity} {quantization} {variant}".rstrip().encode(), digest_size=16).hexdigest()
 
 
-def weight_bytes(files: ModelFiles, itemsize: int) -> int:
-    """Bytes that the checkpoint's tensors take with `itemsize` bytes per element."""
+def weight_bytes(files: ModelFiles, itemsize: int, *, stays_quantised: bool = True) -> int:
+    """Bytes that the checkpoint's tensors take with `itemsize` bytes per element; quantised ones as many as in the
+    file, unless they are widened."""
     total = 0
+    if files.is_gguf:
+        for tensor in read_gguf(files.weight_files[0]).tensors.values():
+            is_kept = stays_quantised and len(tensor.shape) > 1 and tensor.kind not in PLAIN
+            total += tensor.num_bytes if is_kept else tensor.num_elements * itemsize
+        return total
     for file in files.weight_files:
         header, _ = read_safetensors_header(file)
         for name, entry in header.items():

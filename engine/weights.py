@@ -1,4 +1,4 @@
-"""Weights from safetensors files straight into place, tensor by tensor: never a second whole copy of the model."""
+"""Weights from a checkpoint's files straight into place, tensor by tensor: never a second whole copy of the model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from tqdm import tqdm
 
 from common.errors import StartupError
 from common.model_files import ModelFiles
+from engine.checkpoints.checkpoint import CheckpointTensor
+from engine.checkpoints.gguf_file import read_gguf
+from engine.checkpoints.gguf_weights import gguf_tensors
+from engine.kernels.library import Kernels
+from engine.layers import Place
 
 log = logging.getLogger(__name__)
 
@@ -21,22 +26,82 @@ _LOG_INTERVAL_S = 5.0
 
 
 def load_weights(
-    files: ModelFiles, places: Mapping[str, torch.Tensor], *, may_skip: Callable[[str], bool] = lambda _: False
+    files: ModelFiles,
+    places: Mapping[str, Place],
+    *,
+    kernels: Kernels | None = None,
+    may_skip: Callable[[str], bool] = lambda _: False,
 ) -> None:
     """Copies each tensor of the files into its place, converting dtype and device on the way.
 
-    `places` names every tensor that the model needs and where it goes; a place may be a view of a merged weight.
-    `may_skip` says of a name that has no place whether that is all right. Raises `StartupError` that names a tensor
-    which is missing, not known, or of another shape.
+    `places` names every tensor that the model needs and where it goes; a place may be a part of a merged weight.
+    A quantised matrix stays so if there are `kernels`. `may_skip` says of a name that has no place whether that is all
+    right. Raises `StartupError` that names a tensor which is missing, not known, or of another shape.
 
     What is read shows on a terminal as a bar, elsewhere as a line in the log every few seconds.
     """
     progress = _Progress(sum(file.stat().st_size for file in files.weight_files))
+    formats: dict[str, int] = {}
+    missing = set(places)
     try:
-        _load(files, places, may_skip, progress)
+        for each in _tensors(files):
+            place = places.get(each.name)
+            if place is None:
+                if not may_skip(each.name):
+                    raise StartupError(f"{each.file} has tensor {each.name}, which this architecture does not know")
+                continue
+            _fill(place, each, kernels)
+            formats[each.format] = formats.get(each.format, 0) + 1
+            progress.add(each.num_bytes)
+            missing.discard(each.name)
     finally:
         progress.close()
+    if missing:
+        first = min(missing)
+        others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise StartupError(f"model {files.path} lacks tensor {first}{others}; download it again")
+    _log_formats(files, formats, kernels)
     log.info("weights loaded", extra={"model": str(files.path), "tensors": len(places)})
+
+
+def _tensors(files: ModelFiles) -> Iterator[CheckpointTensor]:
+    if files.is_gguf:
+        return gguf_tensors(files.weight_files[0])
+    return _safetensors(files)
+
+
+def _fill(place: Place, each: CheckpointTensor, kernels: Kernels | None) -> None:
+    tensor = each.tensor
+    if tuple(tensor.shape) != tuple(place.shape):
+        raise StartupError(
+            f"{each.file}: tensor {each.name} has shape {list(tensor.shape)}, config.json asks for {list(place.shape)}"
+        )
+    if isinstance(tensor, torch.Tensor):
+        if not tensor.is_floating_point() or tensor.itemsize < 2:
+            raise StartupError(f"{each.file}: tensor {each.name} is {tensor.dtype}, which is no weight")
+        (place if isinstance(place, torch.Tensor) else place.plain()).copy_(tensor)
+    elif isinstance(place, torch.Tensor):
+        raise StartupError(f"{each.file}: tensor {each.name} is quantised as {each.format}, and no matrix")
+    elif kernels is not None:
+        if kernels.quantization != "none":
+            raise StartupError(f"{each.file} is quantised already ({each.format}); take away --quantization")
+        place.take(tensor, kernels)
+    else:
+        plain = place.plain()
+        for start, stop in tensor.pieces():
+            plain[start:stop].copy_(tensor.rows(start, stop).dequantize())
+
+
+def _log_formats(files: ModelFiles, formats: Mapping[str, int], kernels: Kernels | None) -> None:
+    """Says what quantised weights became, if there are any."""
+    counts = ", ".join(f"{name}: {count}" for name, count in sorted(formats.items()) if name)
+    if counts and kernels is None:
+        log.warning(
+            "there are no kernels for quantised weights here, they are widened and take the memory of a plain model",
+            extra={"model": str(files.path), "quantised": counts},
+        )
+    elif counts:
+        log.info("quantised weights stay as they are", extra={"model": str(files.path), "quantised": counts})
 
 
 class _Progress:
@@ -57,47 +122,26 @@ class _Progress:
 
 
 def check_files(files: ModelFiles) -> None:
-    """Raises `StartupError` that names a file which is no safetensors file, or not whole. Reads their heads alone."""
+    """Raises `StartupError` that names a file which cannot be read, or is not whole. Reads their heads alone."""
+    if files.is_gguf:
+        read_gguf(files.weight_files[0])
+        return
     for file in files.weight_files:
-        with _readable(file), safe_open(file, framework="pt"):
+        with readable(file), safe_open(file, framework="pt"):
             pass
 
 
 @contextmanager
-def _readable(file: Path) -> Iterator[None]:
+def readable(file: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
         raise StartupError(f"{file} is not a readable safetensors file ({error}); download it again") from error
 
 
-def _load(
-    files: ModelFiles,
-    places: Mapping[str, torch.Tensor],
-    may_skip: Callable[[str], bool],
-    progress: _Progress,
-) -> None:
-    missing = set(places)
+def _safetensors(files: ModelFiles) -> Iterator[CheckpointTensor]:
     for file in files.weight_files:
-        with _readable(file), safe_open(file, framework="pt") as tensors:
+        with readable(file), safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (it is no dict)
-                place = places.get(name)
-                if place is None:
-                    if not may_skip(name):
-                        raise StartupError(f"{file} has tensor {name}, which this architecture does not know")
-                    continue
                 tensor = tensors.get_tensor(name)
-                if tensor.shape != place.shape:
-                    raise StartupError(
-                        f"{file}: tensor {name} has shape {list(tensor.shape)}, "
-                        f"config.json asks for {list(place.shape)}"
-                    )
-                if not tensor.is_floating_point() or tensor.itemsize < 2:
-                    raise StartupError(f"{file}: tensor {name} is {tensor.dtype}; quantised weights cannot be read")
-                place.copy_(tensor)
-                progress.add(tensor.nbytes)
-                missing.discard(name)
-    if missing:
-        first = min(missing)
-        others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-        raise StartupError(f"model {files.path} lacks tensor {first}{others}; download it again")
+                yield CheckpointTensor(file, name, tensor, tensor.nbytes)

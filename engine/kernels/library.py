@@ -28,6 +28,7 @@ class WeightKind(IntEnum):
     BFLOAT16 = 1
     INT8 = 2
     INT4 = 3
+    GROUPED = 5  # as a file holds it: engine/kernels/grouped.py
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> WeightKind:
@@ -48,7 +49,7 @@ class LinearStruct(Structure):
         ("n", c_int64),
         ("k", c_int64),
         ("kind", c_int32),
-        ("padding", c_int32),
+        ("layout", c_int32),
     )
 
 
@@ -122,7 +123,9 @@ class Kernels:
         return WeightKind.INT8 if is_head or self.quantization == "int8" else WeightKind.INT4
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: WeightKind | None = None) -> PackedLinear:
-        return PackedLinear(self, weight, bias, WeightKind.of(weight.dtype) if kind is None else kind)
+        packed = PackedLinear.of(self, weight, WeightKind.of(weight.dtype) if kind is None else kind)
+        packed.set_bias(bias)
+        return packed
 
     def attention(
         self,
@@ -193,29 +196,30 @@ class PackedLinear:
     the dtype of `x`. What a row gives does not depend on the other rows.
     """
 
-    def __init__(self, kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None, kind: WeightKind) -> None:
+    def __init__(self, kernels: Kernels, memory: torch.Tensor | None, struct: LinearStruct) -> None:
+        """`memory` is what `struct` points into."""
+        self._kernels = kernels
+        self._memory = memory
+        self._bias: torch.Tensor | None = None
+        self.struct = struct
+        self.out_features, self.in_features = int(struct.n), int(struct.k)
+        self._reference = byref(struct)
+
+    @classmethod
+    def of(cls, kernels: Kernels, weight: torch.Tensor, kind: WeightKind) -> PackedLinear:
         if weight.dtype not in DTYPES:
             raise TypeError(f"no kernels for weights of {weight.dtype}")
-        self._kernels = kernels
-        self.out_features, self.in_features = weight.shape
-        size = kernels.library.baton_packed_bytes(kind, self.out_features, self.in_features)
-        # Whole pages, so that a vector never lies on two lines of the cache.
-        self._memory = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
-        packed = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
-        self._bias = None if bias is None else bias.float().contiguous()
+        n, k = weight.shape
+        memory, packed = aligned_memory(kernels.library.baton_packed_bytes(kind, n, k))
         weight = weight.contiguous()
-        kernels.library.baton_pack(
-            kernels.team,
-            kind,
-            weight.data_ptr(),
-            weight.dtype == torch.bfloat16,
-            self.out_features,
-            self.in_features,
-            packed,
-        )
-        bias_pointer = None if self._bias is None else self._bias.data_ptr()
-        self.struct = LinearStruct(packed, bias_pointer, self.out_features, self.in_features, kind, 0)
-        self._reference = byref(self.struct)
+        is_bf16 = weight.dtype == torch.bfloat16
+        kernels.library.baton_pack(kernels.team, kind, weight.data_ptr(), is_bf16, n, k, packed)
+        return cls(kernels, memory, LinearStruct(packed, None, n, k, kind, 0))
+
+    def set_bias(self, bias: torch.Tensor | None) -> None:
+        """`[out_features]`; before the first product."""
+        self._bias = None if bias is None else bias.float().contiguous()
+        self.struct.bias = None if self._bias is None else self._bias.data_ptr()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype not in DTYPES or x.shape[1] != self.in_features:
@@ -237,6 +241,13 @@ class PackedLinear:
         return out
 
 
+def aligned_memory(num_bytes: int) -> tuple[torch.Tensor, int]:
+    """Memory, and the address of `num_bytes` bytes in it: whole pages, so that a vector never lies on two lines of the
+    cache."""
+    memory = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
+    return memory, -(-memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+
+
 @cache
 def _open(variant: str) -> ctypes.CDLL:
     library = ctypes.CDLL(str(library_file(variant)))
@@ -246,6 +257,12 @@ def _open(variant: str) -> ctypes.CDLL:
         "baton_lanes": (c_int, ()),
         "baton_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
         "baton_pack": (None, (c_void_p, c_int, c_void_p, c_int, c_int64, c_int64, c_void_p)),
+        "baton_grouped_bytes": (c_int64, (c_int, c_int64, c_int64)),
+        "baton_pack_grouped": (
+            None,
+            (c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p),
+        ),
+        "baton_look_up": (None, (c_void_p, POINTER(LinearStruct), c_void_p, c_int64, c_void_p)),
         "baton_linear": (
             None,
             (c_void_p, POINTER(LinearStruct), c_void_p, c_int64, c_int, c_int64, c_void_p, c_int),

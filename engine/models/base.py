@@ -29,8 +29,9 @@ class CausalLM(ABC):
     )
 
     @abstractmethod
-    def load(self, files: ModelFiles) -> None:
-        """Reads the weights. Raises `StartupError` that names what is wrong."""
+    def load(self, files: ModelFiles, kernels: Kernels | None) -> None:
+        """Reads the weights; what is quantised stays so if `kernels` compute with it. Raises `StartupError` that names
+        what is wrong."""
 
     @abstractmethod
     def finish(self, kernels: Kernels | None) -> None:

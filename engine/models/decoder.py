@@ -10,7 +10,7 @@ from common.model_files import ModelFiles
 from engine.attention.base import StepAttention
 from engine.attention.native import NativeStep
 from engine.kernels.library import Kernels
-from engine.layers import Embedding, Linear, RMSNorm, RotaryEmbedding
+from engine.layers import Embedding, Linear, Place, RMSNorm, RotaryEmbedding
 from engine.models.base import CausalLM
 from engine.models.description import DecoderConfig
 from engine.models.layer import DecoderLayer
@@ -38,7 +38,7 @@ class Decoder(CausalLM):
         self.layers = [DecoderLayer(config, index, dtype, device) for index in range(self.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.eps, from_one=config.norms_from_one, dtype=dtype, device=device)
         if config.tie_word_embeddings:
-            self.head = Linear.of(self.embedding.weight)
+            self.head = Linear.of(self.embedding.plain())
         else:
             self.head = Linear(config.hidden_size, self.vocab_size, bias=False, dtype=dtype, device=device)
         self.ropes = [
@@ -46,12 +46,17 @@ class Decoder(CausalLM):
             for rope in config.ropes
         ]
 
-    def load(self, files: ModelFiles) -> None:
-        load_weights(files, self.places(), may_skip=self.may_skip)
+    def load(self, files: ModelFiles, kernels: Kernels | None) -> None:
+        load_weights(files, self.places(), kernels=kernels, may_skip=self.may_skip)
+        if self.config.tie_word_embeddings and self.embedding.packed is not None:
+            self.head = Linear.packed_as(self.embedding.packed)
 
-    def places(self) -> dict[str, torch.Tensor]:
+    def places(self) -> dict[str, Place]:
         """Where each tensor of a checkpoint goes, by its name there. All of them, or what is computed is garbage."""
-        places = {"model.embed_tokens.weight": self.embedding.weight, "model.norm.weight": self.norm.weight}
+        places: dict[str, Place] = {
+            "model.embed_tokens.weight": self.embedding,
+            "model.norm.weight": self.norm.weight,
+        }
         if not self.config.tie_word_embeddings:
             places |= self.head.places({"lm_head": None})
         for layer in self.layers:

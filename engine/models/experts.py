@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from engine.kernels.library import Kernels
-from engine.layers import Linear
+from engine.layers import Linear, Place
 from engine.models.description import ExpertsConfig
 
 
@@ -53,10 +53,10 @@ class Experts:
         # A token's experts are added in their order, whatever other tokens are there.
         return torch.zeros_like(x).index_add_(0, tokens, given)
 
-    def places(self) -> dict[str, torch.Tensor]:
+    def places(self) -> dict[str, Place]:
         inner = self._config.inner_size
         gate, up, down = self._config.gate_up_down
-        places = {"gate.weight": self.router.rows(0, self._config.num_experts)}
+        places: dict[str, Place] = {"gate.weight": self.router.whole()}
         for number, (gate_up, last) in enumerate(zip(self.gate_up, self.down, strict=True)):
             places[f"experts.{number}.{gate}.weight"] = gate_up.rows(0, inner)
             places[f"experts.{number}.{up}.weight"] = gate_up.rows(inner, 2 * inner)

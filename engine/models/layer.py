@@ -6,7 +6,7 @@ import torch
 
 from engine.attention.base import StepAttention
 from engine.kernels.library import Activation, Kernels
-from engine.layers import Linear, RMSNorm, RotaryEmbedding, gelu_and_mul, silu_and_mul
+from engine.layers import Linear, Place, RMSNorm, RotaryEmbedding, gelu_and_mul, silu_and_mul
 from engine.models.description import DecoderConfig
 from engine.models.experts import Experts
 
@@ -24,7 +24,7 @@ class MLP:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self._activate(self.gate_up(x)))
 
-    def places(self) -> dict[str, torch.Tensor]:
+    def places(self) -> dict[str, Place]:
         parts = {"gate_proj": (0, self.inner), "up_proj": (self.inner, 2 * self.inner)}
         if self._merged_names:
             parts = {"gate_up_proj": (0, 2 * self.inner)}
@@ -94,7 +94,7 @@ class DecoderLayer:
             given = self.experts(self.mlp_norm(hidden))
             hidden.add_(given if self.down_norm is None else self.down_norm(given))
 
-    def places(self) -> dict[str, torch.Tensor]:
+    def places(self) -> dict[str, Place]:
         """By the names that a checkpoint gives them within its layer."""
         norms = {"input_layernorm": self.input_norm, "post_attention_layernorm": self.mlp_norm}
         if self.out_norm is not None and self.down_norm is not None:
@@ -103,7 +103,7 @@ class DecoderLayer:
             norms["post_feedforward_layernorm"] = self.down_norm
         if self.q_norm is not None and self.k_norm is not None:
             norms |= {"self_attn.q_norm": self.q_norm, "self_attn.k_norm": self.k_norm}
-        places = {f"{name}.weight": norm.weight for name, norm in norms.items()}
+        places: dict[str, Place] = {f"{name}.weight": norm.weight for name, norm in norms.items()}
         k, v, end = self.q_size, self.q_size + self.kv_size, self.q_size + 2 * self.kv_size
         parts = {"q_proj": (0, k), "k_proj": (k, v), "v_proj": (v, end)}
         if self._config.merged_names:

@@ -184,7 +184,7 @@ class TransformersModel(CausalLM):
         self._config, self._dtype, self._device = config, dtype, device
         self.kv_variant = f"transformers {transformers.__version__}"  # its code decides what is in the blocks
 
-    def load(self, files: ModelFiles) -> None:
+    def load(self, files: ModelFiles, kernels: Kernels | None) -> None:  # noqa: ARG002
         from transformers import AttentionInterface, AutoModelForCausalLM
 
         try:

@@ -13,7 +13,7 @@ void linear(Team& team, const Linear& linear, const T* x, int64_t stride, int64_
     for_rows(team, m, operand.row_bytes, [&](int64_t row) {
         operand.fill(row, [&](auto* to) { copy_row(x + row * stride, to, linear.k); });
     });
-    multiply(team, product(linear, operand.memory, out), m);
+    multiply(team, linear, operand.memory, out, m);
 }
 
 }  // namespace
@@ -31,6 +31,24 @@ BATON void baton_pack(Team* team, int kind, const void* weight, int is_bf16, int
         pack(*team, Kind(kind), static_cast<const bf16*>(weight), n, k, static_cast<uint8_t*>(to));
     else
         pack(*team, Kind(kind), static_cast<const float*>(weight), n, k, static_cast<uint8_t*>(to));
+}
+
+BATON int64_t baton_grouped_bytes(int layout, int64_t n, int64_t k) {
+    return (n + PANEL - 1) / PANEL * grouped_panel_bytes(layout, k);
+}
+
+// Rows of a weight as `pack_grouped` has them.
+BATON void baton_pack_grouped(
+    Team* team, int layout, const uint8_t* codes, const uint8_t* heads, const uint8_t* blocks, int64_t n, int64_t k,
+    void* to) {
+    std::lock_guard<std::mutex> lock(team->turn);
+    pack_grouped(*team, Layout(layout), codes, heads, blocks, n, k, static_cast<uint8_t*>(to));
+}
+
+// Rows `rows` [m] of a weight of kind GROUPED, `out` [m, k] float32.
+BATON void baton_look_up(Team* team, const Linear* weights, const int64_t* rows, int64_t m, float* out) {
+    std::lock_guard<std::mutex> lock(team->turn);
+    look_up(*team, Layout(weights->layout), static_cast<const uint8_t*>(weights->packed), weights->k, rows, m, out);
 }
 
 // `x` [m, k] and `out` [m, n], rows `x_stride` and n elements apart, both of one type.

@@ -2,15 +2,20 @@
 #pragma once
 
 #include "attention.h"
+#include "grouped.h"
 
 namespace {
 
+// A weight, or several of unlike kinds one below the other: `kind` is then `PARTS`, and `packed` an array of them.
 struct Linear {
     const void* packed;
-    const float* bias;  // or null
+    const float* bias;  // or null; a part has its own
     int64_t n, k;
-    int32_t kind, padding;
+    int32_t kind;
+    int32_t layout;  // of GROUPED; the number of PARTS
 };
+
+constexpr int PARTS = 6;
 
 enum Activation { SILU = 0, GELU_TANH = 1 };
 
@@ -29,7 +34,18 @@ inline Product product(const Linear& linear, const void* operand, Output out) {
     const Kind kind = Kind(linear.kind);
     out.bias = linear.bias;
     return {kind, static_cast<const uint8_t*>(linear.packed), linear.n, linear.k, operand,
-            operand_stride(kind, linear.k), out};
+            operand_stride(kind, linear.k), out, linear.layout};
+}
+
+// out = operand * weights of `linear`, whose results lie next to each other in rows of `out`.
+inline void multiply(Team& team, const Linear& linear, const void* operand, const Output& out, int64_t m) {
+    if (linear.kind != PARTS) return multiply(team, product(linear, operand, out), m);
+    const auto* parts = static_cast<const Linear*>(linear.packed);
+    Output at = out;
+    for (int32_t i = 0; i < linear.layout; i++) {
+        multiply(team, product(parts[i], operand, at), m);
+        at.data = static_cast<uint8_t*>(at.data) + parts[i].n * (out.is_bf16 ? 2 : 4);
+    }
 }
 
 // Memory for `m` rows of x as a product with these weights takes it.
@@ -113,18 +129,18 @@ inline void norm_product(Team& team, const Linear& linear, const float* norm, fl
     for_rows(team, m, operand.row_bytes, [&](int64_t row) {
         operand.fill(row, [&](auto* to) { rms_norm(hidden + row * linear.k, norm, linear.k, eps, to); });
     });
-    multiply(team, product(linear, operand.memory, out), m);
+    multiply(team, linear, operand.memory, out, m);
 }
 
 // hidden += x * weights of `linear`, through a norm on the way if there is one.
 inline void add_product(Team& team, const Linear& linear, const void* operand, const float* norm, float eps, int64_t m,
                         float* hidden) {
     if (norm == nullptr) {
-        multiply(team, product(linear, operand, {hidden, linear.n, false, true, nullptr}), m);
+        multiply(team, linear, operand, {hidden, linear.n, false, true, nullptr}, m);
         return;
     }
     auto* given = static_cast<float*>(team.buffer(GIVEN, sizeof(float) * m * linear.n));
-    multiply(team, product(linear, operand, {given, linear.n, false, false, nullptr}), m);
+    multiply(team, linear, operand, {given, linear.n, false, false, nullptr}, m);
     for_rows(team, m, sizeof(float) * linear.n, [&](int64_t row) {
         float *from = given + row * linear.n, *to = hidden + row * linear.n;
         rms_norm(from, norm, linear.n, eps, from);

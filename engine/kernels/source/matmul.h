@@ -12,7 +12,7 @@
 
 namespace {
 
-enum Kind : int { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, NUM_KINDS = 4 };
+enum Kind : int { F32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, NUM_KINDS = 4, GROUPED = 5 };  // GROUPED: grouped.h
 
 #if defined(__AVX512F__)
 constexpr int MAX_ROWS = 12;  // of a tile: 24 sums, 2 weights, 1 activation in 32 registers
@@ -297,7 +297,11 @@ struct Product {
     const void* a;
     int64_t stride;  // of `a`, elements
     Output out;
+    int32_t layout = 0;  // of GROUPED
 };
+
+inline int64_t grouped_panel_bytes(int32_t layout, int64_t k);
+inline void compute_grouped(const Product& p, int64_t row, int64_t rows, int64_t panel, int64_t panels, float* scratch);
 
 // Stretch of k, from `start` to `stop`, of a panel's products. What comes before is in `partial`, [rows, PANEL], unless
 // there is nothing; sums that have more to come go there. So a result stays one chain of additions.
@@ -423,7 +427,8 @@ void compute_block(const Product& p, int64_t row, int64_t rows, int64_t panel, i
 inline void multiply(Team& team, const Product& p, int64_t m) {
     constexpr int64_t BLOCK_BYTES = 320 << 10;  // of x: stays in the second-level cache while panels pass by
     constexpr int64_t TASK_BYTES = 48 << 10;    // of weights, so that claiming a task costs little
-    const int64_t bytes = panel_bytes(p.kind, p.k), panels = (p.n + PANEL - 1) / PANEL;
+    const int64_t bytes = p.kind == GROUPED ? grouped_panel_bytes(p.layout, p.k) : panel_bytes(p.kind, p.k);
+    const int64_t panels = (p.n + PANEL - 1) / PANEL;
     int64_t block = BLOCK_BYTES / (std::min(p.stride, MAX_STRETCH) * operand_size(p.kind)) / MAX_ROWS * MAX_ROWS;
     block = std::max<int64_t>(block, MAX_ROWS);
     const int64_t blocks = (m + block - 1) / block;
@@ -443,6 +448,7 @@ inline void multiply(Team& team, const Product& p, int64_t m) {
             case F32: return compute_block<F32>(p, row, rows, first, count, scratch);
             case BF16: return compute_block<BF16>(p, row, rows, first, count, scratch);
             case INT8: return compute_block<INT8>(p, row, rows, first, count, scratch);
+            case GROUPED: return compute_grouped(p, row, rows, first, count, scratch);
             default: return compute_block<INT4>(p, row, rows, first, count, scratch);
         }
     });

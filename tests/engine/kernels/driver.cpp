@@ -111,9 +111,64 @@ void layers(Team* team, int heads, int kv_heads, int dim, int block_size, int wi
 
 }  // namespace
 
+// Every format of grouped weights: each row that is looked up against products with unit vectors, and against what its
+// codes mean, of which the first and the last are looked at.
+void grouped(Team* team) {
+    const int64_t n = 45;
+    const int bits[NUM_CODES] = {4, 5, 6, 8, 8};
+    std::mt19937 random(2);
+    for (int codes = 0; codes < NUM_CODES; codes++)
+        for (int scales = 0; scales < NUM_SCALES; scales++) {
+            const int64_t group = scales == TWO_LEVELS || scales == TWO_SIGNED ? 256 : 32, k = 5 * 256;
+            const int number = codes | scales << 4 | int(group) << 8;
+            const Layout layout(number);
+            std::vector<uint8_t> values(n * k), heads(n * (k / group) * layout.head_width()), blocks(n * k / 32 * 2);
+            for (auto& value : values) value = uint8_t(random() % (1 << bits[codes])) & (codes == FP8 ? 0xf7 : 0xff);
+            for (auto& value : blocks) value = uint8_t(random());
+            const bool single = scales == SINGLE || scales == SINGLE_PAIR;
+            const uint32_t factor = single ? 0x3f000000 : 0x3800;  // 0.5
+            for (size_t i = 0; i < heads.size(); i += single ? 4 : 2) std::memcpy(&heads[i], &factor, single ? 4 : 2);
+            auto memory = std::make_unique<uint8_t[]>(baton_grouped_bytes(number, n, k));
+            baton_pack_grouped(team, number, values.data(), heads.data(), blocks.data(), n, k, memory.get());
+            const Linear linear{memory.get(), nullptr, n, k, GROUPED, number};
+            std::vector<int64_t> rows(n);
+            for (int64_t i = 0; i < n; i++) rows[i] = n - 1 - i;
+            std::vector<float> found(n * k);
+            baton_look_up(team, &linear, rows.data(), n, found.data());
+            for (int64_t m : {1, 2, 30}) {
+                std::vector<float> x(m * k), out(m * n);
+                for (int64_t i = 0; i < m; i++) x[i * k + 37 * i] = 1.0f;
+                baton_linear(team, &linear, x.data(), k, 0, m, out.data(), 0);
+                for (int64_t i = 0; i < m; i++)
+                    for (int64_t row = 0; row < n; row++)
+                        if (out[i * n + row] != found[(n - 1 - row) * k + 37 * i]) {
+                            std::printf("codes %d, scales %d: row %d\n", codes, scales, int(row));
+                            std::exit(1);
+                        }
+            }
+            if (codes == FP8) continue;
+            for (int64_t i : {int64_t(0), n * k - 1}) {
+                const int64_t block = i / 32;
+                float scale = 0.5f, minimum = -0.5f * float(1 << (bits[codes] - 1));
+                if (scales == HALF_PAIR || scales == SINGLE_PAIR) minimum = 0.5f;
+                if (scales == TWO_LEVELS) scale = 0.5f * blocks[block * 2], minimum = -0.5f * blocks[block * 2 + 1];
+                if (scales == TWO_SIGNED) {
+                    const float level = int8_t(blocks[block * 2 + i % 32 / 16]);
+                    scale *= level, minimum *= level;
+                }
+                const float expected = values[i] * scale + minimum, actual = found[(n - 1 - i / k) * k + i % k];
+                if (!(std::abs(expected - actual) <= 1e-5f * (1 + std::abs(minimum)))) {
+                    std::printf("codes %d, scales %d: %g, not %g\n", codes, scales, actual, expected);
+                    std::exit(1);
+                }
+            }
+        }
+}
+
 int main() {
     for (int threads : {1, 3}) {
         Team* team = baton_team(threads);
+        grouped(team);
         products<float>(team);
         products<bf16>(team);
         for (int dim : {2, 10, 64, 80})

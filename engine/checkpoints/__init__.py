@@ -1,0 +1,1 @@
+"""Checkpoints that are not plain safetensors: GGUF files, and weights that others have quantised."""
