@@ -72,7 +72,7 @@ class HealthSettings(Settings):
 class ModelSettings(Settings):
     model: str = Field(
         DEFAULT_MODEL,
-        description=f"{DEFAULT_MODEL} (embedded), a Hugging Face model directory or a GGUF file on disk, or org/name on a hub",
+        description=f"{DEFAULT_MODEL} (embedded), a model directory or GGUF file on disk, or org/name on a hub",
     )
     served_model_name: str | None = Field(None, description="name that clients use; the model's own if unset")
     cache_dir: str = Field(default_factory=default_cache_dir, description="where converted models are kept")
