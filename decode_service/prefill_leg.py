@@ -77,7 +77,7 @@ class PrefillLeg:
     def finish(self) -> None:
         """Nothing more is needed: releases the blocks and half-closes the stream, which ends the lease.
 
-        By now the engine reads none of them, or has been told that it does so for nobody.
+        By now the engine reads none of them, or has been told that nobody waits for them.
         """
         if not self._is_finished:
             self._is_finished = True
@@ -159,7 +159,7 @@ class PrefillLeg:
             vocab_size=ready.vocab_size,
         )
         outbox.put_nowait(prefill_pb2.PrefillRequest(start=self._start(first_block)))
-        # A request whose deadline passes is ended like any other, by its own call's; this one is for when it is not.
+        # A request whose deadline passes is ended by its own call. This later deadline is for the case that it is not.
         timeout = None if deadline is None else max(deadline - asyncio.get_running_loop().time(), 0.0) + END_WAIT_S
         with self._worker.channels.calling(address) as channel:
             call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(self._messages(outbox), timeout=timeout)

@@ -71,7 +71,7 @@ class EngineCore:
         compile_grammar: Compiler | None = None,
     ) -> None:
         """`connector` hands over what a prefill computes. `store` keeps what any worker computed; if it is None and
-        `connector` is a store, that is it. `read_commands` calls `handle` with what has come until now. Without
+        `connector` is a store, that is the store. `read_commands` calls `handle` with what has come until now. Without
         `compile_grammar`, guided requests are refused."""
         store = store or (connector if connector.is_store else NoStore())
         self._runner = runner
@@ -214,7 +214,7 @@ class EngineCore:
         """Second half: computes the batch. Returns False if it is empty and only time or a message can help.
 
         `between_layers` is called many times in mid-step and may call `handle`, `take_in_transfers`, `begin_remote` and
-        `take_events`. The blocks that the step writes are held: whoever gives one up there, no newcomer gets it.
+        `take_events`. The blocks that the step writes are held: if a request gives one up there, no newcomer gets it.
         """
         if not output.num_tokens:
             return bool(output.preempted) and self.scheduler.num_running > 0

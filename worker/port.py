@@ -29,12 +29,13 @@ def server_limits(settings: WorkerSettings, model_dir: Path) -> tuple[Options, i
 
 
 def max_message_bytes(settings: WorkerSettings, model_dir: Path) -> int:
-    """Of what fits the model's context. The port is bound before the engine has read the model."""
+    """Bytes of the largest message: token ids that fill the model's context. The port is bound before the engine has
+    read the model."""
     return TOKEN_BYTES * (settings.max_model_len or _positions(model_dir)) + OTHER_BYTES
 
 
 def _positions(model_dir: Path) -> int:
-    """What is wrong with the file is the engine's to say."""
+    """A file that is wrong is no error here: the engine reads it, too, and reports it."""
     try:
         positions = json.loads((model_dir / "config.json").read_text())["max_position_embeddings"]
     except (OSError, ValueError, LookupError, TypeError):

@@ -33,7 +33,7 @@ AddService = Callable[[Worker, grpc.aio.Server], str]
 """Adds a servicer to the server; returns the service's full name."""
 
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-CLOSE_GRACE_S = 1.0  # for streams that outlived the drain to say so
+CLOSE_GRACE_S = 1.0  # for streams that outlived the drain to tell their callers
 
 
 async def serve(

@@ -41,7 +41,7 @@ class Work:
 
 
 STORED_POLL_S = 0.02
-MAX_NAME_CHARS = 4096  # what a router makes of a tenant and a salt, whose characters JSON may write as twelve
+MAX_NAME_CHARS = 4096  # a router makes it of a tenant and a salt; JSON may write one of their characters as twelve
 
 
 def worker_id(settings: WorkerSettings, role: WorkerRole, epoch: str) -> str:
@@ -64,7 +64,7 @@ def _is_routable(listen: str) -> bool:
 
 
 class Worker:
-    """One worker process. `epoch` is new at each start, so that references into an earlier life are recognised."""
+    """One worker process. `epoch` is new at each start, so that references into an earlier process are recognised."""
 
     def __init__(self, settings: WorkerSettings, role: WorkerRole, model_dir: Path, model_name: str) -> None:
         self.settings = settings
@@ -101,7 +101,7 @@ class Worker:
 
     @property
     def limits(self) -> ModelLimits:
-        """Of what has token ids already."""
+        """Limits of requests that are token ids already."""
         ready = self.ready
         return ModelLimits(
             model=self.model_name, max_model_len=ready.max_model_len, vocab_size=ready.vocab_size, max_token_bytes=1
@@ -129,7 +129,7 @@ class Worker:
                 self._idle.set()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Waits for all work in flight to end; whether it has."""
+        """Waits for all work in flight to end. Returns whether it has."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(timeout_s, 0.0)):
                 await self._idle.wait()
@@ -167,8 +167,8 @@ class Worker:
 
 
 def check_names(request_id: str, cache_salt: str) -> None:
-    """What goes into log lines and into the names of blocks, from a router or decode worker, which may have added to
-    what its client sent."""
+    """Checks the texts that go into log lines and names of blocks. They come from a router or decode worker, which may
+    have added to what its client sent. Raises `InvalidArgumentError`."""
     for field, text in (("request_id", request_id), ("cache_salt", cache_salt)):
         if len(text) > MAX_NAME_CHARS:
             raise InvalidArgumentError(field, f"must have at most {MAX_NAME_CHARS} characters, not {len(text)}")

@@ -33,7 +33,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._worker = worker
         self._num_watchers = 0
         self._reading = asyncio.Lock()
-        self._tokenizer: worker_pb2.GetTokenizerResponse | None = None  # read once: whoever asks often reads no disk
+        self._tokenizer: worker_pb2.GetTokenizerResponse | None = None  # read once, so that frequent calls read no disk
 
     async def GetInfo(self, request: worker_pb2.GetInfoRequest, context: Context) -> worker_pb2.WorkerInfo:  # noqa: ARG002, N802
         worker, ready = self._worker, self._worker.ready

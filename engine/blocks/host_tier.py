@@ -59,7 +59,7 @@ class HostTier:
         return copies
 
     def demote(self, block_id: int, name: bytes) -> bool:
-        """Sees to it that host memory holds an evicted block. Returns False if it has no room."""
+        """Makes host memory hold an evicted block. Returns False if it has no room."""
         if name in self.pool:
             self.pool.touch(name)
             return True

@@ -128,7 +128,7 @@ class KVWait:
 
     @property
     def is_settled(self) -> bool:
-        """Nothing more is to be waited for, be it for good or for bad."""
+        """Nothing more can come, whether all has arrived or not."""
         if self.count(*_ON_ITS_WAY):
             return False
         if self.is_ended or not self.asks_worker:

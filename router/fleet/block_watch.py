@@ -53,7 +53,7 @@ class BlockWatch:
             self.index.forget(address)
 
     async def sweep(self) -> None:
-        """Frees what workers that are gone had, for ever."""
+        """Runs for ever: frees what workers that are gone had."""
         while True:
             metrics.router_known_blocks.set(len(self.index))
             await asyncio.sleep(0.0 if self.index.sweep(SWEEP_BLOCKS) else SWEEP_S)

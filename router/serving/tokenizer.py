@@ -63,7 +63,8 @@ class Tokenizer:
     ) -> tuple[list[int], str]:
         """(token ids of the conversation as the model's template writes it, control tokens and all; its text).
 
-        With `control_tokens`, control tokens that messages hold the text of are such, as in transformers; else text.
+        If `control_tokens`, the text of a control token in a message becomes that token, as in transformers; else it
+        stays text.
         `check` sees the prompt before it is tokenized. Raises `InvalidArgumentError` for `messages`.
         """
         hidden = Hidden(list(_texts(conversation)))
@@ -80,7 +81,7 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False), shown
 
     def _hide(self, conversation: Conversation, hidden: Hidden) -> Conversation:
-        """All that a client wrote, but what has been checked to be one of a few words."""
+        """Hides control tokens in all that a client wrote, except in what has been checked to be one of a few words."""
         hide = self._control.hide
         messages = [
             {"role": message["role"], **hide({k: v for k, v in message.items() if k != "role"}, hidden)}
