@@ -166,7 +166,12 @@ class WorkerSettings(EngineSettings, ConnectorSettings, TlsSettings, HealthSetti
 class PolicySettings(Settings):
     """How a router chooses workers."""
 
-    policy: str = Field("least_load", description="who gets a request: least_load or round_robin")
+    policy: str = Field(
+        "least_load",
+        description="who gets a request: least_load, power_of_two, prefix_aware, round_robin or session",
+    )
+    prefill_policy: str | None = Field(None, description="which of them chooses prefill workers; --policy if unset")
+    decode_policy: str | None = Field(None, description="which of them chooses decode workers; --policy if unset")
     min_remote_tokens: Positive | None = Field(
         None,
         description="fewest prompt tokens without KV for which a prefill worker is asked; one KV block if unset",

@@ -67,6 +67,9 @@ router_block_resyncs = Counter(
 )
 router_known_blocks = Gauge("baton_router_known_blocks", "KV blocks that this router knows to be on some worker.")
 router_decisions = Counter("baton_router_decisions", "Routing decisions, by where the prompt is computed.", ["prefill"])
+router_expected_cached_tokens = Counter(
+    "baton_router_expected_cached_tokens", "Prompt tokens that the chosen decode workers were thought to have."
+)
 router_endpoint_requests = Gauge(
     "baton_router_endpoint_requests", "Requests that this router has running on a decode worker.", ["address"]
 )

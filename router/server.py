@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import secrets
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -43,6 +44,7 @@ from router.fleet.discovery.follow import fixed, follow
 from router.fleet.registry import Registry
 from router.policy.registry import create_policy
 from router.serving.admission import Admission
+from router.serving.decisions import Decisions
 from router.serving.demand import Demand, DemandService
 from router.serving.dispatch import Dispatcher, DispatchLimits
 from router.serving.front import Front
@@ -84,8 +86,15 @@ async def serve(
     keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file is not None else None
     vital = VitalTasks()
     registry = Registry(fixed(settings.prefill), fixed(settings.decode), Channels(settings), vital)
-    policy = create_policy(settings.policy, min_remote_tokens=settings.min_remote_tokens or 0)
-    dispatcher = Dispatcher(registry, policy, limits=limits)
+    policy = create_policy(
+        settings.policy,
+        prefill=settings.prefill_policy,
+        decode=settings.decode_policy,
+        min_remote_tokens=settings.min_remote_tokens or 0,
+        seed=secrets.randbits(64),
+    )
+    decisions = Decisions()
+    dispatcher = Dispatcher(registry, policy, limits=limits, decisions=decisions)
     demand = Demand()
     threads = TextThreads()
     gate = Gate(_gate_limits(settings))
@@ -104,6 +113,7 @@ async def serve(
             max_answer_tokens=settings.max_answer_tokens,
         ),
         Generation(dispatcher, demand),
+        decisions,
     )
     health = Health()
     async with contextlib.AsyncExitStack() as stack:

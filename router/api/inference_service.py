@@ -16,6 +16,7 @@ from protos.messages import given_fields
 from router.api.api_keys import current_client
 from router.api.grpc_chat import conversation
 from router.fleet.registry import ServedModel
+from router.serving.clients import call_hints
 from router.serving.front import Front
 from router.serving.request import GenerationRequest, Output, Prompt
 
@@ -110,11 +111,17 @@ class InferenceService:
             timeout_s=context.time_remaining(),
             name=_field_name,
             client=current_client.get(),
+            hints=call_hints(_metadata(context)),
         )
         await self._front.preparation.check_guided(generation.sampling_params, _field_name)
         async with aclosing(self._front.generation.generate(generation)) as outputs:
             async for output in outputs:
                 yield _response(generation, output)
+
+
+def _metadata(context: Context) -> dict[str, str]:
+    """Those values that are text."""
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
 def _response(request: GenerationRequest, output: Output) -> inference_pb2.GenerateResponse:

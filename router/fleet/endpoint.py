@@ -25,7 +25,9 @@ class Endpoint:
     load: WorkerLoad = field(default_factory=WorkerLoad)
     state: WorkerState = WorkerState.UNREACHABLE
     excluded: str = ""
+    suspended: str = ""  # why it is used only if no other is left; empty if it is as good as any
     num_unreported: int = 0  # requests sent by this router that `load` does not count yet
+    num_unreported_tokens: int = 0  # prompt tokens that the worker computes for them
 
     @property
     def can_prefill(self) -> bool:

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import grpc
@@ -56,6 +56,13 @@ class ServedModel:
     dtype: str
     eos_token_ids: frozenset[int]
     tokenizer: Tokenizer
+    block_size: int  # tokens per KV block
+
+
+@dataclass(slots=True, frozen=True)
+class _Sent:
+    at: float  # time.monotonic()
+    num_tokens: int  # of the prompt, that the worker computes
 
 
 @dataclass(slots=True)
@@ -71,7 +78,7 @@ class _Worker:
     state: WorkerState = WorkerState.UNREACHABLE
     problem: str = ""
     lost_at: float = -math.inf  # time.monotonic() when it was last found to be gone after it had been ready
-    sent: dict[object, float] = field(default_factory=dict)  # running requests that no report counts: when sent
+    sent: dict[object, _Sent] = field(default_factory=dict)  # running requests that no report counts
     running: set[object] = field(default_factory=set)  # requests, reported or not
 
     def endpoint(self, excluded: str) -> Endpoint:
@@ -88,6 +95,7 @@ class _Worker:
             state=self.state,
             excluded=excluded,
             num_unreported=len(self.sent),
+            num_unreported_tokens=sum(sent.num_tokens for sent in self.sent.values()),
         )
 
 
@@ -247,12 +255,13 @@ class Registry:
                 await self._news.wait()
 
     @contextlib.contextmanager
-    def sending(self, *addresses: str) -> Iterator[None]:
-        """Counts a request as running on these workers, and as load until they report it themselves."""
+    def sending(self, tokens: Mapping[str, int]) -> Iterator[None]:
+        """Counts a request as running on these workers, and as load until they report it themselves. `tokens`: by
+        address, those of its prompt that the worker computes."""
         key = object()
-        workers = [self._workers[address] for address in addresses if address in self._workers]
+        workers = [self._workers[address] for address in tokens if address in self._workers]
         for worker in workers:
-            worker.sent[key] = time.monotonic()
+            worker.sent[key] = _Sent(time.monotonic(), tokens[worker.address])
             worker.running.add(key)
             self._count_requests(worker.address, 1)
         try:
@@ -342,7 +351,7 @@ class Registry:
                     return  # another process answers at this address now: ask who it is
                 worker.load = value_of(load, WorkerLoad)
                 reported = time.monotonic() - REPORT_LAG_S
-                for key in [key for key, sent_at in worker.sent.items() if sent_at < reported]:
+                for key in [key for key, sent in worker.sent.items() if sent.at < reported]:
                     del worker.sent[key]
                 self._set_state(worker, state_of(load.state), "")
         finally:
@@ -444,6 +453,7 @@ class Registry:
             info.dtype,
             frozenset(info.eos_token_ids),
             tokenizer,
+            info.block_size,
         )
         self._measure_context()
         log.info("serving a model", extra={"model": info.model, "max_model_len": info.max_model_len})

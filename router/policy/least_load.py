@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.fleet.endpoint import Endpoint
-from router.policy.base import RankingPolicy
+from router.policy.base import Candidate, Ranked, Ranking, RoutingRequest
 
 WAITING_WEIGHT = 4  # a request that waits holds up the next one longer than one that shares the batch with it
 
@@ -22,11 +22,14 @@ def kv_headroom(endpoint: Endpoint) -> float:
     return min(1.0, (load.num_free_blocks + load.num_cached_blocks) / load.num_blocks) if load.num_blocks else 0.0
 
 
-class LeastLoad(RankingPolicy):
-    """`4·waiting + running`; ties go to the worker with more KV headroom (in steps of a tenth), then in rotation."""
+def load_order(endpoint: Endpoint) -> tuple[int, int]:
+    """Least is best; of equal loads, the worker with more KV headroom (in steps of a tenth)."""
+    return load_score(endpoint), -round(10 * kv_headroom(endpoint))
 
-    def rank(self, endpoints: Sequence[Endpoint]) -> list[Endpoint]:
-        return sorted(endpoints, key=lambda e: (load_score(e), -round(10 * kv_headroom(e))))
 
-    def reason(self, endpoint: Endpoint) -> str:
-        return f"least load ({load_score(endpoint)})"
+class LeastLoad(Ranking):
+    """`4·waiting + running`; ties go to the worker with more KV headroom, then in rotation."""
+
+    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Ranked]:  # noqa: ARG002
+        ordered = sorted(candidates, key=lambda one: load_order(one.endpoint))
+        return [Ranked(one, f"load {load_score(one.endpoint)}") for one in ordered]

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.fleet.endpoint import Endpoint
-from router.policy.base import RankingPolicy
+from router.policy.base import Candidate, Ranked, Ranking, RoutingRequest
 
 
-class RoundRobin(RankingPolicy):
-    def rank(self, endpoints: Sequence[Endpoint]) -> list[Endpoint]:
-        return list(endpoints)
-
-    def reason(self, endpoint: Endpoint) -> str:  # noqa: ARG002 (nothing of the worker counts)
-        return "next in turn"
+class RoundRobin(Ranking):
+    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Ranked]:  # noqa: ARG002
+        return [Ranked(one, "in turn") for one in candidates]

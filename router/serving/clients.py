@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from common.errors import InvalidArgumentError
+
+SESSION_HEADER = "x-session-id"
+EXPLAIN_HEADER = "x-baton-explain"
+MAX_SESSION_CHARS = 512
 
 
 @dataclass(slots=True, frozen=True)
@@ -17,3 +24,25 @@ class ApiClient:
         """What separates this client's cached blocks from others': its tenant, then its own salt. As JSON, so that no
         salt spells another tenant."""
         return json.dumps([self.tenant, given]) if self.tenant or given else ""
+
+
+@dataclass(slots=True, frozen=True)
+class CallHints:
+    """What a call says beside its request, in HTTP headers or gRPC metadata."""
+
+    session: str = ""  # requests of one session should go to one worker
+    explain: bool = False  # the answer's report gets the reasons of its routing
+
+
+def call_hints(headers: Mapping[str, str], session: str = "") -> CallHints:
+    """`headers` by their names in lower case; `session`: what the request's body says of it, if they say nothing.
+
+    Raises `InvalidArgumentError`.
+    """
+    given = headers.get(SESSION_HEADER, "")
+    if len(given) > MAX_SESSION_CHARS:
+        raise InvalidArgumentError(SESSION_HEADER, f"must have at most {MAX_SESSION_CHARS} characters")
+    explain = headers.get(EXPLAIN_HEADER, "").lower()
+    if explain not in ("", "0", "1", "false", "true"):
+        raise InvalidArgumentError(EXPLAIN_HEADER, "must be true or false")
+    return CallHints(given or session[:MAX_SESSION_CHARS], explain in ("1", "true"))

@@ -13,15 +13,18 @@ Cancelling the task that iterates cancels the call to the worker, and its deadli
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import grpc
 
 from common import metrics
+from common.block_hash import block_hashes, extra_keys, root_hash
 from common.errors import (
     BatonError,
     DeadlineError,
@@ -41,6 +44,7 @@ from protos.messages import message_of
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from router.policy.base import Policy, RoutingDecision, RoutingRequest
+from router.serving.decisions import Decisions, bounded_reasons
 from router.serving.decode_events import DecodeEvents, FalseEventError
 from router.serving.request import GenerationRequest
 from router.serving.retry_budget import RetryBudget
@@ -48,6 +52,7 @@ from router.serving.retry_budget import RetryBudget
 log = logging.getLogger(__name__)
 
 FULL = "RESOURCE_EXHAUSTED"
+MAX_TOKENS_HERE = 2**13  # of a prompt whose blocks are named at once, in less than a millisecond; others by a thread
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -79,9 +84,10 @@ class Progress:
 
 
 @dataclass(slots=True)
-class _Avoided:
-    """Decode workers that this request was on, as `Endpoint.incarnation`."""
+class _Route:
+    """What decides where a request goes next: its blocks, and the decode workers it was on (`Endpoint.incarnation`)."""
 
+    block_names: Sequence[bytes]
     tried: set[tuple[str, str]] = field(default_factory=set)
     refused: set[tuple[str, str]] = field(default_factory=set)  # of `tried`, those that are there and said no
 
@@ -118,12 +124,14 @@ class Dispatcher:
         *,
         limits: DispatchLimits | None = None,
         budget: RetryBudget | None = None,
+        decisions: Decisions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._policy = policy
         self._limits = limits or DispatchLimits()
         self._budget = budget or RetryBudget()
+        self._decisions = decisions or Decisions()
         self._clock = clock
 
     async def run(self, request: GenerationRequest, progress: Progress) -> AsyncGenerator[NewTokens, None]:
@@ -134,12 +142,12 @@ class Dispatcher:
         """
         self._budget.request()
         sent: list[int] = []  # tokens that the caller has
-        avoided = _Avoided()
-        decision = await self._pick(request, avoided, None)
+        route = _Route(await _block_names(request))
+        decision = await self._pick(request, route, progress, None)
         while True:
             progress.report.decode_worker = decision.decode.address
             try:
-                async with aclosing(self._attempt(request, decision, sent, progress, avoided)) as attempt:
+                async with aclosing(self._attempt(request, decision, sent, progress, route)) as attempt:
                     async for new in attempt:
                         sent.extend(token.token_id for token in new.tokens)
                         yield new
@@ -147,21 +155,21 @@ class Dispatcher:
                             return
             except _HandoverError as handover:
                 decision = handover.decision
-                self._count_handover(request, progress, decision)
+                self._count_handover(request, route, progress, decision)
             except _WorkerLostError as error:
                 if not error.gone:
-                    avoided.refuse(decision.decode)
+                    route.refuse(decision.decode)
                 else:
-                    avoided.tried.add(decision.decode.incarnation)
+                    route.tried.add(decision.decode.incarnation)
                     self._registry.suspect(*decision.decode.incarnation, str(error))
                 if ended := _ended_by(request, sent):
                     yield ended
                     return
                 self._allow_another(request, progress, error, has_tokens=bool(sent))
-                decision = await self._pick(request, avoided, error)
+                decision = await self._pick(request, route, progress, error)
 
     async def _pick(
-        self, request: GenerationRequest, avoided: _Avoided, lost: _WorkerLostError | None
+        self, request: GenerationRequest, route: _Route, progress: Progress, lost: _WorkerLostError | None
     ) -> RoutingDecision:
         """A first attempt finds a worker now, or waits a moment for one whose connection broke just now. A request that
         lost its worker prefers another one, takes the same one if it is back and there is no other, and waits a little
@@ -169,7 +177,7 @@ class Dispatcher:
         give_up_at = self._clock() + (self._limits.recovery_wait_s if lost else self._registry.reconnect_wait_s())
         while True:
             try:
-                decision = self._pick_once(request, avoided)
+                decision = self._pick_once(request, route)
             except UnavailableError as error:
                 if lost is not None and lost.code == FULL:
                     raise _overloaded(f"every decode worker is full ({lost})", lost) from error
@@ -178,27 +186,40 @@ class Dispatcher:
                     raise UnavailableError(f"{error.message}; {lost}" if lost else error.message) from error
                 await self._registry.changed(left)
                 continue
-            self._count_decision(request, decision)
+            cause = "new" if lost is None else "migration" if progress.num_output_tokens else "retry"
+            self._note_decision(request, route, progress, decision, cause)
             return decision
 
-    def _count_decision(self, request: GenerationRequest, decision: RoutingDecision) -> None:
-        metrics.router_decisions.labels("remote" if decision.prefill else "in_place").inc()
+    def _note_decision(
+        self, request: GenerationRequest, route: _Route, progress: Progress, decision: RoutingDecision, cause: str
+    ) -> None:
+        """The request goes where `decision` says: its blocks will be there, and people may ask why."""
+        metrics.router_decisions.labels("in_place" if decision.in_place else "remote").inc()
+        metrics.router_expected_cached_tokens.inc(decision.num_cached_tokens)
+        now, index = self._clock(), self._registry.blocks.index
+        for address in _counted(decision):
+            index.expect(address, route.block_names, now)
         log.debug("routed", extra={"request_id": request.request_id, "reasons": decision.reasons})
+        self._decisions.add(request, decision, cause)
+        if request.explain:
+            progress.report.routing.extend(f"{cause}: {reason}" for reason in bounded_reasons(decision))
 
-    def _pick_once(self, request: GenerationRequest, avoided: _Avoided) -> RoutingDecision:
+    def _pick_once(self, request: GenerationRequest, route: _Route) -> RoutingDecision:
         endpoints = self._registry.endpoints()
         routing = RoutingRequest(
             num_prompt_tokens=len(request.prompt_token_ids),
             num_tokens=len(request.prompt_token_ids) + request.sampling_params.max_tokens,
             fingerprint=request.model.fingerprint,
-            tried=frozenset(avoided.tried),
+            tried=frozenset(route.tried),
+            cached_blocks=self._registry.blocks.index.match(route.block_names, self._clock()),
+            session=request.session,
         )
         try:
             return self._policy.pick(routing, endpoints)
         except UnavailableError:
-            if avoided.tried == avoided.refused:
+            if route.tried == route.refused:
                 raise
-            return self._policy.pick(replace(routing, tried=frozenset(avoided.refused)), endpoints)
+            return self._policy.pick(replace(routing, tried=frozenset(route.refused)), endpoints)
 
     def _allow_another(
         self, request: GenerationRequest, progress: Progress, lost: _WorkerLostError, *, has_tokens: bool
@@ -226,21 +247,23 @@ class Dispatcher:
         metrics.router_retries.labels(lost.code).inc()
         log.warning("decode worker lost, retrying", extra=extra)
 
-    def _elsewhere(self, request: GenerationRequest, draining: Endpoint, avoided: _Avoided) -> RoutingDecision | None:
+    def _elsewhere(self, request: GenerationRequest, draining: Endpoint, route: _Route) -> RoutingDecision | None:
         """The worker that could go on instead of one that drains; None if none can now. The worker asks again."""
-        avoided.refuse(draining)
+        route.refuse(draining)
         try:
-            return self._pick_once(request, avoided)
+            return self._pick_once(request, route)
         except UnavailableError:
             return None
 
-    def _count_handover(self, request: GenerationRequest, progress: Progress, decision: RoutingDecision) -> None:
+    def _count_handover(
+        self, request: GenerationRequest, route: _Route, progress: Progress, decision: RoutingDecision
+    ) -> None:
         """Not from the retry budget: a drain is no fault, and happens once in a worker's life."""
         report = progress.report
         report.num_migrations += 1
         report.num_handovers += 1
         metrics.router_migrations.labels("drain").inc()
-        self._count_decision(request, decision)
+        self._note_decision(request, route, progress, decision, "handover")
         log.info(
             "decode worker drains, handing over",
             extra={
@@ -257,7 +280,7 @@ class Dispatcher:
         decision: RoutingDecision,
         sent: list[int],
         progress: Progress,
-        avoided: _Avoided,
+        route: _Route,
     ) -> AsyncGenerator[NewTokens, None]:
         """One Decode call. Raises `_WorkerLostError` if another worker may do better, `_HandoverError` if one
         should."""
@@ -266,7 +289,7 @@ class Dispatcher:
             raise DeadlineError("the request's deadline has passed")
         decode, earlier, events = decision.decode, progress.report, DecodeEvents(request, len(sent))
         call = self._open(request, decision, sent, timeout_s)
-        with self._registry.sending(*_counted(decision)):
+        with self._registry.sending(_counted(decision)):
             try:
                 async with aclosing(messages(call, decode_pb2.DecodeEvent, _is_last)) as received:
                     async for event in received:
@@ -287,7 +310,7 @@ class Dispatcher:
                             yield new
                         if new.finish_reason:
                             return
-                        if event.offers_handover and (elsewhere := self._elsewhere(request, decode, avoided)):
+                        if event.offers_handover and (elsewhere := self._elsewhere(request, decode, route)):
                             raise _HandoverError(elsewhere)
             except grpc.aio.AioRpcError as error:
                 raise self._failure(request, decode, error) from error
@@ -349,9 +372,25 @@ def _is_last(event: decode_pb2.DecodeEvent) -> bool:
     return finish_reason_of(event.finish_reason) is not None
 
 
-def _counted(decision: RoutingDecision) -> tuple[str, ...]:
-    """Workers that this request is load on, until they say so themselves."""
-    return (decision.decode.address, *(endpoint.address for endpoint in decision.prefill[:1]))
+def _counted(decision: RoutingDecision) -> dict[str, int]:
+    """Workers that this request is load on, until they say so themselves, and the prompt tokens that they compute."""
+    missing = decision.num_missing_tokens
+    if decision.in_place or not decision.prefill:
+        return {decision.decode.address: missing}
+    return {decision.decode.address: 0, decision.prefill[0].address: missing}
+
+
+async def _block_names(request: GenerationRequest) -> Sequence[bytes]:
+    """Of the prompt's full blocks that need not be computed if they are found: its last token always is."""
+    model, token_ids = request.model, request.prompt_token_ids
+    name = partial(
+        block_hashes,
+        root_hash(model.fingerprint),
+        token_ids[: len(token_ids) - 1],
+        model.block_size,
+        extra_keys(cache_salt=request.cache_salt),
+    )
+    return name() if len(token_ids) <= MAX_TOKENS_HERE else await asyncio.to_thread(name)
 
 
 def _overloaded(message: str, lost: _WorkerLostError) -> OverloadedError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.serving.admission import Admission
+from router.serving.decisions import Decisions
 from router.serving.generation import Generation
 from router.serving.preparation import Preparation
 
@@ -19,3 +20,4 @@ class Front:
     admission: Admission
     preparation: Preparation
     generation: Generation
+    decisions: Decisions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from common.validation import (
     check_token_ids,
 )
 from router.fleet.registry import ServedModel
-from router.serving.clients import ApiClient
+from router.serving.clients import ApiClient, CallHints
 from router.serving.conversation import Conversation, texts_of
 from router.serving.request import GenerationRequest, Prompt, new_request_id
 from router.serving.threads import SHORT, TextThreads
@@ -148,10 +149,12 @@ class Preparation:
         default_max_tokens: int | None = None,
         name: FieldName = str,
         client: ApiClient | None = None,
+        hints: CallHints | None = None,
         num_answers: int = 1,
     ) -> GenerationRequest:
         """Validates all of it. `timeout_s` is the client's own deadline, counted from `arrived_at` and no longer than
-        the router's; `client` is whose key came with the request; `num_answers` are asked for in the same body."""
+        the router's; `client` is whose key came with the request, `hints` what came beside it; `num_answers` are asked
+        for in the same body."""
         check_model(model_name, model.limits)
         if request_id:
             check_request_id(request_id)
@@ -187,6 +190,9 @@ class Preparation:
             arrived_at=arrived_at,
             deadline=arrived_at + min(self._request_timeout_s, math.inf if timeout_s is None else timeout_s),
             client=client.name if client else "",
+            tenant=client.tenant if client else "",
+            session=json.dumps([client.tenant if client else "", hints.session]) if hints and hints.session else "",
+            explain=hints is not None and hints.explain,
             prompt_field=prompt.field,
             reading=prompt.reading,
             sampling_field=name,

@@ -56,6 +56,9 @@ class GenerationRequest:
     arrived_at: float
     deadline: float  # time.monotonic() at which the client gives up
     client: str = ""  # name of the API key
+    tenant: str = ""  # of the API key
+    session: str = ""  # requests of one session belong together; empty: it belongs to none
+    explain: bool = False  # whether the client wants to know why the request went where it went
     prompt_field: str = "prompt"  # the client's name for the prompt
     reading: Reading | None = None
     sampling_field: FieldName = str  # from a sampling parameter's name to the client's name for it

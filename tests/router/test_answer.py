@@ -54,7 +54,7 @@ class FakeGeneration:
 
 
 def requests(num: int) -> list[GenerationRequest]:
-    model = ServedModel(LIMITS, "f", "", "float32", frozenset(), tiny_tokenizer())
+    model = ServedModel(LIMITS, "f", "", "float32", frozenset(), tiny_tokenizer(), 16)
     return [
         GenerationRequest(
             request_id=str(number),

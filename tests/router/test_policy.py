@@ -1,13 +1,15 @@
-"""Decisions of the least-load policy, as text: a fleet, and what comes of it."""
+"""Decisions of the policies, as text: a fleet, and what comes of it."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 
 from common.errors import ConfigError, UnavailableError
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from router.fleet.endpoint import Endpoint
-from router.policy.base import RoutingRequest
+from router.policy.base import Policy, RoutingDecision, RoutingRequest
 from router.policy.registry import create_policy
 
 
@@ -33,10 +35,13 @@ def fleet(text: str) -> list[Endpoint]:
                     num_requests_waiting=waiting,
                     num_blocks=total,
                     num_free_blocks=free,
+                    num_queued_prompt_tokens=int(extra.get("queued", "0")),
                 ),
                 state=WorkerState(extra.get("state", "ready")),
                 excluded=extra.get("excluded", ""),
+                suspended=extra.get("suspended", ""),
                 num_unreported=int(extra.get("unreported", "0")),
+                num_unreported_tokens=int(extra.get("unreported_tokens", "0")),
             )
         )
     return endpoints
@@ -123,5 +128,136 @@ def test_round_robin_looks_at_no_load() -> None:
 
 
 def test_an_unknown_policy_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"policy: 'best' is not one of least_load, round_robin"):
+    with pytest.raises(
+        ConfigError, match=r"policy: 'best' is not one of least_load, power_of_two, prefix_aware, round_robin, session"
+    ):
         create_policy("best")
+
+
+def pick(
+    text: str,
+    num_prompt_tokens: int = 1000,
+    cached: dict[str, int] | None = None,
+    *,
+    policy: Policy | None = None,
+    name: str = "prefix_aware",
+    session: str = "",
+) -> RoutingDecision:
+    """`cached`: blocks of 16 tokens that each worker has."""
+    request = RoutingRequest(
+        num_prompt_tokens=num_prompt_tokens, fingerprint="f", cached_blocks=cached or {}, session=session
+    )
+    return (policy or create_policy(name)).pick(request, fleet(text))
+
+
+def where(decision: RoutingDecision) -> str:
+    return f"{decision.decode.address} <- " + ("in place" if decision.in_place else decision.prefill[0].address)
+
+
+PREFIX_GOLDEN: list[tuple[str, str, dict[str, int], str]] = [
+    ("nothing cached: least load",
+     "a decode 3/0 9/9\nb decode 1/0 9/9\np prefill 2/0 9/9 queued=500\nq prefill 0/0 9/9", {}, "b <- q"),
+    ("a long prefix outweighs a short queue", "d decode 0/0 9/9\np prefill 1/0 9/9 queued=300\nq prefill 0/0 9/9",
+     {"p": 50}, "d <- p"),
+    ("no prefix outweighs a long queue", "d decode 0/0 9/9\np prefill 9/9 9/9 queued=900\nq prefill 0/0 9/9",
+     {"p": 50}, "d <- q"),
+    ("tokens on their way count", "d decode 0/0 9/9\np prefill 0/0 9/9 unreported_tokens=900\nq prefill 0/0 9/9",
+     {"p": 50}, "d <- q"),
+    ("decode has the prefix", "a decode 0/0 9/9\nb decode 2/0 9/9\np prefill 0/0 9/9", {"b": 40}, "b <- p"),
+    ("decode has all but a few tokens", "a decode 0/0 9/9\nb decode 1/0 9/9\np prefill 0/0 9/9", {"b": 62},
+     "b <- in place"),
+    ("decode is busy", "a decode 0/0 9/9\nb decode 0/9 9/9\np prefill 0/0 9/9", {"b": 40}, "a <- p"),
+    ("workers of both roles", "a both 0/0 9/9\nb both 2/0 9/9", {"b": 50}, "b <- in place"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "cached", "expected"), [case[1:] for case in PREFIX_GOLDEN], ids=[case[0] for case in PREFIX_GOLDEN]
+)
+def test_prefix_aware(text: str, cached: dict[str, int], expected: str) -> None:
+    assert where(pick(text, 1000, cached)) == expected
+
+
+def test_a_full_prefill_side_leaves_work_to_decode() -> None:
+    text = "d decode 0/0 9/9\np prefill 0/0 9/9 queued={}"
+    assert where(pick(text.format(0), name="least_load")) == "d <- p"
+    assert where(pick(text.format(1500), name="least_load")) == "d <- p"
+    decision = pick(text.format(9000), name="least_load")
+    assert where(decision) == "d <- in place"
+    assert [e.address for e in decision.prefill] == ["p"], "the decode worker may find that it lacks more"
+    assert decision.min_remote_tokens == 1016
+    assert "prefill in place: 1000 tokens are missing; remote costs 10250, in place 2000" in decision.reasons
+
+
+def test_what_decode_is_thought_to_have_is_checked_by_decode() -> None:
+    decision = pick("d decode 0/0 9/9\np prefill 0/0 9/9", 1000, {"d": 62}, name="least_load")
+    assert where(decision) == "d <- in place"
+    assert ([e.address for e in decision.prefill], decision.min_remote_tokens) == (["p"], 0)
+    assert (decision.num_cached_tokens, decision.num_missing_tokens) == (992, 8)
+
+
+def test_reasons_name_the_choices() -> None:
+    text = "a decode 3/0 9/9\nb decode 1/0 9/9 state=draining\nc decode 9/0 9/9\np prefill 0/0 9/9"
+    assert pick(text, name="least_load").reasons == (
+        "b: draining",
+        "decode by a (load 3), before c (load 9)",
+        "prefill remote: 1000 tokens are missing; remote costs 1250, in place 2192",
+        "prefill by p (load 0)",
+    )
+    many = "".join(f"d{number} decode {number}/0 9/9\n" for number in range(9))
+    assert "d3 (load 3) and 5 more" in pick(many, name="least_load").reasons[0]
+
+
+def test_suspended_workers_are_the_last_resort() -> None:
+    text = "a decode 0/0 9/9 suspended=tripped\nb decode 9/9 9/9\np prefill 0/0 9/9 suspended=slow\nq prefill 9/9 9/9"
+    decision = pick(text, name="least_load")
+    assert where(decision) == "b <- q"
+    assert "a: tripped" in decision.reasons
+    assert where(pick("a decode 0/0 9/9 suspended=tripped", name="least_load")) == "a <- in place"
+
+
+def test_power_of_two_takes_the_better_of_two() -> None:
+    text = "".join(f"d{number} decode {number}/0 9/9\n" for number in range(4))
+    policy = create_policy("power_of_two", seed=1)
+    picked = Counter(pick(text, policy=policy).decode.address for _ in range(600))
+    assert picked["d3"] == 0, "the worst of all never wins"
+    assert 250 < picked["d0"] < 350, "it is in half of all pairs"
+    assert pick("a decode 0/0 9/9", policy=policy).decode.address == "a"
+    other = create_policy("power_of_two", seed=2)
+    assert [pick(text, policy=policy).decode.address for _ in range(20)] != [
+        pick(text, policy=other).decode.address for _ in range(20)
+    ]
+
+
+def test_a_session_stays_where_it_is() -> None:
+    text = "".join(f"d{number} decode 0/0 9/9\n" for number in range(4))
+    policy = create_policy("session")
+    sessions = [f"s{number}" for number in range(200)]
+    homes = {session: pick(text, policy=policy, session=session).decode.address for session in sessions}
+    assert homes == {session: pick(text, policy=policy, session=session).decode.address for session in sessions}
+    assert min(Counter(homes.values()).values()) > 25, "sessions spread"
+    fewer = text.replace("d3 decode", "d3 prefill")
+    moved = [s for s in sessions if pick(fewer, policy=policy, session=s).decode.address != homes[s]]
+    assert {homes[session] for session in moved} == {"d3"}, "only sessions of the worker that is gone move"
+
+
+def test_an_overloaded_worker_sends_its_sessions_on() -> None:
+    policy = create_policy("session")
+    quiet = "a decode 0/0 9/9\nb decode 0/0 9/9"
+    home = pick(quiet, policy=policy, session="s").decode.address
+    other = "b" if home == "a" else "a"
+    busy = quiet.replace(f"{home} decode 0/0", f"{home} decode 0/20")
+    decision = pick(busy, policy=policy, session="s")
+    assert decision.decode.address == other
+    assert f"{home} (overloaded, load 80 above 68)" in decision.reasons[0]
+    assert pick(quiet.replace("0/0 9/9", "40/0 9/9"), policy=policy, session="s").decode.address == home
+    assert "no session, load 0" in pick(quiet, policy=policy).reasons[0]
+
+
+def test_a_policy_for_each_role() -> None:
+    policy = create_policy("least_load", prefill="prefix_aware", decode="round_robin")
+    text = "a decode 9/9 9/9\nb decode 0/0 9/9\np prefill 1/0 9/9\nq prefill 0/0 9/9"
+    cached = {"p": 60}
+    assert [where(pick(text, 1000, cached, policy=policy)) for _ in range(2)] == ["a <- p", "b <- p"]
+    with pytest.raises(ConfigError, match="decode_policy: 'best' is not one of"):
+        create_policy("least_load", decode="best")

@@ -54,7 +54,7 @@ async def test_a_worker_is_described(registry: Registry, worker: FakeWorker) -> 
 
 async def test_sent_requests_count_until_they_are_reported(registry: Registry, worker: FakeWorker) -> None:
     await until(registry, lambda: not registry.not_ready())
-    with registry.sending(worker.address):
+    with registry.sending({worker.address: 7}):
         assert endpoint(registry, worker.address).num_unreported == 1
         await asyncio.sleep(2 * registry_module.REPORT_LAG_S)
         worker.change(num_requests_waiting=1)
@@ -111,7 +111,7 @@ async def test_addresses_come_and_go(registry: Registry, worker: FakeWorker, sta
     await until(registry, lambda: endpoint(registry, other.address).state is WorkerState.READY)
     assert [e.role for e in registry.endpoints()] == [WorkerRole.DECODE, WorkerRole.BOTH]
     assert endpoint(registry, worker.address).state is WorkerState.READY, "a worker that stays is not interrupted"
-    with registry.sending(worker.address):
+    with registry.sending({worker.address: 7}):
         registry.set_addresses([other.address], [other.address])
         assert [e.address for e in registry.endpoints()] == [other.address]
     registry.set_addresses([], [])
@@ -152,11 +152,11 @@ async def test_workers_that_come_and_go_leave_nothing(worker: FakeWorker) -> Non
     registry.start()
     try:
         await until(registry, lambda: not registry.not_ready())
-        with registry.sending(worker.address):
+        with registry.sending({worker.address: 7}):
             for number in range(20):
                 others = [f"10.0.0.{number}:1"]
                 registry.set_addresses(others, [worker.address])
-                with registry.sending(*others):
+                with registry.sending(dict.fromkeys(others, 0)):
                     assert f'address="10.0.0.{number}:1"' in generate_latest().decode()
             registry.set_addresses([], [worker.address])
             assert 'address="10.0.0.' not in generate_latest().decode()

@@ -125,7 +125,7 @@ async def test_after_its_end_it_says_so() -> None:
 
 def a_model(max_model_len: int) -> ServedModel:
     limits = ModelLimits(model="tiny", max_model_len=max_model_len, vocab_size=vocab_size(), max_token_bytes=8)
-    return ServedModel(limits, "f", "", "float32", frozenset(), tiny_tokenizer())
+    return ServedModel(limits, "f", "", "float32", frozenset(), tiny_tokenizer(), 16)
 
 
 class Untouched:

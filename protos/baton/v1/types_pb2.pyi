@@ -392,6 +392,7 @@ class RequestReport(_message.Message):
     NUM_MIGRATIONS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     NUM_HANDOVERS_FIELD_NUMBER: _builtins.int
+    ROUTING_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     """address; empty if the decode worker prefilled in place"""
     decode_worker: _builtins.str
@@ -409,6 +410,10 @@ class RequestReport(_message.Message):
     """those of num_migrations that were planned: the worker drained"""
     @_builtins.property
     def timings(self) -> Global___Timings: ...
+    @_builtins.property
+    def routing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """why it went where it went, if asked for (x-baton-explain: true)"""
+
     def __init__(
         self,
         *,
@@ -422,10 +427,11 @@ class RequestReport(_message.Message):
         num_migrations: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
         num_handovers: _builtins.int = ...,
+        routing: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "fallback_reason", b"fallback_reason", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_handovers", b"num_handovers", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "num_retries", b"num_retries", "prefill_worker", b"prefill_worker", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "fallback_reason", b"fallback_reason", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_handovers", b"num_handovers", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "num_retries", b"num_retries", "prefill_worker", b"prefill_worker", "routing", b"routing", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

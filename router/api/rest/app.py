@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -13,7 +14,7 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import ClientDisconnect
 
-from common.errors import ModelNotFoundError
+from common.errors import InvalidArgumentError, ModelNotFoundError
 from common.validation import check_model, check_request_id
 from router.api.api_keys import current_client
 from router.api.rest import errors
@@ -33,9 +34,12 @@ from router.api.rest.schema import (
     schemas,
 )
 from router.fleet.registry import ServedModel
+from router.serving.clients import CallHints, call_hints
+from router.serving.decisions import MAX_DECISIONS
 from router.serving.front import Front
 from router.serving.request import Prompt, new_request_id
 
+DEFAULT_DECISIONS = 50  # at /decisions
 DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's text completion gives if max_tokens is not set
 CLIENT_GONE_STATUS = 499  # nobody reads it; access logs know it
 
@@ -67,6 +71,7 @@ def make_app(front: Front) -> FastAPI:
     route("POST", "/detokenize", gateway.detokenize, DetokenizeBody)
     route("GET", "/health", gateway.health)
     route("GET", "/metrics", gateway.metrics)
+    route("GET", "/decisions", gateway.decisions)
     page = app.openapi()
     page.setdefault("components", {}).setdefault("schemas", {}).update(components)
     return app
@@ -120,7 +125,8 @@ class _Gateway:
         self, request: Request, body: ChatBody | CompletionBody, prompts: Prompts, arrived_at: float
     ) -> Response:
         request_id = _request_id(request, body)
-        events = self._run(body, prompts, request_id, arrived_at)
+        hints = call_hints(request.headers, body.session())
+        events = self._run(body, prompts, request_id, arrived_at, hints)
         if not body.stream:
             async with aclosing(events):
                 whole = await unless_gone(request, anext(events))
@@ -134,7 +140,7 @@ class _Gateway:
         return EventStream(first, events, {"X-Request-Id": request_id})
 
     async def _run(
-        self, body: ChatBody | CompletionBody, prompts: Prompts, request_id: str, arrived_at: float
+        self, body: ChatBody | CompletionBody, prompts: Prompts, request_id: str, arrived_at: float, hints: CallHints
     ) -> AsyncGenerator[bytes, None]:
         """The answer's bytes: one piece, or server-sent events."""
         client = current_client.get()
@@ -157,6 +163,7 @@ class _Gateway:
                     default_max_tokens=None if is_chat else DEFAULT_COMPLETION_TOKENS,
                     name=body.field_name,
                     client=client,
+                    hints=hints,
                     num_answers=len(given) * body.num_choices,
                 )
                 for prompt in given
@@ -229,6 +236,16 @@ class _Gateway:
         if reason := self._front.admission.not_ready():
             return json_response({"status": "unavailable", "reason": reason}, status=503, headers={"Retry-After": "1"})
         return json_response({"status": "ok"})
+
+    async def decisions(self, request: Request) -> Response:
+        """A key of a tenant sees the decisions of that tenant's requests."""
+        given = request.query_params.get("limit", str(DEFAULT_DECISIONS))
+        if not (given.isascii() and given.isdecimal() and 1 <= int(given[:6]) <= MAX_DECISIONS):
+            raise InvalidArgumentError("limit", f"must be a number from 1 to {MAX_DECISIONS}")
+        client = current_client.get()
+        tenant = client.tenant if client and client.tenant else None
+        made = self._front.decisions.latest(int(given), tenant)
+        return json_response({"decisions": [dataclasses.asdict(decision) for decision in made]})
 
     async def metrics(self, _request: Request) -> Response:
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)

@@ -156,6 +156,8 @@ def _as_json(message: Message) -> JsonObject:
         value = getattr(message, one.name)
         if isinstance(value, Message):
             content[one.name] = _as_json(value)
+        elif one.name == "routing":  # only if it was asked for
+            content.update({one.name: list(value)} if value else {})
         else:
             content[one.name] = round(value, 3) if isinstance(value, float) else value
     return content

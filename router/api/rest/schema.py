@@ -49,13 +49,15 @@ class GenerationBody(GuidedFields, kw_only=True):
     request_id: str | None = None
     add_special_tokens: bool | None = None
 
-    # OpenAI's, without a meaning here.
+    # OpenAI's: they name a session, of which requests should go to one worker.
+    prompt_cache_key: Given = UNSET
     user: Given = UNSET
+
+    # OpenAI's, without a meaning here.
     metadata: Given = UNSET
     store: Given = UNSET
     service_tier: Given = UNSET
     safety_identifier: Given = UNSET
-    prompt_cache_key: Given = UNSET
     prompt_cache_retention: Given = UNSET
     prompt_cache_options: Given = UNSET
 
@@ -75,6 +77,17 @@ class GenerationBody(GuidedFields, kw_only=True):
             if None not in values and values[0] != values[1]:
                 raise InvalidArgumentError(alias, f"differs from {name}, another name of it")
         self.guided_text()
+
+    def session(self) -> str:
+        """What the body says of it; empty if nothing."""
+        for name in ("prompt_cache_key", "user"):
+            given = getattr(self, name)
+            if _asks(given):
+                try:
+                    return msgspec.json.decode(given, type=str)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    raise InvalidArgumentError(name, "must be a string") from error
+        return ""
 
     @property
     def num_choices(self) -> int:

@@ -1,0 +1,32 @@
+"""The less loaded of two workers that are drawn by lot (Mitzenmacher, "The Power of Two Choices in Randomized Load
+Balancing", 2001). Many routers that see the same loads, a little late, do not all take the same worker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from router.policy.base import Candidate, Ranked, Ranking, RoutingRequest
+from router.policy.least_load import load_order, load_score
+
+
+class PowerOfTwo(Ranking):
+    def __init__(self, seed: int = 0) -> None:
+        """`seed`: another one for each router."""
+        self._seed = seed
+        self._num_drawn = 0
+
+    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Ranked]:  # noqa: ARG002
+        """The two that are drawn, the better one first, then all others by load."""
+        rest = list(candidates)
+        drawn = [rest.pop(self._draw(len(rest))) for _ in range(min(2, len(rest)))]
+        drawn.sort(key=lambda one: load_order(one.endpoint))
+        rest.sort(key=lambda one: load_order(one.endpoint))
+        lots = [Ranked(one, f"drawn, load {load_score(one.endpoint)}") for one in drawn]
+        return lots + [Ranked(one, f"load {load_score(one.endpoint)}") for one in rest]
+
+    def _draw(self, num: int) -> int:
+        self._num_drawn += 1
+        digest = hashlib.blake2b(f"{self._seed}/{self._num_drawn}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % num

@@ -1,0 +1,23 @@
+"""The worker that is done first: what it has cached saves computing, what waits there costs time.
+
+Both are counted in tokens of prompt, so a long prefix outweighs a short queue and no queue is too long for ever: a
+prefix that everybody wants spreads to other workers as soon as waiting for it costs more than computing it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.policy.base import Candidate, Ranked, Ranking, RoutingRequest
+from router.policy.least_load import load_order
+
+
+class PrefixAware(Ranking):
+    """Least `wait + work`; ties go to the less loaded, then in rotation."""
+
+    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Ranked]:  # noqa: ARG002
+        ordered = sorted(candidates, key=lambda one: (one.wait + one.work, load_order(one.endpoint)))
+        return [
+            Ranked(one, f"{one.num_cached_tokens} tokens cached, work {one.work:.0f} + wait {one.wait:.0f}")
+            for one in ordered
+        ]

@@ -1,0 +1,154 @@
+"""One routing decision: filter, rank the decode workers, decide where the prompt is computed, rank the prefill workers.
+
+Costs are counted in tokens: one is the time that a worker takes to compute one token of a prompt. A worker of a faster
+kind has a shorter queue sooner, and so gets more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.errors import UnavailableError
+from common.types import WorkerRole, WorkerState
+from router.fleet.endpoint import Endpoint
+from router.policy.base import Candidate, Ranked, Ranking, RoutingDecision, RoutingRequest
+from router.policy.least_load import load_score
+from router.policy.place import MOVE_COST, place_of
+
+MAX_PREFILL_WORKERS = 3  # named to the decode worker, the first to be tried first
+LOAD_COST = 64  # tokens, of one request that runs on a decode worker; one that waits counts four times (`load_score`)
+MAX_NAMED = 4  # workers in the line that explains a choice
+
+
+class RoutingPolicy:
+    """`Policy`, with a ranking for each role."""
+
+    def __init__(self, prefill: Ranking, decode: Ranking, *, min_remote_tokens: int = 0) -> None:
+        """`min_remote_tokens`: see `common.prefill_place`."""
+        self._prefill = prefill
+        self._decode = decode
+        self._min_remote_tokens = min_remote_tokens
+        self._rotation = 0
+
+    def pick(self, request: RoutingRequest, endpoints: Sequence[Endpoint]) -> RoutingDecision:
+        reasons: list[str] = []
+        usable = _usable(request, endpoints, reasons)
+        decode_workers = []
+        for endpoint in usable:
+            if endpoint.can_decode and endpoint.incarnation in request.tried:
+                reasons.append(f"{endpoint.address}: already failed this request")
+            elif endpoint.can_decode and not _fits(endpoint, request.num_tokens):
+                reasons.append(f"{endpoint.address}: its context has {endpoint.max_model_len} tokens, too few")
+            elif endpoint.can_decode:
+                decode_workers.append(endpoint)
+        if not decode_workers:
+            raise UnavailableError("no decode worker can take the request" + _listed(reasons))
+
+        helpers = [endpoint.role for endpoint in usable if endpoint.can_prefill]
+        ranked = self._decode.rank(
+            request, [_decode_candidate(request, e, helpers) for e in self._rotated(decode_workers)]
+        )
+        decode = ranked[0].candidate
+        reasons.append(_choice("decode", ranked))
+
+        helping = [e for e in _prefill_workers(decode.endpoint, usable) if _fits(e, request.num_prompt_tokens + 1)]
+        prefill_workers = self._rotated(helping)
+        asked = self._prefill.rank(request, [_prefill_candidate(request, e) for e in prefill_workers])
+        place = place_of(
+            request.num_prompt_tokens, decode, asked[0].candidate if asked else None, self._min_remote_tokens
+        )
+        self._rotation += 1
+        reasons.append(f"prefill {'in place' if place.in_place else 'remote'}: {place.reason}")
+        if asked and not place.in_place:
+            reasons.append(_choice("prefill", asked))
+        computing = decode if place.in_place or not asked else asked[0].candidate
+        return RoutingDecision(
+            decode=decode.endpoint,
+            prefill=() if place.is_final else tuple(one.candidate.endpoint for one in asked[:MAX_PREFILL_WORKERS]),
+            reasons=tuple(reasons),
+            in_place=place.in_place,
+            min_remote_tokens=place.min_remote_tokens,
+            num_cached_tokens=decode.num_cached_tokens,
+            num_missing_tokens=computing.num_missing_tokens,
+        )
+
+    def _rotated(self, endpoints: Sequence[Endpoint]) -> list[Endpoint]:
+        start = self._rotation % len(endpoints) if endpoints else 0
+        return [*endpoints[start:], *endpoints[:start]]
+
+
+def _usable(request: RoutingRequest, endpoints: Sequence[Endpoint], reasons: list[str]) -> list[Endpoint]:
+    """Those that can serve `request` in some role. Suspended ones are used if no other decode worker is left."""
+    usable, suspended = [], []
+    for endpoint in endpoints:
+        if reason := unusable(endpoint, request):
+            reasons.append(f"{endpoint.address}: {reason}")
+        elif endpoint.suspended:
+            suspended.append(endpoint)
+        else:
+            usable.append(endpoint)
+    if not any(e.can_decode and e.incarnation not in request.tried and _fits(e, request.num_tokens) for e in usable):
+        return usable + suspended
+    reasons += [f"{endpoint.address}: {endpoint.suspended}" for endpoint in suspended]
+    return usable
+
+
+def unusable(endpoint: Endpoint, request: RoutingRequest) -> str:
+    """Why `endpoint` cannot serve `request` in any role; empty if it can."""
+    if endpoint.state is not WorkerState.READY:
+        return endpoint.state.value
+    if endpoint.excluded:
+        return endpoint.excluded
+    if endpoint.fingerprint != request.fingerprint:
+        return f"holds KV of another kind ({endpoint.fingerprint or 'unknown'})"
+    return ""
+
+
+def _fits(endpoint: Endpoint, num_tokens: int) -> bool:
+    return endpoint.max_model_len is None or num_tokens <= endpoint.max_model_len
+
+
+def _cached_tokens(request: RoutingRequest, endpoint: Endpoint) -> int:
+    return request.cached_blocks.get(endpoint.address, 0) * endpoint.block_size
+
+
+def _decode_candidate(request: RoutingRequest, endpoint: Endpoint, helpers: Sequence[WorkerRole]) -> Candidate:
+    """`helpers`: roles of all workers that can prefill."""
+    cached = _cached_tokens(request, endpoint)
+    missing = max(request.num_prompt_tokens - cached, 1)
+    wait = _queue(endpoint) + LOAD_COST * load_score(endpoint)
+    is_helped = WorkerRole.PREFILL in helpers if endpoint.role is WorkerRole.BOTH else bool(helpers)
+    return Candidate(endpoint, cached, missing, wait, MOVE_COST * missing if is_helped else missing)
+
+
+def _prefill_candidate(request: RoutingRequest, endpoint: Endpoint) -> Candidate:
+    cached = _cached_tokens(request, endpoint)
+    missing = max(request.num_prompt_tokens - cached, 1)
+    decodes = LOAD_COST * load_score(endpoint) if endpoint.can_decode else 0
+    return Candidate(endpoint, cached, missing, _queue(endpoint) + decodes, missing)
+
+
+def _queue(endpoint: Endpoint) -> int:
+    return endpoint.load.num_queued_prompt_tokens + endpoint.num_unreported_tokens
+
+
+def _prefill_workers(decode: Endpoint, usable: Sequence[Endpoint]) -> list[Endpoint]:
+    return [endpoint for endpoint in usable if _helps(endpoint, decode)]
+
+
+def _helps(endpoint: Endpoint, decode: Endpoint) -> bool:
+    """Workers of both roles help each other only if the decode worker itself cannot prefill."""
+    if not endpoint.can_prefill or endpoint.address == decode.address:
+        return False
+    return decode.role is not WorkerRole.BOTH or endpoint.role is WorkerRole.PREFILL
+
+
+def _choice(role: str, ranked: Sequence[Ranked]) -> str:
+    named = [f"{one.candidate.address} ({one.words})" for one in ranked[:MAX_NAMED]]
+    more = f" and {len(ranked) - MAX_NAMED} more" if len(ranked) > MAX_NAMED else ""
+    others = f", before {', '.join(named[1:])}{more}" if named[1:] else ""
+    return f"{role} by {named[0]}{others}"
+
+
+def _listed(reasons: Sequence[str]) -> str:
+    return f" ({'; '.join(reasons)})" if reasons else " (none is configured)"
