@@ -1,6 +1,6 @@
 """KV blocks from worker to worker over NIXL: RDMA, CUDA IPC, shared memory or TCP, whatever UCX finds between them.
 
-The consumer reads (`kv_store.nixl.fetch`), the producer's process does next to nothing (`kv_store.nixl.publish`). Each
+The consumer reads (`kv_store.nixl.fetch`), the producer's process does little (`kv_store.nixl.publish`). Each
 worker's cache is registered once. If UCX cannot register it (memory of a device that it was built without), or if
 `nixl_staging` says so, this end goes through host memory: the producer copies what it publishes there, and the consumer
 what it has read. The other end notices nothing.

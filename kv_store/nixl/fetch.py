@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 MAX_READS_PER_PEER = 4  # in flight: enough to keep a link busy, and a peer that hangs holds up no other
 _LONE_FACTOR = 8  # slices that a job gets at once while no other waits: 0.2 ms between two are 3 % of one such read
 _MIN_PAUSE_S, _MAX_PAUSE_S = 50e-6, 300e-6  # between two looks at reads in flight
-_MIN_IDLE_S, _MAX_IDLE_S = 1e-3, 1.0  # between two looks at connections while there are none, since something was begun
+_MIN_IDLE_S, _MAX_IDLE_S = 1e-3, 1.0  # poll interval while no peer is connected, counted from the last request
 _JOIN_TIMEOUT_S = 5.0
 PEER_KEEP_S = 1200.0  # unused peers: a request's default deadline, twice, as its blocks may come long after `add_peer`
 _FORGET_INTERVAL_S = 1.0
@@ -233,7 +233,7 @@ class Fetcher:
         return [ticket % memory.num_blocks for ticket in tickets], msgspec.msgpack.encode(report)
 
     def _connect_ahead(self, peer: Peer) -> None:
-        if self._peers.get(peer.info.name) is not peer:  # another was added since
+        if self._peers.get(peer.info.name) is not peer:  # another peer was added since
             return
         try:
             self._connected(peer)
@@ -292,7 +292,7 @@ class Fetcher:
                 is_late = time.monotonic() >= flight.job.deadline  # looked at last: a read seen done in time was
                 late = f"not done within {self._timeout_s} s"
                 if all(are_done):
-                    # Who notices only now may have been stopped, and the peer keeps blocks for a time, not for ever.
+                    # A worker that was stopped may notice late; the peer keeps its blocks for a limited time only.
                     self._report(flight, late if is_late else None)
                 elif is_late:
                     self._fail(flight, late)

@@ -3,7 +3,8 @@
 Peers read the cache itself, so there is little to do: nothing on CPU; on a device, to wait until the work queued before
 is done. With checksums, to compute them. If peers cannot reach the cache, each block is copied into
 host memory first. When that is full, jobs wait, in turns; what has waited for `transfer_timeout_s` fails, and the
-consumer computes it itself. So two jobs that hold what the other waits for cost time, and never each other.
+consumer computes it itself. So two jobs that wait for
+each other lose time, but do not block each other for ever.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class StoreSpace:
         return is_full or self._num_written >= SHARE * self._limit / 2 or self._waits_since is not None
 
     def _run(self) -> None:
-        is_made = False  # the first pass is made at once: who knows what is there
+        is_made = False  # the first pass is made at once: nothing is known of the directory yet
         while True:
             with self._changed:
                 if is_made:

@@ -36,8 +36,8 @@ class Replicas(Protocol):
 def deletion_cost(pod: PodLoad) -> int:
     """Streams first, in powers of two; among idle pods the one with less in its cache goes first, likewise.
 
-    Steps that double keep a busy fleet from patching its pods all the time, and order pods well enough: what is
-    between one step and the next is as empty as makes no difference.
+    Each step is twice the one before, so the pods of a busy fleet are not patched all the time. Pods within one step
+    count as equal: the order need not be finer.
     """
     return pod.num_streams.bit_length() * STREAM_COST + min(pod.num_cached_blocks.bit_length(), MAX_CACHE_COST)
 

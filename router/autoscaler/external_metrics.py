@@ -1,7 +1,7 @@
 """`external.metrics.k8s.io/v1beta1`, as the API server's aggregator asks for it on behalf of HPAs.
 
 Who may ask is decided before: the API server checks its own RBAC (`get external.metrics.k8s.io/METRIC` in the
-namespace) and forwards with its front-proxy certificate; a connection without that certificate gets nowhere.
+namespace) and forwards with its front-proxy certificate; a connection without that certificate is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def quantity(value: float) -> str:
-    """As Kubernetes writes numbers: whole, or in thousandths, rounded up so that a little is never nothing."""
+    """As Kubernetes writes numbers: whole, or in thousandths, rounded up so that a small value is never 0."""
     milli = math.ceil(value * 1000 - 1e-6)
     return str(milli // 1000) if milli % 1000 == 0 else f"{milli}m"
 

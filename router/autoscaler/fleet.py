@@ -97,7 +97,7 @@ class Fleet:
     # ---------------------------------------------------------------------------------------- questions
 
     def signals(self) -> FleetSignals | None:
-        """None while it is not known who is there: to know nothing is not to have nothing."""
+        """None until discovery has answered: an unknown fleet is not an empty one."""
         if not all(source.complete for source in self._sources):
             return None
         now = self._clock()

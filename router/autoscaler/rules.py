@@ -35,7 +35,7 @@ class Rules(Protocol):
 
 
 LEAST_BUSY_S = 30.0  # seconds of work that a prefill worker's rate is learned from
-UTILIZATION = 0.8  # share of what a prefill worker was seen to take that it is given: beyond it, queues grow long
+UTILIZATION = 0.8  # a worker is given this share of its measured rate: beyond it, queues grow long
 
 
 class TargetRules:
