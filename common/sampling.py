@@ -27,6 +27,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 256
 
 Given = Mapping[str, object]
 """The parameters that a client set, by name. What it left out is missing here."""
@@ -47,7 +48,9 @@ class RestAlias:
 
 
 def _in_vocabulary(ids: IdsT, info: Info) -> IdsT:
-    limits = cast("ModelLimits", info.context)
+    limits = cast("ModelLimits | None", info.context)
+    if limits is None:  # a client's own settings: the server knows its vocabulary
+        return ids
     for index, token_id in enumerate(ids):
         if not 0 <= token_id < limits.vocab_size:
             raise ValueError(
@@ -73,6 +76,17 @@ TokenBiases = Annotated[
     Field(max_length=MAX_TOKEN_IDS),
     AfterValidator(_in_vocabulary),
 ]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TokenSequence:
+    """Tokens, one after the other."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    token_ids: Annotated[
+        tuple[Annotated[int, Strict()], ...], Field(min_length=1, max_length=64), AfterValidator(_in_vocabulary)
+    ]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -126,6 +140,20 @@ class SamplingParams:
     logit_bias: Annotated[TokenBiases, Field(description="added to the logits of these tokens")] = field(
         default_factory=dict
     )
+    allowed_token_ids: Annotated[
+        TokenIds, Field(description="the answer has only these tokens; any if none are given")
+    ] = ()
+    bad_words: Annotated[
+        tuple[Annotated[Text, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)], ...],
+        Field(
+            max_length=MAX_BAD_WORDS,
+            description="texts that the answer has not, as the model writes them, with a space before and without",
+        ),
+    ] = ()
+    bad_words_ids: Annotated[
+        tuple[TokenSequence, ...],
+        Field(max_length=2 * MAX_BAD_WORDS, description="sequences of tokens that the answer has not"),
+    ] = ()
     guided: Annotated[
         Guided | None, Field(description="the answer has this form: a JSON schema, a regex, a choice, a grammar")
     ] = None
@@ -133,6 +161,12 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything but its grammar changes which token is the likeliest."""
+        bans = self.min_tokens or self.allowed_token_ids or self.bad_words_ids
+        return bool(bans or self.logit_bias or self.has_penalties)
 
     @property
     def has_penalties(self) -> bool:
@@ -168,6 +202,9 @@ class SamplingOptions(TypedDict, total=False):
     frequency_penalty: float
     repetition_penalty: float
     logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+    bad_words_ids: Sequence[TokenSequence | Mapping[str, Sequence[int]]]
     guided: Guided | GuidedOptions
 
 

@@ -368,7 +368,7 @@ class EngineCore:
                 self.scheduler.stop(request.request_id)
                 self._fail(request.request_id, "INTERNAL", strays[request])
             elif token is None and sequence.sample is not None:
-                self._end_guided(request, request.guide.failure if request.guide else "")
+                self._end_without_token(request)
         return tokens
 
     def _follow_grammars(self, output: SchedulerOutput) -> dict[Request, str]:
@@ -383,13 +383,13 @@ class EngineCore:
                     strays[request] = str(error)
         return strays
 
-    def _end_guided(self, request: Request, reason: str) -> None:
-        """Its grammar allows no token: that is the grammar's fault, or that of what else the request bans."""
+    def _end_without_token(self, request: Request) -> None:
+        """What it asks for leaves no token."""
         self.scheduler.stop(request.request_id)
-        reason = reason or "what the form allows next is banned by other parameters"
-        self._fail(
-            request.request_id, "INVALID_ARGUMENT", f"the answer cannot go on: {reason}", "sampling_params.guided"
-        )
+        guide = request.guide
+        field = "sampling_params.allowed_token_ids" if guide is None else "sampling_params.guided"
+        reason = (guide and guide.failure) or "what it allows next is banned by other parameters"
+        self._fail(request.request_id, "INVALID_ARGUMENT", f"the answer cannot go on: {reason}", field)
 
     def _sequence(self, request: Request, num_new: int) -> SequenceInput:
         start = request.num_computed_tokens

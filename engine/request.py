@@ -83,7 +83,7 @@ class Request:
     def logit_changes(self, eos_token_ids: frozenset[int]) -> LogitChanges | None:
         """What changes the logits of the next token, up to date; None for a request that wants them as they are."""
         params = self.sampling_params
-        if not (params.has_penalties or params.logit_bias or params.min_tokens):
+        if not params.changes_logits:
             return None
         if self.changes is None:
             self.changes = LogitChanges(params, self.prompt_token_ids, eos_token_ids)

@@ -64,8 +64,15 @@ def _adjust(raw: torch.Tensor, inputs: Sequence[SampleInput]) -> torch.Tensor:
     if biased := [(row * size, changed) for row, changed in changes if changed.bias_ids]:
         bias = torch.cat([_floats(changed.bias) for _, changed in biased])
         flat[_joined([(start, changed.bias_ids) for start, changed in biased], raw.device)] += bias.to(raw.device)
+    if allowing := [(row, changed.allowed_ids) for row, changed in changes if changed.allowed_ids]:
+        at = _joined([(row * size, ids) for row, ids in allowing], raw.device)
+        kept = flat[at]
+        adjusted[torch.tensor([row for row, _ in allowing], device=raw.device)] = float("-inf")
+        flat[at] = kept
     is_early = [item.num_output_tokens < item.params.min_tokens for item in inputs]
-    if banned := [(row * size, changed.banned_ids) for row, changed in changes if is_early[row] and changed.banned_ids]:
+    banned = [(row * size, changed.banned_ids) for row, changed in changes if is_early[row] and changed.banned_ids]
+    banned += [(row * size, changed.bad_ids) for row, changed in changes if changed.bad_ids]
+    if banned:
         flat[_joined(banned, raw.device)] = float("-inf")
     if guides:
         mask_logits(adjusted, guides)
@@ -73,8 +80,8 @@ def _adjust(raw: torch.Tensor, inputs: Sequence[SampleInput]) -> torch.Tensor:
 
 
 def _dead_rows(adjusted: torch.Tensor, inputs: Sequence[SampleInput]) -> set[int]:
-    """Rows in which no token is allowed. Only grammars can ban them all."""
-    rows = [row for row, item in enumerate(inputs) if item.guide is not None]
+    """Rows in which no token is allowed. Only a grammar or a list of allowed tokens can leave so few."""
+    rows = [row for row, item in enumerate(inputs) if item.guide is not None or item.params.allowed_token_ids]
     if not rows:
         return set()
     best: list[float] = adjusted[torch.tensor(rows, device=adjusted.device)].amax(-1).tolist()

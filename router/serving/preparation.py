@@ -6,11 +6,12 @@ import json
 import math
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from common.errors import InvalidArgumentError
 from common.guided import Guided, check_grammar
-from common.sampling import MAX_LOGPROBS, FieldName, Given, SamplingParams, resolve
+from common.sampling import MAX_LOGPROBS, FieldName, Given, SamplingParams, TokenSequence, resolve
 from common.validation import (
     check_cache_salt,
     check_messages,
@@ -180,6 +181,8 @@ class Preparation:
                 f"{params.max_tokens} tokens of {num_answers} answers with {num_logprobs} logprobs count as "
                 f"{params.max_tokens * counted}: this router allows one request {allowed}",
             )
+        if params.bad_words:
+            params = replace(params, bad_words_ids=_bad_words_ids(model, params))
         return GenerationRequest(
             request_id=request_id or new_request_id(),
             model=model,
@@ -202,3 +205,10 @@ class Preparation:
 def _weight(num_logprobs: int) -> int:
     """What one token counts, with so many logprobs beside it."""
     return 1 + math.ceil(num_logprobs / LOGPROBS_OF_A_TOKEN)
+
+
+def _bad_words_ids(model: ServedModel, params: SamplingParams) -> tuple[TokenSequence, ...]:
+    """Those that the client gave, and each bad word as the model writes it, with a space before and without."""
+    texts = (text for word in params.bad_words for text in (word, f" {word}"))
+    words = (TokenSequence(token_ids=tuple(model.tokenizer.encode(text, add_special_tokens=False))) for text in texts)
+    return tuple(dict.fromkeys((*params.bad_words_ids, *words)))

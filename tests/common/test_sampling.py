@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import InvalidArgumentError
 from common.guided import Guided
-from common.sampling import MAX_TOKEN_IDS, SamplingOptions, SamplingParams, parameters, resolve
+from common.sampling import MAX_TOKEN_IDS, SamplingOptions, SamplingParams, TokenSequence, parameters, resolve
 from common.validation import ModelLimits
 
 LIMITS = ModelLimits(model="m", max_model_len=100, vocab_size=1000, max_token_bytes=8)
@@ -34,6 +34,9 @@ GOOD: list[tuple[str, list[object]]] = [
     ("frequency_penalty", [-2, 2]),
     ("repetition_penalty", [0.01, 1, 2]),
     ("logit_bias", [{}, {0: -100.0, 999: 100.0}]),
+    ("allowed_token_ids", [(), (0, 999)]),
+    ("bad_words", [(), ("a",), ("a",) * 256]),
+    ("bad_words_ids", [(), (TokenSequence(token_ids=(0, 999)),)]),
     ("guided", [None, Guided(regex="a+"), Guided(choice=("a", "b")), Guided(json_object=True)]),
 ]
 
@@ -52,6 +55,8 @@ BAD: list[tuple[str, list[object]]] = [
     ("frequency_penalty", [-2.1, 2.1, math.inf]),
     ("repetition_penalty", [0, -1, math.inf]),
     ("logit_bias", [{-1: 0.0}, {1000: 0.0}, {1: math.nan}, {1: 101.0}]),
+    ("allowed_token_ids", [(-1,), (1000,), (1,) * 1025]),
+    ("bad_words", [("",), ("a",) * 257, ("a" * 1025,)]),
     ("guided", [{}, {"regex": "a", "json_object": True}, {"choice": []}, {"choice": ["x" * 40000] * 2}]),
 ]
 
@@ -59,7 +64,7 @@ BAD: list[tuple[str, list[object]]] = [
 def test_every_field_is_covered() -> None:
     names = set(parameters())
     assert {name for name, _ in GOOD} == names
-    assert {name for name, _ in BAD} == names - {"ignore_eos"}
+    assert {name for name, _ in BAD} == names - {"ignore_eos", "bad_words_ids"}
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in GOOD for value in values])
@@ -74,6 +79,20 @@ def test_bad(name: str, value: object) -> None:
         validate(**{name: value})
     assert caught.value.field == name
     assert caught.value.message.startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [
+        ([{"token_ids": [1]}, {"token_ids": [1000]}], "bad_words_ids[1].token_ids"),
+        ([{"token_ids": []}], "bad_words_ids[0].token_ids"),
+        ([{"token_ids": [1], "ids": [1]}], "bad_words_ids[0].ids"),
+    ],
+)
+def test_a_bad_sequence_is_named(value: object, field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        validate(bad_words_ids=value)
+    assert caught.value.field == field
 
 
 def test_defaults() -> None:

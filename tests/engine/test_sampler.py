@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.sampling import SamplingParams
+from common.sampling import SamplingParams, TokenSequence
 from common.types import SampledToken
 from engine.batch import SampleInput
 from engine.logit_changes import LogitChanges
@@ -36,8 +36,8 @@ def ask(
     return SampleInput(params=params, num_output_tokens=index, changes=changes)
 
 
-def ids(tokens: list[SampledToken]) -> list[int]:
-    return [token.token_id for token in tokens]
+def ids(tokens: Sequence[SampledToken | None]) -> list[int]:
+    return [token.token_id for token in tokens if token is not None]
 
 
 def draw_many(logits: torch.Tensor, params: SamplingParams) -> Counter[int]:
@@ -219,3 +219,31 @@ def test_logprobs_only_where_asked() -> None:
     assert plain == SampledToken(0)
     assert zero.logprob is not None
     assert zero.top_logprobs == ()
+
+
+def test_only_allowed_tokens_come_in_rows_that_say_so() -> None:
+    rows = LOGITS.expand(3, -1)
+    params = SamplingParams(temperature=0.0, allowed_token_ids=(4, 7))
+    assert ids(sample(rows, [ask(GREEDY), ask(params), ask(GREEDY)])) == [0, 7, 0]
+    counts = draw_many(LOGITS, SamplingParams(allowed_token_ids=(4, 5, 7)))
+    assert_distributed(counts, keep([4, 5, 7]))
+
+
+def test_a_row_without_an_allowed_token_has_none() -> None:
+    banned = SamplingParams(temperature=0.0, allowed_token_ids=(3,), min_tokens=2, stop_token_ids=(3,))
+    assert sample(LOGITS.expand(2, -1), [ask(banned), ask(GREEDY)]) == [None, SampledToken(0)]
+
+
+def test_bad_words_end_where_they_would_be_whole() -> None:
+    """Token 0 is banned alone; 5 only after 1, 2; and 1 after the 2 that began nothing."""
+    words = (TokenSequence(token_ids=(0,)), TokenSequence(token_ids=(1, 2, 5)), TokenSequence(token_ids=(2, 1)))
+    params = SamplingParams(temperature=0.0, bad_words_ids=words)
+    order = LOGITS.argsort(descending=True).tolist()
+    assert order[:3] == [0, 5, 1]
+
+    def next_after(*output: int) -> int:
+        return ids(sample(LOGITS[None], [ask(params, len(output), prompt_token_ids=[1], output_token_ids=output)]))[0]
+
+    assert next_after() == 5
+    assert next_after(2) == 5  # the prompt's 1 is no part of the answer
+    assert next_after(1, 2) == order[3]  # neither 5, which would complete 1 2 5, nor 1, which would complete 2 1

@@ -17,14 +17,14 @@ import pytest
 from baton.cli.main import main
 from baton.client import Client
 from common.guided import Guided
-from common.sampling import SamplingParams, TypeForm, parameters
+from common.sampling import SamplingParams, TokenSequence, TypeForm, parameters
 from common.validation import ModelLimits
 from engine import messages as m
 from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2
 from tests.router import nested_parameters
 from tests.router.conftest import RunningRouter
 from tests.router.fake_worker import MAX_MODEL_LEN, FakeWorker
-from tests.router.tiny_tokenizer import vocab_size
+from tests.router.tiny_tokenizer import ids_of, vocab_size
 from worker import convert
 
 EXAMPLES: tuple[tuple[TypeForm, object, str], ...] = (
@@ -35,6 +35,7 @@ EXAMPLES: tuple[tuple[TypeForm, object, str], ...] = (
     (tuple[str, ...], ("zz",), "zz"),
     (tuple[int, ...], (7, 8), "7,8"),
     (dict[int, float], {7: 0.5, 8: -0.5}, "7=0.5,8=-0.5"),
+    (tuple[TokenSequence, ...], (TokenSequence(token_ids=(7, 8)),), '[{"token_ids": [7, 8]}]'),
     *nested_parameters.EXAMPLES,
     (Guided | None, Guided(choice=("ab", "c")), '{"choice": ["ab", "c"]}'),
 )
@@ -144,3 +145,11 @@ def test_nested_values() -> None:
     result = subprocess.run([*command, "-k", selected], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
     assert f"{len(nested_parameters.VALUES) * 4 + 2} passed" in result.stdout
+
+
+async def test_bad_words_become_tokens(router: RunningRouter, worker: FakeWorker) -> None:
+    """With a space before and without; beside those that the client gave as tokens."""
+    given = {"bad_words": ["fox", "a"], "bad_words_ids": [{"token_ids": [7, 8]}]}
+    await router.openai.completions.create(model="tiny", prompt="Hi", extra_body=given)
+    ids = [one.token_ids for one in in_the_engine(worker.requests[0]).bad_words_ids]
+    assert ids == [(7, 8), *(tuple(ids_of(text)) for text in ("fox", " fox", "a", " a"))]

@@ -1,0 +1,86 @@
+"""Guided answers of a real model, prompt and answer on different workers: they parse, and validate."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import jsonschema
+import openai
+import pytest
+
+from baton.client import Client
+from baton.report import Result
+from common.config import DEFAULT_MODEL
+from common.errors import InvalidArgumentError
+from common.guided import Guided
+from common.types import FinishReason
+from tests.integration.ask import Salt
+from tests.integration.schemas import schemas
+from tests.integration.stack import CALL_TIMEOUT_S, Stack
+
+pytestmark = pytest.mark.timeout(1200)
+
+NUM_EACH = 2
+QUESTION = "Give an example. Answer in JSON that matches this schema: "
+
+
+def test_answers_validate(two: Stack, salt: Salt) -> None:
+    cases = [(schema, seed) for schema in schemas() for seed in range(NUM_EACH)]
+    assert len(cases) == 60 * NUM_EACH
+
+    with Client(two.grpc, timeout=CALL_TIMEOUT_S * 4) as client:
+
+        def ask(case: tuple[object, int]) -> Result:
+            schema, seed = case
+            guided = Guided(json_schema=json.dumps(schema))
+            question = QUESTION + json.dumps(schema)
+            return client.chat(question, guided=guided, max_tokens=256, temperature=0.7, seed=seed).result()
+
+        with ThreadPoolExecutor(32) as pool:
+            results = list(pool.map(ask, cases))
+    ended = [
+        (case, result) for case, result in zip(cases, results, strict=True) if result.finish_reason is FinishReason.STOP
+    ]
+    assert len(ended) >= 0.95 * len(cases)
+    for (schema, _), result in ended:
+        jsonschema.validate(json.loads(result.text), schema, jsonschema.Draft202012Validator)  # type: ignore[arg-type]
+    assert sum(bool(result.report.prefill_worker) for result in results) > len(cases) // 2
+
+
+def test_seeded_answers_are_the_same_alone(two: Stack, salt: Salt) -> None:
+    with Client(two.grpc, timeout=CALL_TIMEOUT_S) as client:
+
+        def ask(_: int) -> str:
+            guided = Guided(regex="[A-Z][a-z]{2,8} and [A-Z][a-z]{2,8}")
+            return client.chat("Two names?", guided=guided, seed=7, cache_salt=salt()).result().text
+
+        alone = ask(0)
+        with ThreadPoolExecutor(4) as pool:
+            assert set(pool.map(ask, range(4))) == {alone}
+
+
+def test_a_worker_refuses_what_its_model_lacks(two: Stack) -> None:
+    """The router has parsed it: only the worker's tokenizer knows the special tokens."""
+    tag = json.dumps({"type": "structural_tag", "format": {"type": "token", "token": "<|nowhere|>"}})
+    with Client(two.grpc, timeout=CALL_TIMEOUT_S) as client, pytest.raises(InvalidArgumentError) as caught:
+        client.generate("Hi", guided=Guided(structural_tag=tag)).result()
+    assert caught.value.field == "sampling_params.guided"
+    assert "unknown special token" in caught.value.reason
+
+
+def test_openai_parses_into_a_model(two: Stack) -> None:
+    from pydantic import BaseModel, Field
+
+    class City(BaseModel):
+        name: str = Field(max_length=20)
+        people: int = Field(ge=0, le=40_000_000)
+
+    with openai.OpenAI(base_url=f"{two.http}/v1", api_key="none", timeout=CALL_TIMEOUT_S, max_retries=0) as client:
+        answer = client.chat.completions.parse(
+            model=DEFAULT_MODEL,
+            messages=[{"role": "user", "content": "Name a city and how many people live there, as JSON."}],
+            response_format=City,
+            temperature=0,
+        )
+    assert isinstance(answer.choices[0].message.parsed, City)
