@@ -12,7 +12,7 @@ from enum import IntEnum
 
 import torch
 
-from engine.kernels.library import Kernels, LinearStruct, PackedLinear, WeightKind, aligned_memory
+from engine.kernels.library import Kernels, LinearStruct, PackedLinear, WeightKind
 
 BLOCK = 32  # weights that lie together
 GROUPS = (32, 64, 128, 256)
@@ -126,8 +126,8 @@ class PackedGrouped(PackedLinear):
         if layout.group not in GROUPS or k % layout.group:
             raise ValueError(f"a row of {k} weights has no groups of {layout.group}")
         library = kernels.library
-        memory, packed = aligned_memory(library.baton_grouped_bytes(layout.number, n, k))
-        super().__init__(kernels, memory, LinearStruct(packed, None, n, k, WeightKind.GROUPED, layout.number))
+        memory = kernels.arena.allocate(library.baton_grouped_bytes(layout.number, n, k))
+        super().__init__(kernels, memory, LinearStruct(memory.address, None, n, k, WeightKind.GROUPED, layout.number))
         for start, stop in tensor.pieces():
             rows = tensor.rows(start, stop)
             codes, heads = rows.codes.contiguous(), rows.heads.contiguous()
@@ -140,7 +140,7 @@ class PackedGrouped(PackedLinear):
                 None if blocks is None else blocks.data_ptr(),
                 stop - start,
                 k,
-                packed + library.baton_grouped_bytes(layout.number, start, k),
+                memory.address + library.baton_grouped_bytes(layout.number, start, k),
             )
 
     def look_up(self, row_ids: torch.Tensor) -> torch.Tensor:

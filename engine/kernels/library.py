@@ -11,12 +11,12 @@ from functools import cache
 import torch
 
 from common.errors import StartupError
+from engine.kernels.arena import Arena, Memory
 from engine.kernels.build import library_file
 from engine.kernels.choice import TORCH, Choice, choose
 
 log = logging.getLogger(__name__)
 
-_ALIGNMENT = 4096
 MAX_HEAD_DIM = 512  # of attention
 DTYPES = (torch.float32, torch.bfloat16)  # of activations and KV
 
@@ -115,6 +115,7 @@ class Kernels:
         self.num_threads = num_threads
         self.library = _open(choice.variant)
         self.team: int = self.library.baton_team(num_threads)
+        self.arena = Arena()
 
     def kind_of(self, weight: torch.Tensor, *, is_head: bool = False) -> WeightKind:
         """How a layer's weight is kept. The head decides between tokens, so it has 8 bits at least."""
@@ -196,7 +197,7 @@ class PackedLinear:
     the dtype of `x`. What a row gives does not depend on the other rows.
     """
 
-    def __init__(self, kernels: Kernels, memory: torch.Tensor | None, struct: LinearStruct) -> None:
+    def __init__(self, kernels: Kernels, memory: Memory | None, struct: LinearStruct) -> None:
         """`memory` is what `struct` points into."""
         self._kernels = kernels
         self._memory = memory
@@ -210,11 +211,11 @@ class PackedLinear:
         if weight.dtype not in DTYPES:
             raise TypeError(f"no kernels for weights of {weight.dtype}")
         n, k = weight.shape
-        memory, packed = aligned_memory(kernels.library.baton_packed_bytes(kind, n, k))
+        memory = kernels.arena.allocate(kernels.library.baton_packed_bytes(kind, n, k))
         weight = weight.contiguous()
         is_bf16 = weight.dtype == torch.bfloat16
-        kernels.library.baton_pack(kernels.team, kind, weight.data_ptr(), is_bf16, n, k, packed)
-        return cls(kernels, memory, LinearStruct(packed, None, n, k, kind, 0))
+        kernels.library.baton_pack(kernels.team, kind, weight.data_ptr(), is_bf16, n, k, memory.address)
+        return cls(kernels, memory, LinearStruct(memory.address, None, n, k, kind, 0))
 
     def set_bias(self, bias: torch.Tensor | None) -> None:
         """`[out_features]`; before the first product."""
@@ -239,13 +240,6 @@ class PackedLinear:
             is_bf16,
         )
         return out
-
-
-def aligned_memory(num_bytes: int) -> tuple[torch.Tensor, int]:
-    """Memory, and the address of `num_bytes` bytes in it: whole pages, so that a vector never lies on two lines of the
-    cache."""
-    memory = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
-    return memory, -(-memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
 
 
 @cache

@@ -107,6 +107,16 @@ inline Floats widen_halves(Halves values) {
 #endif
 }
 
+// The low 4 bits of each lane.
+inline Floats int4_values(Words quants) {
+#if defined(__AVX512F__)
+    const Floats values = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return __builtin_shuffle(values, (Ints)quants);  // looks at no more than these bits
+#else
+    return __builtin_convertvector((Ints)(quants & 15), Floats);
+#endif
+}
+
 inline Floats from_integers(Words values) { return __builtin_convertvector((Ints)values, Floats); }
 
 struct Factors {
@@ -248,7 +258,7 @@ void compute_grouped_block(const Product& p, const Layout& layout, int64_t row, 
             const int64_t stop = std::min(p.k, start + MAX_STRETCH);
             widen_grouped<C>(layout, weights + layout.panel_bytes(start), stop - start, scratch);
             const Stretch at{reinterpret_cast<const uint8_t*>(scratch), start, stop, scratch + MAX_STRETCH * PANEL};
-            compute_rows<F32>(p, row, rows, panel + i, at, ROW_COUNTS);
+            compute_rows<F32, PACKED>(p, row, rows, panel + i, at, ROW_COUNTS);
         }
     }
 }

@@ -2,7 +2,9 @@
 //
 // A weight is packed in panels of PANEL rows, k outermost, so that a panel is read front to back. Each result is one
 // chain of fused multiply-adds over k = 0, 1, ... in one lane, in whatever tile it is computed: a row's bits depend
-// neither on the other rows of the batch nor on the number of threads.
+// neither on the other rows of the batch nor on the number of threads. Quantised weights have such a chain for each
+// group: x times the integers. Its end times the group's scale is added to the result, and with INT4 the sum of the
+// group's x times the minimum: two additions a group instead of one for each weight.
 #pragma once
 
 #include <algorithm>
@@ -43,10 +45,17 @@ constexpr int few_rows(Kind kind) { return kind == INT4 ? MAX_ROWS : 24; }
 inline bool takes_bf16(Kind kind) { return kind == BF16 && std::is_same<Bf16Operand, bf16>::value; }
 inline int64_t operand_size(Kind kind) { return takes_bf16(kind) ? 2 : 4; }
 
-// Elements from one row of an operand to the next: never a power of two, or the rows of a tile share few cache sets.
-inline int64_t operand_stride(Kind kind, int64_t k) { return round_up(k, K_MULTIPLE) + 64 / operand_size(kind); }
-
+constexpr bool has_groups(Kind kind) { return kind == INT8 || kind == INT4; }
+constexpr int group_size(Kind kind) { return kind == INT8 ? INT8_GROUP : INT4_GROUP; }
 constexpr int64_t group_bytes(Kind kind) { return PANEL * (kind == INT8 ? 4 + INT8_GROUP : 4 + INT4_GROUP / 2); }
+
+// Elements of a row of an operand behind its k, padded: for INT4 the sum of each group.
+inline int64_t num_group_sums(Kind kind, int64_t k) { return kind == INT4 ? round_up(k, K_MULTIPLE) / INT4_GROUP : 0; }
+
+// Elements from one row of an operand to the next: never a power of two, or the rows of a tile share few cache sets.
+inline int64_t operand_stride(Kind kind, int64_t k) {
+    return round_up(round_up(k, K_MULTIPLE) + num_group_sums(kind, k), 64) + 64 / operand_size(kind);
+}
 
 // Of `k` weights of each row of a panel.
 inline int64_t panel_bytes(Kind kind, int64_t k) {
@@ -210,64 +219,136 @@ struct Tile<BF16, R, P> {
 };
 #endif
 
+// Sums of one group, and what they add to the result.
+template <int R, int P>
+inline void add_group(Sums<R, P>& sums, const Sums<R, P>& group, const Floats (&scales)[2 * P]) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < 2 * P; c++) sums.of[r][c] += group.of[r][c] * scales[c];
+}
+
 template <int R, int P>
 struct Tile<INT8, R, P> {
     static void run(Sums<R, P>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t bytes, int64_t k) {
         for (int64_t start = 0; start < k; start += INT8_GROUP, panel += group_bytes(INT8)) {
-            Floats scales[2 * P];
-#pragma GCC unroll 8
-            for (int c = 0; c < 2 * P; c++)
-                scales[c] = load_as<Floats>(panel + (c / 2) * bytes + (c % 2) * LANES * 4);
+            Sums<R, P> group{};
             for (int i = 0; i < INT8_GROUP; i++) {
                 Floats w[2 * P];
 #pragma GCC unroll 8
                 for (int c = 0; c < 2 * P; c++) {
                     const uint8_t* from = panel + (c / 2) * bytes + PANEL * 4 + i * PANEL + (c % 2) * LANES;
-                    w[c] = load(reinterpret_cast<const int8_t*>(from)) * scales[c];
+                    w[c] = load(reinterpret_cast<const int8_t*>(from));
                 }
-                multiply_add<R, P>(sums, a + start + i, stride, w);
+                multiply_add<R, P>(group, a + start + i, stride, w);
             }
+            Floats scales[2 * P];
+#pragma GCC unroll 8
+            for (int c = 0; c < 2 * P; c++) scales[c] = load_as<Floats>(panel + (c / 2) * bytes + (c % 2) * LANES * 4);
+            add_group<R, P>(sums, group, scales);
         }
     }
 };
 
-// The low 4 bits of each lane.
-inline Floats int4_values(Words quants) {
-#if defined(__AVX512F__)
-    const Floats values = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return __builtin_shuffle(values, (Ints)quants);  // looks at no more than these bits
-#else
-    return __builtin_convertvector((Ints)(quants & 15), Floats);
-#endif
+// Four bits of a word stay where they are and become 16^place times their value, for which x is divided (`prepare_int4`):
+// both are exact. Only the highest four are shifted, for their sign.
+template <int PLACE>
+inline Floats int4_place(Words quants) {
+    if constexpr (PLACE == 7)
+        return __builtin_convertvector((Ints)(quants >> 28), Floats);
+    else
+        return __builtin_convertvector((Ints)(quants & (15u << (4 * PLACE))), Floats);
+}
+alignas(64) const float INT4_FACTORS[16] = {
+    1, 0x1p-4f, 0x1p-8f, 0x1p-12f, 0x1p-16f, 0x1p-20f, 0x1p-24f, 1,
+    1, 0x1p-4f, 0x1p-8f, 0x1p-12f, 0x1p-16f, 0x1p-20f, 0x1p-24f, 1,
+};
+
+// Of a row of x [k, padded with zeros]: the sums of its groups go behind it, then each element is divided.
+inline void prepare_int4(float* row, int64_t k) {
+    float* group_sums = row + round_up(k, K_MULTIPLE);
+    for (int64_t start = 0; start < round_up(k, K_MULTIPLE); start += INT4_GROUP) {
+        Floats total{};
+        for (int64_t i = start; i < start + INT4_GROUP; i += LANES) {
+            const Floats x = load(row + i);
+            total += x;
+            store(row + i, x * load(INT4_FACTORS + i % 8));
+        }
+        group_sums[start / INT4_GROUP] = sum(total);
+    }
+}
+
+// Places 0 to 7 of one word of a group, for COLUMNS of the tile's columns from FIRST on: so many that the words and all
+// sums stay in registers.
+template <int R, int P, int FIRST, int COLUMNS, int... PLACE>
+inline void multiply_add_int4(Sums<R, P>& group, const float* a, int64_t stride, const uint8_t* words, int64_t bytes,
+                              std::integer_sequence<int, PLACE...>) {
+    Words quants[COLUMNS];
+#pragma GCC unroll 8
+    for (int c = 0; c < COLUMNS; c++)
+        quants[c] = load_as<Words>(words + ((FIRST + c) / 2) * bytes + ((FIRST + c) % 2) * LANES * 4);
+    auto add = [&](auto place) {
+        Floats w[COLUMNS];
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; c++) w[c] = int4_place<place()>(quants[c]);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+            const Floats x = broadcast(a[r * stride + place()]);
+#pragma GCC unroll 8
+            for (int c = 0; c < COLUMNS; c++) group.of[r][FIRST + c] += x * w[c];
+        }
+    };
+    (add(std::integral_constant<int, PLACE>()), ...);
+}
+
+// What the scales and minima of a group make of its sums. `x_sums`: of the first row.
+template <int R, int P>
+inline void add_int4_group(Sums<R, P>& sums, const Sums<R, P>& group, const uint8_t* pairs, int64_t bytes,
+                           const float* x_sums, int64_t stride) {
+#pragma GCC unroll 8
+    for (int c = 0; c < 2 * P; c++) {
+        const Words pair = load_as<Words>(pairs + (c / 2) * bytes + (c % 2) * LANES * 4);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++)
+            sums.of[r][c] += group.of[r][c] * even(pair) + broadcast(x_sums[r * stride]) * odd(pair);
+    }
 }
 
 template <int R, int P>
 struct Tile<INT4, R, P> {
-    static void run(Sums<R, P>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t bytes, int64_t k) {
+    static void run(Sums<R, P>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t bytes, int64_t k,
+                    const float* x_sums) {
+        constexpr auto PLACES = std::make_integer_sequence<int, 8>();
+        constexpr int COLUMNS = 2 * P < 4 ? 2 * P : 4;
         for (int64_t start = 0; start < k; start += INT4_GROUP, panel += group_bytes(INT4)) {
-            Words pairs[2 * P];
-#pragma GCC unroll 8
-            for (int c = 0; c < 2 * P; c++)
-                pairs[c] = load_as<Words>(panel + (c / 2) * bytes + (c % 2) * LANES * 4);
+            Sums<R, P> group{};
             for (int word = 0; word < INT4_GROUP / 8; word++) {
-                Words quants[2 * P];
-#pragma GCC unroll 8
-                for (int c = 0; c < 2 * P; c++)
-                    quants[c] = load_as<Words>(panel + (c / 2) * bytes + (PANEL + word * PANEL + (c % 2) * LANES) * 4);
-#pragma GCC unroll 8
-                for (int i = 0; i < 8; i++) {
-                    Floats w[2 * P];
-#pragma GCC unroll 8
-                    for (int c = 0; c < 2 * P; c++) {
-                        w[c] = int4_values(quants[c]) * even(pairs[c]) + odd(pairs[c]);
-                        quants[c] >>= 4;
-                    }
-                    multiply_add<R, P>(sums, a + start + word * 8 + i, stride, w);
-                }
+                const uint8_t* words = panel + (1 + word) * PANEL * 4;
+                const float* x = a + start + word * 8;
+                multiply_add_int4<R, P, 0, COLUMNS>(group, x, stride, words, bytes, PLACES);
+                if constexpr (2 * P > COLUMNS) multiply_add_int4<R, P, COLUMNS, COLUMNS>(group, x, stride, words, bytes, PLACES);
             }
+            add_int4_group<R, P>(sums, group, panel, bytes, x_sums + start / INT4_GROUP, stride);
         }
     }
 };
+
+// Quantised weights that were widened to memory: what a group begins with stays in front of its values.
+constexpr int64_t wide_group_bytes(Kind kind) { return PANEL * 4 * (1 + group_size(kind)); }
+
+template <Kind K, int R>
+void run_wide(Sums<R, 1>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t k, const float* x_sums) {
+    for (int64_t start = 0; start < k; start += group_size(K), panel += wide_group_bytes(K)) {
+        Sums<R, 1> group{};
+        Tile<F32, R, 1>::run(group, a + start, stride, panel + PANEL * 4, 0, group_size(K));
+        if constexpr (K == INT4) {
+            add_int4_group<R, 1>(sums, group, panel, 0, x_sums + start / INT4_GROUP, stride);
+        } else {
+            const Floats scales[2] = {load_as<Floats>(panel), load_as<Floats>(panel + LANES * 4)};
+            add_group<R, 1>(sums, group, scales);
+        }
+    }
+}
 
 // Where results go: `add` keeps what is there and adds, as a residual stream asks.
 struct Output {
@@ -311,6 +392,9 @@ struct Stretch {
     float* partial;  // null if the stretch is all of k
 };
 
+// How a tile reads weights: as they are packed, or as `widen_panel` left them.
+enum Source { PACKED, WIDE };
+
 template <int R, int P>
 inline void finish(const Product& p, int64_t row, int64_t panel, const Sums<R, P>& sums) {
     for (int r = 0; r < R; r++)
@@ -329,26 +413,42 @@ inline void finish(const Product& p, int64_t row, int64_t panel, const Sums<R, P
         }
 }
 
-template <Kind K, int R, int P>
+// Sums of the groups from `start` on of a row of x.
+inline const float* int4_sums(const Product& p, const void* row, int64_t start) {
+    return static_cast<const float*>(row) + round_up(p.k, K_MULTIPLE) + start / INT4_GROUP;
+}
+
+template <Kind K, Source S, int R, int P>
 void compute(const Product& p, int64_t row, int64_t panel, const Stretch& stretch) {
     using Operand = typename std::conditional<K == BF16, Bf16Operand, float>::type;
-    const Operand* a = static_cast<const Operand*>(p.a) + row * p.stride + stretch.start;
+    const Operand* first = static_cast<const Operand*>(p.a) + row * p.stride;
+    const Operand* a = first + stretch.start;
+    const int64_t k = stretch.stop - stretch.start;
     Sums<R, P> sums{};
     if (stretch.start > 0)
         for (int r = 0; r < R; r++)
             for (int c = 0; c < 2 * P; c++) sums.of[r][c] = load(stretch.partial + r * PANEL + c * LANES);
-    Tile<K, R, P>::run(sums, a, p.stride, stretch.weights, panel_bytes(p.kind, p.k), stretch.stop - stretch.start);
+    if constexpr (S == WIDE && has_groups(K)) {
+        run_wide<K, R>(sums, a, p.stride, stretch.weights, k, int4_sums(p, first, stretch.start));
+    } else if constexpr (S == WIDE) {
+        Tile<F32, R, P>::run(sums, a, p.stride, stretch.weights, 0, k);
+    } else if constexpr (K == INT4) {
+        Tile<K, R, P>::run(sums, a, p.stride, stretch.weights, panel_bytes(K, p.k), k, int4_sums(p, first, stretch.start));
+    } else {
+        Tile<K, R, P>::run(sums, a, p.stride, stretch.weights, panel_bytes(K, p.k), k);
+    }
     if (stretch.stop == p.k) return finish<R, P>(p, row, panel, sums);
     for (int r = 0; r < R; r++)
         for (int c = 0; c < 2 * P; c++) store(stretch.partial + r * PANEL + c * LANES, sums.of[r][c]);
 }
 
 // All rows in tiles of nearly equal size.
-template <Kind K, int MAX = tile_rows(K), int... R>
+template <Kind K, Source S, int... R>
 void compute_rows(const Product& p, int64_t row, int64_t rows, int64_t panel, Stretch stretch,
                   std::integer_sequence<int, R...>) {
     using Function = void (*)(const Product&, int64_t, int64_t, const Stretch&);
-    static constexpr Function functions[] = {compute<K, R + 1, 1>...};
+    static constexpr Function functions[] = {compute<K, S, R + 1, 1>...};
+    constexpr int64_t MAX = S == WIDE ? MAX_ROWS : tile_rows(K);
     const int64_t tiles = (rows + MAX - 1) / MAX;
     float* partial = stretch.partial;
     for (int64_t t = 0; t < tiles; t++) {
@@ -360,67 +460,80 @@ void compute_rows(const Product& p, int64_t row, int64_t rows, int64_t panel, St
 
 constexpr auto ROW_COUNTS = std::make_integer_sequence<int, MAX_ROWS>();
 
+// Floats that `k` weights of each row of a panel take if they are widened, with what each group begins with.
+constexpr int64_t wide_floats(int64_t k) { return (k + k / INT4_GROUP) * PANEL; }
+
+template <int... PLACE>
+inline void widen_int4(Words quants, float* to, std::integer_sequence<int, PLACE...>) {
+    (store(to + PLACE * PANEL, int4_place<PLACE>(quants)), ...);
+}
+
 // Weights of one panel as float32, [k, PANEL]: the very factors that `Tile` computes for itself.
 template <Kind K>
 void widen_panel(const uint8_t* from, int64_t k, float* to) {
-    for (int c = 0; c < 2; c++) {
-        const int64_t lanes = c * LANES;
-        if (K == BF16)
+    if constexpr (K == BF16) {
+        for (int c = 0; c < 2; c++)
             for (int64_t i = 0; i < k; i += 2) {
-                const Words pairs = load_as<Words>(from + (i / 2 * PANEL + lanes) * 4);
-                store(to + i * PANEL + lanes, even(pairs));
-                store(to + (i + 1) * PANEL + lanes, odd(pairs));
+                const Words pairs = load_as<Words>(from + (i / 2 * PANEL + c * LANES) * 4);
+                store(to + i * PANEL + c * LANES, even(pairs));
+                store(to + (i + 1) * PANEL + c * LANES, odd(pairs));
             }
-        if (K == INT8)
-            for (int64_t i = 0; i < k; i++) {
-                const uint8_t* group = from + i / INT8_GROUP * group_bytes(INT8);
-                const Floats scale = load_as<Floats>(group + lanes * 4);
-                const uint8_t* quants = group + (4 + i % INT8_GROUP) * PANEL + lanes;
-                store(to + i * PANEL + lanes, load(reinterpret_cast<const int8_t*>(quants)) * scale);
-            }
-        if (K == INT4)
-            for (int64_t i = 0; i < k; i += 8) {
-                const uint8_t* group = from + i / INT4_GROUP * group_bytes(INT4);
-                const Words pair = load_as<Words>(group + lanes * 4);
-                Words quants = load_as<Words>(group + (PANEL * (1 + i % INT4_GROUP / 8) + lanes) * 4);
-                for (int j = 0; j < 8; j++, quants >>= 4)
-                    store(to + (i + j) * PANEL + lanes, int4_values(quants) * even(pair) + odd(pair));
-            }
+    }
+    if constexpr (has_groups(K)) {
+        for (int64_t start = 0; start < k; start += group_size(K), from += group_bytes(K)) {
+            std::memcpy(to, from, PANEL * 4);
+            to += PANEL;
+            const uint8_t* quants = from + PANEL * 4;
+            for (int i = 0; i < 2 * group_size(K) && K == INT8; i++)
+                store(to + i * LANES, load(reinterpret_cast<const int8_t*>(quants) + i * LANES));
+            for (int i = 0; i < group_size(K) && K == INT4; i += 8)
+                for (int c = 0; c < 2; c++)
+                    widen_int4(load_as<Words>(quants + (i / 8 * PANEL + c * LANES) * 4), to + i * PANEL + c * LANES,
+                               std::make_integer_sequence<int, 8>());
+            to += group_size(K) * PANEL;
+        }
     }
 }
 
+// How many panels a tile of so few rows takes: enough sums to keep the pipelines full.
+constexpr int panels_at_once(Kind kind, int64_t rows) { return rows == 1 ? (kind == INT4 ? 4 : 2) : rows == 2 ? 2 : 1; }
+
 // Rows of x that stay in the second-level cache, times some panels. With few rows weights are widened in registers,
-// tile by tile, and two panels at once keep the pipelines full. With many rows a stretch of a panel is widened once.
+// tile by tile. With many rows a stretch of a panel is widened once.
 template <Kind K>
 void compute_block(const Product& p, int64_t row, int64_t rows, int64_t panel, int64_t panels, float* scratch) {
     const int64_t bytes = panel_bytes(K, p.k);
     const Stretch whole{p.packed + panel * bytes, 0, p.k, nullptr};
     if (rows <= few_rows(K)) {
-        for (int64_t i = 0; i < panels; i++) {
+        const int at_once = panels_at_once(K, rows);
+        for (int64_t i = 0; i < panels;) {
             const Stretch at{whole.weights + i * bytes, 0, p.k, scratch};
-            if (rows > 2 || i + 2 > panels)
-                compute_rows<K>(p, row, rows, panel + i, at, ROW_COUNTS);
-            else if (rows == 1)
-                compute<K, 1, 2>(p, row, panel + i++, at);
+            if (at_once == 1 || i + at_once > panels) {
+                compute_rows<K, PACKED>(p, row, rows, panel + i++, at, ROW_COUNTS);
+                continue;
+            }
+            if (rows == 1)
+                compute<K, PACKED, 1, panels_at_once(K, 1)>(p, row, panel + i, at);
             else
-                compute<K, 2, 2>(p, row, panel + i++, at);
+                compute<K, PACKED, 2, panels_at_once(K, 2)>(p, row, panel + i, at);
+            i += at_once;
         }
         return;
     }
     constexpr bool is_direct = K == F32 || (K == BF16 && std::is_same<Bf16Operand, bf16>::value);
-    constexpr Kind TILE_KIND = is_direct ? K : F32;
     const int64_t stretches = (p.k + MAX_STRETCH - 1) / MAX_STRETCH;
     const int64_t length = round_up((p.k + stretches - 1) / stretches, K_MULTIPLE);
     for (int64_t i = 0; i < panels; i++)
         for (int64_t start = 0; start < p.k; start += length) {
             const int64_t stop = std::min(p.k, start + length);
-            const uint8_t* weights = whole.weights + i * bytes + panel_bytes(K, start);
-            if (!is_direct) {
-                widen_panel<K>(weights, stop - start, scratch);
-                weights = reinterpret_cast<const uint8_t*>(scratch);
+            Stretch at{whole.weights + i * bytes + panel_bytes(K, start), start, stop, scratch + wide_floats(length)};
+            if constexpr (is_direct) {
+                compute_rows<K, PACKED>(p, row, rows, panel + i, at, ROW_COUNTS);
+            } else {
+                widen_panel<K>(at.weights, stop - start, scratch);
+                at.weights = reinterpret_cast<const uint8_t*>(scratch);
+                compute_rows<K, WIDE>(p, row, rows, panel + i, at, ROW_COUNTS);
             }
-            const Stretch at{weights, start, stop, scratch + length * PANEL};
-            compute_rows<TILE_KIND>(p, row, rows, panel + i, at, ROW_COUNTS);
         }
 }
 
@@ -434,7 +547,7 @@ inline void multiply(Team& team, const Product& p, int64_t m) {
     const int64_t blocks = (m + block - 1) / block;
     int64_t per_task = std::max<int64_t>((TASK_BYTES + bytes - 1) / bytes, (panels + 63) / 64);
     per_task = std::max<int64_t>(1, std::min(per_task, panels / (4 * team.num_threads())));
-    per_task += per_task > 1 && per_task % 2;
+    if (per_task > 1) per_task = round_up(per_task, panels_at_once(p.kind, m));
     const int64_t tasks = (panels + per_task - 1) / per_task;
     // What is larger comes from memory, and only once.
     const bool is_weight_larger = panels * bytes > m * p.stride * operand_size(p.kind);
@@ -443,7 +556,7 @@ inline void multiply(Team& team, const Product& p, int64_t m) {
         const int64_t first = (is_weight_larger ? index / blocks : index % tasks) * per_task;
         const int64_t row = m * b / blocks, rows = m * (b + 1) / blocks - row;
         const int64_t count = std::min(per_task, panels - first);
-        auto* scratch = static_cast<float*>(team.scratch(thread, sizeof(float) * PANEL * (MAX_STRETCH + rows)));
+        auto* scratch = static_cast<float*>(team.scratch(thread, sizeof(float) * (wide_floats(MAX_STRETCH) + PANEL * rows)));
         switch (p.kind) {
             case F32: return compute_block<F32>(p, row, rows, first, count, scratch);
             case BF16: return compute_block<BF16>(p, row, rows, first, count, scratch);
