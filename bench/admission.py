@@ -1,4 +1,4 @@
-"""What it spares a request that its prefill begins in the middle of the decode worker's step, and not after it.
+"""Time to first token under load, if prefill begins in the middle of the decode worker's step and if after it.
 
     python -m bench.admission [--dtype float32] [--streams 8] [--prompt-tokens 64] [--newcomers 20] [--repeats 5]
 

@@ -39,7 +39,7 @@ class BatonError(Exception):
         self.retry_after_s = retry_after_s  # when to try again; None if that is of no use, or not known
 
     def without_stack(self) -> Self:
-        """Itself, and no more what was at work when it was raised: whoever keeps an error keeps all of that, too."""
+        """Itself, without its traceback and causes: they hold frames, and with them the request."""
         self.__cause__ = self.__context__ = None
         return self.with_traceback(None)
 

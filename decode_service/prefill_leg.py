@@ -23,7 +23,7 @@ from common.peers import milliseconds
 from decode_service.prefill_events import PrefillEvents
 from engine import messages as m
 from protos.baton.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
-from worker.engine_client import EngineStream
+from worker.engine_stream import EngineStream
 from worker.shell import Worker
 
 log = logging.getLogger(__name__)

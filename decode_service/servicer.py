@@ -22,7 +22,7 @@ from engine import messages as m
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from protos.convert import finish_reason_to_proto, token_to_proto
 from worker import convert
-from worker.engine_client import EngineStream, HandoverDue
+from worker.engine_stream import EngineStream, HandoverDue
 from worker.shell import Work, Worker, check_names, ends_counted, error_from
 
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -27,7 +27,7 @@ from engine import messages as m
 from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc
 from protos.convert import token_to_proto
 from worker import convert
-from worker.engine_client import EngineStream, RequestEvent
+from worker.engine_stream import EngineStream, RequestEvent
 from worker.shell import Work, Worker, check_names, ends_counted, error_from
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import time
 from common import metrics
 from common.errors import UnavailableError
 from engine import messages as m
-from worker.engine_client import HandoverDue
+from worker.engine_stream import HandoverDue
 from worker.shell import Worker
 
 log = logging.getLogger(__name__)

@@ -4,8 +4,7 @@ A request is a stream: `with engine.open(request_id, num_tokens) as stream: stre
 Leaving the block releases the request, whatever its state (a prefill's blocks maybe later). Engine-side ids get a
 suffix, so that two requests that bring the same id don't meet.
 
-Two things are bounded here: what waits for the engine to begin with it (`--max-waiting-requests`,
-`--max-waiting-tokens`), and what waits for a caller who does not read (`MAX_UNREAD_EVENTS`).
+What waits for the engine to begin with it is bounded (`--max-waiting-requests`, `--max-waiting-tokens`).
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections import deque
-from collections.abc import Awaitable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -29,108 +26,22 @@ import zmq.asyncio
 
 from common import metrics
 from common.config import WorkerSettings
-from common.errors import BatonError, OverloadedError, SlowReaderError, StartupError, UnavailableError
+from common.errors import BatonError, OverloadedError, StartupError, UnavailableError
 from common.metric_relay import MetricRelay
 from common.tasks import VitalTasks
 from common.types import WorkerLoad
 from engine import messages as m
 from engine.process import Bootstrap
 from worker.block_feed import BlockFeed
+from worker.engine_stream import EngineStream
 
 log = logging.getLogger(__name__)
 
 ENGINE_MODULE = "engine.process"
 STATUS_TIMEOUT_S = 10.0
-MAX_UNREAD_EVENTS = 2048  # of one request; before that, gRPC has taken megabytes of them
 SILENCE_TICK_S = 0.5
 _HUGE_PAGES = "glibc.malloc.hugetlb"
 _STOP_TIMEOUT_S = 5.0  # until an engine that is told to end is killed, and until that is given up
-
-
-@dataclass(slots=True, frozen=True)
-class HandoverDue:
-    """From the worker itself, not from its engine: it drains, and this request should go on elsewhere."""
-
-
-RequestEvent = (
-    HandoverDue
-    | m.RemotePrefillNeeded
-    | m.BlocksPublished
-    | m.BlocksFetched
-    | m.PrefillReceived
-    | m.TokensGenerated
-    | m.RequestFailed
-)
-
-
-class EngineStream:
-    """One request's events, in order, and a way to add events of one's own among them."""
-
-    def __init__(self, client: EngineClient, request_id: str, engine_id: str, num_tokens: int) -> None:
-        self.request_id = request_id
-        self.engine_id = engine_id
-        self.num_waiting_tokens = num_tokens  # 0 once the engine has begun with the request
-        self.keep_s = 0.0  # for so long the engine keeps a prefill's announced blocks after `EngineClient.open` is left
-        self._client = client
-        self._events: asyncio.Queue[RequestEvent] = asyncio.Queue()
-        self._delivery: asyncio.Timeout | None = None  # of what is being written to the caller
-        self._is_unread = False
-
-    def send(self, *commands: m.Command) -> None:
-        """Sends commands, together; their `request_id` should be `engine_id`."""
-        self._client.send(*commands)
-
-    def release(self) -> None:
-        """Ends the request in the engine, whatever its state. Leaving `EngineClient.open` does it too."""
-        self._client.release(self.engine_id)
-
-    def put(self, event: RequestEvent) -> None:
-        if self._is_unread:
-            return
-        if self._events.qsize() >= MAX_UNREAD_EVENTS:
-            self._give_up()
-        else:
-            self._events.put_nowait(event)
-
-    async def deliver(self, writing: Awaitable[None]) -> None:
-        """Writes something to the caller. Raises `SlowReaderError` if too many events come while that one waits to be
-        read: the caller takes no more."""
-        self._delivery = asyncio.timeout(None)
-        try:
-            async with self._delivery:
-                await writing
-        except TimeoutError:
-            if not self._is_unread:
-                raise
-            raise SlowReaderError(_UNREAD) from None
-        finally:
-            self._delivery = None
-
-    def _give_up(self) -> None:
-        """The request ends here and in the engine, and no other one notices."""
-        metrics.worker_streams_unread.inc()
-        extra = {"request_id": self.request_id, "num_events": self._events.qsize()}
-        log.warning("the caller does not read its stream: the request ends", extra=extra)
-        self._is_unread = True
-        self._events = asyncio.Queue()
-        self._events.put_nowait(m.RequestFailed(self.engine_id, SlowReaderError.grpc_code, _UNREAD))
-        if not self.keep_s:
-            self.release()
-        if self._delivery is not None:
-            self._delivery.reschedule(asyncio.get_running_loop().time())
-
-    async def next(self) -> RequestEvent:
-        return await self._events.get()
-
-    async def next_all(self) -> deque[RequestEvent]:
-        """All events that there are, at least one: what the engine gave at the same moment comes together."""
-        events = deque([await self._events.get()])
-        while not self._events.empty():
-            events.append(self._events.get_nowait())
-        return events
-
-
-_UNREAD = f"the caller left {MAX_UNREAD_EVENTS} events of its stream unread"
 
 
 class EngineClient:

@@ -28,7 +28,8 @@ from common.types import WorkerRole, WorkerState
 from common.validation import ModelLimits, check_prompt
 from engine.messages import EngineReady, RequestFailed
 from worker.channels import ChannelPool
-from worker.engine_client import EngineClient, EngineStream
+from worker.engine_client import EngineClient
+from worker.engine_stream import EngineStream
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,7 @@ from common.grpc_status import DETAILS_KEY
 from protos.baton.v1 import decode_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
 from tests.worker.conftest import RunningWorker, StartWorker, decode_request
 from tests.worker.words import ANSWER, FLOOD, WAIT
-from worker import engine_client
+from worker import engine_client, engine_stream
 from worker.port import max_message_bytes
 
 
@@ -110,7 +110,7 @@ async def test_what_a_caller_does_not_read_is_bounded_and_ends_its_request_alone
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         await read_all(slow)
     assert failed.value.code() is grpc.StatusCode.ABORTED
-    assert f"{engine_client.MAX_UNREAD_EVENTS} events" in (failed.value.details() or "")
+    assert f"{engine_stream.MAX_UNREAD_EVENTS} events" in (failed.value.details() or "")
     assert any("does not read its stream" in record.message for record in caplog.records)
     assert "Release" in (await worker.status()).integrity
 

@@ -1,0 +1,109 @@
+"""One request's stream of events from the engine process, with a bound on what its caller leaves unread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Protocol
+
+from common import metrics
+from common.errors import SlowReaderError
+from engine import messages as m
+
+log = logging.getLogger(__name__)
+
+MAX_UNREAD_EVENTS = 2048  # of one request; before that, gRPC has taken megabytes of them
+_UNREAD = f"the caller left {MAX_UNREAD_EVENTS} events of its stream unread"
+
+
+class Engine(Protocol):
+    """What a stream needs of `EngineClient`."""
+
+    def send(self, *commands: m.Command) -> None: ...
+    def release(self, engine_id: str) -> None: ...
+
+
+@dataclass(slots=True, frozen=True)
+class HandoverDue:
+    """From the worker itself, not from its engine: it drains, and this request should go on elsewhere."""
+
+
+RequestEvent = (
+    HandoverDue
+    | m.RemotePrefillNeeded
+    | m.BlocksPublished
+    | m.BlocksFetched
+    | m.PrefillReceived
+    | m.TokensGenerated
+    | m.RequestFailed
+)
+
+
+class EngineStream:
+    """One request's events, in order, and a way to add events of one's own among them."""
+
+    def __init__(self, engine: Engine, request_id: str, engine_id: str, num_tokens: int) -> None:
+        self.request_id = request_id
+        self.engine_id = engine_id
+        self.num_waiting_tokens = num_tokens  # 0 once the engine has begun with the request
+        self.keep_s = 0.0  # for so long the engine keeps a prefill's announced blocks after `EngineClient.open` is left
+        self._engine = engine
+        self._events: asyncio.Queue[RequestEvent] = asyncio.Queue()
+        self._delivery: asyncio.Timeout | None = None  # of what is being written to the caller
+        self._is_unread = False
+
+    def send(self, *commands: m.Command) -> None:
+        """Sends commands, together; their `request_id` should be `engine_id`."""
+        self._engine.send(*commands)
+
+    def release(self) -> None:
+        """Ends the request in the engine, whatever its state. Leaving `EngineClient.open` does it too."""
+        self._engine.release(self.engine_id)
+
+    def put(self, event: RequestEvent) -> None:
+        if self._is_unread:
+            return
+        if self._events.qsize() >= MAX_UNREAD_EVENTS:
+            self._give_up()
+        else:
+            self._events.put_nowait(event)
+
+    async def deliver(self, writing: Awaitable[None]) -> None:
+        """Writes something to the caller. Raises `SlowReaderError` if too many events come while that one waits to be
+        read: the caller takes no more."""
+        self._delivery = asyncio.timeout(None)
+        try:
+            async with self._delivery:
+                await writing
+        except TimeoutError:
+            if not self._is_unread:
+                raise
+            raise SlowReaderError(_UNREAD) from None
+        finally:
+            self._delivery = None
+
+    def _give_up(self) -> None:
+        """The request ends here and in the engine, and no other one notices."""
+        metrics.worker_streams_unread.inc()
+        extra = {"request_id": self.request_id, "num_events": self._events.qsize()}
+        log.warning("the caller does not read its stream: the request ends", extra=extra)
+        self._is_unread = True
+        self._events = asyncio.Queue()
+        self._events.put_nowait(m.RequestFailed(self.engine_id, SlowReaderError.grpc_code, _UNREAD))
+        if not self.keep_s:
+            self.release()
+        if self._delivery is not None:
+            self._delivery.reschedule(asyncio.get_running_loop().time())
+
+    async def next(self) -> RequestEvent:
+        return await self._events.get()
+
+    async def next_all(self) -> deque[RequestEvent]:
+        """All events that there are, at least one: what the engine gave at the same moment comes together."""
+        events = deque([await self._events.get()])
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
+        return events
