@@ -31,6 +31,13 @@ class SampleInput:
     guide: GuideState | None = None  # of guided text; it has taken in the tokens so far
 
 
+@dataclass(slots=True, frozen=True)
+class Pooled:
+    """Hidden states of a sequence's new tokens, after the model's last norm, added up."""
+
+    total: list[float]  # [hidden_size]
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class SequenceInput:
     """One request's share of a step."""
@@ -39,6 +46,7 @@ class SequenceInput:
     num_computed_tokens: int
     block_ids: list[int]
     sample: SampleInput | None = None
+    num_pooled: int = 0  # asks for hidden states of so many of the new tokens, the last ones, instead of a token
 
 
 @dataclass(slots=True, frozen=True)

@@ -15,14 +15,16 @@ import torch
 from common.block_hash import extra_keys, root_hash
 from common.config import EngineSettings
 from common.errors import InvalidArgumentError
+from common.sampling import SamplingParams
 from common.types import FinishReason, KVCacheSpec, SampledToken, WorkerLoad
 from engine import messages as m
-from engine.batch import BlockCopy, SampleInput, SequenceInput
+from engine.batch import BlockCopy, Pooled, SampleInput, SequenceInput
 from engine.blocks.block_manager import BlockManager
 from engine.blocks.host_cache import allocate_host_cache, copy_blocks
 from engine.blocks.host_tier import HostCopy
 from engine.grammars import Compiler, Grammars
 from engine.guide_state import GuideError
+from engine.pooling import embedding, take_pooled
 from engine.remote_kv import RemoteKV
 from engine.request import Request
 from engine.schedule import NewToken, SchedulerConfig, SchedulerOutput
@@ -44,6 +46,7 @@ class Runner(Protocol):
     num_blocks: int
     max_model_len: int
     vocab_size: int
+    hidden_size: int
     window: int  # tokens that the layer which sees the most sees; 0: all
     eos_token_ids: list[int]
     dtype_reason: str
@@ -55,7 +58,7 @@ class Runner(Protocol):
         sequences: Sequence[SequenceInput],
         copies: Sequence[BlockCopy] = (),
         between_layers: Callable[[], None] = ...,
-    ) -> list[SampledToken | None]: ...
+    ) -> list[SampledToken | Pooled | None]: ...
 
 
 class EngineCore:
@@ -136,6 +139,8 @@ class EngineCore:
         match command:
             case m.AddRequest():
                 self._add(command)
+            case m.Embed():
+                self._embed(command)
             case m.BlocksAnnounced():
                 remote_kv.announced(command)
             case m.RemoteFirstToken(request_id, token):
@@ -229,6 +234,7 @@ class EngineCore:
         self.remote_kv.publish(result.publishes)
         for new in result.tokens:
             self._report_token(new)
+        self._report_embeddings(output)
         self.take_in_transfers()
         return True
 
@@ -325,6 +331,24 @@ class EngineCore:
     def _num_without_grammar(self) -> int:
         return len(self._grammars) if self._grammars is not None else 0
 
+    def _embed(self, command: m.Embed) -> None:
+        if command.dimensions > self._runner.hidden_size:
+            reason = f"must be at most {self._runner.hidden_size}, the model's, not {command.dimensions}"
+            self._fail(command.request_id, "INVALID_ARGUMENT", reason, "dimensions")
+            return
+        request = Request(
+            request_id=command.request_id,
+            token_ids=list(command.prompt_token_ids),
+            num_prompt_tokens=len(command.prompt_token_ids),
+            sampling_params=SamplingParams(),
+            arrival_time=self._clock(),
+            extra_keys=extra_keys(cache_salt=command.cache_salt),
+            embed=command,
+            needs_every_token=command.pooling is m.Pooling.MEAN,
+        )
+        self.remote_kv.lookups.start(request)
+        self._admit_answered()
+
     def _admit_answered(self) -> None:
         """Requests that waited for their grammar are looked up in the store; those that waited for that join the
         queue."""
@@ -346,6 +370,15 @@ class EngineCore:
     def _fail(self, request_id: str, grpc_code: str, reason: str, field: str = "") -> None:
         self._events.append(m.RequestFailed(request_id, grpc_code, reason, field))
 
+    def _report_embeddings(self, output: SchedulerOutput) -> None:
+        for request in output.num_tokens:
+            if request.embed is None or request.num_missing_tokens or request.request_id not in self.scheduler.requests:
+                continue
+            queue_s = (request.scheduled_time or request.arrival_time) - request.arrival_time
+            values = embedding(request, request.embed)
+            self._events.append(m.Embedded(request.request_id, values, request.num_cached_tokens, queue_s))
+            self.scheduler.release(request.request_id)
+
     # ----------------------------------------------------------------------------------------------- step
 
     def _copy(self, copies: list[HostCopy]) -> None:
@@ -355,7 +388,7 @@ class EngineCore:
         strays = self._follow_grammars(output)
         sequences = [self._sequence(request, num_new) for request, num_new in output.num_tokens.items()]
         try:
-            tokens = self._runner.execute(sequences, between_layers=between_layers)
+            results = self._runner.execute(sequences, between_layers=between_layers)
         except Exception:
             # One batch is lost, not the worker: its requests fail with their ids, all others go on.
             log.exception("a step failed", extra={"num_requests": len(sequences)})
@@ -363,6 +396,7 @@ class EngineCore:
                 self.scheduler.stop(request.request_id)  # blocks of a prefill that were announced may be being read
                 self._fail(request.request_id, "INTERNAL", "the engine failed to compute this request")
             return [None] * len(sequences)
+        tokens = [take_pooled(*one) for one in zip(output.num_tokens, results, strict=True)]
         for request, sequence, token in zip(output.num_tokens, sequences, tokens, strict=True):
             if request in strays:
                 self.scheduler.stop(request.request_id)
@@ -393,11 +427,20 @@ class EngineCore:
 
     def _sequence(self, request: Request, num_new: int) -> SequenceInput:
         start = request.num_computed_tokens
+        is_last = num_new == request.num_missing_tokens
+        if request.embed is not None:
+            num_pooled = num_new if request.embed.pooling is m.Pooling.MEAN else int(is_last)
+            return SequenceInput(
+                token_ids=request.token_ids[start : start + num_new],
+                num_computed_tokens=start,
+                block_ids=request.block_ids,
+                num_pooled=num_pooled,
+            )
         return SequenceInput(
             token_ids=request.token_ids[start : start + num_new],
             num_computed_tokens=start,
             block_ids=request.block_ids,
-            sample=self._sample(request) if num_new == request.num_missing_tokens else None,
+            sample=self._sample(request) if is_last else None,
         )
 
     def _sample(self, request: Request) -> SampleInput:

@@ -25,6 +25,24 @@ class RequestMode(StrEnum):
     REMOTE = "remote"  # wait for the prompt's KV and first token from a prefill worker, then generate
 
 
+class Pooling(StrEnum):
+    """Which hidden states of a prompt make its embedding."""
+
+    LAST = "last"  # the last token's
+    MEAN = "mean"  # the mean of all
+
+
+class Embed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Asks for a prompt's embedding instead of an answer."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    pooling: Pooling
+    dimensions: int = 0  # keep so many of the first; 0: all
+    normalize: bool = True  # to length 1
+    cache_salt: str = ""
+
+
 class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     request_id: str
     prompt_token_ids: list[int]
@@ -97,6 +115,7 @@ class GetBlocks(msgspec.Struct, tag=True, frozen=True):
 
 Command = (
     AddRequest
+    | Embed
     | BlocksAnnounced
     | RemoteFirstToken
     | PrefillLeaseEnded
@@ -180,6 +199,15 @@ class TokensGenerated(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     fallback_reason: str = ""
 
 
+class Embedded(msgspec.Struct, tag=True, frozen=True):
+    """The answer to Embed, once; the request has ended."""
+
+    request_id: str
+    values: list[float]  # [hidden_size], or the dimensions that were asked for
+    num_cached_tokens: int
+    queue_s: float  # from being added to being first scheduled
+
+
 class RequestFailed(msgspec.Struct, tag=True, frozen=True):
     """The request cannot be served by this engine, through no fault of its own or because it can never fit."""
 
@@ -231,6 +259,7 @@ Event = (
     | BlocksFetched
     | PrefillReceived
     | TokensGenerated
+    | Embedded
     | RequestFailed
     | LoadChanged
     | BlocksChanged

@@ -16,7 +16,7 @@ from common.sampling import SamplingParams
 from common.types import KVCacheSpec, SampledToken
 from engine.attention.base import AttentionShape
 from engine.attention.registry import attention_backend
-from engine.batch import BlockCopy, SampleInput, SequenceInput
+from engine.batch import BlockCopy, Pooled, SampleInput, SequenceInput
 from engine.blocks.host_memory import available_bytes
 from engine.checkpoints.gguf_file import read_gguf
 from engine.checkpoints.gguf_tensors import PLAIN
@@ -49,6 +49,7 @@ class ModelRunner:
     num_blocks: int
     max_model_len: int  # tokens, prompt and answer
     vocab_size: int
+    hidden_size: int
     window: int  # tokens that the layer which sees the most sees, the new one included; 0: all
     eos_token_ids: list[int]
     dtype_reason: str
@@ -76,6 +77,7 @@ class ModelRunner:
         self.eos_token_ids = files.eos_token_ids
         self._model = self._load(files)
         self.vocab_size = self._model.vocab_size
+        self.hidden_size = self._model.hidden_size
         self.window = max(self._model.windows) if all(self._model.windows) else 0
         self.spec = KVCacheSpec(
             model_id=_weights_identity(model_dir, settings.quantization, self._model.kv_variant),
@@ -114,16 +116,18 @@ class ModelRunner:
         sequences: Sequence[SequenceInput],
         copies: Sequence[BlockCopy] = (),
         between_layers: Callable[[], None] = _nothing,
-    ) -> list[SampledToken | None]:
+    ) -> list[SampledToken | Pooled | None]:
         """One engine step: copies blocks in order, computes all new tokens, samples if asked.
 
-        The result has one entry per sequence, None if it asked for no token. `between_layers` is called after each
+        The result has one entry per sequence, None if it asked for nothing. `between_layers` is called after each
         layer; it may not touch this runner.
         """
         for copy in copies:
             self.kv_cache[copy.target].copy_(self.kv_cache[copy.source])
-        result: list[SampledToken | None] = [None] * len(sequences)
-        wanted, logits = self._forward(sequences, between_layers)
+        result: list[SampledToken | Pooled | None] = [None] * len(sequences)
+        wanted, logits, pooled = self._forward(sequences, between_layers)
+        for index, one in pooled.items():
+            result[index] = one
         inputs = [item for index in wanted if (item := sequences[index].sample) is not None]
         if logits is not None:
             for index, token in zip(wanted, sample(logits, inputs), strict=True):
@@ -148,32 +152,40 @@ class ModelRunner:
 
     def _forward(
         self, sequences: Sequence[SequenceInput], between_layers: Callable[[], None]
-    ) -> tuple[list[int], torch.Tensor | None]:
-        """Indexes of the sequences that want a token, and their logits `[that many, vocab_size]` in that order."""
+    ) -> tuple[list[int], torch.Tensor | None, dict[int, Pooled]]:
+        """Indexes of the sequences that want a token, their logits `[that many, vocab_size]` in that order, and hidden
+        states of those that want them."""
         if not sequences:
-            return [], None
+            return [], None, {}
         # Decodes first, by length: attention then sees neighbours that it can compute together.
         order = sorted(range(len(sequences)), key=lambda i: _attention_order(sequences[i]))
         token_ids: list[int] = []
         positions: list[int] = []
         wanted: list[int] = []
         last_tokens: list[int] = []
+        ends: dict[int, int] = {}
         for index in order:
             sequence = sequences[index]
             self._check(sequence)
             start = sequence.num_computed_tokens
             token_ids += sequence.token_ids
             positions += range(start, start + len(sequence.token_ids))
+            if sequence.num_pooled:
+                ends[index] = len(token_ids)
             if sequence.sample is not None:
                 wanted.append(index)
                 last_tokens.append(len(token_ids) - 1)
         step = self._attention.prepare([sequences[index] for index in order])
         hidden = self._model.forward(self._to_device(token_ids), self._to_device(positions), step, between_layers)
+        pooled = {index: self._pool(hidden[end - sequences[index].num_pooled : end]) for index, end in ends.items()}
         if not wanted:
-            return [], None
+            return [], None, pooled
         if len(wanted) < len(token_ids):
             hidden = hidden[self._to_device(last_tokens)]
-        return wanted, self._model.logits(hidden)
+        return wanted, self._model.logits(hidden), pooled
+
+    def _pool(self, hidden: torch.Tensor) -> Pooled:
+        return Pooled(self._model.last_states(hidden).float().sum(dim=0).tolist())
 
     def _check(self, sequence: SequenceInput) -> None:
         end = sequence.num_computed_tokens + len(sequence.token_ids)

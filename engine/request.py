@@ -9,7 +9,7 @@ from common.sampling import SamplingParams
 from common.types import FinishReason
 from engine.guide_state import GuideState
 from engine.logit_changes import LogitChanges
-from engine.messages import RequestMode
+from engine.messages import Embed, RequestMode
 
 
 class RequestStatus(StrEnum):
@@ -60,6 +60,9 @@ class Request:
     scheduled_time: float | None = None  # first admitted
     fallback_reason: str = ""
     stop_token_id: int | None = None
+    embed: Embed | None = None  # asks for an embedding of the prompt instead of an answer
+    pooled: list[float] = field(default_factory=list)  # sum of the hidden states so far
+    needs_every_token: bool = False  # computes the whole prompt, whatever is cached
     changes: LogitChanges | None = None  # made when its first token is sampled
     guide: GuideState | None = None  # of a guided request, once its grammar is compiled
 

@@ -109,7 +109,7 @@ class Scheduler:
         if request.status is not RequestStatus.RUNNING:
             return 0
         num_new = self.chunk_size(request, budget)
-        if request.num_missing_tokens > 1 and self.blocks.cache.is_enabled:
+        if request.num_missing_tokens > 1 and self.blocks.cache.is_enabled and not request.needs_every_token:
             self._adopt(request, output)
             num_new = self._up_to_known(request, self.chunk_size(request, budget), output)
         if num_new <= 0:

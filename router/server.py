@@ -47,6 +47,7 @@ from router.serving.admission import Admission
 from router.serving.decisions import Decisions
 from router.serving.demand import Demand, DemandService
 from router.serving.dispatch import Dispatcher, DispatchLimits
+from router.serving.embedding import Embedder
 from router.serving.front import Front
 from router.serving.gate import MESSAGE_BYTES, MIB, Gate, GateLimits
 from router.serving.generation import Generation
@@ -114,6 +115,7 @@ async def serve(
         ),
         Generation(dispatcher, demand),
         decisions,
+        Embedder(registry),
     )
     health = Health()
     async with contextlib.AsyncExitStack() as stack:

@@ -22,6 +22,7 @@ from common.reflection import ReflectionPool
 from common.tls import serving_files
 from common.types import WorkerRole, WorkerState
 from worker.drain import drain
+from worker.embed_service import add_service as add_embed_service
 from worker.port import server_limits
 from worker.receiving import ReceivingInterceptor
 from worker.shell import Worker
@@ -59,7 +60,7 @@ async def serve(
         _serve_metrics(settings)
         health = Health()
         probed = _bind_health(settings, health)
-        names = [add(worker, server) for add in [*services, add_worker_service]]
+        names = [add(worker, server) for add in [*services, add_embed_service, add_worker_service]]
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
         reflected = [*names, HEALTH, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(reflected, server, pool=ReflectionPool())

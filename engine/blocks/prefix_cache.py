@@ -82,6 +82,8 @@ class PrefixCache:
         if not self.is_enabled:
             return ()
         self.name_full_blocks(request)
+        if request.needs_every_token:
+            return ()
         return request.block_hashes[: (request.num_tokens - 1) // self._block_size]
 
     def _hash_of(self, request: Request, index: int, stop: int) -> bytes:

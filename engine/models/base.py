@@ -21,6 +21,7 @@ class CausalLM(ABC):
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    hidden_size: int
     softmax_scale: float
     windows: tuple[int, ...]  # by layer, tokens that a query sees, itself included; 0: all
     soft_cap: float  # of attention scores, 0: none
@@ -50,6 +51,10 @@ class CausalLM(ABC):
         `token_ids` and `positions` are `[num_tokens]` int64. `between_layers` is called after each layer, so
         that a long step does not keep others waiting.
         """
+
+    @abstractmethod
+    def last_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What transformers calls the last hidden state, `[num_tokens, hidden_size]`, from what `forward` gave."""
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ class Decoder(CausalLM):
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
         self.softmax_scale = config.softmax_scale
         self.windows = config.windows
         self.soft_cap = config.soft_cap
@@ -96,6 +97,9 @@ class Decoder(CausalLM):
             hidden = layer.forward(hidden, self.ropes[index], *angles[index], attention)
             between_layers()
         return hidden
+
+    def last_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.native is not None and hidden.dtype == torch.float32:

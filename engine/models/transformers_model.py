@@ -244,6 +244,7 @@ class TransformersModel(CausalLM):
         tokens = torch.zeros(2, dtype=torch.long, device=self._device)
         with self._as_current(probe):
             hidden = self._run(tokens, torch.arange(2, device=self._device))
+        self.hidden_size = hidden.shape[1]
         self.vocab_size = self.logits(hidden).shape[1]
         if sorted(probe.layers) != list(range(len(probe.layers))) or not probe.layers:
             raise UnsupportedAttentionError("layers without attention, or attention of its own")
@@ -284,6 +285,9 @@ class TransformersModel(CausalLM):
     ) -> torch.Tensor:
         with self._as_current(_Step(attention, between_layers)):
             return self._run(token_ids, positions)
+
+    def last_states(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self._given.hidden = hidden[None]

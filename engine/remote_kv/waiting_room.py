@@ -82,6 +82,8 @@ class WaitingRoom:
         first_block = request.num_computed_tokens // size
         limit = min(request.num_prompt_tokens // size, (request.num_tokens - 1) // size)
         stored = min(request.num_stored_blocks, limit)
+        if request.needs_every_token:
+            limit = first_block
         ask_from = max(stored, self._fetches.known_until(request, first_block, limit))
         num_missing = request.num_prompt_tokens - ask_from * size
         in_place = is_computed_in_place(num_missing, request.min_remote_tokens, size)

@@ -10,14 +10,16 @@ import grpc
 
 from common.errors import InvalidArgumentError
 from common.validation import check_messages, check_model
-from protos.baton.v1 import inference_pb2
+from protos.baton.v1 import embed_pb2, inference_pb2, types_pb2
 from protos.convert import finish_reason_to_proto, token_to_proto
 from protos.messages import given_fields
 from router.api.api_keys import current_client
 from router.api.grpc_chat import conversation
 from router.fleet.registry import ServedModel
 from router.serving.clients import call_hints
+from router.serving.embedding import MAX_AT_ONCE
 from router.serving.front import Front
+from router.serving.preparation import check_num_inputs
 from router.serving.request import GenerationRequest, Output, Prompt
 
 Context = grpc.aio.ServicerContext[object, object]
@@ -57,6 +59,49 @@ class InferenceService:
             async with aclosing(self._answer(model, prompt, request, context, arrived_at)) as responses:
                 async for response in responses:
                     yield response
+
+    async def Embed(  # noqa: N802
+        self, request: inference_pb2.EmbedRequest, context: Context
+    ) -> inference_pb2.EmbedResponse:
+        arrived_at, front, client = time.monotonic(), self._front, current_client.get()
+        with front.admission.running("grpc", context.time_remaining()):
+            model = await front.admission.serving()
+            check_model(request.model, model.limits)
+            check_num_inputs(len(request.inputs), "inputs")
+            prompts = await self._embed_prompts(model, request)
+            if request.pooling not in embed_pb2.Pooling.values():
+                raise InvalidArgumentError("pooling", f"{request.pooling} is not known")
+            wanted = front.preparation.embed_request(
+                model,
+                prompts,
+                request_id=request.request_id,
+                pooling=request.pooling,
+                dimensions=request.dimensions,
+                normalize=request.normalize if request.HasField("normalize") else True,
+                cache_salt=request.cache_salt,
+                arrived_at=arrived_at,
+                timeout_s=context.time_remaining(),
+                client=client,
+            )
+            with front.admission.gate.requests(client.name if client else "", min(len(prompts), MAX_AT_ONCE) - 1):
+                embedded = await front.embedder.embed(wanted)
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        return inference_pb2.EmbedResponse(
+            request_id=wanted.request_id,
+            model=model.limits.model,
+            embeddings=[inference_pb2.Embedding(values=one.values) for one in embedded],
+            usage=types_pb2.Usage(
+                prompt_tokens=num_tokens, cached_tokens=sum(one.num_cached_tokens for one in embedded)
+            ),
+        )
+
+    async def _embed_prompts(self, model: ServedModel, request: inference_pb2.EmbedRequest) -> list[Prompt]:
+        given: list[str | list[int]] = []
+        for index, one in enumerate(request.inputs):
+            if bool(one.text) is bool(one.token_ids):
+                raise InvalidArgumentError(f"inputs[{index}]", "set one of text and token_ids")
+            given.append(list(one.token_ids) or one.text)
+        return await self._front.preparation.prompts(model, given, "inputs")
 
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, _context: Context

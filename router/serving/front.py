@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from router.serving.admission import Admission
 from router.serving.decisions import Decisions
+from router.serving.embedding import Embedder
 from router.serving.generation import Generation
 from router.serving.preparation import Preparation
 
@@ -21,3 +22,4 @@ class Front:
     preparation: Preparation
     generation: Generation
     decisions: Decisions
+    embedder: Embedder

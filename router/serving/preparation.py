@@ -23,9 +23,11 @@ from common.validation import (
     check_token_count,
     check_token_ids,
 )
+from protos.baton.v1 import embed_pb2
 from router.fleet.registry import ServedModel
 from router.serving.clients import ApiClient, CallHints
 from router.serving.conversation import Conversation, texts_of
+from router.serving.embedding import MAX_DIMENSIONS, MAX_INPUTS, EmbedRequest
 from router.serving.request import GenerationRequest, Prompt, new_request_id
 from router.serving.threads import SHORT, TextThreads
 
@@ -78,13 +80,13 @@ class Preparation:
             made.append(Prompt(token_ids, field))
         return made
 
-    async def chat_prompt(self, model: ServedModel, conversation: Conversation) -> Prompt:
-        """The template writes special tokens out itself, so none are added."""
+    async def chat_prompt(self, model: ServedModel, conversation: Conversation, field: str = "messages") -> Prompt:
+        """The template writes special tokens out itself, so none are added. `field`: the client's name for messages."""
         messages, tools = conversation.messages, conversation.tools
-        check_messages(len(messages), model.limits, "messages")
+        check_messages(len(messages), model.limits, field)
         total = "".join(texts_of([list(messages), dict(conversation.template_options)]))
         if total:
-            check_text(total, model.limits, "messages")
+            check_text(total, model.limits, field)
         described = "".join(texts_of([tool.as_json() for tool in tools.tools]))
         if described:
             check_text(described, model.limits, "tools")
@@ -100,12 +102,15 @@ class Preparation:
             model.tokenizer.encode_chat,
             conversation,
             control_tokens=self._control_tokens,
-            check=lambda text: check_text(text, model.limits, "messages"),
+            check=lambda text: check_text(text, model.limits, field),
         )
         size = len(total) + len(described) + MESSAGE_CHARS * len(messages)
-        token_ids, text = await self._threads.run(size, encode)
-        check_prompt(token_ids, model.limits, "messages")
-        return Prompt(token_ids, "messages", None if reader is None else reader.reading(text, tools))
+        try:
+            token_ids, text = await self._threads.run(size, encode)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(field if error.field == "messages" else error.field, error.reason) from error
+        check_prompt(token_ids, model.limits, field)
+        return Prompt(token_ids, field, None if reader is None else reader.reading(text, tools))
 
     async def check_guided(self, params: SamplingParams, name: FieldName) -> None:
         """Parses the grammar of guided text. Raises `InvalidArgumentError`. A worker may refuse it still, for a token
@@ -200,6 +205,43 @@ class Preparation:
             reading=prompt.reading,
             sampling_field=name,
         )
+
+    def embed_request(
+        self,
+        model: ServedModel,
+        prompts: Sequence[Prompt],
+        *,
+        request_id: str = "",
+        pooling: embed_pb2.Pooling.ValueType = embed_pb2.POOLING_LAST,
+        dimensions: int = 0,
+        normalize: bool = True,
+        cache_salt: str = "",
+        arrived_at: float,
+        timeout_s: float | None = None,
+        client: ApiClient | None = None,
+    ) -> EmbedRequest:
+        """As `request`, for the embeddings of `prompts`. `dimensions` 0: all."""
+        if request_id:
+            check_request_id(request_id)
+        check_cache_salt(cache_salt)
+        if not 0 <= dimensions <= MAX_DIMENSIONS:
+            raise InvalidArgumentError("dimensions", f"must be in [1, {MAX_DIMENSIONS}], not {dimensions}")
+        return EmbedRequest(
+            request_id=request_id or new_request_id(),
+            model=model,
+            prompts=prompts,
+            pooling=pooling,
+            dimensions=dimensions,
+            normalize=normalize,
+            cache_salt=client.cache_salt(cache_salt) if client else cache_salt,
+            deadline=arrived_at + min(self._request_timeout_s, math.inf if timeout_s is None else timeout_s),
+        )
+
+
+def check_num_inputs(num_inputs: int, field: str) -> None:
+    """Of texts to be embedded."""
+    if not 1 <= num_inputs <= MAX_INPUTS:
+        raise InvalidArgumentError(field, f"must have 1 to {MAX_INPUTS} entries, not {num_inputs}")
 
 
 def _weight(num_logprobs: int) -> int:

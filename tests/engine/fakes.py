@@ -17,7 +17,7 @@ from common.config import EngineSettings
 from common.sampling import SamplingParams
 from common.types import KVCacheSpec, SampledToken
 from engine import messages as m
-from engine.batch import BlockCopy, SequenceInput
+from engine.batch import BlockCopy, Pooled, SequenceInput
 from engine.core import EngineCore
 from kv_store.base import ConnectorConfig, KVConnector
 from kv_store.memory import MemoryConnector
@@ -45,6 +45,7 @@ def reference(prompt: Sequence[int], num_tokens: int) -> list[int]:
 class FakeRunner:
     spec = SPEC
     vocab_size = VOCAB_SIZE
+    hidden_size = 2
     window = 0
     eos_token_ids = [VOCAB_SIZE - 1]  # noqa: RUF012 (never sampled)
     dtype_reason = "it is a fake"
@@ -63,7 +64,7 @@ class FakeRunner:
         sequences: Sequence[SequenceInput],
         copies: Sequence[BlockCopy] = (),
         between_layers: Callable[[], None] = lambda: None,
-    ) -> list[SampledToken | None]:
+    ) -> list[SampledToken | Pooled | None]:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device is on fire")
@@ -83,7 +84,10 @@ class FakeRunner:
         for position, token in enumerate(sequence.token_ids, sequence.num_computed_tokens):
             self._slot(sequence, position).copy_(torch.tensor([float(token), float(position)]))
 
-    def _sample(self, sequence: SequenceInput) -> SampledToken | None:
+    def _sample(self, sequence: SequenceInput) -> SampledToken | Pooled | None:
+        if sequence.num_pooled:
+            pooled = sequence.token_ids[-sequence.num_pooled :]
+            return Pooled([float(sum(pooled)), float(len(pooled))])
         if sequence.sample is None:
             return None
         num_tokens = sequence.num_computed_tokens + len(sequence.token_ids)

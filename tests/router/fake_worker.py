@@ -18,7 +18,15 @@ from common.grpc_status import status_details
 from common.grpc_transport import add_port
 from common.tls import TlsFiles
 from common.types import WorkerRole
-from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from protos.baton.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    embed_pb2,
+    embed_pb2_grpc,
+    types_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from protos.convert import role_to_proto
 from tests.router.tiny_tokenizer import eos_id, ids_of, tokenizer_files, vocab_size
 
@@ -29,7 +37,9 @@ ANSWER = "The capital of France is Paris. How are you today?"
 Context = grpc.aio.ServicerContext[object, object]
 
 
-class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeServiceServicer):
+class FakeWorker(
+    worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeServiceServicer, embed_pb2_grpc.EmbedServiceServicer
+):
     def __init__(
         self,
         role: WorkerRole = WorkerRole.DECODE,
@@ -71,6 +81,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
         self.is_older = False  # a version that does not tell of blocks
         # What was seen.
         self.requests: list[decode_pb2.DecodeRequest] = []
+        self.embedded: list[embed_pb2.EmbedTokensRequest] = []
         self.cancelled = asyncio.Event()
         self.asked = asyncio.Event()
         self.deadlines: list[float | None] = []
@@ -84,6 +95,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server)
+        embed_pb2_grpc.add_EmbedServiceServicer_to_server(self, self._server)
         port = add_port(self._server, address, tls)
         await self._server.start()
         self.address = f"127.0.0.1:{port}"
@@ -175,17 +187,29 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer, decode_pb2_grpc.DecodeSe
         self.change(state=worker_pb2.WORKER_STATE_DRAINING)
         return worker_pb2.DrainResponse()
 
+    async def EmbedTokens(  # noqa: N802
+        self, request: embed_pb2.EmbedTokensRequest, context: Context
+    ) -> embed_pb2.EmbedTokensResponse:
+        """(number of tokens, the first of them, 0.5, ...)"""
+        self.embedded.append(request)
+        await self._refuse(context)
+        tokens = request.prompt_token_ids
+        return embed_pb2.EmbedTokensResponse(values=[len(tokens), tokens[0], 0.5], cached_tokens=1)
+
+    async def _refuse(self, context: Context) -> None:
+        if isinstance(self.refuse, BatonError):
+            code = grpc.StatusCode[self.refuse.grpc_code]
+            await context.abort(code, self.refuse.message, trailing_metadata=status_details(self.refuse))
+        elif self.refuse is not None:
+            await context.abort(*self.refuse)
+
     async def Decode(  # noqa: N802
         self, request: decode_pb2.DecodeRequest, context: Context
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
         self.requests.append(request)
         self.asked.set()
         self.deadlines.append(context.time_remaining())
-        if isinstance(self.refuse, BatonError):
-            code = grpc.StatusCode[self.refuse.grpc_code]
-            await context.abort(code, self.refuse.message, trailing_metadata=status_details(self.refuse))
-        elif self.refuse is not None:
-            await context.abort(*self.refuse)
+        await self._refuse(context)
         first = len(request.output_token_ids)
         params = request.sampling_params
         stop = min(params.max_tokens, len(self.answer) + 1)  # one more for the end of sequence

@@ -147,6 +147,12 @@ class FakeEngine:
         match command:
             case m.AddRequest():
                 self._add(command)
+            case m.Embed():
+                if command.dimensions > 2:
+                    self._emit(m.RequestFailed(command.request_id, "INVALID_ARGUMENT", "too many", "dimensions"))
+                else:
+                    values = [float(len(command.prompt_token_ids)), float(command.pooling is m.Pooling.MEAN)]
+                    self._emit(m.Embedded(command.request_id, values, 3, 0.5))
             case m.GetStatus(call_id):
                 seen, self._seen = self._seen, []
                 self._emit(m.Status(call_id, self._load(), ",".join(seen) or "ok"))

@@ -23,48 +23,57 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from protos.baton.v1 import embed_pb2 as baton_dot_v1_dot_embed__pb2
 from protos.baton.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xb7\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06prompt\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\x05\x12\x31\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\"\x93\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x19\n\x11reasoning_content\x18\x06 \x01(\t\"b\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x0b\x64\x65scription\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\x42\x0e\n\x0c_description\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xa0\x01\n\nToolChoice\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x19.baton.v1.ToolChoice.ModeH\x00\x12\x0e\n\x04name\x18\x02 \x01(\tH\x00\"M\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\r\n\tMODE_AUTO\x10\x01\x12\r\n\tMODE_NONE\x10\x02\x12\x11\n\rMODE_REQUIRED\x10\x03\x42\x08\n\x06\x63hoice\"\xd4\x02\n\x0b\x43hatRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\'\n\x08messages\x18\x03 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\x31\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x1d\n\x05tools\x18\x07 \x03(\x0b\x32\x0e.baton.v1.Tool\x12)\n\x0btool_choice\x18\x08 \x01(\x0b\x32\x14.baton.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\t \x01(\x08H\x00\x88\x01\x01\x12\x1c\n\x14\x63hat_template_kwargs\x18\n \x01(\tB\x16\n\x14_parallel_tool_calls\"\xcd\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12(\n\x08logprobs\x18\x04 \x03(\x0b\x32\x16.baton.v1.SampledToken\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x06 \x01(\t\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\'\n\x06report\x18\x08 \x01(\x0b\x32\x17.baton.v1.RequestReport\x12\r\n\x05model\x18\t \x01(\t\x12\x11\n\treasoning\x18\n \x01(\t\x12+\n\ntool_calls\x18\x0b \x03(\x0b\x32\x17.baton.v1.ToolCallDelta\"f\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r2\xe9\x02\n\x10InferenceService\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12;\n\x04\x43hat\x12\x15.baton.v1.ChatRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/embed.proto\x1a\x14\x62\x61ton/v1/types.proto\"\xb7\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06prompt\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\x05\x12\x31\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\"\x93\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x19\n\x11reasoning_content\x18\x06 \x01(\t\"b\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x0b\x64\x65scription\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\x42\x0e\n\x0c_description\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xa0\x01\n\nToolChoice\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x19.baton.v1.ToolChoice.ModeH\x00\x12\x0e\n\x04name\x18\x02 \x01(\tH\x00\"M\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\r\n\tMODE_AUTO\x10\x01\x12\r\n\tMODE_NONE\x10\x02\x12\x11\n\rMODE_REQUIRED\x10\x03\x42\x08\n\x06\x63hoice\"\xd4\x02\n\x0b\x43hatRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\'\n\x08messages\x18\x03 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\x31\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x1d\n\x05tools\x18\x07 \x03(\x0b\x32\x0e.baton.v1.Tool\x12)\n\x0btool_choice\x18\x08 \x01(\x0b\x32\x14.baton.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\t \x01(\x08H\x00\x88\x01\x01\x12\x1c\n\x14\x63hat_template_kwargs\x18\n \x01(\tB\x16\n\x14_parallel_tool_calls\"\xcd\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12(\n\x08logprobs\x18\x04 \x03(\x0b\x32\x16.baton.v1.SampledToken\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x06 \x01(\t\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\'\n\x06report\x18\x08 \x01(\x0b\x32\x17.baton.v1.RequestReport\x12\r\n\x05model\x18\t \x01(\t\x12\x11\n\treasoning\x18\n \x01(\t\x12+\n\ntool_calls\x18\x0b \x03(\x0b\x32\x17.baton.v1.ToolCallDelta\"-\n\nEmbedInput\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\"\xc9\x01\n\x0c\x45mbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12$\n\x06inputs\x18\x03 \x03(\x0b\x32\x14.baton.v1.EmbedInput\x12\"\n\x07pooling\x18\x04 \x01(\x0e\x32\x11.baton.v1.Pooling\x12\x12\n\ndimensions\x18\x05 \x01(\r\x12\x16\n\tnormalize\x18\x06 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\tB\x0c\n\n_normalize\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\"{\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\'\n\nembeddings\x18\x03 \x03(\x0b\x32\x13.baton.v1.Embedding\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\"f\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r2\xa3\x03\n\x10InferenceService\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12;\n\x04\x43hat\x12\x15.baton.v1.ChatRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x38\n\x05\x45mbed\x12\x16.baton.v1.EmbedRequest\x1a\x17.baton.v1.EmbedResponse\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GENERATEREQUEST']._serialized_start=61
-  _globals['_GENERATEREQUEST']._serialized_end=244
-  _globals['_CHATMESSAGE']._serialized_start=247
-  _globals['_CHATMESSAGE']._serialized_end=394
-  _globals['_TOOL']._serialized_start=396
-  _globals['_TOOL']._serialized_end=494
-  _globals['_TOOLCALL']._serialized_start=496
-  _globals['_TOOLCALL']._serialized_end=551
-  _globals['_TOOLCALLDELTA']._serialized_start=553
-  _globals['_TOOLCALLDELTA']._serialized_end=628
-  _globals['_TOOLCHOICE']._serialized_start=631
-  _globals['_TOOLCHOICE']._serialized_end=791
-  _globals['_TOOLCHOICE_MODE']._serialized_start=704
-  _globals['_TOOLCHOICE_MODE']._serialized_end=781
-  _globals['_CHATREQUEST']._serialized_start=794
-  _globals['_CHATREQUEST']._serialized_end=1134
-  _globals['_GENERATERESPONSE']._serialized_start=1137
-  _globals['_GENERATERESPONSE']._serialized_end=1470
-  _globals['_TOKENIZEREQUEST']._serialized_start=1472
-  _globals['_TOKENIZEREQUEST']._serialized_end=1574
-  _globals['_TOKENIZERESPONSE']._serialized_start=1576
-  _globals['_TOKENIZERESPONSE']._serialized_end=1613
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1615
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1726
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1728
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1762
-  _globals['_LISTMODELSREQUEST']._serialized_start=1764
-  _globals['_LISTMODELSREQUEST']._serialized_end=1783
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1785
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1838
-  _globals['_MODEL']._serialized_start=1840
-  _globals['_MODEL']._serialized_end=1882
-  _globals['_INFERENCESERVICE']._serialized_start=1885
-  _globals['_INFERENCESERVICE']._serialized_end=2246
+  _globals['_GENERATEREQUEST']._serialized_start=83
+  _globals['_GENERATEREQUEST']._serialized_end=266
+  _globals['_CHATMESSAGE']._serialized_start=269
+  _globals['_CHATMESSAGE']._serialized_end=416
+  _globals['_TOOL']._serialized_start=418
+  _globals['_TOOL']._serialized_end=516
+  _globals['_TOOLCALL']._serialized_start=518
+  _globals['_TOOLCALL']._serialized_end=573
+  _globals['_TOOLCALLDELTA']._serialized_start=575
+  _globals['_TOOLCALLDELTA']._serialized_end=650
+  _globals['_TOOLCHOICE']._serialized_start=653
+  _globals['_TOOLCHOICE']._serialized_end=813
+  _globals['_TOOLCHOICE_MODE']._serialized_start=726
+  _globals['_TOOLCHOICE_MODE']._serialized_end=803
+  _globals['_CHATREQUEST']._serialized_start=816
+  _globals['_CHATREQUEST']._serialized_end=1156
+  _globals['_GENERATERESPONSE']._serialized_start=1159
+  _globals['_GENERATERESPONSE']._serialized_end=1492
+  _globals['_EMBEDINPUT']._serialized_start=1494
+  _globals['_EMBEDINPUT']._serialized_end=1539
+  _globals['_EMBEDREQUEST']._serialized_start=1542
+  _globals['_EMBEDREQUEST']._serialized_end=1743
+  _globals['_EMBEDDING']._serialized_start=1745
+  _globals['_EMBEDDING']._serialized_end=1772
+  _globals['_EMBEDRESPONSE']._serialized_start=1774
+  _globals['_EMBEDRESPONSE']._serialized_end=1897
+  _globals['_TOKENIZEREQUEST']._serialized_start=1899
+  _globals['_TOKENIZEREQUEST']._serialized_end=2001
+  _globals['_TOKENIZERESPONSE']._serialized_start=2003
+  _globals['_TOKENIZERESPONSE']._serialized_end=2040
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2042
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2153
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2155
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2189
+  _globals['_LISTMODELSREQUEST']._serialized_start=2191
+  _globals['_LISTMODELSREQUEST']._serialized_end=2210
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2212
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2265
+  _globals['_MODEL']._serialized_start=2267
+  _globals['_MODEL']._serialized_end=2309
+  _globals['_INFERENCESERVICE']._serialized_start=2312
+  _globals['_INFERENCESERVICE']._serialized_end=2731
 # @@protoc_insertion_point(module_scope)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -16,19 +16,23 @@ from starlette.requests import ClientDisconnect
 
 from common.errors import InvalidArgumentError, ModelNotFoundError
 from common.validation import check_model, check_request_id
+from common.version import VERSION
 from router.api.api_keys import current_client
 from router.api.rest import errors
 from router.api.rest.answer import Answer
 from router.api.rest.body import read_body
 from router.api.rest.body_types import Body
 from router.api.rest.disconnect import ClientGoneError, EventStream, unless_gone
+from router.api.rest.docs_page import docs_page
+from router.api.rest.embeddings import EmbeddingsBody, embeddings_json
 from router.api.rest.errors import as_baton, error_response, json_response
-from router.api.rest.formats import ChatFormat, CompletionFormat
+from router.api.rest.formats import AnswerFormat, ChatFormat, CompletionFormat
+from router.api.rest.responses import ResponseAnswer
+from router.api.rest.responses_body import ResponsesBody
 from router.api.rest.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    GenerationBody,
     TokenizeBody,
     parse,
     schemas,
@@ -36,17 +40,27 @@ from router.api.rest.schema import (
 from router.fleet.registry import ServedModel
 from router.serving.clients import CallHints, call_hints
 from router.serving.decisions import MAX_DECISIONS
+from router.serving.embedding import MAX_AT_ONCE
 from router.serving.front import Front
-from router.serving.request import Prompt, new_request_id
+from router.serving.request import GenerationRequest, Prompt, new_request_id
 
 DEFAULT_DECISIONS = 50  # at /decisions
 DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's text completion gives if max_tokens is not set
 CLIENT_GONE_STATUS = 499  # nobody reads it; access logs know it
 
-BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+BODIES: tuple[type[Body], ...] = (
+    ChatBody,
+    CompletionBody,
+    ResponsesBody,
+    EmbeddingsBody,
+    TokenizeBody,
+    DetokenizeBody,
+)
+TextBody = ChatBody | CompletionBody | ResponsesBody
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Prompts = Callable[[ServedModel], Awaitable[list[Prompt]]]
+AnswerMaker = Callable[[Sequence[GenerationRequest], str], Answer | ResponseAnswer]
 
 
 def make_app(front: Front) -> FastAPI:
@@ -56,22 +70,29 @@ def make_app(front: Front) -> FastAPI:
 
     references, components = schemas(BODIES)
 
-    def route(method: str, path: str, handler: Endpoint, body: type[Body] | None = None) -> None:
+    def route(method: str, path: str, handler: Endpoint, summary: str, body: type[Body] | None = None) -> None:
         extra: dict[str, object] | None = None
         if body is not None:
             schema = references[BODIES.index(body)]
             extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-        app.add_api_route(path, _guarded(handler), methods=[method], response_model=None, openapi_extra=extra)
+        app.add_api_route(
+            path, _guarded(handler), methods=[method], response_model=None, summary=summary, openapi_extra=extra
+        )
 
-    route("POST", "/v1/chat/completions", gateway.chat, ChatBody)
-    route("POST", "/v1/completions", gateway.completions, CompletionBody)
-    route("GET", "/v1/models", gateway.models)
-    route("GET", "/v1/models/{model:path}", gateway.model)
-    route("POST", "/tokenize", gateway.tokenize, TokenizeBody)
-    route("POST", "/detokenize", gateway.detokenize, DetokenizeBody)
-    route("GET", "/health", gateway.health)
-    route("GET", "/metrics", gateway.metrics)
-    route("GET", "/decisions", gateway.decisions)
+    route("POST", "/v1/chat/completions", gateway.chat, "Answer a conversation", ChatBody)
+    route("POST", "/v1/completions", gateway.completions, "Continue prompts", CompletionBody)
+    route("POST", "/v1/responses", gateway.responses, "Answer a conversation, item by item", ResponsesBody)
+    route("POST", "/v1/embeddings", gateway.embeddings, "Vectors of texts", EmbeddingsBody)
+    route("GET", "/v1/models", gateway.models, "The model that is served")
+    route("GET", "/v1/models/{model:path}", gateway.model, "One model")
+    route("POST", "/tokenize", gateway.tokenize, "Token ids of a text", TokenizeBody)
+    route("POST", "/detokenize", gateway.detokenize, "The text of token ids", DetokenizeBody)
+    route("GET", "/version", gateway.version, "This router's version")
+    route("GET", "/health", gateway.health, "Whether requests are taken")
+    route("GET", "/ping", gateway.health, "The same as /health")
+    route("GET", "/metrics", gateway.metrics, "Metrics for Prometheus")
+    route("GET", "/docs", gateway.docs, "This API, for people")
+    route("GET", "/decisions", gateway.decisions, "Where the last requests went, and why")
     page = app.openapi()
     page.setdefault("components", {}).setdefault("schemas", {}).update(components)
     return app
@@ -109,7 +130,19 @@ class _Gateway:
         async def prompts(model: ServedModel) -> list[Prompt]:
             return [await self._front.preparation.chat_prompt(model, body.conversation())]
 
-        return await self._generate(request, body, prompts, arrived_at)
+        return await self._generate(request, body, prompts, self._answer_maker(body, ChatFormat()), arrived_at)
+
+    async def responses(self, request: Request) -> Response:
+        arrived_at = time.monotonic()
+        body = parse(ResponsesBody, await self._read(request))
+
+        async def prompts(model: ServedModel) -> list[Prompt]:
+            return [await self._front.preparation.chat_prompt(model, body.response_conversation(), "input")]
+
+        def answer(requests: Sequence[GenerationRequest], request_id: str) -> ResponseAnswer:
+            return ResponseAnswer(self._front.generation, requests[0], request_id, body.echoed())
+
+        return await self._generate(request, body, prompts, answer, arrived_at)
 
     async def completions(self, request: Request) -> Response:
         arrived_at = time.monotonic()
@@ -119,14 +152,58 @@ class _Gateway:
             special = body.add_special_tokens is not False
             return await self._front.preparation.prompts(model, body.prompts(), "prompt", add_special_tokens=special)
 
-        return await self._generate(request, body, prompts, arrived_at)
+        return await self._generate(request, body, prompts, self._answer_maker(body, CompletionFormat()), arrived_at)
+
+    def _answer_maker(self, body: ChatBody | CompletionBody, answer_format: AnswerFormat) -> AnswerMaker:
+        return lambda requests, request_id: Answer(
+            self._front.generation,
+            requests,
+            answer_format,
+            request_id=request_id,
+            num_choices=body.num_choices,
+            wants_logprobs="logprobs" in body.sampling(),
+            wants_usage_chunk=body.wants_usage_chunk,
+            wants_usage_so_far=body.wants_usage_so_far,
+        )
+
+    async def embeddings(self, request: Request) -> Response:
+        arrived_at = time.monotonic()
+        body = parse(EmbeddingsBody, await self._read(request))
+        request_id = _request_id(request, body)
+        content = await unless_gone(request, self._embed(body, request_id, arrived_at))
+        return Response(content, headers={"X-Request-Id": request_id}, media_type="application/json")
+
+    async def _embed(self, body: EmbeddingsBody, request_id: str, arrived_at: float) -> bytes:
+        client = current_client.get()
+        front = self._front
+        with front.admission.running("rest"):
+            model = await front.admission.serving()
+            check_model(body.model or "", model.limits)
+            body.check()
+            special = body.add_special_tokens is not False
+            inputs = body.inputs()
+            prompts = await front.preparation.prompts(model, inputs, "input", add_special_tokens=special)
+            wanted = front.preparation.embed_request(
+                model,
+                prompts,
+                request_id=request_id,
+                pooling=body.pooling_value,
+                dimensions=body.dimensions or 0,
+                normalize=body.normalize is not False,
+                cache_salt=body.cache_salt or "",
+                arrived_at=arrived_at,
+                client=client,
+            )
+            with front.admission.gate.requests(client.name if client else "", min(len(inputs), MAX_AT_ONCE) - 1):
+                embedded = await front.embedder.embed(wanted)
+            return msgspec.json.encode(embeddings_json(body, wanted, embedded))
 
     async def _generate(
-        self, request: Request, body: ChatBody | CompletionBody, prompts: Prompts, arrived_at: float
+        self, request: Request, body: TextBody, prompts: Prompts, make_answer: AnswerMaker, arrived_at: float
     ) -> Response:
         request_id = _request_id(request, body)
         hints = call_hints(request.headers, body.session())
-        events = self._run(body, prompts, request_id, arrived_at, hints)
+        events = self._run(body, prompts, make_answer, request_id, arrived_at, hints)
         if not body.stream:
             async with aclosing(events):
                 whole = await unless_gone(request, anext(events))
@@ -140,7 +217,13 @@ class _Gateway:
         return EventStream(first, events, {"X-Request-Id": request_id})
 
     async def _run(
-        self, body: ChatBody | CompletionBody, prompts: Prompts, request_id: str, arrived_at: float, hints: CallHints
+        self,
+        body: TextBody,
+        prompts: Prompts,
+        make_answer: AnswerMaker,
+        request_id: str,
+        arrived_at: float,
+        hints: CallHints,
     ) -> AsyncGenerator[bytes, None]:
         """The answer's bytes: one piece, or server-sent events."""
         client = current_client.get()
@@ -148,7 +231,6 @@ class _Gateway:
             model = await self._front.admission.serving()
             check_model(body.model or "", model.limits)
             body.check()
-            is_chat = isinstance(body, ChatBody)
             sampling = body.sampling()
             given = await prompts(model)
             requests = [
@@ -160,7 +242,7 @@ class _Gateway:
                     cache_salt=body.cache_salt or "",
                     priority=body.priority or 0,
                     arrived_at=arrived_at,
-                    default_max_tokens=None if is_chat else DEFAULT_COMPLETION_TOKENS,
+                    default_max_tokens=DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionBody) else None,
                     name=body.field_name,
                     client=client,
                     hints=hints,
@@ -175,16 +257,7 @@ class _Gateway:
                 for index in range(body.num_choices)
             ]
             places.enter_context(self._front.admission.gate.requests(client.name if client else "", len(choices) - 1))
-            answer = Answer(
-                self._front.generation,
-                choices,
-                ChatFormat() if is_chat else CompletionFormat(),
-                request_id=request_id,
-                num_choices=body.num_choices,
-                wants_logprobs="logprobs" in sampling,
-                wants_usage_chunk=body.wants_usage_chunk,
-                wants_usage_so_far=body.wants_usage_so_far,
-            )
+            answer = make_answer(choices, request_id)
             if not body.stream:
                 yield msgspec.json.encode(await answer.whole())
                 return
@@ -247,11 +320,17 @@ class _Gateway:
         made = self._front.decisions.latest(int(given), tenant)
         return json_response({"decisions": [dataclasses.asdict(decision) for decision in made]})
 
+    async def version(self, _request: Request) -> Response:
+        return json_response({"version": VERSION})
+
+    async def docs(self, request: Request) -> Response:
+        return Response(docs_page(request.app.openapi()), media_type="text/html")
+
     async def metrics(self, _request: Request) -> Response:
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _request_id(request: Request, body: GenerationBody) -> str:
+def _request_id(request: Request, body: TextBody | EmbeddingsBody) -> str:
     """The client's, from the body or the header, or a new one; from here on each answer carries it."""
     name, given = "request_id", body.request_id
     if given is None:

@@ -53,8 +53,12 @@ class BodyTooLateError(BatonError):
 
 
 def error_body(error: BatonError) -> dict[str, object]:
-    code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
-    return _body(error.message, error.http_status, error.field or None, code)
+    return _body(error.message, error.http_status, error.field or None, error_code(error))
+
+
+def error_code(error: BatonError) -> str | None:
+    """OpenAI's word for the kind of error, if it has one."""
+    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
 
 
 def _body(message: str, status: int, param: str | None, code: str | None) -> dict[str, object]:

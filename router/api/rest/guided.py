@@ -71,12 +71,12 @@ class GuidedFields(Body, kw_only=True):
                 (
                     "guided",
                     Guided(
-                        json_schema=_text(given.json_schema),
+                        json_schema=schema_text(given.json_schema),
                         json_object=given.json_object,
                         regex=given.regex,
                         choice=tuple(given.choice or ()),
                         grammar=given.grammar,
-                        structural_tag=_text(given.structural_tag),
+                        structural_tag=schema_text(given.structural_tag),
                     ),
                 )
             )
@@ -85,16 +85,16 @@ class GuidedFields(Body, kw_only=True):
                 (
                     "structured_outputs",
                     Guided(
-                        json_schema=_text(vllm.json),
+                        json_schema=schema_text(vllm.json),
                         json_object=bool(vllm.json_object),
                         regex=vllm.regex or "",
                         choice=tuple(vllm.choice or ()),
                         grammar=vllm.grammar or "",
-                        structural_tag=_text(vllm.structural_tag),
+                        structural_tag=schema_text(vllm.structural_tag),
                     ),
                 )
             )
-        if schema := _text(self.guided_json):
+        if schema := schema_text(self.guided_json):
             asked.append(("guided_json", Guided(json_schema=schema)))
         if self.guided_regex is not None:
             asked.append(("guided_regex", Guided(regex=self.guided_regex)))
@@ -113,7 +113,7 @@ def _of_response_format(given: ResponseFormat) -> Guided | None:
         raise InvalidArgumentError("response_format.json_schema", 'is only for type "json_schema"')
     is_tag = given.type == "structural_tag"
     for name in ("format", "structures", "triggers"):
-        if not is_tag and _text(getattr(given, name)):
+        if not is_tag and schema_text(getattr(given, name)):
             raise InvalidArgumentError(f"response_format.{name}", 'is only for type "structural_tag"')
     match given.type:
         case "text":
@@ -121,12 +121,12 @@ def _of_response_format(given: ResponseFormat) -> Guided | None:
         case "json_object":
             return Guided(json_object=True)
         case "json_schema":
-            schema = "" if given.json_schema is None else _text(given.json_schema.schema)
+            schema = "" if given.json_schema is None else schema_text(given.json_schema.schema)
             if not schema:
                 raise InvalidArgumentError("response_format.json_schema.schema", "is required")
             return Guided(json_schema=schema)
         case "structural_tag":
-            parts = {name: _text(getattr(given, name)) for name in ("format", "structures", "triggers")}
+            parts = {name: schema_text(getattr(given, name)) for name in ("format", "structures", "triggers")}
             tag = ", ".join(f'"{name}": {text}' for name, text in parts.items() if text)
             return Guided(structural_tag=f'{{"type": "structural_tag", {tag}}}')
         case _:
@@ -134,7 +134,7 @@ def _of_response_format(given: ResponseFormat) -> Guided | None:
             raise InvalidArgumentError("response_format.type", f"must be one of {kinds}, not {given.type!r}")
 
 
-def _text(given: Given) -> str:
+def schema_text(given: Given) -> str:
     """JSON text of a schema or tag: the object as it came, or what a string holds; empty if there is none."""
     if not isinstance(given, Raw):
         return ""

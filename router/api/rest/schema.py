@@ -66,7 +66,7 @@ class GenerationBody(GuidedFields, kw_only=True):
     def check(self) -> None:
         """Raises `InvalidArgumentError` for what is well formed and still cannot be done."""
         for name in self.unsupported:
-            if _asks(getattr(self, name)):
+            if asks(getattr(self, name)):
                 raise InvalidArgumentError(name, "is not supported")
         if not 1 <= self.num_choices <= MAX_N:
             raise InvalidArgumentError("n", f"must be in [1, {MAX_N}], not {self.n}")
@@ -80,14 +80,7 @@ class GenerationBody(GuidedFields, kw_only=True):
 
     def session(self) -> str:
         """What the body says of it; empty if nothing."""
-        for name in ("prompt_cache_key", "user"):
-            given = getattr(self, name)
-            if _asks(given):
-                try:
-                    return msgspec.json.decode(given, type=str)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    raise InvalidArgumentError(name, "must be a string") from error
-        return ""
+        return session_of(self)
 
     @property
     def num_choices(self) -> int:
@@ -209,7 +202,7 @@ class ChatBody(GenerationBody, kw_only=True):
         super().check()
         if self.modalities not in (None, [], ["text"]):
             raise InvalidArgumentError("modalities", 'only ["text"] is supported')
-        if _asks(self.function_call) and bytes(cast("Raw", self.function_call)) not in (b'"none"', b'"auto"'):
+        if asks(self.function_call) and bytes(cast("Raw", self.function_call)) not in (b'"none"', b'"auto"'):
             raise InvalidArgumentError("function_call", "is not supported: take tool_choice")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidArgumentError("top_logprobs", "needs logprobs to be true")
@@ -254,18 +247,33 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     def prompts(self) -> list[str | list[int]]:
         """One or more, each a text or token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt:
-            raise InvalidArgumentError("prompt", "must not be empty")
-        kind = type(self.prompt[0])
-        if any(type(item) is not kind for item in self.prompt):
-            raise InvalidArgumentError(
-                "prompt", "must be a text, texts, token ids or lists of token ids, not a mixture"
-            )
-        if kind is int:
-            return [cast("list[int]", self.prompt)]
-        return cast("list[str | list[int]]", self.prompt)
+        return several(self.prompt, "prompt")
+
+
+def session_of(body: Body) -> str:
+    """The session that a body names by OpenAI's fields for it; empty if it names none."""
+    for name in ("prompt_cache_key", "user"):
+        given = getattr(body, name)
+        if asks(given):
+            try:
+                return msgspec.json.decode(given, type=str)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise InvalidArgumentError(name, "must be a string") from error
+    return ""
+
+
+def several(given: str | list[str | int | list[int]], name: str) -> list[str | list[int]]:
+    """One or more, each a text or token ids."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InvalidArgumentError(name, "must not be empty")
+    kind = type(given[0])
+    if any(type(item) is not kind for item in given):
+        raise InvalidArgumentError(name, "must be a text, texts, token ids or lists of token ids, not a mixture")
+    if kind is int:
+        return [cast("list[int]", given)]
+    return cast("list[str | list[int]]", given)
 
 
 class TokenizeBody(Body, kw_only=True):
@@ -281,7 +289,7 @@ class DetokenizeBody(Body, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-def _asks(value: object) -> bool:
+def asks(value: object) -> bool:
     """Null, false and empty ask for nothing."""
     if isinstance(value, Raw):
         return bytes(value).translate(None, b" \t\r\n") not in (b"null", b"false", b'""', b"[]", b"{}", b"0")
@@ -290,7 +298,7 @@ def _asks(value: object) -> bool:
 
 def _message(message: ChatMessage, where: str) -> Json:
     for name in message.unsupported:
-        if _asks(getattr(message, name)):
+        if asks(getattr(message, name)):
             raise InvalidArgumentError(f"{where}.{name}", "is not supported")
     return make_message(
         where,

@@ -1,0 +1,84 @@
+"""`/v1/embeddings`: the body and the answer, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import base64
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import ClassVar
+
+from msgspec import UNSET
+
+from common.errors import InvalidArgumentError
+from protos.baton.v1 import embed_pb2
+from router.api.rest.body_types import Body, Given
+from router.api.rest.schema import several
+from router.api.rest.tools import JsonObject
+from router.serving.embedding import Embedded, EmbedRequest
+from router.serving.preparation import check_num_inputs
+
+_POOLINGS = {"last": embed_pb2.POOLING_LAST, "mean": embed_pb2.POOLING_MEAN}
+
+
+class EmbeddingsBody(Body, kw_only=True):
+    input: str | list[str | int | list[int]]
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+
+    # Not OpenAI's.
+    pooling: str | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+    # OpenAI's, without a meaning here.
+    user: Given = UNSET
+
+    formats: ClassVar[tuple[str, ...]] = ("float", "base64")
+
+    def check(self) -> None:
+        """Raises `InvalidArgumentError` for what is well formed and still cannot be done."""
+        if self.encoding_format not in (None, *self.formats):
+            raise InvalidArgumentError("encoding_format", f"must be float or base64, not {self.encoding_format!r}")
+        if self.pooling not in (None, *_POOLINGS):
+            raise InvalidArgumentError("pooling", f"must be last or mean, not {self.pooling!r}")
+        if self.dimensions is not None and self.dimensions < 1:
+            raise InvalidArgumentError("dimensions", f"must be at least 1, not {self.dimensions}")
+        check_num_inputs(len(self.inputs()), "input")
+
+    def inputs(self) -> list[str | list[int]]:
+        return several(self.input, "input")
+
+    @property
+    def pooling_value(self) -> embed_pb2.Pooling.ValueType:
+        return _POOLINGS[self.pooling or "last"]
+
+
+def embeddings_json(body: EmbeddingsBody, request: EmbedRequest, embedded: Sequence[Embedded]) -> JsonObject:
+    num_tokens = sum(len(prompt.token_ids) for prompt in request.prompts)
+    num_cached = sum(one.num_cached_tokens for one in embedded)
+    is_base64 = body.encoding_format == "base64"
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": _base64(one) if is_base64 else list(one.values)}
+            for index, one in enumerate(embedded)
+        ],
+        "model": request.model.limits.model,
+        "usage": {
+            "prompt_tokens": num_tokens,
+            "total_tokens": num_tokens,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        },
+    }
+
+
+def _base64(embedded: Embedded) -> str:
+    """float32, little-endian."""
+    values = array("f", embedded.values)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return base64.b64encode(values.tobytes()).decode()

@@ -1,0 +1,209 @@
+"""The answer of `/v1/responses`: items as they come, as events, or one object in the end."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+
+from common.errors import BatonError
+from common.types import FinishReason
+from router.api.rest.errors import as_baton, error_code
+from router.api.rest.formats import baton_report
+from router.api.rest.tools import JsonObject
+from router.serving.generation import Generation
+from router.serving.request import GenerationRequest, Output, ToolCallDelta
+
+NO_LOGPROBS: list[object] = []
+
+
+@dataclass(slots=True)
+class _Item:
+    """One output item: reasoning, a message, or a function's call."""
+
+    kind: str  # what OpenAI calls it: reasoning, message, function_call
+    item_id: str
+    index: int
+    call: ToolCallDelta | None = None
+    texts: list[str] = field(default_factory=list)
+    is_whole: bool = True  # False if the answer was cut off in it
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def part(self, text: str) -> JsonObject:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": NO_LOGPROBS}
+
+    def json(self, *, is_done: bool = True) -> JsonObject:
+        status = "in_progress" if not is_done else "completed" if self.is_whole else "incomplete"
+        item: JsonObject = {"id": self.item_id, "type": self.kind, "status": status}
+        if self.call is not None:
+            arguments = self.text if is_done else ""
+            return {**item, "call_id": self.call.call_id, "name": self.call.name, "arguments": arguments}
+        item["content"] = [self.part(self.text)] if is_done else []
+        return {**item, "summary": []} if self.kind == "reasoning" else {**item, "role": "assistant"}
+
+
+class ResponseAnswer:
+    """One answer. `echoed` is what it repeats of its request."""
+
+    def __init__(self, generation: Generation, request: GenerationRequest, request_id: str, echoed: JsonObject) -> None:
+        self._generation = generation
+        self._request = request
+        self._request_id = request_id
+        self._echoed = echoed
+        self._created = int(time.time())
+        self._items: list[_Item] = []
+        self._last: Output | None = None
+        self._num_reasoning_tokens = 0
+        self._num_events = 0
+        self.failure: BatonError | None = None  # what `events` told its reader as an event
+
+    async def whole(self) -> JsonObject:
+        async with aclosing(self._generation.generate(self._request)) as outputs:
+            async for output in outputs:
+                for _ in self._take(output):
+                    pass  # the same as if it was streamed
+        return self._response(self._status())
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events. An error before the first token is raised, so that it can be a status."""
+        started = False
+        try:
+            async with aclosing(self._generation.generate(self._request)) as outputs:
+                async for output in outputs:
+                    if not started:
+                        started = True
+                        for name in ("response.created", "response.in_progress"):
+                            yield self._event(name, {"response": self._response("in_progress")})
+                    for name, content in self._take(output):
+                        yield self._event(name, content)
+        except Exception as error:
+            if not started:
+                raise
+            self.failure = as_baton(error)
+            yield self._event("response.failed", {"response": self._response("failed")})
+            return
+        status = self._status()
+        yield self._event(f"response.{status}", {"response": self._response(status)})
+
+    def _event(self, name: str, content: JsonObject) -> bytes:
+        data = {"type": name, "sequence_number": self._num_events, **content}
+        self._num_events += 1
+        return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
+
+    # ------------------------------------------------------------------------------------------- items
+
+    def _take(self, output: Output) -> Iterator[tuple[str, JsonObject]]:
+        calls = deque(output.tool_calls)
+        while calls and not calls[0].call_id:  # of the call that was being written
+            yield from self._add_call(calls.popleft())
+        if output.reasoning:
+            self._num_reasoning_tokens += len(output.tokens)
+            yield from self._add("reasoning", "rs_", output.reasoning)
+        if output.text:
+            yield from self._add("message", "msg_", output.text)
+        for call in calls:
+            yield from self._add_call(call)
+        if output.finish_reason is None:
+            return
+        self._last = output
+        if not self._items:  # nothing was said: that is a message, too
+            yield from self._open(_Item("message", f"msg_{self._request_id}", 0))
+        self._items[-1].is_whole = output.finish_reason is not FinishReason.LENGTH
+        yield from self._close()
+
+    def _add(self, kind: str, prefix: str, text: str) -> Iterator[tuple[str, JsonObject]]:
+        if not self._items or self._items[-1].kind != kind:
+            yield from self._close()
+            yield from self._open(_Item(kind, self._new_id(prefix), len(self._items)))
+        item = self._items[-1]
+        item.texts.append(text)
+        if kind == "reasoning":
+            yield "response.reasoning_text.delta", {**_place(item), "content_index": 0, "delta": text}
+        else:
+            place = {**_place(item), "content_index": 0}
+            yield "response.output_text.delta", {**place, "delta": text, "logprobs": NO_LOGPROBS}
+
+    def _add_call(self, call: ToolCallDelta) -> Iterator[tuple[str, JsonObject]]:
+        if call.call_id:
+            yield from self._close()
+            yield from self._open(_Item("function_call", self._new_id("fc_"), len(self._items), call))
+        item = self._items[-1]
+        if call.arguments:
+            item.texts.append(call.arguments)
+            yield "response.function_call_arguments.delta", {**_place(item), "delta": call.arguments}
+
+    def _new_id(self, prefix: str) -> str:
+        return f"{prefix}{self._request_id}" + (f"-{len(self._items)}" if self._items else "")
+
+    def _open(self, item: _Item) -> Iterator[tuple[str, JsonObject]]:
+        self._items.append(item)
+        yield "response.output_item.added", {"output_index": item.index, "item": item.json(is_done=False)}
+        if item.call is None:
+            yield "response.content_part.added", {**_place(item), "content_index": 0, "part": item.part("")}
+
+    def _close(self) -> Iterator[tuple[str, JsonObject]]:
+        """The last item's end, if there is one."""
+        if not self._items:
+            return
+        item, text = self._items[-1], self._items[-1].text
+        if item.call is not None:
+            done = {**_place(item), "name": item.call.name, "arguments": text}
+            yield "response.function_call_arguments.done", done
+        else:
+            place = {**_place(item), "content_index": 0}
+            if item.kind == "reasoning":
+                yield "response.reasoning_text.done", {**place, "text": text}
+            else:
+                yield "response.output_text.done", {**place, "text": text, "logprobs": NO_LOGPROBS}
+            yield "response.content_part.done", {**place, "part": item.part(text)}
+        yield "response.output_item.done", {"output_index": item.index, "item": item.json()}
+
+    # ---------------------------------------------------------------------------------------- response
+
+    def _status(self) -> str:
+        is_cut = self._last is not None and self._last.finish_reason is FinishReason.LENGTH
+        return "incomplete" if is_cut else "completed"
+
+    def _response(self, status: str) -> JsonObject:
+        params = self._request.sampling_params
+        response: JsonObject = {
+            "id": f"resp_{self._request_id}",
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self._request.model.limits.model,
+            "output": [] if status == "in_progress" else [item.json() for item in self._items],
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "usage": None,
+            **self._echoed,
+        }
+        if self.failure is not None:
+            code = error_code(self.failure) or "server_error"
+            response["error"] = {"code": code, "message": self.failure.message}
+        if self._last is not None and self._last.usage is not None and self._last.report is not None:
+            usage = self._last.usage
+            response["usage"] = {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            }
+            response["baton"] = baton_report(self._request_id, [self._last.report])
+        return response
+
+
+def _place(item: _Item) -> JsonObject:
+    return {"item_id": item.item_id, "output_index": item.index}

@@ -1,0 +1,326 @@
+"""The body of `/v1/responses`. Nothing is stored here: each request brings its whole conversation."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from msgspec import UNSET
+
+from common.errors import InvalidArgumentError
+from common.guided import Guided
+from common.sampling import parameters
+from router.api.rest.body_types import Body, Given
+from router.api.rest.guided import schema_text
+from router.api.rest.schema import asks, session_of, with_sampling
+from router.api.rest.tools import JsonObject
+from router.serving.conversation import (
+    Call,
+    Conversation,
+    Json,
+    Tool,
+    Tools,
+    check_options,
+    make_message,
+    make_tools,
+    named_results,
+)
+
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
+
+
+class Part(Body, kw_only=True):
+    type: str
+    text: str | None = None
+    annotations: Given = UNSET
+    logprobs: Given = UNSET
+
+
+class InputItem(Body, kw_only=True):
+    """One of several kinds, by `type`: a message, a function's call, its output, reasoning."""
+
+    type: str = "message"
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+    summary: list[Part] | None = None
+
+    # What answers hold and clients send back.
+    id: Given = UNSET
+    status: Given = UNSET
+    phase: Given = UNSET
+    encrypted_content: Given = UNSET
+
+
+class ResponseTool(Body, kw_only=True):
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseToolChoice(Body, kw_only=True):
+    type: str
+    name: str = ""
+
+
+class TextFormat(Body, kw_only=True):
+    type: str
+    name: Given = UNSET
+    description: Given = UNSET
+    schema: Given = UNSET
+    strict: bool | None = None  # every schema is kept to the letter
+
+
+class TextOptions(Body, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: Given = UNSET
+
+
+class Reasoning(Body, kw_only=True):
+    effort: Given = UNSET
+    summary: Given = UNSET
+    generate_summary: Given = UNSET
+
+
+@with_sampling
+class ResponsesBody(Body, kw_only=True):
+    input: str | list[InputItem]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: str | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    truncation: str | None = None
+    reasoning: Reasoning | None = None
+    metadata: dict[str, str] | None = None
+    stream_options: Given = UNSET
+    include: Given = UNSET
+    top_logprobs: Given = UNSET
+
+    # Not OpenAI's.
+    cache_salt: str | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # Of what is stored.
+    store: bool | None = None
+    previous_response_id: Given = UNSET
+    conversation: Given = UNSET
+    prompt: Given = UNSET
+    background: Given = UNSET
+
+    context_management: Given = UNSET
+    max_tool_calls: Given = UNSET
+    moderation: Given = UNSET
+
+    # OpenAI's, without a meaning here.
+    user: Given = UNSET
+    service_tier: Given = UNSET
+    safety_identifier: Given = UNSET
+    prompt_cache_key: Given = UNSET
+    prompt_cache_retention: Given = UNSET
+    prompt_cache_options: Given = UNSET
+
+    num_choices: ClassVar[int] = 1
+    unsupported: ClassVar[tuple[str, ...]] = ("top_logprobs", "context_management", "max_tool_calls", "moderation")
+    stored: ClassVar[tuple[str, ...]] = ("store", "previous_response_id", "conversation", "prompt", "background")
+
+    def check(self) -> None:
+        """Raises `InvalidArgumentError` for what is well formed and still cannot be done."""
+        for name in self.stored:
+            if asks(getattr(self, name)):
+                raise InvalidArgumentError(name, "is not supported: nothing is stored; send the whole conversation")
+        for name in self.unsupported:
+            if asks(getattr(self, name)):
+                raise InvalidArgumentError(name, "is not supported")
+        if asks(self.include):
+            raise InvalidArgumentError("include", "must be empty: there is nothing more to include")
+        if self.truncation not in (None, "disabled"):
+            raise InvalidArgumentError("truncation", 'only "disabled" is supported')
+        for name in ("effort", "summary", "generate_summary"):
+            if self.reasoning is not None and asks(getattr(self.reasoning, name)):
+                raise InvalidArgumentError(f"reasoning.{name}", "is not supported")
+        if self.text is not None and asks(self.text.verbosity):
+            raise InvalidArgumentError("text.verbosity", "is not supported")
+        self.guided_text()
+        for name in ("logprobs", "max_tokens", "max_completion_tokens", "guided"):
+            if getattr(self, name, None) is not None:
+                raise InvalidArgumentError(name, "is not a field of responses")
+
+    def session(self) -> str:
+        """What the body says of it; empty if nothing."""
+        return session_of(self)
+
+    def guided_text(self) -> Guided | None:
+        """The form that the answer has; None for any text."""
+        wanted = self.text.format if self.text is not None else None
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return Guided(json_object=True)
+        if wanted.type != "json_schema":
+            raise InvalidArgumentError("text.format.type", "must be one of text, json_object, json_schema")
+        schema = schema_text(wanted.schema)
+        if not schema:
+            raise InvalidArgumentError("text.format.schema", "is required")
+        return Guided(json_schema=schema)
+
+    def sampling(self) -> dict[str, object]:
+        """The sampling parameters that the client set."""
+        given = {name: value for name in parameters() if (value := getattr(self, name)) is not None}
+        if isinstance(given.get("stop"), str):
+            given["stop"] = (given["stop"],)
+        if self.max_output_tokens is not None:
+            given["max_tokens"] = self.max_output_tokens
+        if (guided := self.guided_text()) is not None:
+            given["guided"] = guided
+        return given
+
+    def field_name(self, name: str) -> str:
+        """The client's name for a sampling parameter."""
+        return {"max_tokens": "max_output_tokens", "guided": "text.format"}.get(name, name)
+
+    def response_conversation(self) -> Conversation:
+        options = self.chat_template_kwargs or {}
+        check_options(options, "chat_template_kwargs")
+        return Conversation(messages=named_results(self._messages()), tools=self._tools(), template_options=options)
+
+    def _messages(self) -> list[Json]:
+        messages = []
+        if self.instructions:
+            messages.append(make_message("instructions", role="system", content=self.instructions))
+        if isinstance(self.input, str):
+            return [*messages, make_message("input", role="user", content=self.input)]
+        if not self.input:
+            raise InvalidArgumentError("input", "must not be empty")
+        return messages + [turn.message() for turn in _turns(self.input)]
+
+    def _tools(self) -> Tools:
+        tools = []
+        for index, one in enumerate(self.tools or ()):
+            if one.type != "function":
+                raise InvalidArgumentError(f"tools[{index}].type", f'must be "function", not {one.type!r}')
+            given: dict[str, Any] = {} if one.parameters is None else {"parameters": one.parameters}
+            tools.append(Tool(name=one.name, description=one.description, strict=bool(one.strict), **given))
+        parallel = self.parallel_tool_calls is not False
+        choice = self.tool_choice
+        if isinstance(choice, ResponseToolChoice):
+            if choice.type != "function":
+                raise InvalidArgumentError("tool_choice.type", f'must be "function", not {choice.type!r}')
+            return make_tools(tools, "tools", choice="required", named=choice.name, parallel=parallel)
+        return make_tools(tools, "tools", choice=choice or "auto", parallel=parallel)
+
+    def _format(self) -> JsonObject:
+        wanted = self.text.format if self.text is not None else None
+        if wanted is None:
+            return {"type": "text"}
+        given = {name: getattr(wanted, name) for name in ("type", "name", "description", "schema", "strict")}
+        return {name: value for name, value in given.items() if value is not UNSET and value is not None}
+
+    def echoed(self) -> JsonObject:
+        """What a response repeats of its request."""
+        choice = self.tool_choice
+        named = {"type": "function", "name": choice.name} if isinstance(choice, ResponseToolChoice) else None
+        return {
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "text": {"format": self._format()},
+            "tool_choice": named or choice or "auto",
+            "tools": [
+                {
+                    "type": "function",
+                    "name": one.name,
+                    "description": one.description,
+                    "parameters": one.parameters,
+                    "strict": bool(one.strict),
+                }
+                for one in self.tools or ()
+            ],
+            "truncation": "disabled",
+        }
+
+
+class _Turn:
+    """Items that make one message: an assistant's reasoning, words and calls are items of their own."""
+
+    def __init__(self, where: str, role: str) -> None:
+        self.where = where
+        self.role = role
+        self.content: str | None = None
+        self.reasoning: str | None = None
+        self.calls: list[Call] = []
+        self.call_id: str | None = None
+
+    def message(self) -> Json:
+        return make_message(
+            self.where,
+            role=self.role,
+            content=self.content if self.content is not None or self.calls else "",
+            calls=self.calls,
+            tool_call_id=self.call_id,
+            reasoning=self.reasoning,
+        )
+
+
+def _turns(items: list[InputItem]) -> list[_Turn]:
+    turns: list[_Turn] = []
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
+        if item.type == "function_call_output":
+            turn = _Turn(where, "tool")
+            turn.call_id, turn.content = item.call_id or "", _text(item.output, f"{where}.output")
+            turns.append(turn)
+        elif item.type == "message" and item.role != "assistant":
+            turn = _Turn(where, item.role or "")
+            turn.content = _text(item.content, f"{where}.content")
+            turns.append(turn)
+        else:
+            last = turns[-1] if turns and turns[-1].role == "assistant" else None
+            _add(item, where, last, turns)
+    return turns
+
+
+def _add(item: InputItem, where: str, last: _Turn | None, turns: list[_Turn]) -> None:
+    """An assistant's item joins its turn, or begins one."""
+    begins = last is None or (item.type == "reasoning" and (last.content is not None or bool(last.calls)))
+    begins = begins or (item.type == "message" and last is not None and (last.content is not None or bool(last.calls)))
+    if last is None or begins:
+        last = _Turn(where, "assistant")
+        turns.append(last)
+    if item.type == "message":
+        last.content = _text(item.content, f"{where}.content")
+    elif item.type == "function_call":
+        last.calls.append(Call(call_id=item.call_id or "", name=item.name or "", arguments=item.arguments or ""))
+    elif item.type == "reasoning":
+        if asks(item.encrypted_content):
+            raise InvalidArgumentError(f"{where}.encrypted_content", "is not supported")
+        last.reasoning = _text(item.content or item.summary or "", f"{where}.content")
+    else:
+        raise InvalidArgumentError(f"{where}.type", f"{item.type!r} is not supported")
+
+
+def _text(content: str | list[Part] | None, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise InvalidArgumentError(where, "is required")
+    for index, part in enumerate(content):
+        if part.type not in (*TEXT_PARTS, "summary_text"):
+            raise InvalidArgumentError(f"{where}[{index}].type", "only parts of text are supported")
+        if part.text is None:
+            raise InvalidArgumentError(f"{where}[{index}].text", "must be a string")
+    return "\n".join(part.text or "" for part in content)

@@ -1,0 +1,164 @@
+"""Embeddings: each input goes to the worker with the least to do, as a prompt of which only the hidden state is wanted.
+
+Prefill workers come first, as they have nothing else to do; without any, decode workers compute them. An input that a
+worker did not answer goes to another one: nothing has been sent to the client before all are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from common.errors import (
+    BatonError,
+    DeadlineError,
+    InternalError,
+    InvalidArgumentError,
+    OverloadedError,
+    UnavailableError,
+)
+from common.grpc_status import error_of_call
+from common.types import WorkerRole
+from protos.baton.v1 import embed_pb2, embed_pb2_grpc
+from router.fleet.endpoint import Endpoint
+from router.fleet.registry import Registry, ServedModel
+from router.policy.base import RoutingRequest
+from router.policy.least_load import load_score
+from router.policy.routing import unusable
+from router.serving.request import Prompt
+from router.serving.retry_budget import RetryBudget
+
+MAX_INPUTS = 2048
+MAX_AT_ONCE = 16  # inputs of one request that workers have at a time
+MAX_DIMENSIONS = 2**20
+NUM_RETRIES = 3
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EmbedRequest:
+    """Several inputs of one request."""
+
+    request_id: str
+    model: ServedModel
+    prompts: Sequence[Prompt]
+    pooling: embed_pb2.Pooling.ValueType = embed_pb2.POOLING_LAST
+    dimensions: int = 0  # 0: all
+    normalize: bool = True
+    cache_salt: str = ""
+    deadline: float  # time.monotonic() at which the client gives up
+
+
+@dataclass(slots=True, frozen=True)
+class Embedded:
+    values: Sequence[float]
+    num_cached_tokens: int
+
+
+class Embedder:
+    """Shared by all requests of a router."""
+
+    def __init__(self, registry: Registry, budget: RetryBudget | None = None) -> None:
+        self._registry = registry
+        self._budget = budget or RetryBudget()
+
+    async def embed(self, request: EmbedRequest) -> list[Embedded]:
+        """In the order of the prompts. The first failure ends all of them. Raises `BatonError`."""
+        results: list[Embedded | None] = [None] * len(request.prompts)
+        left = iter(range(len(results)))
+
+        async def work() -> None:
+            for index in left:
+                results[index] = await self._one(request, index)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(min(MAX_AT_ONCE, len(results))):
+                    tasks.create_task(work())
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        return [one for one in results if one is not None]
+
+    async def _one(self, request: EmbedRequest, index: int) -> Embedded:
+        self._budget.request()
+        tried: set[tuple[str, str]] = set()
+        while True:
+            endpoint = self._pick(request, index, tried)
+            try:
+                return await self._ask(endpoint, request, index)
+            except (UnavailableError, OverloadedError) as error:
+                tried.add(endpoint.incarnation)
+                if len(tried) > NUM_RETRIES or not self._budget.spend(time.monotonic()):
+                    raise
+                try:
+                    self._pick(request, index, tried)
+                except UnavailableError:
+                    raise error from None
+
+    def _pick(self, request: EmbedRequest, index: int, tried: set[tuple[str, str]]) -> Endpoint:
+        num_tokens = len(request.prompts[index].token_ids)
+        routing = RoutingRequest(
+            num_prompt_tokens=num_tokens, num_tokens=num_tokens + 1, fingerprint=request.model.fingerprint
+        )
+        endpoints = self._registry.endpoints()
+        usable = [
+            one
+            for one in endpoints
+            if not unusable(one, routing)
+            and (one.max_model_len is None or routing.num_tokens <= one.max_model_len)
+            and one.incarnation not in tried
+        ]
+        if not usable:
+            reasons = [
+                f"{one.address}: {unusable(one, routing) or 'too short a context, or failed already'}"
+                for one in endpoints
+            ]
+            raise UnavailableError(f"no worker can take the request ({'; '.join(reasons) or 'none is configured'})")
+        return min(usable, key=_load)
+
+    async def _ask(self, endpoint: Endpoint, request: EmbedRequest, index: int) -> Embedded:
+        timeout_s = request.deadline - time.monotonic()
+        if timeout_s <= 0:
+            raise DeadlineError("the request's deadline has passed")
+        prompt = request.prompts[index]
+        stub = embed_pb2_grpc.EmbedServiceStub(self._registry.channel(endpoint.address))
+        message = embed_pb2.EmbedTokensRequest(
+            request_id=f"{request.request_id}-{index}" if index else request.request_id,
+            fingerprint=request.model.fingerprint,
+            prompt_token_ids=prompt.token_ids,
+            pooling=request.pooling,
+            dimensions=request.dimensions,
+            normalize=request.normalize,
+            cache_salt=request.cache_salt,
+        )
+        with self._registry.sending({endpoint.address: len(prompt.token_ids)}):
+            try:
+                answer = await stub.EmbedTokens(message, timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                raise self._failure(request, endpoint, prompt, error) from error
+        if not answer.values or not all(map(math.isfinite, answer.values)):
+            raise InternalError(f"{endpoint.address} sends no finite vector")
+        return Embedded(answer.values, min(answer.cached_tokens, len(prompt.token_ids)))
+
+    def _failure(
+        self, request: EmbedRequest, endpoint: Endpoint, prompt: Prompt, error: grpc.aio.AioRpcError
+    ) -> BatonError:
+        code, details = error.code(), error.details() or ""
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED and time.monotonic() >= request.deadline - 0.05:
+            return DeadlineError("the request's deadline passed before it was finished")
+        if code is grpc.StatusCode.UNAVAILABLE:
+            self._registry.suspect(*endpoint.incarnation, details)
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return UnavailableError(f"{endpoint.address} is of a version that makes no embeddings")
+        fault = error_of_call(code.name, details, error.trailing_metadata())
+        if isinstance(fault, InvalidArgumentError) and fault.field == "prompt_token_ids":
+            return InvalidArgumentError(prompt.field, fault.reason)
+        return fault
+
+
+def _load(endpoint: Endpoint) -> tuple[bool, float]:
+    return endpoint.role is not WorkerRole.PREFILL, load_score(endpoint)

@@ -1,0 +1,115 @@
+"""Embeddings through the router: shapes, limits, and workers that fail."""
+
+from __future__ import annotations
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from common.errors import InvalidArgumentError
+from common.types import WorkerRole
+from protos.baton.v1 import embed_pb2, inference_pb2
+from tests.router.conftest import RunningRouter, StartRouter, StartWorker
+from tests.router.fake_worker import FakeWorker
+from tests.router.tiny_tokenizer import ids_of
+
+
+@pytest.mark.parametrize("encoding_format", ["float", "base64", None])
+async def test_each_input_has_its_vector(
+    router: RunningRouter, worker: FakeWorker, encoding_format: str | None
+) -> None:
+    texts = ["hello world", "Paris", "How are you?"]
+    given = {} if encoding_format is None else {"encoding_format": encoding_format}
+    answer = await router.openai.embeddings.create(model="tiny", input=texts, **given)  # type: ignore[arg-type]
+    assert [one.index for one in answer.data] == [0, 1, 2]
+    if encoding_format == "base64":
+        assert isinstance(answer.data[0].embedding, str)
+    else:
+        assert [one.embedding for one in answer.data] == [[len(ids_of(t)), ids_of(t)[0], 0.5] for t in texts]
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(len(ids_of(text)) for text in texts)
+    assert sorted(request.request_id.rpartition("-")[2] for request in worker.embedded)[:2] == ["1", "2"]
+
+
+@pytest.mark.parametrize("given", [[1, 2, 3], [[1, 2, 3]]])
+async def test_token_ids(router: RunningRouter, worker: FakeWorker, given: list[int]) -> None:
+    extra = {"pooling": "mean", "normalize": False, "cache_salt": "s", "request_id": "r"}
+    answer = await router.openai.embeddings.create(
+        model="tiny", input=given, dimensions=2, extra_body=extra, user="u", encoding_format="float"
+    )
+    assert len(answer.data) == 1
+    (request,) = worker.embedded
+    assert list(request.prompt_token_ids) == [1, 2, 3]
+    assert (request.pooling, request.normalize, request.dimensions) == (embed_pb2.POOLING_MEAN, False, 2)
+    assert (request.cache_salt != "", request.request_id, request.fingerprint) == (True, "r", "f1")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["a", 1]}, "input"),
+        ({"input": [-1]}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"input": "word " * 300}, "input"),
+        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "dimensions": 2**21}, "dimensions"),
+        ({"input": "a", "pooling": "max"}, "pooling"),
+        ({"input": "a", "model": "other"}, "model"),
+        ({"input": "a", "colour": 1}, "colour"),
+    ],
+)
+async def test_what_is_refused(router: RunningRouter, body: dict[str, object], param: str) -> None:
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        answer = await client.post("/v1/embeddings", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+async def test_many_inputs_take_their_turns(worker: FakeWorker, start_router: StartRouter) -> None:
+    router = await start_router(worker, max_requests=16)
+    answer = await router.openai.embeddings.create(model="tiny", input=["a"] * 200)
+    assert len(answer.data) == 200
+
+
+async def test_prefill_workers_come_first_and_failures_go_elsewhere(
+    start_worker: StartWorker, start_router: StartRouter
+) -> None:
+    prefill, decode = await start_worker(WorkerRole.PREFILL), await start_worker()
+    router = await start_router(decode, prefill=(prefill,))
+    await router.openai.embeddings.create(model="tiny", input="a")
+    assert (len(prefill.embedded), len(decode.embedded)) == (1, 0)
+    prefill.refuse = (grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+    await router.openai.embeddings.create(model="tiny", input="a")
+    assert len(decode.embedded) == 1
+    decode.refuse = prefill.refuse
+    with pytest.raises(openai.RateLimitError):
+        await router.openai.embeddings.create(model="tiny", input="a")
+    prefill.refuse = InvalidArgumentError("dimensions", "must be at most 3")
+    with pytest.raises(openai.BadRequestError) as caught:
+        await router.openai.embeddings.create(model="tiny", input="a")
+    assert caught.value.param == "dimensions"
+
+
+async def test_over_grpc(router: RunningRouter, worker: FakeWorker) -> None:
+    request = inference_pb2.EmbedRequest(
+        inputs=[inference_pb2.EmbedInput(text="Paris"), inference_pb2.EmbedInput(token_ids=[5, 6])],
+        pooling=embed_pb2.POOLING_MEAN,
+    )
+    answer = await router.inference.Embed(request)
+    assert [list(one.values) for one in answer.embeddings] == [
+        [len(ids_of("Paris")), ids_of("Paris")[0], 0.5],
+        [2, 5, 0.5],
+    ]
+    assert (answer.usage.prompt_tokens, answer.usage.cached_tokens) == (len(ids_of("Paris")) + 2, 2)
+    assert {one.normalize for one in worker.embedded} == {True}
+    for wrong, field in (
+        (inference_pb2.EmbedRequest(), "inputs"),
+        (inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput()]), "inputs[0]"),
+        (inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput(text="a")], pooling=9), "pooling"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.inference.Embed(wrong)
+        assert (caught.value.details() or "").startswith(field)

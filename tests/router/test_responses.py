@@ -1,0 +1,150 @@
+"""`/v1/responses`, through the official client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.router import chat_templates
+from tests.router.conftest import RunningRouter, StartWorker
+from tests.router.fake_worker import FakeWorker
+from tests.router.test_tools import TWO_CALLS, prompt_of
+from tests.router.tiny_tokenizer import ids_of
+
+TOOL: Any = {
+    "type": "function",
+    "name": "f",
+    "description": "Does it",
+    "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+    "strict": False,
+}
+
+
+@pytest.fixture
+async def worker(start_worker: StartWorker) -> FakeWorker:
+    worker = await start_worker()
+    worker.chat_template = chat_templates.HERMES
+    worker.answer = ids_of("Paris.")
+    worker.false_info = {"max_model_len": 1024}
+    return worker
+
+
+async def test_text(router: RunningRouter, worker: FakeWorker) -> None:
+    answer = await router.openai.responses.create(
+        model="tiny", input="Where?", instructions="Be brief", store=False, metadata={"a": "b"}, temperature=0
+    )
+    assert answer.output_text == "Paris."
+    assert (answer.status, answer.store if hasattr(answer, "store") else None) == ("completed", False)
+    assert (answer.instructions, answer.metadata, answer.temperature) == ("Be brief", {"a": "b"}, 0)
+    assert prompt_of(worker).startswith("<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nWhere?<|im_end|>")
+    assert answer.usage is not None
+    assert answer.usage.output_tokens == len(worker.answer) + 1
+    assert answer.usage.input_tokens_details.cached_tokens == 3
+
+
+async def test_calls_and_reasoning(router: RunningRouter, worker: FakeWorker) -> None:
+    worker.answer = ids_of(TWO_CALLS)
+    answer = await router.openai.responses.create(model="tiny", input="Do", tools=[TOOL], max_output_tokens=200)
+    assert [item.type for item in answer.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert len({item.id for item in answer.output}) == 4
+    assert answer.output_text == "Yes."
+    calls = [item for item in answer.output if item.type == "function_call"]
+    assert [(call.name, call.arguments) for call in calls] == [("f", '{"x": 1}'), ("f", '{"x": 2}')]
+    assert answer.usage is not None
+    assert answer.usage.output_tokens_details.reasoning_tokens > 0
+    # What was answered can be sent back, with results.
+    items: Any = [{"role": "user", "content": [{"type": "input_text", "text": "Do"}]}]
+    items += [item.model_dump(exclude_none=True) for item in answer.output]
+    items += [{"type": "function_call_output", "call_id": call.call_id, "output": "done"} for call in calls]
+    await router.openai.responses.create(model="tiny", input=items, tools=[TOOL], max_output_tokens=3)
+    prompt = prompt_of(worker)
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": %d}}\n</tool_call>'
+    assert f"<|im_start|>assistant\n<think>hm</think>Yes.{call % 1}{call % 2}<|im_end|>" in prompt
+    assert prompt.count("<|im_start|>tool\ndone<|im_end|>") == 2
+
+
+async def test_stream(router: RunningRouter, worker: FakeWorker) -> None:
+    worker.answer = ids_of(TWO_CALLS)
+    async with router.openai.responses.stream(model="tiny", input="Do", tools=[TOOL], max_output_tokens=200) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    types = [event.type for event in events]
+    assert types[:2] == ["response.created", "response.in_progress"]
+    assert types[-1] == "response.completed"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert types.count("response.output_item.added") == types.count("response.output_item.done") == 4
+    arguments = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(arguments) == '{"x": 1}{"x": 2}'
+    assert len(arguments) > 4
+    reasoning = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(reasoning) == "hm"
+    assert final.output_text == "Yes."
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
+
+
+async def test_an_answer_that_is_cut_off(router: RunningRouter) -> None:
+    answer = await router.openai.responses.create(model="tiny", input="x", max_output_tokens=1)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    stream = await router.openai.responses.create(model="tiny", input="x", max_output_tokens=1, stream=True)
+    assert [event.type async for event in stream][-1] == "response.incomplete"
+
+
+async def test_a_stream_that_fails(router: RunningRouter, worker: FakeWorker) -> None:
+    worker.spoil = lambda event: event.tokens[0].__setattr__("token_id", 10**6) if worker.requests else None
+    with pytest.raises(openai.APIStatusError):
+        await router.openai.responses.create(model="tiny", input="x", stream=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": "x", "store": True}, "store"),
+        ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "x", "conversation": "c"}, "conversation"),
+        ({"input": "x", "background": True}, "background"),
+        ({"input": "x", "include": ["reasoning.encrypted_content"]}, "include"),
+        ({"input": "x", "truncation": "auto"}, "truncation"),
+        ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"input": "x", "text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "x", "max_tokens": 5}, "max_tokens"),
+        ({"input": "x", "temperature": 9e9, "colour": 1}, "colour"),
+        ({"input": "word " * 2000}, "input"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].image_url",
+        ),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].tool_call_id"),
+    ],
+)
+async def test_what_is_refused(router: RunningRouter, body: dict[str, object], param: str) -> None:
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        answer = await client.post("/v1/responses", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+async def test_pages(router: RunningRouter) -> None:
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        page = await client.get("/docs")
+        assert page.headers["content-type"].startswith("text/html")
+        assert "/v1/responses" in page.text
+        assert "ResponsesBody" in page.text
+        assert "http://" not in page.text
+        assert "https://" not in page.text
+        assert "<script" not in page.text
+        assert (await client.get("/ping")).json() == {"status": "ok"}
+        assert set((await client.get("/version")).json()) == {"version"}
+        described = (await client.get("/openapi.json")).json()
+        assert {"/v1/responses", "/v1/embeddings", "/v1/chat/completions"} <= set(described["paths"])
