@@ -192,6 +192,17 @@ class RouterSettings(PolicySettings, TlsSettings, HealthSettings, LogSettings):
         None,
         description="file of API keys, of which a client needs one; read again when it changes; all may if unset",
     )
+    limits_file: str | None = Field(
+        None, description="YAML of what keys and tenants may ask for; read again when it changes; no limits if unset"
+    )
+    max_running: Positive | None = Field(
+        None,
+        description="answers that workers make at a time; further ones wait here for their turn; no queue if unset",
+    )
+    max_queued: Positive = Field(256, description="answers that wait for their turn; further ones are refused")
+    max_queue_wait: float = Field(
+        30.0, gt=0, description="seconds that one may wait for its turn; what would wait longer is refused at once"
+    )
     drain_timeout: float = Field(30.0, ge=0, description="seconds that SIGTERM waits for answers to end")
     request_timeout: float = Field(
         600.0, gt=0, description="deadline in seconds of a request that brings none, and the most that one may ask for"

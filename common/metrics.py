@@ -27,6 +27,7 @@ router_refused = Counter(
     "baton_router_refused", "Calls and connections that were refused because of a limit of the router.", ["limit"]
 )
 router_requests_running = Gauge("baton_router_requests_running", "Requests that a client is waiting for.")
+router_requests_queued = Gauge("baton_router_requests_queued", "Requests that wait in the router for their turn.")
 router_prompt_tokens = Histogram("baton_router_prompt_tokens", "Prompt tokens of a request.", buckets=TOKEN_BUCKETS)
 router_output_tokens = Histogram("baton_router_output_tokens", "Tokens of an answer.", buckets=TOKEN_BUCKETS)
 router_cached_tokens = Counter("baton_router_cached_prompt_tokens", "Prompt tokens found in a prefix cache.")

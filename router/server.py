@@ -48,10 +48,12 @@ from router.serving.decisions import Decisions
 from router.serving.demand import Demand, DemandService
 from router.serving.dispatch import Dispatcher, DispatchLimits
 from router.serving.embedding import Embedder
+from router.serving.fair_queue import FairQueue
 from router.serving.front import Front
 from router.serving.gate import MESSAGE_BYTES, MIB, Gate, GateLimits
 from router.serving.generation import Generation
 from router.serving.preparation import Preparation
+from router.serving.quotas import Quotas
 from router.serving.threads import TextThreads
 from router.stop_signals import stop_signals
 
@@ -94,7 +96,8 @@ async def serve(
         min_remote_tokens=settings.min_remote_tokens or 0,
         seed=secrets.randbits(64),
     )
-    decisions = Decisions()
+    decisions, quotas = Decisions(), Quotas(settings.limits_file)
+    queue = FairQueue(settings.max_running, max_waiting=settings.max_queued, max_wait_s=settings.max_queue_wait)
     dispatcher = Dispatcher(registry, policy, limits=limits, decisions=decisions)
     demand = Demand()
     threads = TextThreads()
@@ -106,6 +109,7 @@ async def serve(
             gate,
             worker_wait_s=settings.worker_wait,
             max_request_bytes=_bytes(settings.max_request_mb),
+            quotas=quotas,
         ),
         Preparation(
             request_timeout_s=settings.request_timeout,
@@ -113,7 +117,7 @@ async def serve(
             threads=threads,
             max_answer_tokens=settings.max_answer_tokens,
         ),
-        Generation(dispatcher, demand),
+        Generation(dispatcher, demand, quotas, queue),
         decisions,
         Embedder(registry),
     )

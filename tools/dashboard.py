@@ -57,13 +57,21 @@ def newest(metric: str, by: str = "") -> str:
 ROWS: dict[str, list[Panel]] = {
     "Router": [
         Panel("Requests", "reqps", ((rate("baton_router_requests_total", ROUTER, "outcome"), "{{outcome}}"),)),
-        Panel("Running", "short", ((total("baton_router_requests_running", ROUTER, "pod"), "{{pod}}"),)),
+        Panel(
+            "Running, and queued in the router",
+            "short",
+            (
+                (total("baton_router_requests_running", ROUTER, "pod"), "{{pod}}"),
+                (total("baton_router_requests_queued", ROUTER, "pod"), "{{pod}} queued"),
+            ),
+        ),
         Panel(
             "Tokens",
             "short",
             (
                 (rate("baton_router_prompt_tokens_sum", ROUTER), "prompt/s"),
                 (rate("baton_router_cached_prompt_tokens_total", ROUTER), "prompt from cache/s"),
+                (rate("baton_router_expected_cached_tokens_total", ROUTER), "thought to be on the decode worker/s"),
                 (rate("baton_router_output_tokens_sum", ROUTER), "answer/s"),
             ),
         ),
@@ -79,6 +87,7 @@ ROWS: dict[str, list[Panel]] = {
                 (rate("baton_router_fallbacks_total", ROUTER), "KV computed again"),
                 (rate("baton_router_retries_refused_total", ROUTER), "retry budget spent"),
                 (rate("baton_router_false_workers_total", ROUTER, "about"), "a worker said what cannot be: {{about}}"),
+                (rate("baton_router_block_resyncs_total", ROUTER), "a worker's blocks asked for anew"),
             ),
             "Nobody notices these but in latency; a spent retry budget is an error that a client saw.",
         ),

@@ -27,6 +27,7 @@ _OWNED = {
     "external_metrics_listen", "external_metrics_service", "keda_listen", "namespace", "leader_elect", "lease_name",
     "apply", "prefill_workload", "decode_workload", "deletion_costs", "external_metrics_cert", "external_metrics_key",
     "tls_cert", "tls_key", "tls_ca", "tls_server_name", "tls_client_ca", "health_listen", "api_keys_file",
+    "limits_file",
     "prefill_min", "prefill_max", "decode_min", "decode_max", "target_queued_tokens", "target_prefill_rate",
     "target_kv_usage", "target_requests",
 }  # fmt: skip
@@ -239,6 +240,7 @@ def values_schema() -> Schema:
                 | {"required": ["key"]}
             ),
         ),
+        limits=MAP,
         both=worker(obj(enabled={"const": False})),
         grafana=obj(dashboards=obj(enabled=BOOLEAN, labels=STRINGS)),
         prefill=worker(scaling(queuedTokensPerPod=number_or_null(), arrivalTokensPerSecond=number_or_null())),

@@ -39,7 +39,7 @@ class InferenceService:
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         arrived_at = time.monotonic()
-        with self._front.admission.running("grpc", context.time_remaining()):
+        with self._front.admission.running("grpc", context.time_remaining(), current_client.get()):
             model = await self._front.admission.serving()
             check_model(request.model, model.limits)
             prompt = await self._prompt(model, request)
@@ -51,7 +51,7 @@ class InferenceService:
         self, request: inference_pb2.ChatRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         arrived_at = time.monotonic()
-        with self._front.admission.running("grpc", context.time_remaining()):
+        with self._front.admission.running("grpc", context.time_remaining(), current_client.get()):
             model = await self._front.admission.serving()
             check_model(request.model, model.limits)
             check_messages(len(request.messages), model.limits, "messages")

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from common import metrics
 from common.errors import BatonError, UnavailableError
 from router.fleet.registry import Registry, ServedModel
+from router.serving.clients import ApiClient
 from router.serving.demand import Demand
 from router.serving.gate import Gate
+from router.serving.quotas import Quotas
 
 BYTES_PER_TOKEN = 64  # four letters or so, each escaped as \uXXXX, and then as many again
 BODY_OVERHEAD_BYTES = 64 * 2**10
@@ -42,10 +44,12 @@ class Admission:
         *,
         worker_wait_s: float = 0.0,
         max_request_bytes: int | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
         """`worker_wait_s`: how long a request waits for a worker while there is none (a fleet scaled to zero).
         `max_request_bytes`: of one request's body; from the model's context if None."""
         self.gate = gate
+        self._quotas = quotas or Quotas()
         self._max_request_bytes = max_request_bytes
         self.registry = registry
         self.demand = demand
@@ -100,11 +104,13 @@ class Admission:
         await self._idle.wait()
 
     @contextlib.contextmanager
-    def running(self, interface: str, timeout_s: float | None = None) -> Iterator[Ending]:
+    def running(
+        self, interface: str, timeout_s: float | None = None, client: ApiClient | None = None
+    ) -> Iterator[Ending]:
         """Around all work for one client request, so that draining waits for it; counts how it ended.
 
         gRPC cancels a handler whose client's deadline passes. With `timeout_s`, what that client has left, it counts as
-        what it is.
+        what it is. Raises `OverloadedError` if `client` sends more requests than it may.
         """
         late_at = math.inf if timeout_s is None else time.monotonic() + timeout_s - DEADLINE_SLACK_S
         self._num_running += 1
@@ -114,6 +120,7 @@ class Admission:
         metrics.router_requests_running.set(self._num_running)
         ending = Ending()
         try:
+            self._quotas.request(client.name if client else "", client.tenant if client else "")
             yield ending
         except BatonError as error:
             ending.failed(error)

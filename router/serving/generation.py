@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ from router.serving.admission import DEADLINE_SLACK_S
 from router.serving.demand import Demand
 from router.serving.detokenizer import Detokenizer
 from router.serving.dispatch import Dispatcher, NewTokens, Progress
+from router.serving.fair_queue import FairQueue
+from router.serving.quotas import Quotas
 from router.serving.request import GenerationRequest, Output
 from router.serving.stop_strings import StopStrings
 
@@ -29,9 +31,13 @@ log = logging.getLogger(__name__)
 class Generation:
     """Shared by both interfaces of a router."""
 
-    def __init__(self, dispatcher: Dispatcher, demand: Demand) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, demand: Demand, quotas: Quotas | None = None, queue: FairQueue | None = None
+    ) -> None:
         self._dispatcher = dispatcher
         self._demand = demand
+        self._quotas = quotas or Quotas()
+        self._queue = queue or FairQueue(None)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         """Closing the iterator, or cancelling its task, ends the request on every worker."""
@@ -40,8 +46,9 @@ class Generation:
             answer = self._generate(request, progress)
             if request.reading is not None:
                 answer = _parts(answer, request, progress, request.reading.parser())
-            async with aclosing(answer) as outputs:
+            async with self._admitted(request), aclosing(answer) as outputs:
                 async for output in outputs:
+                    self._quotas.answered(request.client, request.tenant, len(output.tokens))
                     yield output
         except BatonError as error:
             _log_unfinished("failed", request, progress, f"{error.grpc_code}: {error.message}")
@@ -50,6 +57,20 @@ class Generation:
             is_late = time.monotonic() >= request.deadline - DEADLINE_SLACK_S  # gRPC tells a deadline like a cancel
             _log_unfinished("cancelled", request, progress, "its deadline has passed" if is_late else "by its client")
             raise
+
+    @asynccontextmanager
+    async def _admitted(self, request: GenerationRequest) -> AsyncGenerator[None, None]:
+        """Around the time that workers are at it. Raises `OverloadedError` if the client's limits, or the queue, do not
+        allow it, and `DeadlineError` if its turn does not come in time."""
+        key, tenant, num_tokens = request.client, request.tenant, len(request.prompt_token_ids)
+        limits = self._quotas.tenant(tenant)
+        cost = num_tokens + request.sampling_params.max_tokens
+        with self._quotas.stream(key, tenant):
+            self._quotas.prompt(key, tenant, num_tokens)
+            left_s = request.deadline - time.monotonic()
+            turn = self._queue.place(tenant or key, cost, left_s, priority=limits.priority, weight=limits.weight)
+            async with turn:
+                yield
 
     async def _generate(self, request: GenerationRequest, progress: Progress) -> AsyncGenerator[Output, None]:
         params = request.sampling_params

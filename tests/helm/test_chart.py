@@ -49,6 +49,7 @@ VARIANTS: dict[str, dict[str, object]] = {
             "dnsNames": ["llm.example.com"],
             "certManager": {"issuerRef": {"kind": "ClusterIssuer", "name": "ca"}},
         },
+        "limits": {"default": {"requests_per_second": 5}},
         "apiKeys.keys": [{"key": "sk-1", "name": "a", "tenant": "t"}, {"key": "sk-2"}, {"key": "sha256:" + "0a" * 32}],
         "autoscaling.mode": "keda",
         "both.replicas": 2,

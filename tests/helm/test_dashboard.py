@@ -89,7 +89,7 @@ def test_every_metric_of_router_and_autoscaler_is_somewhere() -> None:
     means = {
         f"baton_{name}" for name in ("prefill_queued_tokens_per_pod", "decode_requests_per_pod", "decode_kv_usage")
     }
-    by_address = {"baton_router_decisions_total", "baton_router_endpoint_requests"}
+    by_address = {"baton_router_decisions_total", "baton_router_endpoint_requests", "baton_router_known_blocks"}
     left_out = ("baton_worker_", "baton_kv_", "baton_engine_")  # of which a dashboard shows the most telling
     theirs = {name for name in SERIES if not name.startswith(left_out)}
     assert {name for name in theirs if not name.endswith(("_bucket", "_sum", "_count"))} - shown == means | by_address

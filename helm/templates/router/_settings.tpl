@@ -2,6 +2,7 @@
 {{- $settings := mergeOverwrite (deepCopy .Values.router.settings) (include "baton.logSettings" . | fromYaml) (include "baton.tlsSettings" . | fromYaml) (include "baton.healthSettings" . | fromYaml) -}}
 {{- if include "baton.asksClients" . }}{{- $_ := set $settings "tls_client_ca" "/etc/baton-client-ca/ca.crt" }}{{ end -}}
 {{- if include "baton.apiKeysSecret" . }}{{- $_ := set $settings "api_keys_file" "/etc/baton-keys/keys" }}{{ end -}}
+{{- if .Values.limits }}{{- $_ := set $settings "limits_file" "/etc/baton-limits/limits.yaml" }}{{ end -}}
 {{- $_ := set $settings "http_listen" "0.0.0.0:8000" -}}
 {{- $_ := set $settings "grpc_listen" "0.0.0.0:50051" -}}
 {{- $_ := set $settings "drain_timeout" .Values.router.drainTimeoutSeconds -}}

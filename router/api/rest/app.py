@@ -227,7 +227,7 @@ class _Gateway:
     ) -> AsyncGenerator[bytes, None]:
         """The answer's bytes: one piece, or server-sent events."""
         client = current_client.get()
-        with self._front.admission.running("rest") as ending, contextlib.ExitStack() as places:
+        with self._front.admission.running("rest", client=client) as ending, contextlib.ExitStack() as places:
             model = await self._front.admission.serving()
             check_model(body.model or "", model.limits)
             body.check()

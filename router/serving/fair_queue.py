@@ -1,0 +1,192 @@
+"""Requests that wait in the router while the fleet is busy: bounded, by priority, and shared fairly between tenants.
+
+`max_running` requests are with workers at a time. Further ones wait here, where a tenant's backlog is behind its own
+requests and not before others':
+
+    priority   a tenant's, from the limits file: all waiting requests of a higher one go first
+    share      tenants of one priority take turns by virtual time (start-time fair queueing, Goyal et al., 1996): each
+               has a clock that a request moves on by its cost, in tokens, over the tenant's weight; the one whose clock
+               is furthest behind goes next, in the order of arrival
+    bound      if the queue is full, the tenant that has the most waiting loses its latest one, or is refused
+    shedding   a request that would wait longer than `max_wait_s`, as places have become free lately, is refused at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from common import metrics
+from common.errors import DeadlineError, OverloadedError
+
+RATE_WEIGHT = 0.1  # of the latest interval between two free places, in the mean of them
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    tenant: str
+    cost: float
+    turn: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+@dataclass(slots=True)
+class _Tenant:
+    priority: int
+    weight: float
+    clock: float
+    waiting: deque[_Waiting] = field(default_factory=deque)
+
+
+class FairQueue:
+    def __init__(
+        self,
+        max_running: int | None,
+        *,
+        max_waiting: int = 256,
+        max_wait_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nothing waits if `max_running` is None."""
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self._max_wait_s = max_wait_s
+        self._clock = clock
+        self._num_running = 0
+        self._num_waiting = 0
+        self._tenants: dict[str, _Tenant] = {}  # those that wait
+        self._now = 0.0  # virtual time: the clock of who went last
+        self._clocks: dict[str, float] = {}  # of tenants that went lately
+        self._freed_at: float | None = None
+        self._mean_interval_s: float | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    @contextlib.asynccontextmanager
+    async def place(
+        self, tenant: str, cost: float, left_s: float = math.inf, *, priority: int = 0, weight: float = 1.0
+    ) -> AsyncIterator[None]:
+        """Around the time that a request is with workers; waits for its turn. `cost` in tokens, `left_s` to its
+        deadline.
+
+        Raises `OverloadedError` if it would wait too long, or did, and `DeadlineError` if its deadline passes.
+        """
+        if self._max_running is None:
+            yield
+            return
+        await self._enter(tenant, cost, left_s, priority, weight)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def _enter(self, tenant: str, cost: float, left_s: float, priority: int, weight: float) -> None:
+        if self._max_running is not None and self._num_running < self._max_running and not self._num_waiting:
+            self._start(tenant, cost, weight)
+            return
+        self._shed(tenant, priority)
+        self._make_room(tenant)
+        owner = self._tenants.get(tenant)
+        if owner is None:
+            clock = max(self._clocks.get(tenant, 0.0), self._now)
+            owner = self._tenants[tenant] = _Tenant(priority, weight, clock)
+        owner.priority, owner.weight = priority, weight
+        waiting = _Waiting(tenant, cost)
+        owner.waiting.append(waiting)
+        self._count(1)
+        try:
+            async with asyncio.timeout(min(self._max_wait_s, max(left_s, 0.0))):
+                await waiting.turn
+        except TimeoutError:
+            self._give_up(waiting)
+            if left_s <= self._max_wait_s:
+                raise DeadlineError("the request's deadline passed before its turn came") from None
+            raise self._refusal(f"waited {self._max_wait_s:g} s for a place") from None
+        except asyncio.CancelledError:
+            self._give_up(waiting)
+            raise
+
+    def _start(self, tenant: str, cost: float, weight: float) -> None:
+        self._num_running += 1
+        began = max(self._clocks.get(tenant, 0.0), self._now)
+        self._now = began
+        self._clocks[tenant] = began + cost / weight
+        if len(self._clocks) > 4096:  # who is not ahead of time would start at it anyhow
+            self._clocks = {name: clock for name, clock in self._clocks.items() if clock > self._now}
+
+    def _leave(self) -> None:
+        self._num_running -= 1
+        now = self._clock()
+        if self._freed_at is not None and self._num_waiting:
+            latest = now - self._freed_at
+            mean = self._mean_interval_s
+            self._mean_interval_s = latest if mean is None else mean + RATE_WEIGHT * (latest - mean)
+        self._freed_at = now if self._num_waiting else None  # intervals count only while somebody waits for the next
+        self._next()
+
+    def _next(self) -> None:
+        while self._tenants and self._max_running is not None and self._num_running < self._max_running:
+            name, owner = min(self._tenants.items(), key=lambda item: (-item[1].priority, item[1].clock))
+            waiting = owner.waiting.popleft()
+            if not waiting.turn.done():  # its caller has not gone away a moment ago
+                self._start(name, waiting.cost, owner.weight)
+                owner.clock = self._clocks[name]
+                waiting.turn.set_result(None)
+            self._drop_if_empty(name)
+            self._count(-1)
+
+    def _give_up(self, waiting: _Waiting) -> None:
+        """It does not wait any more. If its turn came at the same moment, the next one gets it."""
+        if waiting.turn.done() and not waiting.turn.cancelled() and waiting.turn.exception() is None:
+            self._leave()
+            return
+        owner = self._tenants.get(waiting.tenant)
+        if owner is not None and waiting in owner.waiting:
+            owner.waiting.remove(waiting)
+            self._drop_if_empty(waiting.tenant)
+            self._count(-1)
+
+    def _drop_if_empty(self, name: str) -> None:
+        if not self._tenants[name].waiting:
+            del self._tenants[name]
+
+    def _shed(self, tenant: str, priority: int) -> None:
+        """Who comes next waits for those of higher priority, and for its fair share of those of its own."""
+        if self._mean_interval_s is None:
+            return
+        higher = sum(len(one.waiting) for one in self._tenants.values() if one.priority > priority)
+        own = len(self._tenants[tenant].waiting) if tenant in self._tenants else 0
+        others = [len(one.waiting) for name, one in self._tenants.items()
+                  if one.priority == priority and name != tenant]  # fmt: skip
+        ahead = higher + own + sum(min(num, own + 1) for num in others)
+        wait_s = (ahead + 1) * self._mean_interval_s
+        if wait_s > self._max_wait_s:
+            raise self._refusal(f"a place is free in about {wait_s:.0f} s", wait_s - self._max_wait_s)
+
+    def _make_room(self, tenant: str) -> None:
+        if self._num_waiting < self._max_waiting:
+            return
+        most, greediest = max((len(one.waiting), name) for name, one in self._tenants.items())
+        own = len(self._tenants[tenant].waiting) if tenant in self._tenants else 0
+        refusal = self._refusal(f"{self._max_waiting} requests wait already")
+        if own + 1 >= most:
+            raise refusal
+        latest = self._tenants[greediest].waiting.pop()
+        self._drop_if_empty(greediest)
+        self._count(-1)
+        latest.turn.set_exception(refusal)
+
+    def _refusal(self, reason: str, retry_after_s: float | None = None) -> OverloadedError:
+        metrics.router_refused.labels("queue").inc()
+        fallback = (self._mean_interval_s or 0.0) * (self._num_waiting + 1)
+        return OverloadedError(f"the router is busy: {reason}", min(max(retry_after_s or fallback, 1.0), 60.0))
+
+    def _count(self, change: int) -> None:
+        self._num_waiting += change
+        metrics.router_requests_queued.set(self._num_waiting)

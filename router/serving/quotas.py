@@ -1,0 +1,150 @@
+"""What each API key and each tenant may ask for: requests and tokens a second, and answers at a time.
+
+From a YAML file, read again when it changes (`--limits-file`):
+
+    default:                     # of each key that is not named below; of all together if no keys are asked for
+      requests_per_second: 5
+    keys:
+      alice: {requests_per_second: 20, tokens_per_second: 50000, streams: 16}
+    tenants:                     # of all keys of a tenant together, beside each key's own
+      research: {tokens_per_second: 100000, weight: 2, priority: 1}
+
+What is left out is not limited. A request counts when it comes, its prompt's tokens before they are computed, and the
+answer's tokens as they come; an answer that has begun goes on, and who is in debt waits longer for the next. `weight`
+and `priority` are for the queue (`fair_queue`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pydantic
+import yaml
+
+from common import metrics
+from common.config import Settings
+from common.errors import OverloadedError, StartupError
+from common.watched_files import WatchedFiles, read_file
+from router.serving.token_bucket import TokenBucket
+
+BURST_S = 2.0  # a rate's worth of so many seconds may come at once
+STREAMS_RETRY_S = 1.0
+
+
+class Limits(Settings):
+    requests_per_second: float | None = pydantic.Field(None, gt=0)
+    tokens_per_second: float | None = pydantic.Field(None, gt=0)
+    streams: int | None = pydantic.Field(None, gt=0)
+
+
+class TenantLimits(Limits):
+    weight: float = pydantic.Field(1.0, gt=0, le=1000)
+    priority: int = pydantic.Field(0, ge=-100, le=100)
+
+
+class LimitsFile(Settings):
+    default: Limits = Limits()
+    keys: dict[str, Limits] = pydantic.Field(default_factory=dict)
+    tenants: dict[str, TenantLimits] = pydantic.Field(default_factory=dict)
+
+
+NO_TENANT_LIMITS = TenantLimits()
+
+
+def read_limits(path: str) -> LimitsFile:
+    """Raises `StartupError` that names the file and what is wrong in it."""
+    try:
+        content = yaml.safe_load(read_file("limits_file", path).decode()) or {}
+        return LimitsFile.model_validate(content)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise StartupError(f"limits_file: {path} is not YAML: {' '.join(str(error).split())}") from error
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise StartupError(f"limits_file: {path}: {where}: {first['msg']}") from error
+
+
+class Quotas:
+    """Shared by all requests of a router. State is kept for names of the limits file and of keys alone."""
+
+    def __init__(self, path: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """Without a `path` nothing is limited. Raises `StartupError`."""
+        self._watched = None if path is None else WatchedFiles("limits", [path], lambda: read_limits(path))
+        self._clock = clock
+        self._buckets: dict[tuple[str, str, str], TokenBucket] = {}
+        self._streams: Counter[tuple[str, str]] = Counter()
+
+    def tenant(self, name: str) -> TenantLimits:
+        if self._watched is None:
+            return NO_TENANT_LIMITS
+        return self._watched.current().tenants.get(name, NO_TENANT_LIMITS)
+
+    def request(self, key: str, tenant: str) -> None:
+        """One came. Raises `OverloadedError` if it is one too many."""
+        self._charge("requests_per_second", "requests", key, tenant, 1)
+
+    def prompt(self, key: str, tenant: str, num_tokens: int) -> None:
+        """So many tokens are about to be computed. Raises `OverloadedError` if they are too many."""
+        self._charge("tokens_per_second", "tokens", key, tenant, num_tokens)
+
+    def answered(self, key: str, tenant: str, num_tokens: int) -> None:
+        """So many tokens of an answer came: they count, whether or not they were left."""
+        now = self._clock()
+        for _, bucket in self._buckets_of("tokens_per_second", key, tenant, now):
+            bucket.take(num_tokens, now)
+
+    @contextlib.contextmanager
+    def stream(self, key: str, tenant: str) -> Iterator[None]:
+        """Around one answer. Raises `OverloadedError`."""
+        owners = [(kind, name) for kind, name, limits in self._limits_of(key, tenant) if limits.streams is not None]
+        for kind, name, limits in self._limits_of(key, tenant):
+            if limits.streams is not None and self._streams[kind, name] >= limits.streams:
+                metrics.router_refused.labels("streams").inc()
+                words = f"this {kind} has {limits.streams} answers in flight, the most that it may have"
+                raise OverloadedError(words, STREAMS_RETRY_S)
+        self._streams.update(owners)
+        try:
+            yield
+        finally:
+            self._streams.subtract(owners)
+            for owner in owners:
+                if not self._streams[owner]:
+                    del self._streams[owner]
+
+    def _charge(self, field: str, what: str, key: str, tenant: str, num: int) -> None:
+        now = self._clock()
+        found = self._buckets_of(field, key, tenant, now)
+        for kind, bucket in found:
+            if (wait_s := bucket.wait_s(num, now)) > 0:
+                metrics.router_refused.labels(what).inc()
+                raise OverloadedError(f"this {kind} may ask for {bucket.rate:g} {what} a second", wait_s)
+        for _, bucket in found:
+            bucket.take(num, now)
+
+    def _limits_of(self, key: str, tenant: str) -> list[tuple[str, str, Limits]]:
+        if self._watched is None:
+            return []
+        file = self._watched.current()
+        found: list[tuple[str, str, Limits]] = [("key", key, file.keys.get(key, file.default))]
+        if tenant and tenant in file.tenants:
+            found.append(("tenant", tenant, file.tenants[tenant]))
+        return found
+
+    def _buckets_of(self, field: str, key: str, tenant: str, now: float) -> list[tuple[str, TokenBucket]]:
+        found = []
+        for kind, name, limits in self._limits_of(key, tenant):
+            rate: float | None = getattr(limits, field)
+            if rate is None:
+                self._buckets.pop((field, kind, name), None)
+                continue
+            burst = max(rate * BURST_S, 1.0)
+            bucket = self._buckets.get((field, kind, name))
+            if bucket is None:
+                bucket = self._buckets[field, kind, name] = TokenBucket(rate, burst)
+            elif bucket.rate != rate:
+                bucket.change(rate, burst, now)
+            found.append((kind, bucket))
+        return found

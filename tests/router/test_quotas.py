@@ -1,0 +1,161 @@
+"""What keys and tenants may ask for, alone and through both interfaces."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from common.errors import OverloadedError, StartupError
+from common.grpc_status import error_of_call
+from protos.baton.v1 import inference_pb2
+from router.serving.quotas import Quotas
+from router.serving.token_bucket import TokenBucket
+from tests.router.conftest import StartRouter, StartWorker
+
+
+def test_a_bucket_fills() -> None:
+    bucket = TokenBucket(rate=2, burst=4)
+    for _ in range(4):
+        assert bucket.wait_s(1, 0) == 0
+        bucket.take(1, 0)
+    assert bucket.wait_s(1, 0) == 0.5
+    assert bucket.wait_s(1, 0.5) == 0
+    assert bucket.wait_s(3, 100) == 0
+
+
+def test_a_request_larger_than_a_bucket_goes_when_it_is_full_and_leaves_a_debt() -> None:
+    bucket = TokenBucket(rate=10, burst=20)
+    assert bucket.wait_s(100, 0) == 0
+    bucket.take(100, 0)
+    assert bucket.wait_s(1, 0) == pytest.approx(8.1)
+    bucket.change(20, 40, 0)
+    assert bucket.wait_s(1, 0) == pytest.approx(81 / 20)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+LIMITS = """
+default: {requests_per_second: 1}
+keys:
+  ann: {tokens_per_second: 10, streams: 1}
+tenants:
+  lab: {requests_per_second: 2}
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "limits.yaml"
+    path.write_text(LIMITS)
+    return path
+
+
+def test_keys_and_tenants(path: Path) -> None:
+    clock = Clock()
+    quotas = Quotas(str(path), clock)
+    for _ in range(2):
+        quotas.request("bob", "")
+    with pytest.raises(OverloadedError, match="this key may ask for 1 requests a second") as caught:
+        quotas.request("bob", "")
+    assert caught.value.retry_after_s == 1
+    for number in range(4):
+        quotas.request(f"k{number}", "lab")
+    with pytest.raises(OverloadedError, match="this tenant may ask for 2 requests"):
+        quotas.request("k4", "lab")
+    for _ in range(9):
+        quotas.request("ann", "")
+    quotas.prompt("ann", "", 15)
+    quotas.answered("ann", "", 25)
+    with pytest.raises(OverloadedError, match="10 tokens") as caught:
+        quotas.prompt("ann", "", 5)
+    assert caught.value.retry_after_s == pytest.approx(2.5)
+    clock.now = 2.5
+    quotas.prompt("ann", "", 5)
+    with quotas.stream("ann", ""), pytest.raises(OverloadedError, match="1 answers"), quotas.stream("ann", ""):
+        raise AssertionError("two at a time")
+    with quotas.stream("ann", ""):
+        pass
+
+
+def test_limits_are_read_again(path: Path) -> None:
+    clock = Clock()
+    quotas = Quotas(str(path), clock)
+    quotas.request("bob", "")
+    quotas.request("bob", "")
+    path.write_text("default: {requests_per_second: 100}\n")
+    with pytest.raises(OverloadedError, match="100 requests"):
+        quotas.request("bob", "")
+    clock.now = 0.02
+    quotas.request("bob", "")
+    path.write_text("default: {requests_per_second: none}\n")
+    clock.now = 1
+    quotas.request("bob", "")
+    path.write_text("keys: {}\n # all may")
+    for _ in range(500):
+        quotas.request("bob", "")
+    assert quotas._buckets == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("keys: {a: {requests: 1}}", "keys.a.requests"),
+        ("default: {streams: 0}", "default.streams"),
+        ("[", "is not YAML"),
+        ("- 1", "the file"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "limits.yaml"
+    path.write_text(text)
+    with pytest.raises(StartupError, match=f"limits_file: .*{words}"):
+        Quotas(str(path))
+
+
+async def test_a_key_that_asks_too_often_is_told_when_to_come_again(
+    start_worker: StartWorker, start_router: StartRouter, tmp_path: Path
+) -> None:
+    keys, limits = tmp_path / "keys", tmp_path / "limits.yaml"
+    keys.write_text("key-a name=ann tenant=lab\nkey-b name=bob\n")
+    limits.write_text("keys: {ann: {requests_per_second: 0.025}}\n")
+    router = await start_router(await start_worker(), api_keys_file=str(keys), limits_file=str(limits))
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 2}
+
+    async def post(key: str) -> httpx.Response:
+        async with httpx.AsyncClient() as client:
+            headers = {"Authorization": f"Bearer {key}"}
+            return await client.post(f"{router.url}/v1/completions", json=body, headers=headers, timeout=30)
+
+    assert (await post("key-a")).status_code == 200
+    refused = await post("key-a")
+    assert refused.status_code == 429
+    assert 30 <= int(refused.headers["retry-after"]) <= 40
+    metadata = (("authorization", "Bearer key-a"),)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        _ = [r async for r in router.inference.Generate(inference_pb2.GenerateRequest(prompt="a"), metadata=metadata)]
+    error = error_of_call(caught.value.code().name, caught.value.details() or "", caught.value.trailing_metadata())
+    assert isinstance(error, OverloadedError)
+    assert 10 <= (error.retry_after_s or 0) <= 40
+    assert [(await post("key-b")).status_code for _ in range(3)] == [200] * 3
+
+
+async def test_a_router_with_one_place_answers_one_after_another(
+    start_worker: StartWorker, start_router: StartRouter
+) -> None:
+    worker = await start_worker()
+    worker.delay_s = 0.02
+    router = await start_router(worker, max_running=1, max_queued=2)
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 8}
+    async with httpx.AsyncClient() as client:
+        posts = [client.post(f"{router.url}/v1/completions", json=body, timeout=30) for _ in range(5)]
+        codes = sorted(answer.status_code for answer in await asyncio.gather(*posts))
+    assert codes == [200, 200, 200, 429, 429]
