@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
+from kubernetes_validate import utils
 
 from baton.settings import SETTINGS, load
 from tests.helm.chart import CHART, HELM, MODES, Object, arguments, find, helm, pod_spec, render, settings_of
@@ -67,6 +70,14 @@ VARIANTS: dict[str, dict[str, object]] = {
     },
     "secret": {"autoscaler.tls": {"mode": "secret", "secretName": "metrics-tls"}},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _schemas_are_read_once() -> Iterator[None]:
+    """For each object, the library reads megabytes of definitions anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
+        yield
 
 
 @pytest.mark.parametrize("file", FILES)
