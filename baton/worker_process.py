@@ -37,10 +37,12 @@ def main(settings: WorkerSettings, role: WorkerRole) -> int:
 
 
 def _served_name(settings: WorkerSettings) -> str:
-    """What clients call the model: as configured, else the directory's or the embedded model's own name."""
+    """What clients call the model: as configured, else the directory's, file's or the embedded model's own name."""
     if settings.served_model_name:
         return settings.served_model_name
     path = Path(settings.model)
+    if path.is_file():
+        return path.stem
     return path.resolve().name if path.is_dir() else settings.model
 
 

@@ -31,6 +31,7 @@ from kv_store.host_pages import prepare_pages
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
+_CODES = {"I32": 8, "I8": 1, "F8_E4M3": 1}  # weights that an element of a quantised checkpoint holds
 WARM_UP_TOKENS = 64
 DEFAULT_CPU_KV_CACHE_GB = 1.0
 _CPU_RESERVE_BYTES = 256 << 20  # activations, workspaces, Python
@@ -274,7 +275,12 @@ def weight_bytes(files: ModelFiles, itemsize: int, *, stays_quantised: bool = Tr
             count = 1
             for size in entry["shape"]:
                 count *= size
-            total += count * itemsize
+            codes = _CODES.get(entry["dtype"], 0)  # of a quantised matrix
+            if codes and stays_quantised:
+                start, end = entry["data_offsets"]
+                total += end - start
+            else:
+                total += count * max(codes, 1) * itemsize
     return total
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from tqdm import tqdm
 
 from common.errors import StartupError
 from common.model_files import ModelFiles
-from engine.checkpoints.checkpoint import CheckpointTensor
+from engine.checkpoints.checkpoint import CheckpointTensor, readable
 from engine.checkpoints.gguf_file import read_gguf
 from engine.checkpoints.gguf_weights import gguf_tensors
+from engine.checkpoints.hf_quantized import quantized_tensors, scheme_of
 from engine.kernels.library import Kernels
 from engine.layers import Place
 
@@ -67,7 +66,8 @@ def load_weights(
 def _tensors(files: ModelFiles) -> Iterator[CheckpointTensor]:
     if files.is_gguf:
         return gguf_tensors(files.weight_files[0])
-    return _safetensors(files)
+    scheme = scheme_of(files.config)
+    return _safetensors(files) if scheme is None else quantized_tensors(files, scheme)
 
 
 def _fill(place: Place, each: CheckpointTensor, kernels: Kernels | None) -> None:
@@ -129,14 +129,6 @@ def check_files(files: ModelFiles) -> None:
     for file in files.weight_files:
         with readable(file), safe_open(file, framework="pt"):
             pass
-
-
-@contextmanager
-def readable(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        raise StartupError(f"{file} is not a readable safetensors file ({error}); download it again") from error
 
 
 def _safetensors(files: ModelFiles) -> Iterator[CheckpointTensor]:

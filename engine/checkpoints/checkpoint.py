@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
+from common.errors import StartupError
 from engine.kernels.grouped import QuantizedTensor
 
 
@@ -19,3 +23,12 @@ class CheckpointTensor:
     tensor: torch.Tensor | QuantizedTensor
     num_bytes: int  # in the file
     format: str = ""  # of a quantised one
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """What goes wrong inside becomes a `StartupError` that names `file`."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise StartupError(f"{file} is not a readable safetensors file ({error}); download it again") from error

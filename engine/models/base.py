@@ -92,6 +92,22 @@ class ConfigReader:
             raise self._wrong(key, "a string")
         return value
 
+    def pair(self, key: str) -> tuple[int, int] | None:
+        """Two positive integers, or None if they are not set."""
+        value = self._config.get(key)
+        if value is None:
+            return None
+        if (
+            not isinstance(value, list)
+            or len(value) != 2
+            or not all(isinstance(each, int) and each > 0 for each in value)
+        ):
+            raise self._wrong(key, "a list of two positive integers")
+        return value[0], value[1]
+
+    def keys(self) -> list[str]:
+        return list(self._config)
+
     def section(self, key: str) -> ConfigReader | None:
         value = self._config.get(key)
         if value is None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from common.errors import StartupError
+from engine.checkpoints.hf_quantized import QUANTIZATION_KEYS, scheme_of
 from engine.kernels.library import Activation
 from engine.models.description import DecoderConfig, ExpertsConfig, Rope
 from engine.models.hf_config import HFConfig, read_hf_config
@@ -133,6 +134,8 @@ FAMILIES: dict[str, Family] = {
 
 def read_family_config(architecture: str, config: Mapping[str, object]) -> HFConfig:
     family = FAMILIES[architecture]
+    scheme_of(config)  # may refuse it
+    config = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     elsewhere = frozenset[str]().union(*(each.honours for each in FAMILIES.values()))
     return read_hf_config(config, family.model_type, family.honours, elsewhere - {"num_local_experts", "num_experts"})
 

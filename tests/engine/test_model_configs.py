@@ -16,7 +16,7 @@ from tests.engine.tiny_models import FAMILIES, advance, edit_config, make_model,
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ("llama", {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
         ("llama", {"sliding_window": 7}, "sliding_window 7"),
         (
             "llama",

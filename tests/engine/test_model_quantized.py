@@ -1,0 +1,200 @@
+"""Checkpoints that other projects' own code has quantised and packed (tests/engine/quantized/make.py)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common.errors import StartupError
+from common.model_files import open_model
+from engine.checkpoints.hf_quantized import quantized_tensors, scheme_of
+from engine.kernels.grouped import PackedGrouped, QuantizedTensor
+from engine.model_runner import weight_bytes
+from tests.engine.kernels.variants import VARIANTS, best_and_slow_others, kernels
+from tests.engine.quantized.make import probes
+from tests.engine.test_model_families import check
+from tests.engine.tiny_models import advance, edit_config, make_model, make_runner, random_sequences
+
+FIXTURES = Path(__file__).parent / "quantized"
+NAMES = sorted(path.name for path in FIXTURES.iterdir() if (path / "config.json").exists())
+WIDENED = "gptq-4-act-order"
+
+each_fixture = pytest.mark.parametrize("name", NAMES)
+needs_kernels = pytest.mark.skipif(not VARIANTS, reason="no kernels were built")
+
+
+@pytest.fixture
+def path(tmp_path: Path, name: str) -> Path:
+    target = tmp_path / name
+    shutil.copytree(FIXTURES / name, target)
+    (target / "expected.safetensors").rename(tmp_path / "expected.safetensors")
+    (target / "tokenizer.json").write_text("{}")
+    return target
+
+
+def matrices(path: Path) -> dict[str, torch.Tensor | QuantizedTensor]:
+    files = open_model(path)
+    scheme = scheme_of(files.config)
+    assert scheme is not None
+    return {each.name: each.tensor for each in quantized_tensors(files, scheme)}
+
+
+def dequantized(tensor: torch.Tensor | QuantizedTensor) -> torch.Tensor:
+    return tensor.float() if isinstance(tensor, torch.Tensor) else tensor.rows(0, tensor.shape[0]).dequantize()
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (actual - expected).norm() <= 1e-3 * expected.norm()
+
+
+@each_fixture
+def test_matrices_are_what_their_project_says(path: Path, name: str) -> None:
+    found, expected = matrices(path), load_file(path.parent / "expected.safetensors")
+    assert len(expected) == 7
+    for key, product in expected.items():
+        tensor = found[key]
+        assert isinstance(tensor, torch.Tensor) == (name == WIDENED)
+        probe = probes(tensor.shape[1])
+        assert_near(dequantized(tensor) @ probe, product)
+        if VARIANTS and not isinstance(tensor, torch.Tensor):
+            assert_near(PackedGrouped(kernels(VARIANTS[-1]), tensor)(probe.T.contiguous()).T, product)
+
+
+@pytest.mark.parametrize("backend", best_and_slow_others)
+@each_fixture
+def test_logits_are_those_of_the_dequantised_model(path: Path, tmp_path: Path, backend: str) -> None:
+    plain = tmp_path / "plain"
+    shutil.copytree(path, plain)
+    edit_config(plain, quantization_config=None)
+    tensors = {key: dequantized(tensor).contiguous() for key, tensor in matrices(path).items()}
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    runner = make_runner(path, kernels=backend)
+    (sequence,) = random_sequences([50])
+    for size in (30, 1, 1, 18):
+        advance(runner, [sequence], [size])
+    check(plain, sequence)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["awq", "w8a16", "fp8"])
+def test_quantised_matrices_stay_so(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        make_runner(path)
+    assert "quantised weights stay as they are" in caplog.text
+    size = (path / "model.safetensors").stat().st_size
+    assert weight_bytes(open_model(path), 2) < size
+    with pytest.raises(StartupError, match="is quantised already"):
+        make_runner(path, quantization="int4")
+
+
+@pytest.mark.parametrize("name", [WIDENED])
+def test_another_order_of_groups_is_widened_and_said(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        make_runner(path)
+    (record,) = [record for record in caplog.records if "they are widened" in record.message]
+    assert vars(record)["weights"] == 7
+
+
+@pytest.mark.parametrize("name", ["w8a16"])
+def test_quantised_activations_are_left_and_said(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "int", "dynamic": True}
+    edit_config(path, quantization_config=config)
+    with caplog.at_level(logging.INFO):
+        make_runner(path)
+    assert "quantised activations; they stay in full precision" in caplog.text
+
+
+def test_square_blocks_of_fp8(tmp_path: Path) -> None:
+    """As transformers' own fp8 has them; a last block may be smaller."""
+    path = make_model(tmp_path / "model", {"hidden_size": 160, "intermediate_size": 256})
+    tensors, plain = load_file(path / "model.safetensors"), {}
+    for name in [name for name in tensors if "proj" in name]:
+        weight = tensors[name]
+        rows, columns = (-(-size // 128) for size in weight.shape)
+        scale = torch.rand(rows, columns) * 1e-3 + 1e-3
+        factors = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
+        codes = (weight / factors).clamp(-448, 448).to(torch.float8_e4m3fn)
+        tensors |= {name: codes, f"{name}_scale_inv": scale}
+        plain[name] = codes.float() * factors
+    save_file(tensors, path / "model.safetensors")
+    edit_config(path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    found = matrices(path)
+    for name, weight in plain.items():
+        assert torch.equal(dequantized(found[name]), weight)
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(StartupError) as caught:
+        make_runner(path)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "mxfp4", "quanto", "hqq", "eetq", "torchao", ""])
+def test_other_methods_are_refused_by_name(tmp_path: Path, method: str) -> None:
+    path = make_model(tmp_path / "model")
+    edit_config(path, quantization_config={"quant_method": method, "bits": 4})
+    message = refusal(path)
+    assert f"quantization_config of {method or 'an unknown method'} is not supported; known are awq, gptq" in message
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"quant_method": "awq", "version": "gemv"}, "AWQ other than 4 bits in version gemm"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ with 3 bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format marlin"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
+        (
+            {"quant_method": "compressed-tensors", "format": "int-quantized", "kv_cache_scheme": {"num_bits": 8}},
+            "kv_cache_scheme",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"group_0": {"weights": {"num_bits": 3}}},
+            },
+            "weights of 3 bits",
+        ),
+    ],
+)
+def test_other_variants_are_refused(tmp_path: Path, config: dict[str, object], says: str) -> None:
+    path = make_model(tmp_path / "model")
+    edit_config(path, quantization_config=config)
+    assert says in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "says"),
+    [
+        ("awq", "qzeros", "lacks tensor model.layers.0.mlp.up_proj.qzeros"),
+        ("gptq-4", "scales", "lacks tensor model.layers.0.mlp.up_proj.scales"),
+        ("w4a16", "weight_shape", "lacks tensor model.layers.0.mlp.up_proj.weight_shape"),
+        ("fp8", "weight_scale", "lacks tensor model.layers.0.mlp.up_proj.weight_scale"),
+        ("w4a16", "weight_packed", "lacks tensor model.layers.0.mlp.up_proj.weight"),
+    ],
+)
+def test_a_tensor_that_is_missing_is_named(path: Path, tensor: str, says: str) -> None:
+    tensors = load_file(path / "model.safetensors")
+    del tensors[f"model.layers.0.mlp.up_proj.{tensor}"]
+    save_file(tensors, path / "model.safetensors")
+    assert says in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("awq", "scales"), ("gptq-4", "qzeros"), ("w4a16", "weight_scale"), ("fp8", "weight_scale")]
+)
+def test_a_tensor_of_another_shape_is_named(path: Path, tensor: str) -> None:
+    tensors = load_file(path / "model.safetensors")
+    name = f"model.layers.0.mlp.up_proj.{tensor}"
+    tensors[name] = tensors[name][:-1, :].contiguous() if tensor != "scales" else tensors[name][:, :-8].contiguous()
+    save_file(tensors, path / "model.safetensors")
+    assert name in refusal(path)
