@@ -158,7 +158,7 @@ class InferenceService:
             client=current_client.get(),
             hints=call_hints(_metadata(context)),
         )
-        await self._front.preparation.check_guided(generation.sampling_params, _field_name)
+        await self._front.preparation.check_guided(generation.sampling_params, generation.sampling_field)
         async with aclosing(self._front.generation.generate(generation)) as outputs:
             async for output in outputs:
                 yield _response(generation, output)

@@ -9,10 +9,8 @@ Imported only for models whose answers have parts: transformers takes a second t
 
 from __future__ import annotations
 
-import secrets
-import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
@@ -22,15 +20,13 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from common.errors import UnavailableError
 from router.serving.conversation import Tools
-from router.serving.request import Reading, ToolCallDelta
+from router.serving.request import Pieces, Reading, ToolCallDelta, new_call_id
 from router.serving.response_templates import REASONING_FIELDS, Template
 from router.serving.tool_text import ArgumentsText, CallText, ObjectsText, calls_of
 
 CALLS_FIELD = "tool_calls"
 MAX_KEPT_CHARS = 4096
 PROMPT_TAIL_CHARS = 512  # of the prompt, for the beginning of the answer that the template wrote
-_ID_CHARS = string.ascii_letters + string.digits
-_ID_LENGTH = 9  # what Mistral's templates take; others take any
 
 
 class AnswerReader:
@@ -101,15 +97,6 @@ class _Regions(ResponseParser):  # type: ignore[misc]  # transformers has no typ
         super()._close_current(events)
         if events and events[-1]["type"] == "region_close":
             events[-1]["whole"] = self._buffer[self._opened_at : self._pos]
-
-
-@dataclass(slots=True)
-class Pieces:
-    """What has come since the last time."""
-
-    content: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[ToolCallDelta] = field(default_factory=list)
 
 
 class AnswerParser:
@@ -198,8 +185,7 @@ class AnswerParser:
             return False
         self._content.begin()  # white space before a call is no content
         region.numbers.append(self.num_calls)
-        call_id = "".join(secrets.choice(_ID_CHARS) for _ in range(_ID_LENGTH))
-        self._pieces.calls.append(ToolCallDelta(self.num_calls, call_id, call.name, call.take()))
+        self._pieces.calls.append(ToolCallDelta(self.num_calls, new_call_id(), call.name, call.take()))
         self.num_calls += 1
         return True
 

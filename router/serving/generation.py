@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from common import metrics
 from common.errors import BatonError
@@ -19,11 +18,8 @@ from router.serving.detokenizer import Detokenizer
 from router.serving.dispatch import Dispatcher, NewTokens, Progress
 from router.serving.fair_queue import FairQueue
 from router.serving.quotas import Quotas
-from router.serving.request import GenerationRequest, Output
+from router.serving.request import GenerationRequest, Output, PartsParser
 from router.serving.stop_strings import StopStrings
-
-if TYPE_CHECKING:
-    from router.serving.answer_parser import AnswerParser
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +106,7 @@ class Generation:
 
 
 async def _parts(
-    outputs: AsyncGenerator[Output, None], request: GenerationRequest, progress: Progress, parser: AnswerParser
+    outputs: AsyncGenerator[Output, None], request: GenerationRequest, progress: Progress, parser: PartsParser
 ) -> AsyncGenerator[Output, None]:
     """`outputs` with reasoning and calls apart from the text. Ends the answer if it may not have what follows."""
     num_tokens = 0

@@ -28,6 +28,7 @@ from router.fleet.registry import ServedModel
 from router.serving.clients import ApiClient, CallHints
 from router.serving.conversation import Conversation, texts_of
 from router.serving.embedding import MAX_DIMENSIONS, MAX_INPUTS, EmbedRequest
+from router.serving.forced_calls import forced_guide, forced_reading
 from router.serving.request import GenerationRequest, Prompt, new_request_id
 from router.serving.threads import SHORT, TextThreads
 
@@ -91,13 +92,13 @@ class Preparation:
         if described:
             check_text(described, model.limits, "tools")
         reader = model.tokenizer.reader
-        if tools.shown and (reader is None or not reader.knows_calls):
-            raise InvalidArgumentError("tools", "the shape in which this model writes calls of tools is not known")
-        if tools.is_forced:
-            raise InvalidArgumentError("tool_choice", "only auto and none are supported")
-        for index, tool in enumerate(tools.shown):
-            if tool.strict:
-                raise InvalidArgumentError(f"tools[{index}].strict", "is not supported: arguments are not checked")
+        if tools.shown and not tools.is_forced:
+            if reader is None or not reader.knows_calls:
+                raise InvalidArgumentError("tools", "the shape in which this model writes calls of tools is not known")
+            for index, tool in enumerate(tools.shown):
+                if tool.strict:
+                    reason = "is only supported if tool_choice forces a call: what the model calls by itself is its own"
+                    raise InvalidArgumentError(f"tools[{index}].strict", reason)
         encode = partial(
             model.tokenizer.encode_chat,
             conversation,
@@ -110,6 +111,8 @@ class Preparation:
         except InvalidArgumentError as error:
             raise InvalidArgumentError(field if error.field == "messages" else error.field, error.reason) from error
         check_prompt(token_ids, model.limits, field)
+        if tools.is_forced:
+            return Prompt(token_ids, field, forced_reading(tools), forced_guide(tools))
         return Prompt(token_ids, field, None if reader is None else reader.reading(text, tools))
 
     async def check_guided(self, params: SamplingParams, name: FieldName) -> None:
@@ -166,6 +169,8 @@ class Preparation:
             check_request_id(request_id)
         check_cache_salt(cache_salt)
         check_priority(priority)
+        if prompt.guided is not None:
+            sampling, name = _with_calls(sampling, prompt.guided, name)
         logprobs = sampling.get("logprobs")
         num_logprobs = min(max(logprobs, 0), MAX_LOGPROBS) if isinstance(logprobs, int) else 0
         counted = num_answers * _weight(num_logprobs)  # for each of max_tokens
@@ -254,3 +259,10 @@ def _bad_words_ids(model: ServedModel, params: SamplingParams) -> tuple[TokenSeq
     texts = (text for word in params.bad_words for text in (word, f" {word}"))
     words = (TokenSequence(token_ids=tuple(model.tokenizer.encode(text, add_special_tokens=False))) for text in texts)
     return tuple(dict.fromkeys((*params.bad_words_ids, *words)))
+
+
+def _with_calls(sampling: Given, guided: Guided, name: FieldName) -> tuple[Given, FieldName]:
+    """Parameters of an answer that has to be calls of tools. What is wrong with its form is wrong with the tools."""
+    if sampling.get("guided") is not None:
+        raise InvalidArgumentError(name("guided"), "cannot be together with a tool_choice that forces a call")
+    return {**sampling, "guided": guided}, lambda given: "tools" if given == "guided" else name(given)

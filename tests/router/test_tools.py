@@ -250,3 +250,71 @@ async def test_usage_so_far(router: RunningRouter) -> None:
     assert counts[0] == 0
     assert counts == sorted(counts)
     assert counts[-1] == 20
+
+
+TWO_TOOLS: Any = [TOOL, {"type": "function", "function": {"name": "g", "strict": True}}]
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+async def test_required(router: RunningRouter, worker: FakeWorker, parallel: bool) -> None:
+    worker.answer = ids_of('[{"name": "f", "parameters": {"x": 1}}, {"name": "g", "parameters": {}}]')
+    answer = await router.openai.chat.completions.create(
+        model="tiny", messages=ASK, tools=TWO_TOOLS, tool_choice="required", parallel_tool_calls=parallel
+    )
+    schema = json.loads(worker.requests[-1].sampling_params.guided.json_schema)
+    assert schema.get("maxItems") == (None if parallel else 1)
+    assert [one["properties"]["name"]["const"] for one in schema["items"]["anyOf"]] == ["f", "g"]
+    assert schema["$defs"]["t1"]["additionalProperties"] is False
+    choice = answer.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    calls = [call.function for call in choice.message.tool_calls or [] if call.type == "function"]
+    assert [(call.name, call.arguments) for call in calls] == [("f", '{"x": 1}'), ("g", "{}")]
+
+
+async def test_a_named_tool(router: RunningRouter, worker: FakeWorker) -> None:
+    worker.answer = ids_of('{"x": 1}')
+    choice: Any = {"type": "function", "function": {"name": "f"}}
+    stream = await router.openai.chat.completions.create(
+        model="tiny", messages=ASK, tools=TWO_TOOLS, tool_choice=choice, stream=True
+    )
+    chunks = [chunk async for chunk in stream]
+    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert [call.function.name for call in deltas if call.id and call.function] == ["f"]
+    assert "".join(call.function.arguments or "" for call in deltas if call.function) == '{"x": 1}'
+    assert len(deltas) > 2
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert json.loads(worker.requests[-1].sampling_params.guided.json_schema) == TOOL["function"]["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": TWO_TOOLS}, "tools[1].strict"),
+        ({"tool_choice": "required", "tools": tools(parameters={"type": "object", "not": {}})}, "tools"),
+        (
+            {"tool_choice": "required", "tools": [TOOL], "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
+    ],
+)
+async def test_forms_that_cannot_be_kept(router: RunningRouter, body: dict[str, object], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await router.openai.chat.completions.create(model="tiny", messages=ASK, extra_body=body)
+    assert caught.value.param == param
+
+
+def test_references_in_schemas_of_several_tools() -> None:
+    from common.guided import check_guided
+    from router.serving.conversation import Tool, Tools
+    from router.serving.forced_calls import forced_guide
+
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/A"}},
+        "$defs": {"A": {"type": "object", "properties": {"next": {"$ref": "#/$defs/A"}, "n": {"type": "integer"}}}},
+        "required": ["a"],
+    }
+    made = (Tool(name="f", parameters=parameters), Tool(name="g", parameters=parameters), Tool(name="h"))
+    guided = forced_guide(Tools(tools=made, choice="required"))
+    check_guided(guided)
+    assert json.loads(guided.json_schema)["$defs"]["t1"]["properties"]["a"] == {"$ref": "#/$defs/t1/$defs/A"}

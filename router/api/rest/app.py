@@ -250,7 +250,7 @@ class _Gateway:
                 )
                 for prompt in given
             ]
-            await self._front.preparation.check_guided(requests[0].sampling_params, body.field_name)
+            await self._front.preparation.check_guided(requests[0].sampling_params, requests[0].sampling_field)
             choices = [
                 prepared.numbered(number * body.num_choices + index)
                 for number, prepared in enumerate(requests)

@@ -1,0 +1,89 @@
+"""Calls that a client forces: the answer is JSON and nothing else, guided by the tools' schemas.
+
+With a named tool it is that tool's arguments. If any tool has to be called, it is a list of calls. Neither depends on
+how the model would write a call by itself, so both work with every model whose chat template knows tools.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from common.guided import Guided
+from router.serving.conversation import Json, Tool, Tools
+from router.serving.request import Pieces, Reading, ToolCallDelta, new_call_id
+from router.serving.tool_text import ArgumentsText, ObjectsText
+
+
+def forced_guide(tools: Tools) -> Guided:
+    """What the answer has to look like. `tools.is_forced`."""
+    if name := _only(tools):
+        return Guided(json_schema=json.dumps(_closed(next(tool for tool in tools.tools if tool.name == name))))
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, "parameters": {"$ref": f"#/$defs/t{number}"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for number, tool in enumerate(tools.tools)
+    ]
+    schema: Json = {"type": "array", "minItems": 1, "items": {"anyOf": calls} if len(calls) > 1 else calls[0]}
+    if not tools.parallel:
+        schema["maxItems"] = 1
+    schema["$defs"] = {f"t{number}": _moved(_closed(tool), number) for number, tool in enumerate(tools.tools)}
+    return Guided(json_schema=json.dumps(schema))
+
+
+def forced_reading(tools: Tools) -> Reading:
+    name = _only(tools)
+    return Reading(parser=lambda: ForcedParser(name), shown_token_ids=frozenset())
+
+
+def _only(tools: Tools) -> str:
+    """The one tool that is called once; empty if it is the model's choice."""
+    return tools.named or (tools.tools[0].name if len(tools.tools) == 1 and not tools.parallel else "")
+
+
+def _closed(tool: Tool) -> Json:
+    """The schema of the arguments. One without any members means that there are no arguments."""
+    if tool.parameters.get("properties") or "additionalProperties" in tool.parameters or "$ref" in tool.parameters:
+        return {"type": "object", **tool.parameters}
+    return {**tool.parameters, "type": "object", "additionalProperties": False}
+
+
+def _moved(value: Any, number: int) -> Any:
+    """A schema that is a part of another one now: references to its root lead to where it is."""
+    if isinstance(value, list):
+        return [_moved(one, number) for one in value]
+    if not isinstance(value, dict):
+        return value
+    moved = {key: _moved(one, number) for key, one in value.items()}
+    reference = value.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = f"#/$defs/t{number}{reference[1:]}"
+    return moved
+
+
+class ForcedParser:
+    """Reads one answer. As `answer_parser.AnswerParser`."""
+
+    def __init__(self, name: str) -> None:
+        self._text = ArgumentsText(name) if name else ObjectsText()
+        self.num_calls = 0
+        self.is_done = False
+
+    def add(self, text: str) -> Pieces:
+        self._text.add(text)
+        pieces = Pieces()
+        for index, call in enumerate(self._text.calls):
+            if index < self.num_calls:
+                if arguments := call.take():
+                    pieces.calls.append(ToolCallDelta(index, arguments=arguments))
+            elif call.name and call.is_begun:
+                pieces.calls.append(ToolCallDelta(index, new_call_id(), call.name, call.take()))
+                self.num_calls += 1
+        return pieces
+
+    def end(self) -> Pieces:
+        return Pieces()
