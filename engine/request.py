@@ -54,6 +54,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)  # names of the full blocks of token_ids
     num_named_blocks: int = 0  # leading blocks of block_ids that name_computed has seen
     num_unseen_blocks: int = 0  # leading places of block_ids whose blocks were given up: no layer sees them any more
+    unseen_since: int = 0  # when it first gave one of them up, on the block manager's own count
     num_stored_blocks: int = 0  # leading blocks that the store held when the request came; a hint, used once
     num_published_blocks: int = 0  # PREFILL: blocks before this index are published or not needed
     num_preemptions: int = 0

@@ -10,7 +10,8 @@ A block is in exactly one of three states:
     free:            owned -> cached (has a name) or empty    reset: cached -> empty
 
 Eviction takes the cached block that requests gave up the longest ago. `free` returns a request's blocks last one
-first, so that of equally old blocks the one furthest from the root goes first; a transfer that held a block meanwhile
+first, so that of equally old blocks the one furthest from the root goes first, also of a request that gave up the first
+ones while it ran; a transfer that held a block meanwhile
 changes nothing about that.
 
 Four rooms beside it know the rest: `PrefixCache` the names of blocks, `HostTier` what host memory holds, `WriteBack`
@@ -233,11 +234,14 @@ class BlockManager:
         if stop <= request.num_unseen_blocks or stop >= request.num_computed_tokens // self.block_size:
             return
         stand_in = request.block_ids[stop]
+        if not request.num_unseen_blocks:
+            # Of those that it gives up while it runs, later ones are older: the end of a prefix is evicted first.
+            self._num_frees += self.num_blocks
+            request.unseen_since = self._num_frees
         for index in reversed(range(stop)):
             block_id = request.block_ids[index]
             if index >= request.num_unseen_blocks:
-                self._num_frees += 1
-                self._blocks[block_id].freed_at = self._num_frees
+                self._blocks[block_id].freed_at = request.unseen_since - index
             self._share(stand_in)
             self._drop(block_id)
             request.block_ids[index] = stand_in
@@ -345,6 +349,13 @@ class BlockManager:
             self._num_frees += 1
             self._blocks[block_id].freed_at = self._num_frees
             self._drop(block_id)
+        # Without their beginning the others would not be found: what it gave up before is as old as the rest.
+        for name in reversed(request.block_hashes[: request.num_unseen_blocks]):
+            found = self.cache.find(name)
+            if found in self._evictable:
+                self._num_frees += 1
+                self._blocks[found].freed_at = self._num_frees
+                self._make_evictable(self._blocks[found])
         request.block_ids = []
         request.num_named_blocks = request.num_unseen_blocks = 0
 

@@ -94,6 +94,24 @@ def test_blocks_that_are_not_seen_any_more_are_still_found_by_name() -> None:
     assert blocks.check_integrity([request, same]) == []
 
 
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_the_beginning_of_what_a_window_has_left_behind_is_evicted_last(is_finished: bool) -> None:
+    """The others are of no use without it."""
+    blocks = manager(num_blocks=8)
+    request = computed(blocks, list(range(28)))
+    for first_seen in (4, 8, 16):
+        blocks.free_unseen(request, first_seen)
+    if is_finished:
+        blocks.free(request)
+    same = make_request(list(range(29)), "same")
+    found = [blocks.find_prefix(same)]
+    for number in range(4):
+        other = make_request(list(range(100 * number + 100, 100 * number + 104)), f"other-{number}")
+        assert blocks.allocate(other, 4)
+        found.append(blocks.find_prefix(same))
+    assert found == ([7, 7, 6, 5, 4] if is_finished else [7, 7, 3, 2, 1])
+
+
 def test_a_swapped_request_takes_along_what_it_sees() -> None:
     blocks = manager(num_host_blocks=8)
     request = computed(blocks, list(range(20)))
