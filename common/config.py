@@ -106,6 +106,11 @@ class EngineSettings(ModelSettings):
         "chunk", description="when prefill announces KV blocks: chunk by chunk, or all at the end (to measure overlap)"
     )
     enable_prefix_caching: bool = Field(True, description="reuse KV blocks of equal prefixes")
+    queue_policy: Literal["fcfs", "priority"] = Field(
+        "fcfs",
+        description="who is next: who came first, and priorities are refused; or by priority, one step of which is "
+        "worth 10 seconds of waiting",
+    )
     preemption_mode: Literal["recompute", "swap"] = Field(
         "recompute", description="what happens to a request that has to give its KV blocks back"
     )

@@ -16,6 +16,7 @@ from common.errors import InvalidArgumentError, UnknownModelError
 
 MAX_MESSAGES = 4096
 MAX_SALT_CHARS = 256
+MAX_PRIORITY = 100
 MAX_REQUEST_ID_CHARS = 128
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -67,8 +68,8 @@ def chat_role(role: str, name: str) -> str:
 
 
 def check_priority(priority: int, name: str = "priority") -> None:
-    if priority != 0:
-        raise InvalidArgumentError(name, f"must be 0, not {priority}: every request runs in the order of its arrival")
+    if abs(priority) > MAX_PRIORITY:
+        raise InvalidArgumentError(name, f"must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], not {priority}")
 
 
 def check_text(text: str, limits: ModelLimits, name: str) -> None:

@@ -16,7 +16,6 @@ import grpc
 from common import metrics
 from common.errors import InvalidArgumentError
 from common.sampling import SamplingParams
-from common.validation import check_priority
 from decode_service.prefill_leg import PrefillLeg
 from engine import messages as m
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
@@ -49,7 +48,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         worker, num_outputs = self._worker, len(request.output_token_ids)
         worker.check_fingerprint(request.fingerprint)
         check_names(request.request_id, request.cache_salt)
-        check_priority(request.priority)
+        worker.check_priority(request.priority)
         worker.check_tokens("prompt_token_ids", request.prompt_token_ids)
         if num_outputs:
             worker.check_tokens("output_token_ids", [*request.prompt_token_ids, *request.output_token_ids])

@@ -106,6 +106,7 @@ class EngineCore:
                 max_model_len=runner.max_model_len,
                 eos_token_ids=frozenset(runner.eos_token_ids),
                 window=runner.window,
+                queue_policy=settings.queue_policy,
                 preemption_mode=settings.preemption_mode,
                 announce=settings.announce,
                 handoff_is_store=store is connector,

@@ -25,6 +25,9 @@ class RequestStatus(StrEnum):
     FINISHED_LEASED = "finished_leased"  # a prefill that computes no more; its blocks are held until it is released
 
 
+PRIORITY_S = 10.0  # seconds of waiting that one step of priority is worth
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """Progress is one number: the scheduler lets `num_computed_tokens` catch up with `num_tokens`.
@@ -43,7 +46,7 @@ class Request:
     arrival_time: float  # seconds, on the clock that the caller passes everywhere
     mode: RequestMode = RequestMode.LOCAL
     extra_keys: tuple[str, ...] = ()
-    priority: int = 0
+    priority: int = 0  # lower is sooner
     first_block: int = 0  # PREFILL: first index that the decode worker lacks
     min_remote_tokens: int = 0  # REMOTE: see `common.prefill_place`
     status: RequestStatus = RequestStatus.WAITING
@@ -66,6 +69,12 @@ class Request:
     needs_every_token: bool = False  # computes the whole prompt, whatever is cached
     changes: LogitChanges | None = None  # made when its first token is sampled
     guide: GuideState | None = None  # of a guided request, once its grammar is compiled
+
+    @property
+    def queue_time(self) -> float:
+        """When it would have come if it had no priority. It never changes, so whoever waits is overtaken by no request
+        that comes long after it: nobody starves."""
+        return self.arrival_time + PRIORITY_S * self.priority
 
     @property
     def num_tokens(self) -> int:

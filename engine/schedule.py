@@ -18,6 +18,7 @@ class SchedulerConfig:
     chunk_size: int  # most tokens of one prompt in one step
     max_model_len: int
     eos_token_ids: frozenset[int]
+    queue_policy: Literal["fcfs", "priority"] = "fcfs"
     preemption_mode: Literal["recompute", "swap"] = "recompute"
     announce: Literal["chunk", "end"] = "chunk"  # end: a prefill's blocks are published only when all are computed
     window: int = 0  # tokens that the layer which sees the most sees, the new one included; 0: all

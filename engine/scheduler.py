@@ -36,7 +36,16 @@ class Scheduler:
         if request.request_id in self.requests:
             raise ValueError(f"request {request.request_id} exists already")
         self.requests[request.request_id] = request
-        self._waiting.append(request)
+        index = len(self._waiting)
+        if self.config.queue_policy == "priority":
+            while index and self._goes_before(request, self._waiting[index - 1]):
+                index -= 1
+        self._waiting.insert(index, request)
+
+    @staticmethod
+    def _goes_before(newcomer: Request, other: Request) -> bool:
+        """Nobody goes before one that had begun already."""
+        return other.scheduled_time is None and newcomer.queue_time < other.queue_time
 
     def take_back(self, request: Request) -> None:
         """A request that was parked goes on with the KV that came, or starts again."""
@@ -154,13 +163,19 @@ class Scheduler:
         return request.block_hashes[start // size : (start + num_new) // size]
 
     def _victim(self, needy: Request, output: SchedulerOutput) -> Request | None:
-        """The request that gives its blocks back for `needy`: the last admitted one that is not in this step already.
+        """The request that gives its blocks back for `needy`: the last admitted one that is not in this step already;
+        by priority, the one that would be the last in the queue, maybe `needy` itself.
 
         A prefill is never preempted: its decode worker may be reading its blocks, and it needs no more of them.
         """
-        for request in reversed(self._running):
-            if request.mode is not RequestMode.PREFILL and request not in output.num_tokens:
-                return request
+        able = (one for one in reversed(self._running) if one.mode is not RequestMode.PREFILL)
+        victims = (one for one in able if one not in output.num_tokens)
+        if self.config.queue_policy == "priority":
+            victim = max(victims, key=lambda one: one.queue_time, default=None)
+        else:
+            victim = next(victims, None)
+        if victim is not None:
+            return victim
         return needy if needy in self._running and needy.mode is not RequestMode.PREFILL else None
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> None:

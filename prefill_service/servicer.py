@@ -22,7 +22,6 @@ from common.errors import IncompatibleError, InvalidArgumentError
 from common.grpc_options import LOSS_NOTICED_S
 from common.grpc_streams import uncancelled
 from common.sampling import SamplingParams
-from common.validation import check_priority
 from engine import messages as m
 from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc
 from protos.convert import token_to_proto
@@ -77,7 +76,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         worker, num_tokens = self._worker, len(start.prompt_token_ids)
         worker.check_fingerprint(start.fingerprint)
         check_names(start.request_id, start.cache_salt)
-        check_priority(start.priority)
+        worker.check_priority(start.priority)
         worker.check_tokens("prompt_token_ids", start.prompt_token_ids)
         num_blocks = -(-num_tokens // worker.ready.spec.block_size)
         if start.first_block > num_blocks:

@@ -25,7 +25,7 @@ from common.errors import (
 )
 from common.grpc_transport import Channels
 from common.types import WorkerRole, WorkerState
-from common.validation import ModelLimits, check_prompt
+from common.validation import ModelLimits, check_priority, check_prompt
 from engine.messages import EngineReady, RequestFailed
 from worker.channels import ChannelPool
 from worker.engine_client import EngineClient
@@ -160,6 +160,13 @@ class Worker:
             raise IncompatibleError(
                 f"KV blocks of fingerprint {fingerprint} do not fit worker {self.worker_id} ({self.fingerprint}: "
                 f"model {spec.model_id}, {spec.dtype}, blocks of {spec.block_size} tokens)"
+            )
+
+    def check_priority(self, priority: int) -> None:
+        check_priority(priority)
+        if priority and self.settings.queue_policy == "fcfs":
+            raise InvalidArgumentError(
+                "priority", f"must be 0, not {priority}: requests run in the order of their arrival (--queue-policy)"
             )
 
     def check_tokens(self, field: str, token_ids: Sequence[int]) -> None:

@@ -51,9 +51,9 @@ def test_the_rest() -> None:
     check_cache_salt("s" * 256)
     with pytest.raises(InvalidArgumentError, match="cache_salt"):
         check_cache_salt("s" * 257)
-    check_priority(0)
+    check_priority(-100)
     with pytest.raises(InvalidArgumentError, match="priority"):
-        check_priority(-1)
+        check_priority(101)
     assert [chat_role(role, "r") for role in ("system", "developer", "user", "tool")] == [
         "system",
         "system",

@@ -92,6 +92,52 @@ def test_other_salts_share_nothing() -> None:
     assert runner.num_tokens_per_step[0] == 18
 
 
+def order_of(events: list[m.Event]) -> list[str]:
+    """Ids, in the order of their first tokens."""
+    return list(tokens_of(events))
+
+
+def test_by_priority_the_queue_is_not_in_the_order_of_arrival() -> None:
+    """A step of priority is worth ten seconds; the clock here goes on by one for each look at it."""
+    core, _ = make_core(max_num_seqs=1, queue_policy="priority")
+    add(core, "runs", [1, 2, 3], max_tokens=4)
+    core.step()
+    for request_id, priority in (("later", 5), ("a", 0), ("b", 0), ("soon", -5)):
+        add(core, request_id, [4, 5, 6], max_tokens=2, priority=priority)
+    assert order_of(core.take_events() + run(core)) == ["runs", "soon", "a", "b", "later"]
+    assert_idle(core)
+
+
+def test_no_priority_starves() -> None:
+    """Urgent requests that keep coming overtake one that waits only until it has waited as long as they are urgent."""
+    core, _ = make_core(max_num_seqs=1, queue_policy="priority")
+    add(core, "first", [1, 2, 3], max_tokens=2)
+    core.step()
+    add(core, "patient", [1, 2, 3], max_tokens=2, priority=3)
+    events = core.take_events()
+    for number in range(100):
+        add(core, f"urgent-{number}", [1, 2, 3], max_tokens=2)
+        core.step()
+        events += core.take_events()
+    order = order_of(events + run(core))
+    assert 0 < order.index("patient") < 50
+
+
+def test_the_least_urgent_request_is_preempted() -> None:
+    core, _ = make_core(num_blocks=10, queue_policy="priority")
+    prompts = {str(number): [number, 1, 2, 3, number] for number in range(4)}
+    for number, (request_id, prompt) in enumerate(prompts.items()):
+        add(core, request_id, prompt, max_tokens=16, priority=-50 * number)
+    events = run(core)
+    assert tokens_of(events) == {request_id: reference(prompt, 16) for request_id, prompt in prompts.items()}
+    preempted = {
+        e.request_id: e.num_preemptions for e in events if isinstance(e, m.TokensGenerated) and e.finish_reason
+    }
+    assert preempted["3"] == 0
+    assert preempted["0"] > 0
+    assert_idle(core)
+
+
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_preempted_requests_give_the_reference_answer(mode: str) -> None:
     core, _ = make_core(num_blocks=10, preemption_mode=mode, swap_space_gb=1e-5)

@@ -97,7 +97,7 @@ BAD = [
     (inference_pb2.GenerateRequest(prompt="x" * 50_000), "prompt"),
     (inference_pb2.GenerateRequest(prompt="a", request_id="ü"), "request_id"),
     (inference_pb2.GenerateRequest(prompt="a", cache_salt="s" * 300), "cache_salt"),
-    (inference_pb2.GenerateRequest(prompt="a", priority=-3), "priority"),
+    (inference_pb2.GenerateRequest(prompt="a", priority=-101), "priority"),
     (inference_pb2.GenerateRequest(prompt="a", sampling_params=P(temperature=-1)), "sampling_params.temperature"),
     (
         inference_pb2.GenerateRequest(prompt="a", sampling_params=P(temperature=float("nan"))),

@@ -221,7 +221,7 @@ BAD_CHAT = [
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"request_id": "a b"}, "request_id"),
     ({"cache_salt": "s" * 300}, "cache_salt"),
-    ({"priority": -3}, "priority"),
+    ({"priority": -101}, "priority"),
     ({"priority": 2**31}, "priority"),
     ({"seed": 2**63}, "seed"),
     ({"min_tokens": 5, "max_tokens": 2}, "min_tokens"),

@@ -42,7 +42,7 @@ class GenerateRequest(_message.Message):
     cache_salt: _builtins.str
     """requests of different salts never share a KV block"""
     priority: _builtins.int
-    """must be 0: requests run in the order of their arrival"""
+    """lower is sooner; other than 0 only if workers have --queue-policy priority"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
