@@ -64,8 +64,15 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "large", SHAPE, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "auto"])
-@pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float32", 4)])
+@pytest.mark.parametrize(
+    ("dtype", "itemsize", "kernels"),
+    [
+        ("bfloat16", 2, "auto"),
+        pytest.param("bfloat16", 2, "torch", marks=pytest.mark.slow),
+        pytest.param("float32", 4, "auto", marks=pytest.mark.slow),
+        ("float32", 4, "torch"),
+    ],
+)
 def test_peak_memory(tmp_path: Path, large: Path, dtype: str, itemsize: int, kernels: str) -> None:
     small = make_model(tmp_path / "small")
     num_elements = sum(tensor.numel() for tensor in load_file(large / "model.safetensors").values())
