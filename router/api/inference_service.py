@@ -64,7 +64,7 @@ class InferenceService:
         self, request: inference_pb2.EmbedRequest, context: Context
     ) -> inference_pb2.EmbedResponse:
         arrived_at, front, client = time.monotonic(), self._front, current_client.get()
-        with front.admission.running("grpc", context.time_remaining()):
+        with front.admission.running("grpc", context.time_remaining(), current_client.get()):
             model = await front.admission.serving()
             check_model(request.model, model.limits)
             check_num_inputs(len(request.inputs), "inputs")

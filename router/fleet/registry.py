@@ -32,6 +32,7 @@ from protos.convert import role_of, state_of
 from protos.messages import value_of
 from router.fleet.block_watch import BlockWatch
 from router.fleet.endpoint import Endpoint
+from router.fleet.track_record import TrackRecord
 from router.fleet.worker_info import false_info
 from router.serving.tokenizer import Tokenizer, load_tokenizer
 
@@ -125,6 +126,7 @@ class Registry:
         self._adopting = asyncio.Lock()
         self.model: ServedModel | None = None
         self.blocks = BlockWatch()
+        self.track = TrackRecord()
         self.set_addresses(prefill, decode)
 
     def start(self) -> None:
@@ -200,7 +202,12 @@ class Registry:
 
     def endpoints(self) -> list[Endpoint]:
         """In configured order, decode workers first."""
-        return [worker.endpoint(self._excluded(worker)) for worker in self._workers.values()]
+        now = time.monotonic()
+        found = [worker.endpoint(self._excluded(worker)) for worker in self._workers.values()]
+        return [
+            replace(one, suspended=reason) if (reason := self.track.suspended(one.incarnation, now)) else one
+            for one in found
+        ]
 
     def info(self, address: str) -> worker_pb2.WorkerInfo | None:
         """None if the worker never answered."""
@@ -301,6 +308,7 @@ class Registry:
                     self._note_false(worker, false)
                     raise UnavailableError(false)
                 worker.info = info
+                self.track.forget_others({one.endpoint("").incarnation for one in self._workers.values()})
                 async with self._adopting:  # of workers that answer at the same time, the first decides
                     await self._adopt(worker, stub)
                 async with self._following_blocks(worker, stub):

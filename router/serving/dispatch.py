@@ -14,9 +14,10 @@ Cancelling the task that iterates cancels the call to the worker, and its deadli
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -52,6 +53,7 @@ from router.serving.retry_budget import RetryBudget
 log = logging.getLogger(__name__)
 
 FULL = "RESOURCE_EXHAUSTED"
+NO_FAULTS = (FULL, "FAILED_PRECONDITION", "DEADLINE_EXCEEDED", "CANCELLED")  # of a worker that does not go on
 MAX_TOKENS_HERE = 2**13  # of a prompt whose blocks are named at once, in less than a millisecond; others by a thread
 
 
@@ -94,6 +96,25 @@ class _Route:
     def refuse(self, endpoint: Endpoint) -> None:
         self.tried.add(endpoint.incarnation)
         self.refused.add(endpoint.incarnation)
+
+
+class _Pace:
+    """How long a router waited for one stream's tokens after the first."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._asked_at = 0.0
+        self.waited_s = 0.0
+        self.num_tokens = 0
+
+    def came(self, num_tokens: int) -> None:
+        if self.num_tokens:
+            self.waited_s += self._clock() - self._asked_at
+        self.num_tokens += num_tokens
+
+    def asks(self) -> None:
+        """The caller has what came, and waits for more."""
+        self._asked_at = self._clock()
 
 
 class _WorkerLostError(Exception):
@@ -289,37 +310,71 @@ class Dispatcher:
             raise DeadlineError("the request's deadline has passed")
         decode, earlier, events = decision.decode, progress.report, DecodeEvents(request, len(sent))
         call = self._open(request, decision, sent, timeout_s)
-        with self._registry.sending(_counted(decision)):
+        pace = _Pace(self._clock)
+        with self._registry.sending(_counted(decision)), self._probing(decision):
             try:
                 async with aclosing(messages(call, decode_pb2.DecodeEvent, _is_last)) as received:
                     async for event in received:
+                        pace.came(len(event.tokens))
                         if event.HasField("report"):
                             num_retries = progress.report.num_retries
                             progress.report = events.report(event.report, earlier)
                             progress.usage = events.usage(event.usage)
                             num_new = progress.report.num_retries - num_retries
-                            for _ in range(min(num_new, len(decision.prefill))):  # it was told of no more
+                            for failed in decision.prefill[: max(num_new, 0)]:
                                 self._budget.spend(self._clock())
+                                self._registry.track.failed(failed.incarnation, self._clock())
                         new = NewTokens(
                             events.tokens(event),
                             finish_reason_of(event.finish_reason),
                             event.stop_token_id if event.HasField("stop_token_id") else None,
                         )
                         self._mark(progress, len(new.tokens))
+                        if new.finish_reason:
+                            self._praise(decision, progress.report, pace)
                         if new.tokens or new.finish_reason:
                             yield new
                         if new.finish_reason:
                             return
                         if event.offers_handover and (elsewhere := self._elsewhere(request, decode, route)):
                             raise _HandoverError(elsewhere)
+                        pace.asks()
             except grpc.aio.AioRpcError as error:
-                raise self._failure(request, decode, error) from error
+                failure = self._failure(request, decode, error)
+                if isinstance(failure, _WorkerLostError) and failure.code not in NO_FAULTS:
+                    self._registry.track.failed(decode.incarnation, self._clock())
+                raise failure from error
             except FalseEventError as error:
                 metrics.router_false_workers.labels("tokens").inc()
                 extra = {"request_id": request.request_id, "decode_worker": decode.address, "reason": str(error)}
                 log.error("a decode worker says what cannot be", extra=extra)
+                self._registry.track.failed(decode.incarnation, self._clock())
                 raise _WorkerLostError("INTERNAL", f"{decode.address} {error}", gone=False) from error
         raise _WorkerLostError("UNAVAILABLE", "the stream ended without a finish reason", gone=True)
+
+    @contextlib.contextmanager
+    def _probing(self, decision: RoutingDecision) -> Iterator[None]:
+        """While a request is on its workers, no other one probes them if they have failed before."""
+        workers = [decision.decode.incarnation]
+        if not decision.in_place:
+            workers += [endpoint.incarnation for endpoint in decision.prefill[:1]]
+        for worker in workers:
+            self._registry.track.began(worker)
+        try:
+            yield
+        finally:
+            for worker in workers:
+                self._registry.track.ended(worker)
+
+    def _praise(self, decision: RoutingDecision, report: types_pb2.RequestReport, pace: _Pace) -> None:
+        """The answer is complete: its workers did well, but for a prefill worker that the decode worker blames."""
+        now, track = self._clock(), self._registry.track
+        track.succeeded(decision.decode.incarnation, now, pace.num_tokens, pace.waited_s)
+        for endpoint in decision.prefill:
+            if endpoint.address == report.prefill_worker:
+                track.succeeded(endpoint.incarnation, now)
+            elif report.fallback_reason.startswith(f"prefill worker {endpoint.address}: "):
+                track.failed(endpoint.incarnation, now)
 
     def _open(
         self, request: GenerationRequest, decision: RoutingDecision, sent: list[int], timeout_s: float

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import grpc
 import httpx
 import openai
 import pytest
 
 from protos.baton.v1 import inference_pb2
+from router.fleet.track_record import MAX_FAILURES
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
 
 BODY = {"model": "tiny", "prompt": "Hello", "max_tokens": 2}
@@ -94,3 +96,17 @@ async def test_a_session_is_no_novel(router: RunningRouter) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-session-id")
     with pytest.raises(openai.BadRequestError, match="user"):
         await router.openai.completions.create(model="tiny", prompt="a", extra_body={"user": ["a"]})
+
+
+async def test_a_worker_that_fails_again_and_again_is_left_alone(
+    start_worker: StartWorker, start_router: StartRouter
+) -> None:
+    bad, good = await start_worker(), await start_worker()
+    good.num_requests_waiting = 5
+    bad.refuse = (grpc.StatusCode.INTERNAL, "out of order")
+    router = await start_router(bad, good)
+    for _ in range(8):
+        assert (await complete(router)).status_code == 200
+    assert len(bad.requests) == MAX_FAILURES
+    last = (await decisions(router, "?limit=1")).json()["decisions"][0]
+    assert any("after 5 failures in a row" in reason for reason in last["reasons"])

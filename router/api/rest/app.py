@@ -176,7 +176,7 @@ class _Gateway:
     async def _embed(self, body: EmbeddingsBody, request_id: str, arrived_at: float) -> bytes:
         client = current_client.get()
         front = self._front
-        with front.admission.running("rest"):
+        with front.admission.running("rest", client=client):
             model = await front.admission.serving()
             check_model(body.model or "", model.limits)
             body.check()

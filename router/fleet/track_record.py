@@ -1,0 +1,118 @@
+"""How workers have done of late, as this router saw it: who fails or is slow is left alone for a while. Pure; time
+comes in.
+
+    closed ── MAX_FAILURES in a row ──> open ── after a while ──> half open: one request at a time is let through
+       ^                                 ^                          │
+       │                                 └── it fails: longer ──────┤
+       └──────────────────────────── it succeeds ───────────────────┘
+
+A worker whose time between tokens is far above that of the others is taken out likewise, and begins anew afterwards; at
+most a third of the workers at a time. Nobody is left alone if no other worker is there: `router.policy.routing`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+MAX_FAILURES = 5  # in a row
+OPEN_S = 5.0  # the first time; twice as long each time that a probe fails
+MAX_OPEN_S = 60.0
+SLOW_FACTOR = 3.0  # times the median of all workers
+SLOW_MARGIN_S = 0.02  # above it at least, for one token
+SLOW_S = 10.0
+MIN_ANSWERS = 5  # before a worker's pace counts
+MIN_TOKENS = 8  # of an answer whose pace counts
+MIN_WORKERS = 3  # with a pace, so that there is a median
+PACE_WEIGHT = 0.2  # of the latest answer in the mean
+
+Incarnation = tuple[str, str]
+
+
+@dataclass(slots=True)
+class _Record:
+    num_failures: int = 0  # in a row
+    open_s: float = OPEN_S
+    open_until: float = 0.0
+    is_open: bool = False  # or half open, after `open_until`
+    num_probes: int = 0  # requests that were let through and run
+    pace_s: float = 0.0  # time between tokens
+    num_answers: int = 0
+    slow_until: float = -math.inf
+
+
+class TrackRecord:
+    """Of all workers, by `Endpoint.incarnation`: a worker that restarts begins anew."""
+
+    def __init__(self) -> None:
+        self._records: dict[Incarnation, _Record] = {}
+
+    def suspended(self, worker: Incarnation, now: float) -> str:
+        """Why `worker` should be left alone; empty if it should not. `now` in seconds."""
+        record = self._records.get(worker)
+        if record is None:
+            return ""
+        if record.is_open and now < record.open_until:
+            return f"left alone for {record.open_until - now:.1f} s after {record.num_failures} failures in a row"
+        if record.is_open and record.num_probes:
+            return "probed by another request after failures"
+        if now < record.slow_until:
+            return f"left alone for {record.slow_until - now:.1f} s, as it was slower than others"
+        return ""
+
+    def state(self, worker: Incarnation, now: float) -> str:
+        """ "closed", "open", "half open" or "slow"."""
+        record = self._records.get(worker)
+        if record is None:
+            return "closed"
+        if record.is_open:
+            return "open" if now < record.open_until else "half open"
+        return "slow" if now < record.slow_until else "closed"
+
+    def began(self, worker: Incarnation) -> None:
+        """A request was sent. `ended` has to follow."""
+        self._records.setdefault(worker, _Record()).num_probes += 1
+
+    def ended(self, worker: Incarnation) -> None:
+        """It ended, however it did."""
+        if (record := self._records.get(worker)) is not None:
+            record.num_probes = max(record.num_probes - 1, 0)
+
+    def failed(self, worker: Incarnation, now: float) -> None:
+        """By the worker's fault."""
+        record = self._records.setdefault(worker, _Record())
+        record.num_failures += 1
+        if record.is_open and now >= record.open_until:
+            record.open_s = min(2 * record.open_s, MAX_OPEN_S)
+            record.open_until = now + record.open_s
+        elif not record.is_open and record.num_failures >= MAX_FAILURES:
+            record.is_open = True
+            record.open_until = now + record.open_s
+
+    def succeeded(self, worker: Incarnation, now: float, num_tokens: int = 0, elapsed_s: float = 0.0) -> None:
+        """An answer came to its end. `elapsed_s`: of the time from its first token to its last, what the router spent
+        waiting for the worker; a client that reads slowly is not its worker's fault."""
+        record = self._records.setdefault(worker, _Record())
+        record.num_failures, record.is_open, record.open_s = 0, False, OPEN_S
+        if num_tokens < MIN_TOKENS:
+            return
+        pace_s = elapsed_s / (num_tokens - 1)
+        record.pace_s += (pace_s - record.pace_s) * max(PACE_WEIGHT, 1 / (record.num_answers + 1))
+        record.num_answers += 1
+        if self._is_slow(record, now):
+            record.slow_until = now + SLOW_S
+            record.num_answers = 0
+
+    def _is_slow(self, record: _Record, now: float) -> bool:
+        paces = [one.pace_s for one in self._records.values() if one.num_answers >= MIN_ANSWERS]
+        num_slow = sum(now < one.slow_until for one in self._records.values())
+        if record.num_answers < MIN_ANSWERS or len(paces) < MIN_WORKERS or 3 * (num_slow + 1) > len(paces) + num_slow:
+            return False
+        median = statistics.median(paces)
+        return record.pace_s > max(SLOW_FACTOR * median, median + SLOW_MARGIN_S)
+
+    def forget_others(self, workers: set[Incarnation]) -> None:
+        """Only `workers` are there."""
+        for gone in self._records.keys() - workers:
+            del self._records[gone]
