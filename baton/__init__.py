@@ -1,18 +1,26 @@
-"""What a user imports: `from baton import Client`. Nothing is loaded before it is asked for."""
+"""What a user imports: `from baton import Client, AsyncClient`. Nothing is loaded before it is asked for."""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from baton.async_client import AsyncClient
     from baton.client import Client
+    from baton.messages import Message, Tool
 
-__all__ = ["Client"]
+__all__ = ["AsyncClient", "Client", "Message", "Tool"]
+
+_PLACES = {
+    "AsyncClient": "baton.async_client",
+    "Client": "baton.client",
+    "Message": "baton.messages",
+    "Tool": "baton.messages",
+}
 
 
 def __getattr__(name: str) -> object:
-    if name == "Client":
-        from baton.client import Client
-
-        return Client
+    if name in _PLACES:
+        return getattr(importlib.import_module(_PLACES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

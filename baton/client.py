@@ -12,21 +12,29 @@ every worker.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack
 
 import grpc
-import msgspec
 from google.protobuf.message import Message
 
+from baton.messages import Calls, Tool
 from baton.report import Chunk, FleetWorker, ModelCard, RequestReport, Result, Usage
+from baton.requests import (
+    Messages,
+    chat_messages,
+    chunk_of,
+    embed_message,
+    sampling_message,
+    template_options,
+    tool_choice_message,
+    tool_messages,
+)
 from common.errors import (
     BatonError,
     ConfigError,
     InternalError,
-    InvalidArgumentError,
     UnavailableError,
 )
 from common.grpc_options import CLIENT_CHANNEL_OPTIONS
@@ -40,9 +48,8 @@ from protos.baton.v1 import (
     inference_pb2_grpc,
     router_pb2,
     router_pb2_grpc,
-    types_pb2,
 )
-from protos.convert import finish_reason_of, role_of, state_of, token_of
+from protos.convert import finish_reason_of, role_of, state_of
 from protos.messages import value_of
 
 Request = TypeVar("Request", bound=Message)
@@ -63,7 +70,7 @@ class Answer:
         try:
             for message in self._call:
                 self._last = message
-                chunk = Chunk(message.text, tuple(message.token_ids), tuple(map(token_of, message.logprobs)))
+                chunk = chunk_of(message)
                 self._chunks.append(chunk)
                 yield chunk
         except grpc.RpcError as error:
@@ -73,18 +80,7 @@ class Answer:
         """The whole answer; reads what has not arrived yet."""
         for _ in self:
             pass
-        last = self._last
-        return Result(
-            request_id=last.request_id,
-            model=last.model,
-            text=self.text,
-            token_ids=tuple(token for chunk in self._chunks for token in chunk.token_ids),
-            logprobs=tuple(token for chunk in self._chunks for token in chunk.logprobs),
-            finish_reason=finish_reason_of(last.finish_reason),
-            stop_reason=last.stop_reason,
-            usage=value_of(last.usage, Usage),
-            report=value_of(last.report, RequestReport),
-        )
+        return result_of(self._chunks, self._last)
 
     @property
     def text(self) -> str:
@@ -160,7 +156,7 @@ class Client:
             model=model,
             prompt=prompt if isinstance(prompt, str) else "",
             prompt_token_ids=() if isinstance(prompt, str) else prompt,
-            sampling_params=_sampling_params(sampling),
+            sampling_params=sampling_message(sampling),
             cache_salt=cache_salt,
             priority=priority,
         )
@@ -168,25 +164,57 @@ class Client:
 
     def chat(
         self,
-        messages: str | Sequence[tuple[str, str]],
+        messages: Messages,
         *,
+        tools: Sequence[Tool] = (),
+        tool_choice: str = "auto",
+        parallel_tool_calls: bool = True,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         model: str = "",
         request_id: str = "",
         cache_salt: str = "",
         priority: int = 0,
         **sampling: Unpack[SamplingOptions],
     ) -> Answer:
-        """Answers a conversation: (role, content) pairs, or one question."""
-        pairs = [("user", messages)] if isinstance(messages, str) else messages
+        """Answers a conversation: (role, content) pairs and messages, or one question.
+
+        `tool_choice`: auto, none, required, or the name of the tool that has to be called."""
         request = inference_pb2.ChatRequest(
             request_id=request_id,
             model=model,
-            messages=[inference_pb2.ChatMessage(role=role, content=content) for role, content in pairs],
-            sampling_params=_sampling_params(sampling),
+            messages=chat_messages(messages),
+            tools=tool_messages(tools),
+            tool_choice=tool_choice_message(tool_choice),
+            parallel_tool_calls=parallel_tool_calls,
+            chat_template_kwargs=template_options(chat_template_kwargs),
+            sampling_params=sampling_message(sampling),
             cache_salt=cache_salt,
             priority=priority,
         )
         return Answer(self._inference.Chat(request, timeout=self._timeout, metadata=self._metadata), self._router)
+
+    def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        pooling: str = "last",
+        dimensions: int = 0,
+        normalize: bool = True,
+        model: str = "",
+        request_id: str = "",
+        cache_salt: str = "",
+    ) -> list[list[float]]:
+        """A vector for each text, or list of token ids. `pooling`: last or mean; `dimensions` 0: all."""
+        request = embed_message(
+            inputs,
+            pooling=pooling,
+            dimensions=dimensions,
+            normalize=normalize,
+            model=model,
+            request_id=request_id,
+            cache_salt=cache_salt,
+        )
+        return [list(one.values) for one in self._ask(self._inference.Embed, request).embeddings]
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         request = inference_pb2.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
@@ -212,12 +240,29 @@ class Client:
             raise to_baton_error(error, self._router) from error
 
 
+def result_of(chunks: Sequence[Chunk], last: inference_pb2.GenerateResponse) -> Result:
+    """The whole answer that came in `chunks`, of which `last` was the last message."""
+    return Result(
+        request_id=last.request_id,
+        model=last.model,
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+        logprobs=tuple(token for chunk in chunks for token in chunk.logprobs),
+        finish_reason=finish_reason_of(last.finish_reason),
+        stop_reason=last.stop_reason,
+        reasoning="".join(chunk.reasoning for chunk in chunks),
+        tool_calls=Calls([delta for chunk in chunks for delta in chunk.tool_calls]).whole(),
+        usage=value_of(last.usage, Usage),
+        report=value_of(last.report, RequestReport),
+    )
+
+
 # -------------------------------------------------------------------------------------------- errors
 
 
 def to_baton_error(error: grpc.RpcError, router: str) -> BatonError:
     """The error of `common.errors` that a failed call stands for."""
-    if not isinstance(error, grpc.Call):
+    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return InternalError(str(error))
     code, message = error.code(), error.details() or error.code().name
     match code:
@@ -252,28 +297,6 @@ class CancelledError(BatonError):
 
 
 # -------------------------------------------------------------------------------------------- conversion
-
-
-def _sampling_params(options: SamplingOptions) -> types_pb2.SamplingParams:
-    given: dict[str, Any] = {name: _plain(value) for name, value in options.items()}
-    try:
-        return types_pb2.SamplingParams(**given)
-    except (TypeError, ValueError) as error:  # a wrong type, or an integer beyond the field's width
-        for name, value in given.items():
-            try:
-                types_pb2.SamplingParams(**{name: value})
-            except (TypeError, ValueError) as cause:
-                raise InvalidArgumentError(name, f"{value!r} is no value for it: {cause}") from error
-        raise
-
-
-def _plain(value: object) -> object:
-    """With mappings for dataclasses, which messages are made from."""
-    if dataclasses.is_dataclass(value):
-        return msgspec.to_builtins(value, builtin_types=(bytes,))
-    if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _fleet_worker(worker: router_pb2.FleetWorker) -> FleetWorker:

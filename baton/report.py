@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.messages import ToolCall, ToolCallDelta
 from common.types import FinishReason, SampledToken, WorkerRole, WorkerState
 
 
@@ -49,6 +50,8 @@ class Chunk:
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[SampledToken, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -62,6 +65,8 @@ class Result:
     logprobs: tuple[SampledToken, ...]
     finish_reason: FinishReason | None
     stop_reason: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
     usage: Usage
     report: RequestReport
 

@@ -38,10 +38,27 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
         self.requests.append(request)
         yield from self._answer(request.prompt or " ".join(map(str, request.prompt_token_ids)), context)
 
+    def Embed(  # noqa: N802
+        self, request: inference_pb2.EmbedRequest, context: Context
+    ) -> inference_pb2.EmbedResponse:
+        self.requests.append(request)
+        if request.dimensions > 2:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "dimensions: must be at most 2")
+        return inference_pb2.EmbedResponse(embeddings=[inference_pb2.Embedding(values=[1, 0.5])] * len(request.inputs))
+
     def Chat(  # noqa: N802
         self, request: inference_pb2.ChatRequest, context: Context
     ) -> Iterator[inference_pb2.GenerateResponse]:
         self.requests.append(request)
+        if request.tools:
+            yield inference_pb2.GenerateResponse(
+                reasoning="hm", tool_calls=[inference_pb2.ToolCallDelta(index=0, id="c1", name=request.tools[0].name)]
+            )
+            yield inference_pb2.GenerateResponse(
+                tool_calls=[inference_pb2.ToolCallDelta(index=0, arguments='{"x": 1}')],
+                finish_reason=types_pb2.FINISH_REASON_TOOL_CALLS,
+            )
+            return
         yield from self._answer(request.messages[-1].content, context)
 
     def _answer(self, text: str, context: Context) -> Iterator[inference_pb2.GenerateResponse]:

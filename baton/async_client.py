@@ -1,0 +1,235 @@
+"""The client for asyncio: as `baton.client.Client`, with `async` and `await`.
+
+async with AsyncClient("127.0.0.1:50051") as client:
+    answer = client.chat("What is the capital of Japan?", temperature=0)
+    async for chunk in answer:
+        print(chunk.text, end="", flush=True)
+    print((await answer.result()).usage)
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from types import TracebackType
+from typing import Self, TypeVar, Unpack
+
+import grpc
+
+from baton.client import result_of, to_baton_error
+from baton.messages import Tool
+from baton.report import Chunk, ModelCard, Result
+from baton.requests import (
+    Messages,
+    chat_messages,
+    chunk_of,
+    embed_message,
+    sampling_message,
+    template_options,
+    tool_choice_message,
+    tool_messages,
+)
+from common.errors import ConfigError
+from common.grpc_options import CLIENT_CHANNEL_OPTIONS
+from common.grpc_streams import messages as received
+from common.grpc_transport import channel_credentials, name_options
+from common.sampling import SamplingOptions
+from common.tls import TlsFiles
+from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+Call = (
+    grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+    | grpc.aio.UnaryStreamCall[inference_pb2.ChatRequest, inference_pb2.GenerateResponse]
+)
+
+
+Response = TypeVar("Response")
+
+
+class AsyncAnswer:
+    """An answer that is arriving: iterate over its chunks, then await its `result()`."""
+
+    def __init__(self, call: Call, router: str) -> None:
+        self._call = call
+        self._router = router
+        self._chunks: list[Chunk] = []
+        self._last = inference_pb2.GenerateResponse()
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        try:
+            async for message in received(self._call, inference_pb2.GenerateResponse, _is_last):
+                self._last = message
+                chunk = chunk_of(message)
+                self._chunks.append(chunk)
+                yield chunk
+        except grpc.RpcError as error:
+            raise to_baton_error(error, self._router) from error
+
+    async def result(self) -> Result:
+        """The whole answer; reads what has not arrived yet."""
+        if self._last.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED:
+            async for _ in self:
+                pass
+        return result_of(self._chunks, self._last)
+
+    @property
+    def text(self) -> str:
+        """What has arrived so far."""
+        return "".join(chunk.text for chunk in self._chunks)
+
+    def cancel(self) -> None:
+        """Ends the request."""
+        self._call.cancel()
+
+
+class AsyncClient:
+    """`router` is host:port. `timeout` is each request's deadline in seconds; the router's own limit if None. TLS as in
+    `baton.client.Client`."""
+
+    def __init__(
+        self,
+        router: str = "127.0.0.1:50051",
+        *,
+        timeout: float | None = None,
+        api_key: str | None = None,
+        tls: bool = False,
+        tls_ca: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
+        tls_server_name: str | None = None,
+    ) -> None:
+        self._router = router
+        self._timeout = timeout
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
+            raise ConfigError("api_key", "is of printable ASCII without spaces")
+        self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+        options = [*CLIENT_CHANNEL_OPTIONS, *name_options(tls_server_name)]
+        if tls or tls_ca is not None or tls_cert is not None or tls_key is not None:
+            credentials = channel_credentials(TlsFiles(tls_cert, tls_key, tls_ca))
+            self._channel = grpc.aio.secure_channel(router, credentials, options=options)
+        elif tls_server_name is not None:
+            raise ConfigError("tls_server_name", "is for TLS: tls or tls_ca is missing")
+        else:
+            self._channel = grpc.aio.insecure_channel(router, options=options)
+        self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends every request in flight."""
+        await self._channel.close()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        model: str = "",
+        request_id: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        **sampling: Unpack[SamplingOptions],
+    ) -> AsyncAnswer:
+        """Continues a prompt, given as text or as token ids."""
+        request = inference_pb2.GenerateRequest(
+            request_id=request_id,
+            model=model,
+            prompt=prompt if isinstance(prompt, str) else "",
+            prompt_token_ids=() if isinstance(prompt, str) else prompt,
+            sampling_params=sampling_message(sampling),
+            cache_salt=cache_salt,
+            priority=priority,
+        )
+        call = self._inference.Generate(request, timeout=self._timeout, metadata=self._metadata)
+        return AsyncAnswer(call, self._router)
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Tool] = (),
+        tool_choice: str = "auto",
+        parallel_tool_calls: bool = True,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        model: str = "",
+        request_id: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        **sampling: Unpack[SamplingOptions],
+    ) -> AsyncAnswer:
+        """Answers a conversation, as `Client.chat`."""
+        request = inference_pb2.ChatRequest(
+            request_id=request_id,
+            model=model,
+            messages=chat_messages(messages),
+            tools=tool_messages(tools),
+            tool_choice=tool_choice_message(tool_choice),
+            parallel_tool_calls=parallel_tool_calls,
+            chat_template_kwargs=template_options(chat_template_kwargs),
+            sampling_params=sampling_message(sampling),
+            cache_salt=cache_salt,
+            priority=priority,
+        )
+        call = self._inference.Chat(request, timeout=self._timeout, metadata=self._metadata)
+        return AsyncAnswer(call, self._router)
+
+    async def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        pooling: str = "last",
+        dimensions: int = 0,
+        normalize: bool = True,
+        model: str = "",
+        request_id: str = "",
+        cache_salt: str = "",
+    ) -> list[list[float]]:
+        """A vector for each text, or list of token ids. `pooling`: last or mean; `dimensions` 0: all."""
+        request = embed_message(
+            inputs,
+            pooling=pooling,
+            dimensions=dimensions,
+            normalize=normalize,
+            model=model,
+            request_id=request_id,
+            cache_salt=cache_salt,
+        )
+        response: inference_pb2.EmbedResponse = await self._answered(
+            self._inference.Embed(request, timeout=self._timeout, metadata=self._metadata)
+        )
+        return [list(one.values) for one in response.embeddings]
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        request = inference_pb2.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+        response: inference_pb2.TokenizeResponse = await self._answered(
+            self._inference.Tokenize(request, timeout=self._timeout, metadata=self._metadata)
+        )
+        return list(response.token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        request = inference_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        response: inference_pb2.DetokenizeResponse = await self._answered(
+            self._inference.Detokenize(request, timeout=self._timeout, metadata=self._metadata)
+        )
+        return response.text
+
+    async def models(self) -> list[ModelCard]:
+        request = inference_pb2.ListModelsRequest()
+        response: inference_pb2.ListModelsResponse = await self._answered(
+            self._inference.ListModels(request, timeout=self._timeout, metadata=self._metadata)
+        )
+        return [ModelCard(model.id, model.max_model_len) for model in response.models]
+
+    async def _answered(self, call: Awaitable[Response]) -> Response:
+        try:
+            return await call
+        except grpc.RpcError as error:
+            raise to_baton_error(error, self._router) from error
+
+
+def _is_last(message: inference_pb2.GenerateResponse) -> bool:
+    return message.finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED

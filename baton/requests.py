@@ -1,0 +1,118 @@
+"""Requests of `baton.v1` from what callers of a client give. Shared by the client and its asyncio twin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from baton.messages import Message, Tool, ToolCallDelta
+from baton.report import Chunk
+from common.errors import InvalidArgumentError
+from common.guided import Guided
+from common.sampling import SamplingOptions
+from protos.baton.v1 import embed_pb2, inference_pb2, types_pb2
+from protos.convert import token_of
+
+Messages = str | Sequence[tuple[str, str] | Message]
+"""One question, or a conversation: (role, content) pairs and messages."""
+
+_MODES = {
+    "auto": inference_pb2.ToolChoice.MODE_AUTO,
+    "none": inference_pb2.ToolChoice.MODE_NONE,
+    "required": inference_pb2.ToolChoice.MODE_REQUIRED,
+}
+_POOLINGS = {"last": embed_pb2.POOLING_LAST, "mean": embed_pb2.POOLING_MEAN}
+
+
+def sampling_message(options: SamplingOptions) -> types_pb2.SamplingParams:
+    given = {name: asdict(value) if isinstance(value, Guided) else value for name, value in options.items()}
+    try:
+        return types_pb2.SamplingParams(**given)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:  # a wrong type, or an integer beyond the field's width
+        for name, value in given.items():
+            try:
+                types_pb2.SamplingParams(**{name: value})  # type: ignore[arg-type]
+            except (TypeError, ValueError) as cause:
+                raise InvalidArgumentError(name, f"{value!r} is no value for it: {cause}") from error
+        raise
+
+
+def chat_messages(messages: Messages) -> list[inference_pb2.ChatMessage]:
+    if isinstance(messages, str):
+        messages = [("user", messages)]
+    return [_chat_message(message) for message in messages]
+
+
+def _chat_message(message: tuple[str, str] | Message) -> inference_pb2.ChatMessage:
+    if not isinstance(message, Message):
+        role, content = message
+        return inference_pb2.ChatMessage(role=role, content=content)
+    return inference_pb2.ChatMessage(
+        role=message.role,
+        content=message.content,
+        tool_calls=[
+            inference_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls
+        ],
+        tool_call_id=message.tool_call_id,
+        reasoning_content=message.reasoning,
+    )
+
+
+def tool_messages(tools: Sequence[Tool]) -> list[inference_pb2.Tool]:
+    return [
+        inference_pb2.Tool(
+            name=tool.name,
+            description=tool.description or None,
+            parameters="" if tool.parameters is None else json.dumps(tool.parameters),
+            strict=tool.strict,
+        )
+        for tool in tools
+    ]
+
+
+def tool_choice_message(choice: str) -> inference_pb2.ToolChoice:
+    """`choice`: auto, none, required, or a tool's name."""
+    if choice in _MODES:
+        return inference_pb2.ToolChoice(mode=_MODES[choice])
+    return inference_pb2.ToolChoice(name=choice)
+
+
+def template_options(options: Mapping[str, object] | None) -> str:
+    return "" if options is None else json.dumps(options)
+
+
+def embed_message(
+    inputs: Sequence[str | Sequence[int]],
+    *,
+    pooling: str,
+    dimensions: int,
+    normalize: bool,
+    model: str,
+    request_id: str,
+    cache_salt: str,
+) -> inference_pb2.EmbedRequest:
+    if pooling not in _POOLINGS:
+        raise InvalidArgumentError("pooling", f"must be last or mean, not {pooling!r}")
+    return inference_pb2.EmbedRequest(
+        request_id=request_id,
+        model=model,
+        inputs=[
+            inference_pb2.EmbedInput(text=one) if isinstance(one, str) else inference_pb2.EmbedInput(token_ids=one)
+            for one in inputs
+        ],
+        pooling=_POOLINGS[pooling],
+        dimensions=dimensions,
+        normalize=normalize,
+        cache_salt=cache_salt,
+    )
+
+
+def chunk_of(message: inference_pb2.GenerateResponse) -> Chunk:
+    return Chunk(
+        message.text,
+        tuple(message.token_ids),
+        tuple(map(token_of, message.logprobs)),
+        message.reasoning,
+        tuple(ToolCallDelta(call.index, call.id, call.name, call.arguments) for call in message.tool_calls),
+    )

@@ -1,0 +1,78 @@
+"""Tools and embeddings in both clients, and the asyncio client, against a scripted router over real gRPC."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from baton import AsyncClient, Client, Message, Tool
+from baton.messages import ToolCall
+from common.errors import InvalidArgumentError, UnavailableError
+from common.types import FinishReason
+from protos.baton.v1 import embed_pb2, inference_pb2
+from tests.baton.fake_router import FakeRouter, fake_router
+
+TOOL = Tool("f", "Does it", {"type": "object", "properties": {"x": {"type": "integer"}}})
+CALL = ToolCall("c1", "f", '{"x": 1}')
+
+
+@pytest.fixture
+def router() -> Iterator[tuple[FakeRouter, str]]:
+    with fake_router() as both:
+        yield both
+
+
+def test_tools(router: tuple[FakeRouter, str]) -> None:
+    servicer, address = router
+    messages = [
+        ("user", "Do"),
+        Message(role="assistant", tool_calls=[CALL], reasoning="why"),
+        Message(role="tool", content="done", tool_call_id="c1"),
+    ]
+    with Client(address, timeout=60) as client:
+        result = client.chat(messages, tools=[TOOL], tool_choice="f", chat_template_kwargs={"a": 1}).result()
+    assert (result.reasoning, result.tool_calls, result.finish_reason) == ("hm", (CALL,), FinishReason.TOOL_CALLS)
+    assert result.tool_calls[0].values() == {"x": 1}
+    (request,) = servicer.requests
+    assert (request.tool_choice.name, request.chat_template_kwargs) == ("f", '{"a": 1}')
+    assert json.loads(request.tools[0].parameters) == TOOL.parameters
+    assert request.messages[1].tool_calls[0].arguments == CALL.arguments
+    assert (request.messages[1].reasoning_content, request.messages[2].tool_call_id) == ("why", "c1")
+    with pytest.raises(ValueError, match="no object"):
+        ToolCall("c", "f", "[]").values()
+
+
+def test_embeddings(router: tuple[FakeRouter, str]) -> None:
+    servicer, address = router
+    with Client(address, timeout=60) as client:
+        assert client.embed(["a", [1, 2]], pooling="mean", normalize=False) == [[1.0, 0.5]] * 2
+        with pytest.raises(InvalidArgumentError, match="dimensions"):
+            client.embed(["a"], dimensions=3)
+        with pytest.raises(InvalidArgumentError, match="pooling"):
+            client.embed(["a"], pooling="max")
+    request = servicer.requests[0]
+    assert (request.pooling, request.normalize) == (embed_pb2.POOLING_MEAN, False)
+    assert [one.text or list(one.token_ids) for one in request.inputs] == ["a", [1, 2]]
+
+
+async def test_the_asyncio_client(router: tuple[FakeRouter, str]) -> None:
+    servicer, address = router
+    async with AsyncClient(address, timeout=60) as client:
+        answer = client.generate("one two", temperature=0)
+        assert [chunk.text async for chunk in answer] == ["one ", "two ", ""]
+        assert (await answer.result()).text == answer.text == "one two "
+        called = await client.chat("Do", tools=[TOOL], tool_choice="required").result()
+        assert called.tool_calls == (CALL,)
+        assert servicer.requests[-1].tool_choice.mode == inference_pb2.ToolChoice.MODE_REQUIRED
+        assert await client.embed(["a"]) == [[1.0, 0.5]]
+        with pytest.raises(InvalidArgumentError, match="dimensions"):
+            await client.embed(["a"], dimensions=3)
+        forever = client.generate("forever")
+        async for _ in forever:
+            break
+        forever.cancel()
+    async with AsyncClient("127.0.0.1:1", timeout=5) as nobody:
+        with pytest.raises(UnavailableError):
+            await nobody.models()
