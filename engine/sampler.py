@@ -136,35 +136,51 @@ def _floors(probs: torch.Tensor, inputs: Sequence[SampleInput]) -> torch.Tensor:
 
     Tokens that tie with the least one kept are kept as well.
     """
-    vocab_size = probs.shape[-1]
+    device, vocab_size = probs.device, probs.shape[-1]
     params = [item.params for item in inputs]
-    wanted = max([_FIRST_CANDIDATES, *(p.top_k for p in params)])
-    ordered = probs.topk(min(wanted, vocab_size), dim=-1).values
-    floors: list[torch.Tensor] = []
-    for row, p in enumerate(params):
-        best = ordered[row]
-        kept = best[: p.top_k] if p.top_k > 0 else best
-        floor = kept[0] * p.min_p
-        if p.top_k > 0:
-            floor = torch.maximum(floor, kept[-1])
-        if p.top_p < 1:
-            floor = torch.maximum(floor, _nucleus_floor(probs[row], kept, p.top_p, whole=p.top_k == 0))
-        floors.append(floor)
-    return torch.stack(floors)
+    num_candidates = min(max([_FIRST_CANDIDATES, *(p.top_k for p in params)]), vocab_size)
+    ordered = probs.topk(num_candidates, dim=-1).values
+    has_top_k = torch.tensor([p.top_k > 0 for p in params], device=device)
+    last = torch.tensor([min(p.top_k or num_candidates, num_candidates) - 1 for p in params], device=device)
+    floors = ordered[:, 0] * torch.tensor([p.min_p for p in params], dtype=probs.dtype, device=device)
+    floors = torch.where(has_top_k, torch.maximum(floors, _at(ordered, last)), floors)
+    nucleus = [row for row, p in enumerate(params) if p.top_p < 1]
+    if nucleus:
+        rows = torch.tensor(nucleus, device=device)
+        top_p = torch.tensor([params[row].top_p for row in nucleus], dtype=torch.float64, device=device)
+        least = _nucleus_floors(probs, ordered, rows, top_p, has_top_k[rows], last[rows])
+        floors[rows] = torch.maximum(floors[rows], least)
+    return floors
 
 
-def _nucleus_floor(probs: torch.Tensor, ordered: torch.Tensor, top_p: float, *, whole: bool) -> torch.Tensor:
-    """Least probability in the smallest set of likeliest tokens that holds `top_p` of the mass.
+def _nucleus_floors(
+    probs: torch.Tensor,
+    ordered: torch.Tensor,
+    rows: torch.Tensor,
+    top_p: torch.Tensor,
+    has_top_k: torch.Tensor,
+    last: torch.Tensor,
+) -> torch.Tensor:
+    """For each of `rows`, the least probability in the smallest set of likeliest tokens that holds `top_p` of the mass.
 
-    `ordered` are the row's candidates, likeliest first; with `whole` they stand for the first of all of `probs`.
+    `ordered` `[num_rows, num_candidates]` are the likeliest tokens' probabilities, likeliest first. The mass of a row
+    with top-k is that of its candidates up to `last`; of any other, that of the whole vocabulary.
     """
-    cumulative = ordered.double().cumsum(-1)
-    target = top_p * (1.0 if whole else float(cumulative[-1]))
-    if whole and float(cumulative[-1]) < target and len(ordered) < len(probs):
-        ordered = probs.sort(descending=True).values
-        cumulative = ordered.double().cumsum(-1)
-    count = int((cumulative < target).sum())  # tokens before the one that reaches the target
-    return ordered[min(count, len(ordered) - 1)]
+    cumulative = ordered[rows].double().cumsum(-1)
+    target = top_p * torch.where(has_top_k, _at(cumulative, last), 1.0)
+    count = (cumulative < target[:, None]).sum(-1)  # tokens before the one that reaches the target
+    floors = _at(ordered[rows], torch.minimum(count, last))
+    deep = ~has_top_k & (cumulative[:, -1] < target)
+    if ordered.shape[-1] < probs.shape[-1] and bool(deep.any()):
+        whole = probs[rows[deep]].sort(descending=True, dim=-1).values
+        count = (whole.double().cumsum(-1) < target[deep, None]).sum(-1)
+        floors[deep] = _at(whole, count.clamp(max=whole.shape[-1] - 1))
+    return floors
+
+
+def _at(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """One value of each row."""
+    return values.gather(1, columns[:, None])[:, 0]
 
 
 def _with_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> SampledToken:
