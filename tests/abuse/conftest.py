@@ -24,7 +24,7 @@ GROWTH_MIB = 384.0
 """What a process may hold more after a test: what was there at once at most, which malloc does not give back. What is
 left each time again is found by doing it again (`Vitals.until_at_rest`).
 
-It is gRPC's own, and nearly all of it comes from endless headers (230 MiB; other floods: 10 to 40). A connection
+It is gRPC's own, and nearly all of it comes from endless headers (130 MiB; other floods: 10 to 40). A connection
 whose client does not acknowledge gRPC's settings may send 16 MiB of them, and gRPC writes a status of megabytes then.
 """
 
