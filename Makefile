@@ -147,7 +147,7 @@ soak: $(STAMP) ## An hour of mixed traffic with faults: memory and p99 over time
 
 .PHONY: bench
 bench: $(STAMP) ## Measure: engine against transformers, stack against engine, what moving KV costs (idle machine; half an hour)
-	@$(BIN)/python -m bench.engine
+	@$(BIN)/python -m bench.engine --quick
 	@$(BIN)/python -m bench.stack
 	@$(BIN)/python -m bench.stack --connector nixl
 	@$(BIN)/python -m bench.kv --quick

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import grpc
 
-from bench.engine import random_prompts
+from bench.engine_systems import random_prompts
 from bench.measure import interleave, print_table, write_json
 from bench.processes import running
 from common.config import DEFAULT_MODEL

@@ -1,128 +1,264 @@
-"""The engine alone against transformers' `generate`: same weights, dtype, threads and prompts, in turn in one process.
+"""The engine alone against other engines: same weights, precision, threads and tokens, in turn, in one run.
 
-    python -m bench.engine [--dtype auto] [--threads 2] [--repeats 5] [--json FILE]
+    python -m bench.engine [--peers transformers,llamacpp] [--llamacpp DIR] [--quick] [--minutes 40] [--json FILE]
 
-Prefill: one prompt of 512 tokens to its first token. Decode: 128 new tokens after prompts of 512, batch 1 and 8; the
-time of the prompts is measured apart and taken off.
+Prefill of one prompt to its first token, and decode in batches after contexts that are filled outside the clock. The
+limit is what this machine's memory bandwidth and its fastest library's products allow (weights, KV and attention
+counted), measured before and after each repetition. Two models: SmolLM2-135M, and Llama 3.2 1B's shape with random
+weights. Quantised weights stand beside bfloat16 for Baton alone. Run it on an idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from rich.console import Console
+from rich.table import Table
 
-from bench.measure import interleave, print_table, write_json
-from common.config import DEFAULT_MODEL, EngineSettings, default_cache_dir
-from common.sampling import SamplingParams
-from engine import messages as m
-from engine.core import EngineCore
-from engine.dtype import resolve_dtype
+from baton.speed import measure_cpu
+from bench.engine_systems import (
+    BatonEngine,
+    LlamaCpp,
+    MissingPeerError,
+    OwnProcess,
+    Row,
+    System,
+    Transformers,
+    check_llamacpp,
+)
+from common.config import DEFAULT_MODEL, default_cache_dir
 from engine.embedded_model import ensure_model
-from engine.model_runner import ModelRunner
-from kv_store.base import ConnectorConfig
-from kv_store.memory import MemoryConnector
+from engine.kernels.choice import AUTO, choose
+
+PEERS = ("transformers", "llamacpp")
+QUANTIZATIONS = ("int8", "int4")
+SLOW_S = 60.0  # a peer's row that takes longer runs once
+ROWS = [Row(1, 128), Row(1, 512), Row(1, 2048)]
+ROWS += [Row(batch, context, steps) for context in (128, 2048) for batch, steps in ((1, 32), (8, 16), (32, 8))]
+FEW_ROWS = [Row(1, 512), Row(1, 128, 32), Row(8, 128, 16)]
+QUICK_ROWS = [Row(1, 512), Row(1, 128, 16), Row(8, 128, 8), Row(32, 128, 4)]
+WARM_UP = [Row(1, 64), Row(1, 64, 4)]
+LLAMA_1B = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
 
 
-def random_prompts(batch_size: int, num_tokens: int, seed: int) -> list[list[int]]:
-    """Token ids that no prefix cache has seen."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(100, 40_000, (batch_size, num_tokens), generator=generator).tolist()
+@dataclass(slots=True, frozen=True)
+class Part:
+    """One table."""
+
+    model: str
+    dtype: str
+    threads: int
+    rows: Sequence[Row]
 
 
-class BatonEngine:
-    def __init__(self, model_dir: Path, dtype: str, threads: int) -> None:
-        settings = EngineSettings.model_validate(
-            {
-                "device": "cpu",
-                "dtype": dtype,
-                "num_threads": threads,
-                "enable_prefix_caching": False,
-                "max_num_batched_tokens": 4096,
-            }
-        )
-        runner = ModelRunner(model_dir, settings)
-        connector = MemoryConnector(ConnectorConfig(epoch="bench", worker_id="bench"))
-        self._core = EngineCore(settings, runner, connector, time.monotonic, lambda: None)
+@dataclass(slots=True, frozen=True)
+class Limit:
+    """Of one repetition: the better of before and after."""
 
-    def generate(self, prompts: list[list[int]], num_new: int) -> float:
-        """Seconds until every prompt has `num_new` tokens."""
-        params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
-        start = time.perf_counter()
-        for number, prompt in enumerate(prompts):
-            self._core.handle(m.AddRequest(request_id=str(number), prompt_token_ids=prompt, sampling_params=params))
-        num_tokens = 0
-        while self._core.step():
-            num_tokens += sum(isinstance(event, m.TokensGenerated) for event in self._core.take_events())
-        if num_tokens != num_new * len(prompts):
-            raise RuntimeError(f"{num_tokens} tokens instead of {num_new * len(prompts)}")
-        return time.perf_counter() - start
+    read_gb_s: float
+    gflop_s: float
+
+    def seconds(self, row: Row, config: dict[str, int], itemsize: int) -> float:
+        """The least that the row can take: what it reads, or what it multiplies, whichever is longer."""
+        layers, hidden, inner = config["num_hidden_layers"], config["hidden_size"], config["intermediate_size"]
+        dim, heads, kv_heads = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
+        weights = layers * hidden * (2 * heads * dim + 2 * kv_heads * dim + 3 * inner)
+        head = config["vocab_size"] * hidden
+        kv = 2 * layers * kv_heads * dim  # elements of a token
+        seen = row.context / 2 if not row.steps else row.context + row.steps / 2  # tokens that a token sees
+        tokens = row.batch if row.steps else row.context
+        read = (weights + head + row.batch * row.context * kv * bool(row.steps)) * itemsize
+        multiplied = 2 * tokens * (weights + 2 * layers * heads * dim * seen) + 2 * row.batch * head
+        return max(read / self.read_gb_s, multiplied / self.gflop_s) / 1e9 * max(1, row.steps)
 
 
-class Transformers:
-    def __init__(self, model_dir: Path, dtype: str) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).eval()
-
-    @torch.inference_mode()
-    def generate(self, prompts: list[list[int]], num_new: int) -> float:
-        """Seconds until every prompt has `num_new` tokens."""
-        ids = torch.tensor(prompts)
-        start = time.perf_counter()
-        out = self._model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False
-        )
-        if out.shape[1] != ids.shape[1] + num_new:
-            raise RuntimeError(f"{out.shape[1] - ids.shape[1]} tokens instead of {num_new}")
-        return time.perf_counter() - start
+def measure_limit(part: Part) -> Limit:
+    torch.set_num_threads(part.threads)
+    speed = measure_cpu(choose(AUTO), part.dtype, part.threads)
+    other = measure_cpu(choose(AUTO), "float32", part.threads)  # bfloat16 may be slower than float32, or faster
+    return Limit(
+        max(speed.read_gb_s, other.read_gb_s),
+        max(one for each in (speed, other) for one in (each.torch_gflop_s, each.kernels_gflop_s) if one is not None),
+    )
 
 
-def measure(system: BatonEngine | Transformers, args: argparse.Namespace, seeds: list[int]) -> Mapping[str, float]:
-    figures: dict[str, float] = {}
-    for batch_size in (1, 8):
-        seeds[0] += 1
-        prompts = random_prompts(batch_size, args.prompt_tokens, seeds[0])
-        first = system.generate(prompts, 1)
-        whole = system.generate(prompts, args.new_tokens + 1)
-        figures[f"prefill tokens/s, batch {batch_size}"] = batch_size * args.prompt_tokens / first
-        if batch_size == 1:
-            figures["TTFT ms, batch 1"] = first * 1000
-        figures[f"decode tokens/s, batch {batch_size}"] = batch_size * args.new_tokens / (whole - first)
-    return figures
+def run_part(part: Part, model_dir: Path, args: argparse.Namespace, stop_at: float) -> dict[str, object]:
+    """Measures and prints one table, in `args.repeats` repetitions or as many as end before `stop_at`."""
+    config = json.loads((model_dir / "config.json").read_text())
+    num_blocks = max(row.num_blocks for row in part.rows) + 8
+    makers: dict[str, Callable[[], System]] = {
+        "baton": lambda: OwnProcess(BatonEngine, model_dir, part.dtype, part.threads, "none", num_blocks)
+    }
+    if "transformers" in args.peers:
+        makers["transformers"] = lambda: OwnProcess(Transformers, model_dir, part.dtype, part.threads)
+    if "llamacpp" in args.peers:
+        makers["llamacpp"] = lambda: LlamaCpp(args.llamacpp, model_dir, part.dtype, part.threads)
+    if part.dtype == "bfloat16":
+        for name in QUANTIZATIONS:
+            makers[name] = lambda name=name: OwnProcess(  # type: ignore[misc]
+                BatonEngine, model_dir, part.dtype, part.threads, name, num_blocks
+            )
+    rates: dict[str, dict[str, list[float]]] = {row.name: {} for row in part.rows}
+    limits: list[Limit] = []
+    with ExitStack() as stack:
+        systems: dict[str, System] = {}
+        for name, make in makers.items():
+            _say(f"{part.model} {part.dtype} {part.threads} threads: {name} loads")
+            systems[name] = make()
+            stack.callback(systems[name].close)
+            for row in WARM_UP:
+                systems[name].measure(row)
+        slow: set[tuple[str, str]] = set()
+        for number in range(args.repeats):
+            start = time.monotonic()
+            before = measure_limit(part)
+            for row in part.rows:
+                for name, system in systems.items():
+                    if (name, row.name) in slow or (name in QUANTIZATIONS and row.batch * bool(row.steps) > 8):
+                        continue
+                    _say(f"run {number + 1}/{args.repeats}: {row.name}: {name}")
+                    seconds = system.measure(row)
+                    if seconds > SLOW_S:
+                        slow.add((name, row.name))
+                    rates[row.name].setdefault(name, []).append(row.num_tokens / seconds)
+            after = measure_limit(part)
+            limit = Limit(max(before.read_gb_s, after.read_gb_s), max(before.gflop_s, after.gflop_s))
+            limits.append(limit)
+            itemsize = getattr(torch, part.dtype).itemsize
+            for row in part.rows:
+                rates[row.name].setdefault("limit", []).append(row.num_tokens / limit.seconds(row, config, itemsize))
+            now = time.monotonic()
+            if number + 1 < args.repeats and now + (now - start) > stop_at:
+                _say(f"{number + 1} repetitions: no time for more")
+                break
+    print_part(part, rates, limits)
+    return {
+        "model": part.model,
+        "dtype": part.dtype,
+        "threads": part.threads,
+        "read_gb_s": [one.read_gb_s for one in limits],
+        "gflop_s": [one.gflop_s for one in limits],
+        "tokens_per_s": rates,
+    }
+
+
+def print_part(part: Part, rates: dict[str, dict[str, list[float]]], limits: Sequence[Limit]) -> None:
+    """Medians of tokens/s, all sequences together."""
+    read, gflop = (statistics.median(getattr(one, name) for one in limits) for name in ("read_gb_s", "gflop_s"))
+    systems = list(dict.fromkeys(name for row in rates.values() for name in row))
+    table = Table(
+        title=f"{part.model}, {part.dtype}, {part.threads} threads, {len(limits)} repetitions: tokens/s\n"
+        f"{read:.1f} GB/s read, {gflop:.0f} GFLOP/s"
+    )
+    table.add_column("")
+    for name in [*systems, "baton / best peer", "baton / limit"]:
+        table.add_column(name, justify="right")
+    for row_name, row in rates.items():
+        medians = {name: statistics.median(values) for name, values in row.items()}
+        best = max((medians[name] for name in PEERS if name in medians), default=None)
+        ratio = "" if best is None else f"{medians['baton'] / best:.2f}"
+        cells = [f"{medians[name]:.1f}" if name in medians else "" for name in systems]
+        table.add_row(row_name, *cells, ratio, f"{medians['baton'] / medians['limit']:.2f}")
+    Console(width=140).print(table)
+
+
+@contextmanager
+def random_llama() -> Iterator[Path]:
+    """A directory with `LLAMA_1B`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        _say("llama-1b: random weights")
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            LlamaForCausalLM(LlamaConfig(**LLAMA_1B)).save_pretrained(folder)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        yield Path(folder)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _parts(args: argparse.Namespace) -> list[Part]:
+    rows = QUICK_ROWS if args.quick else ROWS
+    parts = [
+        Part("smollm2-135m", dtype, threads, rows)
+        for dtype in args.dtypes
+        for threads in (args.threads[-1:] if args.quick else args.threads)
+    ]
+    if "llama-1b" in args.models and not args.quick:
+        parts.append(Part("llama-1b", args.dtypes[0], args.threads[-1], FEW_ROWS))
+    return [part for part in parts if part.model in args.models]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--peers", type=_names, default=["transformers"], help=f"some of {','.join(PEERS)}, or none")
+    parser.add_argument("--llamacpp", type=Path, default=Path.cwd(), help="where `npm install node-llama-cpp` ran")
+    parser.add_argument("--models", type=_names, default=["smollm2-135m", "llama-1b"])
+    parser.add_argument("--dtypes", type=_names, default=["bfloat16", "float32"])
+    parser.add_argument("--threads", type=lambda text: [int(one) for one in text.split(",")])
+    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--minutes", type=float, default=40.0, help="no repetition begins that would end later")
+    parser.add_argument("--quick", action="store_true", help="some minutes: few rows, once, all cores, the small model")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    model_dir = ensure_model(args.model, default_cache_dir(), print)
-    args.dtype = resolve_dtype(args.dtype, model_dir, "cpu").dtype
-    baton, peer = BatonEngine(model_dir, args.dtype, args.threads), Transformers(model_dir, args.dtype)
-    seeds = {"baton": [0], "transformers": [0]}
-    rows = interleave(
-        {
-            "baton": lambda: measure(baton, args, seeds["baton"]),
-            "transformers": lambda: measure(peer, args, seeds["transformers"]),
-        },
-        args.repeats,
-    )
-    print_table(
-        f"{args.dtype}, {args.threads} threads, {args.prompt_tokens} prompt and {args.new_tokens} new tokens",
-        rows,
-        ratio=("baton", "transformers"),
-    )
-    if args.json:
-        write_json(args.json, rows)
+    args.threads = args.threads or sorted({1, len(os.sched_getaffinity(0))})
+    args.repeats = args.repeats or (1 if args.quick else 3)
+    for name, known in (
+        ("peers", PEERS),
+        ("models", ("smollm2-135m", "llama-1b")),
+        ("dtypes", ("bfloat16", "float32")),
+    ):
+        if unknown := set(getattr(args, name)) - set(known):
+            parser.error(f"--{name}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+    if "llamacpp" in args.peers:
+        try:
+            check_llamacpp(args.llamacpp)
+        except MissingPeerError as error:
+            parser.error(error.message)
+    begin = time.monotonic()
+    parts = _parts(args)
+    results = []
+    with ExitStack() as stack:
+        for number, part in enumerate(parts):
+            if part.model == "llama-1b":
+                model_dir = stack.enter_context(random_llama())
+            else:
+                model_dir = ensure_model(DEFAULT_MODEL, default_cache_dir(), _say)
+            left = begin + args.minutes * 60 - time.monotonic()
+            stop_at = time.monotonic() + left / (len(parts) - number)
+            results.append(run_part(part, model_dir, args, stop_at))
+            if args.json:
+                args.json.parent.mkdir(parents=True, exist_ok=True)
+                args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name and name != "none"]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 import grpc
 import torch
 
-from bench.engine import BatonEngine, random_prompts
+from bench.engine_systems import BatonEngine, random_prompts
 from bench.measure import interleave, print_table, write_json
 from bench.processes import running_stack
 from common.config import DEFAULT_MODEL, default_cache_dir

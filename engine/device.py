@@ -43,13 +43,26 @@ def torch_problem() -> str:
     return "" if torch.cuda.is_available() else f"torch {torch.__version__} cannot use it: its driver may be too old"
 
 
+def has_driver() -> bool:
+    """Whether CUDA's driver is installed. Initialises nothing."""
+    try:
+        ctypes.CDLL(_DRIVER)
+    except OSError:
+        return False
+    return True
+
+
 def choose_device(
     asked: str,
     num_devices: Callable[[], int] = num_driver_devices,
     problem: Callable[[], str] = torch_problem,
+    driver: Callable[[], bool] = has_driver,
 ) -> DeviceChoice:
     """`asked` is --device. A device that was asked for is taken, and the reason says what auto would take instead, if
-    that differs: so a device that one process chose for all others keeps its reason."""
+    that differs: so a device that one process chose for all others keeps its reason. With cpu no device is looked for:
+    that would initialise CUDA."""
+    if asked == "cpu":
+        return DeviceChoice("cpu", "as set" if driver() else "there is no CUDA device")
     auto = _auto(num_devices, problem)
     if asked in (AUTO, auto.device):
         return auto

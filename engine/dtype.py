@@ -36,11 +36,12 @@ def resolve_dtype(asked: str, model_dir: Path, device: str, kernels: str = AUTO)
 
 def fast_dtypes(cpu: Cpu, kernels: Choice) -> frozenset[str]:
     """Those that this CPU multiplies about as fast as float32 or faster. The kernels widen bfloat16 as they read it:
-    that is as fast as float32 with many tokens, and faster with few, where the bytes of the weights count."""
+    that is as fast as float32 with many tokens, and faster with few, where the bytes of the weights count. They have
+    nothing for float16, and are faster in float32, which holds it exactly, than torch in float16."""
     fast = {"float32"}
     if cpu.has_bf16 or kernels.instruction_set != TORCH:
         fast.add("bfloat16")
-    if cpu.has_fp16:
+    if cpu.has_fp16 and kernels.instruction_set == TORCH:
         fast.add("float16")
     return frozenset(fast)
 
@@ -57,7 +58,9 @@ def choose_dtype(asked: str, *, checkpoint: str, device: str, cpu: Cpu, kernels:
 def _auto(checkpoint: str, device: str, cpu: Cpu, kernels: Choice) -> DtypeChoice:
     if not device.startswith("cpu") or checkpoint in fast_dtypes(cpu, kernels):
         return DtypeChoice(checkpoint, "the checkpoint's own")
-    if cpu.limits:
+    if checkpoint == "float16" and kernels.instruction_set != TORCH:
+        why = "the CPU kernels have nothing for it"
+    elif cpu.limits:
         why = f"{' and '.join(cpu.limits)} take this CPU's {checkpoint} units away"
     else:
         why = f"this CPU has no {checkpoint} units ({_UNITS[checkpoint]})"

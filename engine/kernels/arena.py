@@ -16,10 +16,11 @@ _CHUNK_BYTES = 32 << 20
 
 
 class Memory:
-    """Some bytes at `address`; they stay as long as this object. Zeros until they are written to."""
+    """`num_bytes` at `address`; they stay as long as this object. Zeros until they are written to."""
 
-    def __init__(self, chunk: _Chunk, address: int) -> None:
+    def __init__(self, chunk: _Chunk, address: int, num_bytes: int) -> None:
         self.address = address
+        self.num_bytes = num_bytes
         self._chunk = chunk
 
 
@@ -34,7 +35,7 @@ class Arena:
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if self._chunk is None or self._chunk.num_free < size:
             self._chunk = _Chunk(max(size, _CHUNK_BYTES))
-        return Memory(self._chunk, self._chunk.take(size))
+        return Memory(self._chunk, self._chunk.take(size), num_bytes)
 
 
 class _Chunk:

@@ -13,7 +13,7 @@ import torch
 from common.errors import StartupError
 from engine.kernels.arena import Arena, Memory
 from engine.kernels.build import library_file
-from engine.kernels.choice import TORCH, Choice, choose
+from engine.kernels.choice import AUTO, TORCH, Choice, choose
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class PackedLinear:
     def __init__(self, kernels: Kernels, memory: Memory | None, struct: LinearStruct) -> None:
         """`memory` is what `struct` points into."""
         self._kernels = kernels
-        self._memory = memory
+        self.memory = memory  # None if others have it
         self._bias: torch.Tensor | None = None
         self.struct = struct
         self.out_features, self.in_features = int(struct.n), int(struct.k)
@@ -303,6 +303,8 @@ def load_kernels(
     if device.type != "cpu":
         if quantization != "none":
             raise StartupError(f"--quantization {quantization} needs --device cpu")
+        if wanted not in (AUTO, TORCH):
+            raise StartupError(f"--kernels {wanted} needs --device cpu: on {device} they would not be used")
         return None
     choice = choose(wanted)
     if dtype not in DTYPES:

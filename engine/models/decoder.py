@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -15,6 +15,7 @@ from engine.models.base import CausalLM
 from engine.models.description import DecoderConfig
 from engine.models.layer import DecoderLayer
 from engine.models.native import NativeDecoder
+from engine.progress import with_progress
 from engine.weights import load_weights
 
 
@@ -74,7 +75,10 @@ class Decoder(CausalLM):
         return name.endswith(".rotary_emb.inv_freq")
 
     def finish(self, kernels: Kernels | None) -> None:
-        for layer in self.layers:
+        layers: Iterable[DecoderLayer] = self.layers
+        if kernels is not None and kernels.quantization != "none":
+            layers = with_progress(self.layers, f"quantising weights to {kernels.quantization}")
+        for layer in layers:
             layer.finish(kernels)
         self.norm.finish()
         self.head.finish(kernels, is_head=True)

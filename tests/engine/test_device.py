@@ -17,14 +17,21 @@ def no_torch() -> str:
 def test_a_device_that_is_named_is_taken() -> None:
     missing = "as set; auto would be cpu: there is no CUDA device"
     assert choose_device("cuda:1", lambda: 0, no_torch) == DeviceChoice("cuda:1", missing)
-    unused = "as set; auto would be cuda: there is a CUDA device"
-    assert choose_device("cpu", lambda: 8, str) == DeviceChoice("cpu", unused)
+
+
+def test_the_cpu_is_taken_without_a_look_at_cuda_devices() -> None:
+    def no_count() -> int:
+        raise AssertionError("nobody should have initialised CUDA")
+
+    assert choose_device("cpu", no_count, no_torch, lambda: True) == DeviceChoice("cpu", "as set")
+    missing = DeviceChoice("cpu", "there is no CUDA device")
+    assert choose_device("cpu", no_count, no_torch, lambda: False) == missing
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_what_one_process_chose_for_others_keeps_its_reason(count: int) -> None:
     auto = choose_device("auto", lambda: count, str)
-    assert choose_device(auto.device, lambda: count, str) == auto
+    assert choose_device(auto.device, lambda: count, str, lambda: count > 0) == auto
 
 
 def test_without_a_cuda_device_the_cpu_computes() -> None:

@@ -101,7 +101,9 @@ def packed_bytes(runner: ModelRunner) -> int:
         found += [each.packed for each in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)]
     parts = [part for each in found for part in (each._parts if isinstance(each, PackedParts) else [each])]
     assert all(isinstance(part, PackedGrouped) for part in parts)
-    return sum({id(part): part._memory.numel() - 4096 for part in parts if isinstance(part, PackedGrouped)}.values())
+    return sum(
+        {id(part): part.memory.num_bytes for part in parts if isinstance(part, PackedGrouped) and part.memory}.values()
+    )
 
 
 @needs_kernels

@@ -97,6 +97,8 @@ def test_a_dtype_without_kernels_is_torchs() -> None:
     assert load_kernels("auto", device=torch.device("cpu"), dtype=torch.float16) is None
     assert load_kernels("auto", device=torch.device("cpu"), dtype=torch.bfloat16) is not None
     assert load_kernels("auto", device=torch.device("cuda"), dtype=torch.bfloat16) is None
+    with pytest.raises(StartupError, match="--kernels avx2 needs --device cpu"):
+        load_kernels("avx2", device=torch.device("cuda"), dtype=torch.bfloat16)
 
 
 def test_without_a_compiler_nothing_is_built_and_each_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

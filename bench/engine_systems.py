@@ -1,0 +1,264 @@
+"""What bench/engine.py compares: each system loads one model and says how long a row of the table takes.
+
+Contexts are filled outside the clock, and what they hold is no matter. Baton and transformers run in processes of their
+own, llama.cpp in Node's.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from bench.gguf_file import write_gguf
+from common.config import EngineSettings
+from common.errors import BatonError
+from common.sampling import SamplingParams
+from common.types import SampledToken
+from engine import messages as m
+from engine.batch import BlockCopy, SequenceInput
+from engine.core import EngineCore
+from engine.model_runner import ModelRunner
+from kv_store.base import ConnectorConfig
+from kv_store.memory import MemoryConnector
+
+_BLOCK_SIZE = 16
+
+
+class MissingPeerError(BatonError):
+    """A peer that is not installed."""
+
+
+@dataclass(slots=True, frozen=True)
+class Row:
+    """Prefill of `context` tokens if `steps` is 0, else `steps` tokens of each of `batch` sequences after `context`."""
+
+    batch: int
+    context: int
+    steps: int = 0
+
+    @property
+    def name(self) -> str:
+        if not self.steps:
+            return f"prefill {self.context}"
+        return f"decode, batch {self.batch}, context {self.context}"
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch * self.steps if self.steps else self.context
+
+    @property
+    def num_blocks(self) -> int:
+        return self.batch * -(-(self.context + self.steps + 2) // _BLOCK_SIZE)
+
+
+class System(Protocol):
+    def measure(self, row: Row) -> float:
+        """Seconds."""
+
+    def close(self) -> None: ...
+
+
+class _FillingRunner(ModelRunner):
+    """Says that it computed without doing so, as long as contexts are filled."""
+
+    is_filling = False
+
+    def execute(
+        self,
+        sequences: Sequence[SequenceInput],
+        copies: Sequence[BlockCopy] = (),
+        between_layers: Callable[[], None] = lambda: None,
+    ) -> list[SampledToken | None]:
+        if self.is_filling:
+            return [SampledToken(100) if sequence.sample else None for sequence in sequences]
+        return super().execute(sequences, copies, between_layers)
+
+
+class BatonEngine:
+    """The engine with its scheduler, without the processes and messages of a worker."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        dtype: str,
+        threads: int,
+        quantization: str = "none",
+        num_blocks: int | None = None,
+    ) -> None:
+        settings = EngineSettings.model_validate(
+            {
+                "device": "cpu",
+                "dtype": dtype,
+                "quantization": quantization,
+                "num_threads": threads,
+                "enable_prefix_caching": False,
+                "max_num_batched_tokens": 4096,
+                "block_size": _BLOCK_SIZE,
+                "num_blocks": num_blocks,
+            }
+        )
+        self._runner = _FillingRunner(model_dir, settings)
+        self._runner.kv_cache.fill_(0.01)  # memory that nobody has written to is faster to read than any other
+        connector = MemoryConnector(ConnectorConfig(epoch="bench", worker_id="bench"))
+        self._core = EngineCore(settings, self._runner, connector, time.monotonic, lambda: None)
+
+    def measure(self, row: Row) -> float:
+        if not row.steps:
+            return self.generate([_prompt(row.context)], 1)
+        return self.generate([_prompt(row.context) for _ in range(row.batch)], row.steps, is_filled=True)
+
+    def generate(self, prompts: list[list[int]], num_new: int, *, is_filled: bool = False) -> float:
+        """Seconds until every prompt has `num_new` tokens; `is_filled`: after a first one, with contexts that cost
+        nothing."""
+        params = SamplingParams(temperature=0.0, max_tokens=num_new + is_filled, ignore_eos=True)
+        for number, prompt in enumerate(prompts):
+            self._core.handle(m.AddRequest(request_id=str(number), prompt_token_ids=prompt, sampling_params=params))
+        self._runner.is_filling = is_filled
+        num_tokens = 0
+        while is_filled and num_tokens < len(prompts):
+            num_tokens += self._step()
+        if num_tokens not in (0, len(prompts)):
+            raise RuntimeError(f"{num_tokens} first tokens of {len(prompts)} prompts: some began early")
+        self._runner.is_filling = False
+        num_tokens, start = 0, time.perf_counter()
+        while num_tokens < num_new * len(prompts):
+            num_tokens += self._step()
+        seconds = time.perf_counter() - start
+        while self._core.step():
+            self._core.take_events()
+        return seconds
+
+    def _step(self) -> int:
+        """Number of tokens that it gave."""
+        if not self._core.step():
+            raise RuntimeError("the engine has nothing to do, and tokens are missing")
+        return sum(isinstance(event, m.TokensGenerated) for event in self._core.take_events())
+
+
+class Transformers:
+    """The model's own forward pass, and the argmax: `generate` does more."""
+
+    def __init__(self, model_dir: Path, dtype: str, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=self._dtype).eval()
+
+    @torch.inference_mode()
+    def measure(self, row: Row) -> float:
+        config = self._model.config
+        cache = DynamicCache(config=config)
+        ids = torch.tensor([_prompt(row.context)])
+        if row.steps:
+            shape = (row.batch, config.num_key_value_heads, row.context, config.head_dim)
+            for layer in range(config.num_hidden_layers):
+                cache.update(
+                    torch.full(shape, 0.01, dtype=self._dtype), torch.full(shape, 0.01, dtype=self._dtype), layer
+                )
+            ids = torch.full((row.batch, 1), 100)
+        start = time.perf_counter()
+        for _ in range(max(1, row.steps)):
+            logits = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            ids = logits[:, -1].argmax(-1, keepdim=True)
+        return time.perf_counter() - start
+
+
+_loaded: BatonEngine | Transformers
+
+
+def _load(kind: type[BatonEngine | Transformers], arguments: tuple[object, ...]) -> None:
+    global _loaded
+    _loaded = kind(*arguments)  # type: ignore[arg-type]
+
+
+def _measure(row: Row) -> float:
+    return _loaded.measure(row)
+
+
+class OwnProcess:
+    """A system of this language in a process of its own, so that its memory and threads go with it."""
+
+    def __init__(self, kind: type[BatonEngine | Transformers], *arguments: object) -> None:
+        self._pool = multiprocessing.get_context("spawn").Pool(1, _load, (kind, arguments))
+
+    def measure(self, row: Row) -> float:
+        return self._pool.apply(_measure, (row,))
+
+    def close(self) -> None:
+        self._pool.terminate()
+        self._pool.join()
+
+
+class LlamaCpp:
+    """llama.cpp's prebuilt libraries of node-llama-cpp, with weights of the same dtype; KV is float16, its default."""
+
+    def __init__(self, folder: Path, model_dir: Path, dtype: str, threads: int) -> None:
+        check_llamacpp(folder)
+        self._scratch = tempfile.TemporaryDirectory()
+        file = Path(self._scratch.name) / "model.gguf"
+        write_gguf(model_dir, dtype, file)
+        script = Path(__file__).with_name("llamacpp.mjs")
+        command = ["node", str(script), str(folder.absolute()), str(file), str(threads)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+        )
+        self._answer()
+
+    def measure(self, row: Row) -> float:
+        asked = {"batch": row.batch, "context": row.context, "steps": row.steps}
+        if not row.steps:
+            asked = {"prefill": row.context}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        return float(self._answer()["seconds"])
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._scratch.cleanup()
+
+    def _answer(self) -> dict[str, float]:
+        """Raises `RuntimeError` with what went wrong there."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, float] = json.loads(line)
+                if "error" in answer:
+                    raise RuntimeError(f"llama.cpp: {answer['error']}")
+                return answer
+            sys.stderr.write(line)
+        raise RuntimeError(f"llama.cpp ended with status {self._process.wait()}")
+
+
+def check_llamacpp(folder: Path) -> None:
+    """Raises `MissingPeerError`."""
+    if shutil.which("node") is None:
+        raise MissingPeerError("llamacpp: there is no `node`")
+    if not (folder / "node_modules" / "node-llama-cpp").is_dir():
+        raise MissingPeerError(
+            f"llamacpp: {folder} has no node-llama-cpp; (cd {folder} && npm install node-llama-cpp), or --llamacpp DIR"
+        )
+
+
+def _prompt(num_tokens: int) -> list[int]:
+    return [100 + i * 7919 % 40_000 for i in range(num_tokens)]
+
+
+def random_prompts(batch_size: int, num_tokens: int, seed: int) -> list[list[int]]:
+    """Token ids that no prefix cache has seen."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(100, 40_000, (batch_size, num_tokens), generator=generator).tolist()
