@@ -317,4 +317,9 @@ def _fleet_worker(worker: router_pb2.FleetWorker) -> FleetWorker:
         dtype_reason=worker.info.dtype_reason,
         device=worker.info.device,
         device_reason=worker.info.device_reason,
+        breaker=worker.breaker,
+        num_queued_prompt_tokens=load.num_queued_prompt_tokens,
+        num_known_blocks=worker.num_known_blocks,
+        hit_rate=worker.hit_rate,
+        tokens_per_second=worker.tokens_per_second,
     )

@@ -90,6 +90,11 @@ class FleetWorker:
     dtype_reason: str = ""
     device: str = ""  # likewise
     device_reason: str = ""
+    breaker: str = ""  # "closed", "open", "half open" or "slow", to this router
+    num_queued_prompt_tokens: int = 0
+    num_known_blocks: int = 0  # KV blocks that the router knows it to have
+    hit_rate: float = 0.0  # share of prompt tokens found in a prefix cache, of the last minute or so
+    tokens_per_second: float = 0.0  # of its answers, likewise
 
 
 @dataclass(slots=True, frozen=True)

@@ -142,17 +142,17 @@ def print_timeline(result: Result) -> None:
 # ----------------------------------------------------------------------------------------------------- fleet
 
 
-def status(settings: ClientSettings, *, as_json: bool) -> int:
+def status(settings: ClientSettings, *, as_json: bool, wide: bool) -> int:
     with connect(settings) as client:
         workers = client.fleet()
     if as_json:
         print(json.dumps({"workers": [dataclasses.asdict(worker) for worker in workers]}))
     else:
-        print_fleet(workers)
+        print_fleet(workers, wide=wide)
     return 0
 
 
-def print_fleet(workers: Sequence[FleetWorker]) -> None:
+def print_fleet(workers: Sequence[FleetWorker], *, wide: bool = False) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -161,13 +161,21 @@ def print_fleet(workers: Sequence[FleetWorker]) -> None:
         table.add_column(title, no_wrap=True)
     for title in ("running", "waiting", "blocks", "free", "cached", "leases"):
         table.add_column(title, justify="right")
+    for title in ("queued tokens", "known blocks", "hit rate", "tokens/s") if wide else ():
+        table.add_column(title, justify="right")
+    if wide:
+        table.add_column("breaker", no_wrap=True)
     table.add_column("integrity")
     for one in workers:
         counts = [one.num_requests_running, one.num_requests_waiting, one.num_blocks]
         counts += [one.num_free_blocks, one.num_cached_blocks, one.num_leases]
-        table.add_row(one.role.value, one.address, one.state.value, one.dtype, *map(str, counts), one.integrity)
-    wide = None if sys.stdout.isatty() else 300  # a pipe has no edge to wrap at
-    console = Console(width=wide, highlight=False)
+        cells = [one.role.value, one.address, one.state.value, one.dtype, *map(str, counts)]
+        if wide:
+            cells += [str(one.num_queued_prompt_tokens), str(one.num_known_blocks)]
+            cells += [f"{one.hit_rate:.0%}", f"{one.tokens_per_second:.1f}", one.breaker]
+        table.add_row(*cells, one.integrity)
+    width = None if sys.stdout.isatty() else 300  # a pipe has no edge to wrap at
+    console = Console(width=width, highlight=False)
     console.print(table)
     reasons = [(one.dtype, one.dtype_reason) for one in workers] + [(one.device, one.device_reason) for one in workers]
     for what, reason in dict.fromkeys(reasons):
@@ -242,8 +250,11 @@ ASK_COMMANDS = (
         ClientSettings,
         status,
         about="Shows every worker of the fleet.",
-        examples=["baton status", "baton status --router 10.0.0.5:50051 --json"],
-        params=[AS_JSON],
+        examples=["baton status", "baton status --wide", "baton status --router 10.0.0.5:50051 --json"],
+        params=[
+            AS_JSON,
+            click.Option(["--wide"], is_flag=True, help="queues, hit rates, tokens a second and breakers, too"),
+        ],
     ),
     SettingsCommand(
         "models", ClientSettings, models, about="Lists the models that are served.", examples=["baton models"]

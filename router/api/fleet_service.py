@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import grpc
 
@@ -34,7 +35,16 @@ class FleetService:
             ask_worker(endpoint, self._registry.info(endpoint.address), self._registry.channel(endpoint.address))
             for endpoint in self._registry.endpoints()
         ]
-        return router_pb2.GetFleetResponse(workers=await asyncio.gather(*asked))
+        workers = await asyncio.gather(*asked)
+        now, registry = time.monotonic(), self._registry
+        known = {endpoint.address: endpoint.incarnation for endpoint in registry.endpoints()}
+        for worker in workers:
+            incarnation = known.get(worker.address, (worker.address, ""))
+            traffic = registry.track.traffic(incarnation, now)
+            worker.breaker = registry.track.state(incarnation, now)
+            worker.num_known_blocks = registry.blocks.index.num_blocks(worker.address)
+            worker.hit_rate, worker.tokens_per_second = traffic.hit_rate, traffic.tokens_per_second
+        return router_pb2.GetFleetResponse(workers=workers)
 
 
 async def ask_worker(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 MAX_FAILURES = 5  # in a row
 OPEN_S = 5.0  # the first time; twice as long each time that a probe fails
@@ -25,9 +25,32 @@ SLOW_S = 10.0
 MIN_ANSWERS = 5  # before a worker's pace counts
 MIN_TOKENS = 8  # of an answer whose pace counts
 MIN_WORKERS = 3  # with a pace, so that there is a median
+TRAFFIC_S = 60.0
 PACE_WEIGHT = 0.2  # of the latest answer in the mean
 
 Incarnation = tuple[str, str]
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What a decode worker answered lately, older answers counting less and less (`TRAFFIC_S`), in tokens."""
+
+    prompt: float = 0.0
+    cached: float = 0.0  # of the prompts, found in a prefix cache
+    output: float = 0.0
+    at: float = 0.0
+
+    def faded(self, now: float) -> Traffic:
+        share = math.exp(-(now - self.at) / TRAFFIC_S)
+        return Traffic(self.prompt * share, self.cached * share, self.output * share, now)
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached / self.prompt if self.prompt else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.output / TRAFFIC_S
 
 
 @dataclass(slots=True)
@@ -40,6 +63,7 @@ class _Record:
     pace_s: float = 0.0  # time between tokens
     num_answers: int = 0
     slow_until: float = -math.inf
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 class TrackRecord:
@@ -103,6 +127,16 @@ class TrackRecord:
         if self._is_slow(record, now):
             record.slow_until = now + SLOW_S
             record.num_answers = 0
+
+    def answered(self, worker: Incarnation, now: float, *, prompt: int, cached: int, output: int) -> None:
+        """Tokens of one answer."""
+        record = self._records.setdefault(worker, _Record())
+        faded = record.traffic.faded(now)
+        record.traffic = Traffic(faded.prompt + prompt, faded.cached + cached, faded.output + output, now)
+
+    def traffic(self, worker: Incarnation, now: float) -> Traffic:
+        record = self._records.get(worker)
+        return Traffic() if record is None else record.traffic.faded(now)
 
     def _is_slow(self, record: _Record, now: float) -> bool:
         paces = [one.pace_s for one in self._records.values() if one.num_answers >= MIN_ANSWERS]

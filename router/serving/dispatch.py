@@ -331,7 +331,7 @@ class Dispatcher:
                         )
                         self._mark(progress, len(new.tokens))
                         if new.finish_reason:
-                            self._praise(decision, progress.report, pace)
+                            self._praise(decision, progress, len(request.prompt_token_ids), pace)
                         if new.tokens or new.finish_reason:
                             yield new
                         if new.finish_reason:
@@ -366,10 +366,12 @@ class Dispatcher:
             for worker in workers:
                 self._registry.track.ended(worker)
 
-    def _praise(self, decision: RoutingDecision, report: types_pb2.RequestReport, pace: _Pace) -> None:
+    def _praise(self, decision: RoutingDecision, progress: Progress, num_prompt_tokens: int, pace: _Pace) -> None:
         """The answer is complete: its workers did well, but for a prefill worker that the decode worker blames."""
-        now, track = self._clock(), self._registry.track
-        track.succeeded(decision.decode.incarnation, now, pace.num_tokens, pace.waited_s)
+        now, track, report = self._clock(), self._registry.track, progress.report
+        decode, cached = decision.decode.incarnation, progress.usage.cached_tokens
+        track.succeeded(decode, now, pace.num_tokens, pace.waited_s)
+        track.answered(decode, now, prompt=num_prompt_tokens, cached=cached, output=pace.num_tokens)
         for endpoint in decision.prefill:
             if endpoint.address == report.prefill_worker:
                 track.succeeded(endpoint.incarnation, now)

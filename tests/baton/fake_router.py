@@ -144,10 +144,16 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
                         device="cpu",
                         device_reason="there is no CUDA device",
                     ),
-                    load=worker_pb2.WorkerLoad(num_blocks=10, num_free_blocks=7, num_cached_blocks=2, num_leases=1),
+                    load=worker_pb2.WorkerLoad(
+                        num_blocks=10, num_free_blocks=7, num_cached_blocks=2, num_leases=1, num_queued_prompt_tokens=77
+                    ),
                     state=worker_pb2.WORKER_STATE_READY,
                     integrity="ok",
                     role=worker_pb2.WORKER_ROLE_PREFILL,
+                    breaker="half open",
+                    num_known_blocks=5,
+                    hit_rate=0.25,
+                    tokens_per_second=12.5,
                 ),
                 router_pb2.FleetWorker(
                     address="d:1",

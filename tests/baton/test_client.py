@@ -155,6 +155,11 @@ def test_status_json_has_the_documented_keys(
         "dtype_reason": "the checkpoint's bfloat16 is slow here: this CPU has no [bf16]",
         "device": "cpu",
         "device_reason": "there is no CUDA device",
+        "breaker": "half open",
+        "num_queued_prompt_tokens": 77,
+        "num_known_blocks": 5,
+        "hit_rate": 0.25,
+        "tokens_per_second": 12.5,
     }
     assert (second["role"], second["state"]) == ("decode", "unreachable")
 
@@ -168,6 +173,13 @@ def test_status_table(router: tuple[FakeRouter, str], capsys: pytest.CaptureFixt
     assert decode[:3] == ["decode", "d:1", "unreachable"]
     assert reason == "float32: the checkpoint's bfloat16 is slow here: this CPU has no [bf16]"
     assert device == "cpu: there is no CUDA device"
+
+
+def test_wide_status_table(router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--wide", "--router", router[1]]) == 0
+    header, prefill, *_ = capsys.readouterr().out.splitlines()
+    assert "queued tokens" in header
+    assert prefill.split()[10:] == ["77", "5", "25%", "12.5", "half", "open", "ok"]
 
 
 def test_generate_text_and_json(router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,3 +87,13 @@ def test_former_workers_are_forgotten() -> None:
     assert record.state(A, 0) == "open"
     record.forget_others(set())
     assert record.state(A, 0) == "closed"
+
+
+def test_traffic_fades() -> None:
+    record = TrackRecord()
+    record.answered(A, 0, prompt=100, cached=60, output=30)
+    record.answered(A, 0, prompt=100, cached=20, output=30)
+    assert record.traffic(A, 0).hit_rate == 0.4
+    assert record.traffic(A, 0).tokens_per_second == 1.0
+    assert 0.3 < record.traffic(A, track_record.TRAFFIC_S).tokens_per_second < 0.4
+    assert record.traffic(("b", ""), 0).hit_rate == 0

@@ -65,12 +65,26 @@ class FleetWorker(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     INTEGRITY_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    BREAKER_FIELD_NUMBER: _builtins.int
+    NUM_KNOWN_BLOCKS_FIELD_NUMBER: _builtins.int
+    HIT_RATE_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     state: _worker_pb2.WorkerState.ValueType
     integrity: _builtins.str
     """"ok", what is wrong, or why it is not known"""
     role: _worker_pb2.WorkerRole.ValueType
     """as configured in the router"""
+    breaker: _builtins.str
+    """What this router knows of it; of the last minute or so, if it is about answers.
+    "closed", "open", "half open" or "slow"
+    """
+    num_known_blocks: _builtins.int
+    """KV blocks that it is known to have"""
+    hit_rate: _builtins.float
+    """share of prompt tokens found in a prefix cache"""
+    tokens_per_second: _builtins.float
+    """of its answers"""
     @_builtins.property
     def info(self) -> _worker_pb2.WorkerInfo:
         """unset if the worker never answered"""
@@ -86,10 +100,14 @@ class FleetWorker(_message.Message):
         state: _worker_pb2.WorkerState.ValueType = ...,
         integrity: _builtins.str = ...,
         role: _worker_pb2.WorkerRole.ValueType = ...,
+        breaker: _builtins.str = ...,
+        num_known_blocks: _builtins.int = ...,
+        hit_rate: _builtins.float = ...,
+        tokens_per_second: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "info", b"info", "integrity", b"integrity", "load", b"load", "role", b"role", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "breaker", b"breaker", "hit_rate", b"hit_rate", "info", b"info", "integrity", b"integrity", "load", b"load", "num_known_blocks", b"num_known_blocks", "role", b"role", "state", b"state", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
