@@ -50,7 +50,7 @@ up: $(STAMP) kernels ## Run a stack until Ctrl-C
 
 # One process more than cores: many tests wait more than they compute. A file stays together, for what its tests share.
 PYTEST := $(BIN)/python -m pytest --numprocesses=3 --dist=loadfile
-OTHER_TARGETS := not gpu and not kube and not faults and not abuse
+OTHER_TARGETS := not clients and not gpu and not kube and not faults and not abuse
 
 test: $(STAMP) kernels ## Run the quick tests: all pure ones, and one real stack (4 minutes on two cores)
 	@$(PYTEST) -m "not slow and not integration and $(OTHER_TARGETS)" tests
@@ -71,6 +71,9 @@ test-faults: $(STAMP) ## Run the whole fault matrix: every process, moment and f
 
 test-abuse: $(STAMP) kernels ## Be rude to a real stack: fuzzers for ABUSE_SECONDS (600), ABUSE_CANCELS (10000) requests cancelled
 	@$(BIN)/python -m pytest tests/abuse
+
+test-clients: $(STAMP) kernels clients ## Ask a real stack by stock clients: the official one of OpenAI
+	@$(BIN)/python -m pytest tests/clients
 
 test-gpu: ## Run the tests that need a GPU, with PYTHON's own torch and no .venv
 	@# A bare machine lacks plugins that other tests need, and its own torch has warnings of its own.
@@ -101,7 +104,7 @@ ci: ## Do all that CI does
 	@bash .ci/run
 
 clean: ## Remove environments, caches and build output
-	rm -rf $(VENV) .venv-lmcache engine/kernels/lib build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-lmcache .venv-clients engine/kernels/lib build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 LMCACHE := .venv-lmcache
@@ -119,6 +122,17 @@ $(LMCACHE)/.installed-%: requirements-lmcache.txt
 	@$(LMCACHE)/bin/python -m pip install --quiet --no-deps lmcache==$(LMCACHE_VERSION)
 	@LMCACHE_DISABLE_BANNER=1 $(LMCACHE)/bin/lmcache server --help > $(LMCACHE)/help.txt
 	@rm -f $(LMCACHE)/.installed-*
+	@touch $@
+
+CLIENTS := .venv-clients
+
+.PHONY: clients test-clients
+clients: $(CLIENTS)/.installed-$(shell cksum < requirements-clients.txt | cut -d' ' -f1) ## Make .venv-clients, what `make test-clients` asks with
+
+$(CLIENTS)/.installed-%: requirements-clients.txt
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS) || { rm -rf $(CLIENTS); exit 1; }
+	@$(CLIENTS)/bin/python -m pip install --quiet --requirement requirements-clients.txt
+	@rm -f $(CLIENTS)/.installed-*
 	@touch $@
 
 .PHONY: image kube-up test-kube test-kube-full bench-kube

@@ -1,0 +1,78 @@
+"""The official client, unchanged: chat, streams, tools, parsed answers, responses, embeddings."""
+
+import math
+import sys
+
+import openai
+from pydantic import BaseModel
+
+
+class City(BaseModel):
+    name: str
+    capital: bool
+
+
+URL, MODEL = sys.argv[1:]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"unit": {"enum": ["C", "F"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "required": ["unit", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+ASK = [{"role": "user", "content": "What is the capital of Japan?"}]
+
+client = openai.OpenAI(base_url=URL, api_key="none", max_retries=0, timeout=120)
+
+whole = client.chat.completions.create(model=MODEL, messages=ASK, temperature=0, max_tokens=12)
+assert "Tokyo" in whole.choices[0].message.content, whole
+stream = client.chat.completions.create(model=MODEL, messages=ASK, temperature=0, max_tokens=12, stream=True)
+text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+assert text == whole.choices[0].message.content, text
+
+for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+    answer = client.chat.completions.create(
+        model=MODEL, messages=ASK, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False, max_tokens=64
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert (answer.choices[0].finish_reason, call.function.name) == ("tool_calls", "weather"), answer
+    assert '"unit": "' in call.function.arguments, call
+    results = [
+        {"role": "assistant", "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+    ]
+    again = client.chat.completions.create(model=MODEL, messages=[*ASK, *results], tools=[TOOL], max_tokens=4)
+    assert again.usage.completion_tokens <= 4, again
+
+parsed = client.chat.completions.parse(model=MODEL, messages=ASK, response_format=City, temperature=0, max_tokens=60)
+assert isinstance(parsed.choices[0].message.parsed, City), parsed
+
+response = client.responses.create(
+    model=MODEL, input="What is the capital of Japan?", temperature=0, max_output_tokens=12
+)
+assert "Tokyo" in response.output_text, response
+with client.responses.stream(
+    model=MODEL, input="What is the capital of Japan?", temperature=0, max_output_tokens=12
+) as events:
+    kinds = [event.type for event in events]
+    assert events.get_final_response().output_text == response.output_text
+assert kinds[0] == "response.created", kinds
+typed = client.responses.parse(model=MODEL, input="Tokyo", text_format=City, temperature=0, max_output_tokens=60)
+assert isinstance(typed.output_parsed, City), typed
+
+vectors = [one.embedding for one in client.embeddings.create(model=MODEL, input=["a cat", "a kitten", "tax law"]).data]
+assert all(abs(math.hypot(*vector) - 1) < 1e-4 for vector in vectors)
+assert len(client.embeddings.create(model=MODEL, input="a cat", dimensions=64).data[0].embedding) == 64
+assert [model.id for model in client.models.list()] == [MODEL]
+try:
+    client.chat.completions.create(model="other", messages=ASK)
+except openai.BadRequestError as error:
+    assert error.code == "model_not_found", error
+else:
+    raise AssertionError("another model is served")
