@@ -17,7 +17,7 @@ from pathlib import Path
 from baton import lmcache_server
 from baton.settings import UP_SETTINGS, WORKER_SETTINGS, did_you_mean, to_flags
 from baton.stack import LMCACHE, Addresses, Stack
-from common.config import PolicySettings, RouterSettings, Settings, UpSettings
+from common.config import LimitSettings, PolicySettings, RouterSettings, Settings, UpSettings
 from common.errors import BatonError, ConfigError, StartupError
 from common.types import WorkerState
 from kv_store.base import own_part
@@ -80,7 +80,7 @@ def plan(settings: UpSettings, kv_dir: Path) -> Stack:
         decode=tuple(address for role, address in zip(roles, addresses, strict=True) if role != "prefill"),
         http_listen=f"{host}:{settings.http_port}",
         grpc_listen=f"{host}:{settings.grpc_port}",
-        **{name: getattr(settings, name) for name in PolicySettings.model_fields},
+        **{name: getattr(settings, name) for name in (*PolicySettings.model_fields, *LimitSettings.model_fields)},
         drain_timeout=settings.drain_timeout,
         log_level=settings.log_level,
         log_format=settings.log_format,

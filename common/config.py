@@ -183,7 +183,23 @@ class PolicySettings(Settings):
     )
 
 
-class RouterSettings(PolicySettings, TlsSettings, HealthSettings, LogSettings):
+class LimitSettings(Settings):
+    """How much a router takes on, and from whom."""
+
+    limits_file: str | None = Field(
+        None, description="YAML of what keys and tenants may ask for; read again when it changes; no limits if unset"
+    )
+    max_running: Positive | None = Field(
+        None,
+        description="answers that workers make at a time; further ones wait here for their turn; no queue if unset",
+    )
+    max_queued: Positive = Field(256, description="answers that wait for their turn; further ones are refused")
+    max_queue_wait: float = Field(
+        30.0, gt=0, description="seconds that one may wait for its turn; what would wait longer is refused at once"
+    )
+
+
+class RouterSettings(PolicySettings, LimitSettings, TlsSettings, HealthSettings, LogSettings):
     """`baton router`. With --tls-cert and --tls-key both of its ports speak TLS."""
 
     prefill: Addresses = Field((), description="prefill workers: host:port, dns:///name:port or k8s:///ns/service:port")
@@ -196,17 +212,6 @@ class RouterSettings(PolicySettings, TlsSettings, HealthSettings, LogSettings):
     api_keys_file: str | None = Field(
         None,
         description="file of API keys, of which a client needs one; read again when it changes; all may if unset",
-    )
-    limits_file: str | None = Field(
-        None, description="YAML of what keys and tenants may ask for; read again when it changes; no limits if unset"
-    )
-    max_running: Positive | None = Field(
-        None,
-        description="answers that workers make at a time; further ones wait here for their turn; no queue if unset",
-    )
-    max_queued: Positive = Field(256, description="answers that wait for their turn; further ones are refused")
-    max_queue_wait: float = Field(
-        30.0, gt=0, description="seconds that one may wait for its turn; what would wait longer is refused at once"
     )
     drain_timeout: float = Field(30.0, ge=0, description="seconds that SIGTERM waits for answers to end")
     request_timeout: float = Field(
@@ -297,7 +302,7 @@ class AutoscalerSettings(TlsSettings, LogSettings):
     idle_timeout: float = Field(300.0, ge=0, description="seconds without any request before scaling to zero")
 
 
-class UpSettings(EngineSettings, ConnectorSettings, PolicySettings, LogSettings):
+class UpSettings(EngineSettings, ConnectorSettings, PolicySettings, LimitSettings, LogSettings):
     """`baton up`: a whole stack on this machine."""
 
     model_config = ConfigDict(extra="allow")  # see ConnectorSettings
