@@ -58,7 +58,10 @@ def _transformers_config(config: Mapping[str, object]) -> PreTrainedConfig:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if config.get("quantization_config"):
-        raise StartupError("config.json: quantization_config is not supported; take a checkpoint without it")
+        raise StartupError(
+            "config.json: quantization_config is not supported by an architecture that runs on transformers' code; "
+            "take a checkpoint without it"
+        )
     try:
         result = CONFIG_MAPPING[str(config["model_type"])].from_dict(dict(config))
     except Exception as error:  # of many classes, some of them private

@@ -8,6 +8,7 @@ scale, windows) is found by asking it to compute two tokens. A model that asks f
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -161,16 +162,18 @@ class _Given(nn.Module):
 
 
 class _OwnLinear(nn.Module):
-    """Baton's linear layer in the place of torch's."""
+    """Baton's linear layer in the place of torch's, or of transformers' Conv1D, whose weight is the transpose."""
 
-    def __init__(self, linear: nn.Linear, kernels: Kernels | None, *, is_head: bool) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None, *, is_head: bool
+    ) -> None:
         super().__init__()
-        self._linear = Linear.of(linear.weight, linear.bias)
+        self.out_features, self.in_features = weight.shape
+        self._linear = Linear.of(weight, bias)
         self._linear.finish(kernels, is_head=is_head)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
         # For code that asks for its dtype; computing with it fails.
-        self.weight = torch.empty_like(linear.weight, device="meta")
-        self.bias = None if linear.bias is None else torch.empty_like(linear.bias, device="meta")
+        self.weight = torch.empty_like(weight, device="meta")
+        self.bias = None if bias is None else torch.empty_like(bias, device="meta")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
@@ -258,14 +261,25 @@ class TransformersModel(CausalLM):
         return layers
 
     def finish(self, kernels: Kernels | None) -> None:
-        """Torch's linear layers become Baton's, but for those whose weight belongs to an embedding too."""
+        """Linear layers become Baton's, but for a head whose weight is an embedding's too: that one does if weights are
+        quantised, and the embedding stays as it is."""
         import transformers
+        from transformers.pytorch_utils import Conv1D
 
+        quantises = kernels is not None and kernels.quantization != "none"
         shared = {id(module.weight) for module in self._base.modules() if isinstance(module, nn.Embedding)}
+        num_swapped = 0  # elements
         for parent in [*self._base.modules(), self._top]:
             for name, child in list(parent.named_children()):
-                if type(child) is nn.Linear and (parent is not self._top or id(child.weight) not in shared):
-                    setattr(parent, name, _OwnLinear(child, kernels, is_head=parent is self._top))
+                if type(child) not in (nn.Linear, Conv1D):
+                    continue
+                weight, bias, is_head = child.weight, child.bias, parent is self._top
+                if not is_head or quantises or id(weight) not in shared:
+                    own = weight.T.contiguous() if type(child) is Conv1D else weight
+                    setattr(parent, name, _OwnLinear(own, bias, kernels, is_head=is_head))
+                    num_swapped += weight.numel()
+        if quantises:
+            self._say_what_is_not_quantised(num_swapped)
         self._look_at_layers()  # with what was put in
         log.info(
             "the model's layers are those of transformers",
@@ -273,6 +287,22 @@ class TransformersModel(CausalLM):
                 "model_type": self._config.model_type,
                 "transformers": transformers.__version__,
                 "compared_with": COMPARED_WITH,
+            },
+        )
+
+    def _say_what_is_not_quantised(self, num_quantised: int) -> None:
+        """Logs which matrices keep their precision, such as experts in one tensor, by the class of their module."""
+        left: Counter[str] = Counter()
+        for module in {*self._base.modules(), *self._top.modules()}:
+            count = sum(each.numel() for each in module.parameters(recurse=False) if each.dim() > 1)
+            if count:
+                left[type(module).__name__] += count
+        total = num_quantised + sum(left.values())
+        log.info(
+            "weights are quantised, but for those of some modules",
+            extra={
+                "quantised_percent": round(100 * num_quantised / total),
+                "in_full_precision": ", ".join(f"{name}: {count}" for name, count in sorted(left.items())) or "none",
             },
         )
 

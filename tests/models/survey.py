@@ -72,6 +72,13 @@ VARIATIONS: tuple[dict[str, object], ...] = (
 )
 
 
+# Types that a small config leaves without the layers that their published checkpoints have.
+PUBLISHED_WITH: dict[str, str] = {
+    "lfm2": "conv",
+    "minimax_m3_vl_text": "minimax_m3_sparse",
+}
+
+
 class UnbuildableError(Exception):
     """No small model of a type can be had; the message says why."""
 
@@ -95,6 +102,8 @@ class RefusedError(Exception):
 
 def examine(model_type: str, folder: Path) -> str:
     """Why this type is refused; empty if whole prompts, chunks and single tokens give what transformers gives."""
+    if model_type in PUBLISHED_WITH:
+        return f"layers of type {PUBLISHED_WITH[model_type]} in the published checkpoints"
     reason = ""
     for number, variation in enumerate(VARIATIONS):
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,30 @@ def test_kernels_compute_its_linear_layers(tmp_path: Path) -> None:
         advance(runner, [sequence], [len(prompt)])
         results.append(sequence.logprobs[len(prompt) - 1])
     assert 1e-4 < (results[0] - results[1]).abs().mean() < 1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "left"),
+    [
+        ("gpt2", "Embedding: "),
+        ("granitemoe", "Embedding: 6144, GraniteMoeExperts: "),
+    ],  # Conv1D and a tied head; experts
+)
+def test_what_is_not_quantised_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, model_type: str, left: str
+) -> None:
+    if not VARIANTS:
+        pytest.skip("no kernels were built")
+    path = small(model_type, tmp_path / "model")
+    prompt = list(range(3, 40))
+    results = []
+    for quantization in ("none", "int8"):
+        with caplog.at_level(logging.INFO):
+            runner = make_runner(path, quantization=quantization)
+        sequence = Progress(prompt, [4, 2, 7])
+        advance(runner, [sequence], [len(prompt)])
+        results.append(sequence.logprobs[len(prompt) - 1])
+    assert 1e-4 < (results[0] - results[1]).abs().mean() < 1
+    (record,) = [record for record in caplog.records if "weights are quantised, but" in record.message]
+    assert vars(record)["in_full_precision"].startswith(left)
+    assert 0 < vars(record)["quantised_percent"] < 100

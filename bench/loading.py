@@ -1,0 +1,180 @@
+"""Loading a model: Baton against reading its files into fresh memory, and against transformers' `from_pretrained`.
+
+    python -m bench.loading [--shape 1b] [--dtype bfloat16] [--repeats 3] [--folder DIR] [--json FILE]
+
+Writes a Llama of that shape with random bfloat16 weights, in shards of 1 GiB, into a folder that is removed afterwards.
+Each way loads it in a process of its own, in turn. Seconds are those of loading alone, without imports; memory is the
+most anonymous memory that loading added, beside what the weights take in that dtype. The page cache is warm: the files
+were just written, so what is measured is copying and packing, not the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+SHAPES: dict[str, dict[str, int]] = {
+    "135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9},
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+}
+KV_HEADS = {"135m": 3, "1b": 8, "8b": 8}
+VOCAB_SIZE = {"135m": 49152, "1b": 128256, "8b": 128256}
+SHARD_BYTES = 1 << 30
+WAYS = ("readinto", "baton", "transformers")
+
+# Prints the seconds of one way, and the most anonymous memory that it added, in bytes.
+CHILD = """
+import sys, threading, time
+from pathlib import Path
+
+way, folder, dtype = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+import torch
+torch.set_num_threads(int(sys.argv[4]))
+if way == "baton":
+    from common.config import EngineSettings
+    from engine.model_runner import ModelRunner
+if way == "transformers":
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+def anonymous():
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
+    return int(line.split()[1]) * 1024
+
+def watch():
+    while not done.wait(0.005):
+        peaks.append(anonymous())
+
+before, peaks, done = anonymous(), [0], threading.Event()
+thread = threading.Thread(target=watch)
+thread.start()
+start = time.perf_counter()
+kept = []
+if way == "readinto":
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb", buffering=0) as stream:
+            memory = bytearray(file.stat().st_size)
+            view, at = memoryview(memory), 0
+            while at < len(memory):
+                at += stream.readinto(view[at:])
+            kept.append(memory)
+elif way == "baton":
+    settings = {"device": "cpu", "dtype": dtype, "num_blocks": 16, "max_model_len": 256}
+    settings["num_threads"] = int(sys.argv[4])
+    kept.append(ModelRunner(folder, EngineSettings.model_validate(settings)))
+else:
+    kept.append(AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True))
+seconds = time.perf_counter() - start
+done.set()
+thread.join()
+print(seconds, max(peaks) - before)
+"""
+
+
+def write_model(folder: Path, shape: str) -> int:
+    """A checkpoint in shards, its weights random. Returns the number of weights."""
+    sizes = SHAPES[shape]
+    hidden, inner, heads = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_attention_heads"]
+    kv_size = KV_HEADS[shape] * hidden // heads
+    tensors: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB_SIZE[shape], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if shape == "8b":
+        tensors["lm_head.weight"] = (VOCAB_SIZE[shape], hidden)
+    for layer in range(sizes["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        tensors |= {f"{at}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+        tensors |= {f"{at}.self_attn.{name}_proj.weight": (hidden, hidden) for name in "qo"}
+        tensors |= {f"{at}.self_attn.{name}_proj.weight": (kv_size, hidden) for name in "kv"}
+        tensors |= {f"{at}.mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+        tensors[f"{at}.mlp.down_proj.weight"] = (hidden, inner)
+    config = {
+        **sizes,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB_SIZE[shape],
+        "num_key_value_heads": KV_HEADS[shape],
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": shape != "8b",
+        "dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, each in tensors.items():
+        num_bytes = 2 * torch.Size(each).numel()
+        if size and size + num_bytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += num_bytes
+    weight_map = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+        random = {name: torch.empty(tensors[name], dtype=torch.bfloat16).normal_(0, 0.02) for name in names}
+        save_file(random, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return sum(torch.Size(each).numel() for each in tensors.values())
+
+
+def load(way: str, folder: Path, dtype: str, threads: int) -> tuple[float, float]:
+    """Seconds, and bytes of anonymous memory, in a fresh process."""
+    command = [sys.executable, "-c", CHILD, way, str(folder), dtype, str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{way} failed: {done.stderr[-2000:]}")
+    seconds, num_bytes = map(float, done.stdout.split()[-2:])
+    return seconds, num_bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.loading", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--folder", type=Path, help="where the model is written; a temporary folder if unset")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
+        num_weights = write_model(folder, args.shape)
+        runs: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+        for _ in range(args.repeats):
+            for way in WAYS:
+                runs[way].append(load(way, folder, args.dtype, args.threads))
+    weight_bytes = num_weights * (2 if args.dtype == "bfloat16" else 4)
+    results = {
+        way: {
+            "seconds": statistics.median(seconds for seconds, _ in each),
+            "peak_anonymous_bytes": max(num_bytes for _, num_bytes in each),
+        }
+        for way, each in runs.items()
+    }
+    print(f"{args.shape}: {num_weights / 1e9:.2f} G weights, {weight_bytes / 1e9:.2f} GB in {args.dtype}, medians")
+    for way, measured in results.items():
+        share = measured["peak_anonymous_bytes"] / weight_bytes
+        times = measured["seconds"] / results["readinto"]["seconds"]
+        print(
+            f"{way:>12}: {measured['seconds']:7.2f} s, {times:5.2f} x readinto, "
+            f"anonymous memory {measured['peak_anonymous_bytes'] / 1e9:.2f} GB = {share:.2f} x the weights"
+        )
+    if args.json:
+        result = {"shape": args.shape, "dtype": args.dtype, "weight_bytes": weight_bytes, "ways": results}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
