@@ -119,7 +119,7 @@ def write_model(folder: Path, shape: str) -> int:
             size = 0
         shards[-1].append(name)
         size += num_bytes
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, names in enumerate(shards):
         file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
         random = {name: torch.empty(tensors[name], dtype=torch.bfloat16).normal_(0, 0.02) for name in names}

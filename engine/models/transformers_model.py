@@ -273,7 +273,9 @@ class TransformersModel(CausalLM):
             for name, child in list(parent.named_children()):
                 if type(child) not in (nn.Linear, Conv1D):
                     continue
-                weight, bias, is_head = child.weight, child.bias, parent is self._top
+                weight: nn.Parameter = child.weight  # type: ignore[assignment]
+                bias: nn.Parameter | None = child.bias  # type: ignore[assignment]
+                is_head = parent is self._top
                 if not is_head or quantises or id(weight) not in shared:
                     own = weight.T.contiguous() if type(child) is Conv1D else weight
                     setattr(parent, name, _OwnLinear(own, bias, kernels, is_head=is_head))
