@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -191,14 +192,14 @@ class OwnProcess:
     """A system of this language in a process of its own, so that its memory and threads go with it."""
 
     def __init__(self, kind: type[BatonEngine | Transformers], *arguments: object) -> None:
-        self._pool = multiprocessing.get_context("spawn").Pool(1, _load, (kind, arguments))
+        spawn = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(1, spawn, initializer=_load, initargs=(kind, arguments))
 
     def measure(self, row: Row) -> float:
-        return self._pool.apply(_measure, (row,))
+        return self._pool.submit(_measure, row).result()
 
     def close(self) -> None:
-        self._pool.terminate()
-        self._pool.join()
+        self._pool.shutdown()
 
 
 class LlamaCpp:
