@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from typing import Any
+
+import msgspec
 
 from baton.messages import Message, Tool, ToolCallDelta
 from baton.report import Chunk
 from common.errors import InvalidArgumentError
-from common.guided import Guided
 from common.sampling import SamplingOptions
 from protos.baton.v1 import embed_pb2, inference_pb2, types_pb2
 from protos.convert import token_of
@@ -26,16 +28,25 @@ _POOLINGS = {"last": embed_pb2.POOLING_LAST, "mean": embed_pb2.POOLING_MEAN}
 
 
 def sampling_message(options: SamplingOptions) -> types_pb2.SamplingParams:
-    given = {name: asdict(value) if isinstance(value, Guided) else value for name, value in options.items()}
+    given: dict[str, Any] = {name: _plain(value) for name, value in options.items()}
     try:
-        return types_pb2.SamplingParams(**given)  # type: ignore[arg-type]
+        return types_pb2.SamplingParams(**given)
     except (TypeError, ValueError) as error:  # a wrong type, or an integer beyond the field's width
         for name, value in given.items():
             try:
-                types_pb2.SamplingParams(**{name: value})  # type: ignore[arg-type]
+                types_pb2.SamplingParams(**{name: value})
             except (TypeError, ValueError) as cause:
                 raise InvalidArgumentError(name, f"{value!r} is no value for it: {cause}") from error
         raise
+
+
+def _plain(value: object) -> object:
+    """With mappings for dataclasses, which messages are made from."""
+    if dataclasses.is_dataclass(value):
+        return msgspec.to_builtins(value, builtin_types=(bytes,))
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def chat_messages(messages: Messages) -> list[inference_pb2.ChatMessage]:
