@@ -19,8 +19,8 @@ from transformers.utils.chat_parsing.content_parsers import process_field
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from common.errors import UnavailableError
+from router.serving.answer_parts import Pieces, Reading, ToolCallDelta, new_call_id
 from router.serving.conversation import Tools
-from router.serving.request import Pieces, Reading, ToolCallDelta, new_call_id
 from router.serving.response_templates import REASONING_FIELDS, Template
 from router.serving.tool_text import ArgumentsText, CallText, ObjectsText, calls_of
 

@@ -10,8 +10,8 @@ import json
 from typing import Any
 
 from common.guided import Guided
+from router.serving.answer_parts import Pieces, Reading, ToolCallDelta, new_call_id
 from router.serving.conversation import Json, Tool, Tools
-from router.serving.request import Pieces, Reading, ToolCallDelta, new_call_id
 from router.serving.tool_text import ArgumentsText, ObjectsText
 
 

@@ -13,12 +13,13 @@ from common import metrics
 from common.errors import BatonError
 from common.types import FinishReason, SampledToken
 from router.serving.admission import DEADLINE_SLACK_S
+from router.serving.answer_parts import PartsParser
 from router.serving.demand import Demand
 from router.serving.detokenizer import Detokenizer
 from router.serving.dispatch import Dispatcher, NewTokens, Progress
 from router.serving.fair_queue import FairQueue
 from router.serving.quotas import Quotas
-from router.serving.request import GenerationRequest, Output, PartsParser
+from router.serving.request import GenerationRequest, Output
 from router.serving.stop_strings import StopStrings
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,9 @@ from common.types import FinishReason
 from router.api.rest.errors import as_baton, error_code
 from router.api.rest.formats import baton_report
 from router.api.rest.tools import JsonObject
+from router.serving.answer_parts import ToolCallDelta
 from router.serving.generation import Generation
-from router.serving.request import GenerationRequest, Output, ToolCallDelta
+from router.serving.request import GenerationRequest, Output
 
 NO_LOGPROBS: list[object] = []
 

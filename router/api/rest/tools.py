@@ -8,8 +8,8 @@ from typing import Any
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from common.errors import InvalidArgumentError
+from router.serving.answer_parts import ToolCallDelta
 from router.serving.conversation import Call, Tool, Tools, make_tools
-from router.serving.request import ToolCallDelta
 
 JsonObject = dict[str, object]
 

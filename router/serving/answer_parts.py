@@ -1,0 +1,56 @@
+"""The parts of an answer, as they come, and what tells them apart. Knows no request, no model and no worker."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+_ID_CHARS = string.ascii_letters + string.digits
+
+
+@dataclass(slots=True, frozen=True)
+class ToolCallDelta:
+    """What is new of one call of a tool. The first of each call has its id and name."""
+
+    index: int  # of the call in its answer
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""  # JSON text
+
+
+@dataclass(slots=True)
+class Pieces:
+    """What has come of the parts of an answer since the last time."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCallDelta] = field(default_factory=list)
+
+
+class PartsParser(Protocol):
+    """Tells the parts of one answer apart as its text comes."""
+
+    num_calls: int
+    is_done: bool  # the answer has all the calls that it may have
+
+    def add(self, text: str) -> Pieces: ...
+
+    def end(self) -> Pieces:
+        """The rest, once no text follows."""
+        ...
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Reading:
+    """How an answer is read whose text has parts."""
+
+    parser: Callable[[], PartsParser]
+    shown_token_ids: frozenset[int]  # control tokens that tell parts apart: the parser sees their text
+
+
+def new_call_id() -> str:
+    """Of a tool's call. So many letters and digits are what Mistral's templates take; others take any text."""
+    return "".join(secrets.choice(_ID_CHARS) for _ in range(9))
