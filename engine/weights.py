@@ -78,7 +78,10 @@ def _fill(place: Place, each: CheckpointTensor, kernels: Kernels | None) -> None
         )
     if isinstance(tensor, torch.Tensor):
         if not tensor.is_floating_point() or tensor.itemsize < 2:
-            raise StartupError(f"{each.file}: tensor {each.name} is {tensor.dtype}, which is no weight")
+            raise StartupError(
+                f"{each.file}: tensor {each.name} is {tensor.dtype}. It looks quantised, but config.json has no "
+                "quantization_config that says how; take another checkpoint of this model"
+            )
         (place if isinstance(place, torch.Tensor) else place.plain()).copy_(tensor)
     elif isinstance(place, torch.Tensor):
         raise StartupError(f"{each.file}: tensor {each.name} is quantised as {each.format}, and no matrix")

@@ -93,7 +93,7 @@ def quantise_a_tensor(tensors: dict[str, torch.Tensor]) -> None:
         (drop_a_tensor, "lacks tensor model.layers.1.mlp.up_proj.weight"),
         (add_a_tensor, "model.layers.1.surprise.weight"),
         (reshape_a_tensor, "model.norm.weight has shape [63]"),
-        (quantise_a_tensor, "quantised"),
+        (quantise_a_tensor, "model.norm.weight is torch.int8. It looks quantised"),
     ],
 )
 def test_wrong_weights_are_named(
