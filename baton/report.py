@@ -41,6 +41,7 @@ class RequestReport:
     num_migrations: int = 0
     num_preemptions: int = 0
     num_handovers: int = 0  # those of num_migrations that were planned, since the worker drained
+    routing: tuple[str, ...] = ()  # why it went where it went, if the call's metadata asks (x-baton-explain: true)
 
 
 @dataclass(slots=True, frozen=True)
