@@ -251,6 +251,7 @@ def result_of(chunks: Sequence[Chunk], last: inference_pb2.GenerateResponse) -> 
         finish_reason=finish_reason_of(last.finish_reason),
         stop_reason=last.stop_reason,
         reasoning="".join(chunk.reasoning for chunk in chunks),
+        prompt_logprobs=tuple(token for chunk in chunks for token in chunk.prompt_logprobs),
         tool_calls=Calls([delta for chunk in chunks for delta in chunk.tool_calls]).whole(),
         usage=value_of(last.usage, Usage),
         report=value_of(last.report, RequestReport),

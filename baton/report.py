@@ -53,6 +53,7 @@ class Chunk:
     logprobs: tuple[SampledToken, ...] = ()
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    prompt_logprobs: tuple[SampledToken, ...] = ()  # of further prompt tokens, from the second on
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -68,6 +69,7 @@ class Result:
     stop_reason: str
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    prompt_logprobs: tuple[SampledToken, ...] = ()  # of all prompt tokens but the first, before which there is nothing
     usage: Usage
     report: RequestReport
 

@@ -126,4 +126,5 @@ def chunk_of(message: inference_pb2.GenerateResponse) -> Chunk:
         tuple(map(token_of, message.logprobs)),
         message.reasoning,
         tuple(ToolCallDelta(call.index, call.id, call.name, call.arguments) for call in message.tool_calls),
+        tuple(map(token_of, message.prompt_logprobs)),
     )

@@ -29,7 +29,7 @@ from common.errors import BatonError
 from common.sampling import SamplingParams
 from common.types import SampledToken
 from engine import messages as m
-from engine.batch import BlockCopy, Pooled, SequenceInput
+from engine.batch import BlockCopy, SequenceInput, StepOutput
 from engine.core import EngineCore
 from engine.model_runner import ModelRunner
 from kv_store.base import ConnectorConfig
@@ -82,7 +82,7 @@ class _FillingRunner(ModelRunner):
         sequences: Sequence[SequenceInput],
         copies: Sequence[BlockCopy] = (),
         between_layers: Callable[[], None] = lambda: None,
-    ) -> list[SampledToken | Pooled | None]:
+    ) -> list[StepOutput]:
         if self.is_filling:
             return [SampledToken(100) if sequence.sample else None for sequence in sequences]
         return super().execute(sequences, copies, between_layers)

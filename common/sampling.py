@@ -128,6 +128,14 @@ class SamplingParams:
         Integer | None,
         Field(ge=0, le=MAX_LOGPROBS, description="report each token's logprob, and those of this many likeliest ones"),
     ] = None
+    prompt_logprobs: Annotated[
+        Integer | None,
+        Field(
+            ge=0,
+            le=MAX_LOGPROBS,
+            description="report the logprob of each token of the prompt, and those of this many likeliest ones",
+        ),
+    ] = None
     presence_penalty: Annotated[
         Number, Field(ge=-2, le=2, description="taken from the logits of tokens that the answer has")
     ] = 0.0
@@ -198,6 +206,7 @@ class SamplingOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: int
+    prompt_logprobs: int
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float

@@ -104,7 +104,9 @@ class DecodeRun:
 
     async def run(self) -> None:
         request = self._request
-        is_remote = bool(request.prefill_addresses)
+        # Logprobs of the prompt come from computing it, and only the decode worker is asked for them.
+        computes_prompt = self._params.prompt_logprobs is not None and not request.output_token_ids
+        is_remote = bool(request.prefill_addresses) and not computes_prompt
         self._stream.send(
             m.AddRequest(
                 request_id=self._stream.engine_id,
@@ -143,6 +145,9 @@ class DecodeRun:
             case m.PrefillReceived(_, received_time):
                 self._marks.kv_complete = received_time
                 self._leg.finish()
+            case m.PromptScored(_, scores):
+                scored = decode_pb2.DecodeEvent(prompt_logprobs=[token_to_proto(one) for one in scores])
+                await self._stream.deliver(self._context.write(scored))
             case m.TokensGenerated():
                 await self._send(event)
                 if event.finish_reason is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.sampling import SamplingParams
+from common.types import SampledToken
 from engine.guide_state import GuideState
 from engine.logit_changes import LogitChanges
 
@@ -39,6 +40,27 @@ class Pooled:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
+class ScoreInput:
+    """Asks for the logprobs of tokens that are known: of each, given all tokens before it."""
+
+    start: int  # index among the new tokens of the one that comes before the first of `token_ids`
+    token_ids: list[int]
+    num_top: int  # so many of the likeliest beside each
+
+
+@dataclass(slots=True, frozen=True)
+class Scored:
+    """Logprobs for a `ScoreInput`, beside what else the sequence asked for."""
+
+    scores: list[SampledToken]
+    token: SampledToken | None
+
+
+StepOutput = SampledToken | Pooled | Scored | None
+"""What one sequence gets from a step; None if it asked for nothing, or no token is allowed."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
 class SequenceInput:
     """One request's share of a step."""
 
@@ -47,6 +69,7 @@ class SequenceInput:
     block_ids: list[int]
     sample: SampleInput | None = None
     num_pooled: int = 0  # asks for hidden states of so many of the new tokens, the last ones, instead of a token
+    score: ScoreInput | None = None
 
 
 @dataclass(slots=True, frozen=True)

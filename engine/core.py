@@ -18,15 +18,16 @@ from common.errors import InvalidArgumentError
 from common.sampling import SamplingParams
 from common.types import FinishReason, KVCacheSpec, SampledToken, WorkerLoad
 from engine import messages as m
-from engine.batch import BlockCopy, Pooled, SampleInput, SequenceInput
+from engine.batch import BlockCopy, SampleInput, Scored, SequenceInput, StepOutput
 from engine.blocks.block_manager import BlockManager
 from engine.blocks.host_cache import allocate_host_cache, copy_blocks
 from engine.blocks.host_tier import HostCopy
 from engine.grammars import Compiler, Grammars
 from engine.guide_state import GuideError
 from engine.pooling import embedding, take_pooled
+from engine.prompt_scores import MAX_EVENT_TOKENS, next_scores
 from engine.remote_kv import RemoteKV
-from engine.request import Request
+from engine.request import Request, RequestStatus
 from engine.schedule import NewToken, SchedulerConfig, SchedulerOutput
 from engine.scheduler import Scheduler
 from kv_store.base import KVConnector
@@ -58,7 +59,7 @@ class Runner(Protocol):
         sequences: Sequence[SequenceInput],
         copies: Sequence[BlockCopy] = (),
         between_layers: Callable[[], None] = ...,
-    ) -> list[SampledToken | Pooled | None]: ...
+    ) -> list[StepOutput]: ...
 
 
 class EngineCore:
@@ -313,6 +314,10 @@ class EngineCore:
             first_block=command.first_block,
             min_remote_tokens=command.min_remote_tokens,
         )
+        is_scored = command.mode is not m.RequestMode.LOCAL or len(command.output_token_ids) > 0
+        if command.sampling_params.prompt_logprobs is not None and not is_scored:
+            request.num_unscored_tokens = request.num_prompt_tokens - 1
+            request.needs_every_token = request.num_unscored_tokens > 0
         guided = command.sampling_params.guided
         if guided is None:
             self.remote_kv.lookups.start(request)
@@ -397,7 +402,7 @@ class EngineCore:
                 self.scheduler.stop(request.request_id)  # blocks of a prefill that were announced may be being read
                 self._fail(request.request_id, "INTERNAL", "the engine failed to compute this request")
             return [None] * len(sequences)
-        tokens = [take_pooled(*one) for one in zip(output.num_tokens, results, strict=True)]
+        tokens = [self._take(*one) for one in zip(output.num_tokens, results, strict=True)]
         for request, sequence, token in zip(output.num_tokens, sequences, tokens, strict=True):
             if request in strays:
                 self.scheduler.stop(request.request_id)
@@ -405,6 +410,18 @@ class EngineCore:
             elif token is None and sequence.sample is not None:
                 self._end_without_token(request)
         return tokens
+
+    def _take(self, request: Request, result: StepOutput) -> SampledToken | None:
+        """The token, if there is one; what else came is kept with the request or reported."""
+        if not isinstance(result, Scored):
+            return take_pooled(request, result)
+        if request.status is RequestStatus.RUNNING:  # else it was aborted in mid-step
+            for start in range(0, len(result.scores), MAX_EVENT_TOKENS):
+                scores = result.scores[start : start + MAX_EVENT_TOKENS]
+                self._events.append(m.PromptScored(request.request_id, scores))
+            request.num_unscored_tokens -= len(result.scores)
+            request.needs_every_token = request.num_unscored_tokens > 0
+        return result.token
 
     def _follow_grammars(self, output: SchedulerOutput) -> dict[Request, str]:
         """Guides take in the tokens that came. Returns requests whose tokens, sampled elsewhere, are not in their
@@ -442,6 +459,7 @@ class EngineCore:
             num_computed_tokens=start,
             block_ids=request.block_ids,
             sample=self._sample(request) if is_last else None,
+            score=next_scores(request, num_new),
         )
 
     def _sample(self, request: Request) -> SampleInput:

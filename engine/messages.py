@@ -199,6 +199,14 @@ class TokensGenerated(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     fallback_reason: str = ""
 
 
+class PromptScored(msgspec.Struct, tag=True, frozen=True):
+    """LOCAL: logprobs of further tokens of the prompt, from its second one on. All of them come before the first
+    TokensGenerated. A request with `output_token_ids` gets none: its client has them."""
+
+    request_id: str
+    scores: list[SampledToken]
+
+
 class Embedded(msgspec.Struct, tag=True, frozen=True):
     """The answer to Embed, once; the request has ended."""
 
@@ -259,6 +267,7 @@ Event = (
     | BlocksFetched
     | PrefillReceived
     | TokensGenerated
+    | PromptScored
     | Embedded
     | RequestFailed
     | LoadChanged

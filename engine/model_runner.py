@@ -16,7 +16,7 @@ from common.sampling import SamplingParams
 from common.types import KVCacheSpec, SampledToken
 from engine.attention.base import AttentionShape
 from engine.attention.registry import attention_backend
-from engine.batch import BlockCopy, Pooled, SampleInput, SequenceInput
+from engine.batch import BlockCopy, Pooled, SampleInput, Scored, SequenceInput, StepOutput
 from engine.blocks.host_memory import available_bytes
 from engine.checkpoints.gguf_file import read_gguf
 from engine.checkpoints.gguf_tensors import PLAIN
@@ -25,6 +25,7 @@ from engine.dtype import resolve_dtype
 from engine.kernels.library import load_kernels
 from engine.models.base import CausalLM
 from engine.models.registry import build_model, max_positions
+from engine.prompt_scores import score_tokens
 from engine.sampler import sample
 from kv_store.host_pages import prepare_pages
 
@@ -117,22 +118,25 @@ class ModelRunner:
         sequences: Sequence[SequenceInput],
         copies: Sequence[BlockCopy] = (),
         between_layers: Callable[[], None] = _nothing,
-    ) -> list[SampledToken | Pooled | None]:
-        """One engine step: copies blocks in order, computes all new tokens, samples if asked.
+    ) -> list[StepOutput]:
+        """One engine step: copies blocks in order, computes all new tokens, samples and scores if asked.
 
         The result has one entry per sequence, None if it asked for nothing. `between_layers` is called after each
         layer; it may not touch this runner.
         """
         for copy in copies:
             self.kv_cache[copy.target].copy_(self.kv_cache[copy.source])
-        result: list[SampledToken | Pooled | None] = [None] * len(sequences)
-        wanted, logits, pooled = self._forward(sequences, between_layers)
+        result: list[StepOutput] = [None] * len(sequences)
+        wanted, logits, pooled, scores = self._forward(sequences, between_layers)
         for index, one in pooled.items():
             result[index] = one
         inputs = [item for index in wanted if (item := sequences[index].sample) is not None]
         if logits is not None:
             for index, token in zip(wanted, sample(logits, inputs), strict=True):
-                result[index] = token
+                result[index] = Scored(scores[index], token) if index in scores else token
+        for index, scored in scores.items():
+            if sequences[index].sample is None:
+                result[index] = Scored(scored, None)
         return result
 
     def warm_up(self) -> None:
@@ -153,11 +157,11 @@ class ModelRunner:
 
     def _forward(
         self, sequences: Sequence[SequenceInput], between_layers: Callable[[], None]
-    ) -> tuple[list[int], torch.Tensor | None, dict[int, Pooled]]:
+    ) -> tuple[list[int], torch.Tensor | None, dict[int, Pooled], dict[int, list[SampledToken]]]:
         """Indexes of the sequences that want a token, their logits `[that many, vocab_size]` in that order, and hidden
-        states of those that want them."""
+        states and scores of those that want them."""
         if not sequences:
-            return [], None, {}
+            return [], None, {}, {}
         # Decodes first, by length: attention then sees neighbours that it can compute together.
         order = sorted(range(len(sequences)), key=lambda i: _attention_order(sequences[i]))
         token_ids: list[int] = []
@@ -171,19 +175,27 @@ class ModelRunner:
             start = sequence.num_computed_tokens
             token_ids += sequence.token_ids
             positions += range(start, start + len(sequence.token_ids))
-            if sequence.num_pooled:
+            if sequence.num_pooled or sequence.score is not None:
                 ends[index] = len(token_ids)
             if sequence.sample is not None:
                 wanted.append(index)
                 last_tokens.append(len(token_ids) - 1)
         step = self._attention.prepare([sequences[index] for index in order])
         hidden = self._model.forward(self._to_device(token_ids), self._to_device(positions), step, between_layers)
-        pooled = {index: self._pool(hidden[end - sequences[index].num_pooled : end]) for index, end in ends.items()}
+        pooled: dict[int, Pooled] = {}
+        scores: dict[int, list[SampledToken]] = {}
+        for index, end in ends.items():
+            sequence = sequences[index]
+            if sequence.num_pooled:
+                pooled[index] = self._pool(hidden[end - sequence.num_pooled : end])
+            if sequence.score is not None:
+                own = hidden[end - len(sequence.token_ids) : end]
+                scores[index] = score_tokens(own, sequence.score, self._model, between_layers)
         if not wanted:
-            return [], None, pooled
+            return [], None, pooled, scores
         if len(wanted) < len(token_ids):
             hidden = hidden[self._to_device(last_tokens)]
-        return wanted, self._model.logits(hidden), pooled
+        return wanted, self._model.logits(hidden), pooled, scores
 
     def _pool(self, hidden: torch.Tensor) -> Pooled:
         return Pooled(self._model.last_states(hidden).float().sum(dim=0).tolist())

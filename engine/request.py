@@ -67,6 +67,7 @@ class Request:
     embed: Embed | None = None  # asks for an embedding of the prompt instead of an answer
     pooled: list[float] = field(default_factory=list)  # sum of the hidden states so far
     needs_every_token: bool = False  # computes the whole prompt, whatever is cached
+    num_unscored_tokens: int = 0  # at the prompt's end, whose logprobs are asked for and are not known yet
     changes: LogitChanges | None = None  # made when its first token is sampled
     guide: GuideState | None = None  # of a guided request, once its grammar is compiled
 

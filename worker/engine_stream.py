@@ -38,6 +38,7 @@ RequestEvent = (
     | m.BlocksFetched
     | m.PrefillReceived
     | m.TokensGenerated
+    | m.PromptScored
     | m.Embedded
     | m.RequestFailed
 )

@@ -45,8 +45,9 @@ def connect(settings: ClientSettings) -> Client:
 def sampling(settings: ClientSettings, *, as_json: bool = False) -> SamplingOptions:
     """What was set. Raises `ConfigError` for what would be asked for and not be shown."""
     options = sampling_options(settings)
-    if "logprobs" in options and not as_json:
-        raise ConfigError("--logprobs", "is only shown by `baton generate --json`")
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in options and not as_json:
+            raise ConfigError("--" + name.replace("_", "-"), "is only shown by `baton generate --json`")
     return options
 
 

@@ -175,6 +175,7 @@ def _response(request: GenerationRequest, output: Output) -> inference_pb2.Gener
         text=output.text,
         token_ids=[token.token_id for token in output.tokens],
         logprobs=[] if request.sampling_params.logprobs is None else [token_to_proto(token) for token in output.tokens],
+        prompt_logprobs=[token_to_proto(token) for token in output.prompt_logprobs],
         finish_reason=finish_reason_to_proto(output.finish_reason),
         stop_reason="" if output.stop_reason is None else str(output.stop_reason),
         model=request.model.limits.model,

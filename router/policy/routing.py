@@ -13,7 +13,7 @@ from common.types import WorkerRole, WorkerState
 from router.fleet.endpoint import Endpoint
 from router.policy.base import Candidate, Ranked, Ranking, RoutingDecision, RoutingRequest
 from router.policy.least_load import load_score
-from router.policy.place import MOVE_COST, place_of
+from router.policy.place import MOVE_COST, Place, place_of
 
 MAX_PREFILL_WORKERS = 3  # named to the decode worker, the first to be tried first
 LOAD_COST = 64  # tokens, of one request that runs on a decode worker; one that waits counts four times (`load_score`)
@@ -44,7 +44,7 @@ class RoutingPolicy:
         if not decode_workers:
             raise UnavailableError("no decode worker can take the request" + _listed(reasons))
 
-        helpers = [endpoint.role for endpoint in usable if endpoint.can_prefill]
+        helpers = [endpoint.role for endpoint in usable if endpoint.can_prefill and not request.in_place]
         ranked = self._decode.rank(
             request, [_decode_candidate(request, e, helpers) for e in self._rotated(decode_workers)]
         )
@@ -52,11 +52,13 @@ class RoutingPolicy:
         reasons.append(_choice("decode", ranked))
 
         helping = [e for e in _prefill_workers(decode.endpoint, usable) if _fits(e, request.num_prompt_tokens + 1)]
-        prefill_workers = self._rotated(helping)
+        prefill_workers = [] if request.in_place else self._rotated(helping)
         asked = self._prefill.rank(request, [_prefill_candidate(request, e) for e in prefill_workers])
-        place = place_of(
-            request.num_prompt_tokens, decode, asked[0].candidate if asked else None, self._min_remote_tokens
-        )
+        if request.in_place:
+            place = Place(True, "the request asks for what only computing its prompt gives", 0, is_final=True)
+        else:
+            first = asked[0].candidate if asked else None
+            place = place_of(request.num_prompt_tokens, decode, first, self._min_remote_tokens)
         self._rotation += 1
         reasons.append(f"prefill {'in place' if place.in_place else 'remote'}: {place.reason}")
         if asked and not place.in_place:
@@ -109,7 +111,7 @@ def _fits(endpoint: Endpoint, num_tokens: int) -> bool:
 
 
 def _cached_tokens(request: RoutingRequest, endpoint: Endpoint) -> int:
-    return request.cached_blocks.get(endpoint.address, 0) * endpoint.block_size
+    return 0 if request.in_place else request.cached_blocks.get(endpoint.address, 0) * endpoint.block_size
 
 
 def _decode_candidate(request: RoutingRequest, endpoint: Endpoint, helpers: Sequence[WorkerRole]) -> Candidate:

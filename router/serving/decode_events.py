@@ -21,16 +21,22 @@ class FalseEventError(Exception):
 class DecodeEvents:
     """Takes in the events of one stream, in order."""
 
-    def __init__(self, request: GenerationRequest, num_sent: int) -> None:
-        """`num_sent`: tokens of the answer that the caller has already."""
+    def __init__(self, request: GenerationRequest, num_sent: int, num_scores_sent: int = 0) -> None:
+        """What the caller has already: `num_sent` tokens of the answer, the logprobs of `num_scores_sent` tokens of the
+        prompt. A worker that is asked before the first token of the answer sends the latter again."""
         self._vocab_size = request.model.limits.vocab_size
         self._num_prompt_tokens = len(request.prompt_token_ids)
         self._max_tokens = request.sampling_params.max_tokens
         self._num_left = self._max_tokens - num_sent
+        self._prompt_token_ids = request.prompt_token_ids
+        self._num_scored = 1 if request.wants_prompt_logprobs and not num_sent else self._num_prompt_tokens
+        self._num_known = num_scores_sent + 1
 
     def tokens(self, event: decode_pb2.DecodeEvent) -> list[SampledToken]:
         """Raises `FalseEventError`."""
         num = len(event.tokens)
+        if num and self._num_scored < self._num_prompt_tokens:
+            raise FalseEventError("sends a token before the prompt's logprobs")
         if num > self._num_left:
             raise FalseEventError(f"sends more tokens than max_tokens, {self._max_tokens}")
         if num > MAX_EVENT_TOKENS:
@@ -38,13 +44,29 @@ class DecodeEvents:
         self._num_left -= num
         tokens = [token_of(token) for token in event.tokens]
         for token in tokens:
-            if token.token_id >= self._vocab_size:
-                raise FalseEventError(f"sends token id {token.token_id}, outside the vocabulary")
-            if len(token.top_logprobs) > MAX_LOGPROBS:
-                raise FalseEventError(f"sends {len(token.top_logprobs)} logprobs beside a token")
-            if any(top.token_id >= self._vocab_size for top in token.top_logprobs):
-                raise FalseEventError("sends a logprob of a token id outside the vocabulary")
+            self._check(token)
         return tokens
+
+    def prompt_logprobs(self, event: decode_pb2.DecodeEvent) -> list[SampledToken]:
+        """Those that the caller does not have yet. Raises `FalseEventError`."""
+        start, num = self._num_scored, len(event.prompt_logprobs)
+        self._num_scored += num
+        if self._num_scored > self._num_prompt_tokens or num > MAX_EVENT_TOKENS:
+            raise FalseEventError(f"sends {num} logprobs of the prompt, which are too many")
+        tokens = [token_of(token) for token in event.prompt_logprobs]
+        for position, token in enumerate(tokens, start):
+            self._check(token)
+            if token.logprob is None or token.token_id != self._prompt_token_ids[position]:
+                raise FalseEventError(f"sends a logprob that is none of the prompt's token {position}")
+        return tokens[max(self._num_known - start, 0) :]
+
+    def _check(self, token: SampledToken) -> None:
+        if token.token_id >= self._vocab_size:
+            raise FalseEventError(f"sends token id {token.token_id}, outside the vocabulary")
+        if len(token.top_logprobs) > MAX_LOGPROBS:
+            raise FalseEventError(f"sends {len(token.top_logprobs)} logprobs beside a token")
+        if any(top.token_id >= self._vocab_size for top in token.top_logprobs):
+            raise FalseEventError("sends a logprob of a token id outside the vocabulary")
 
     def report(self, said: types_pb2.RequestReport, earlier: types_pb2.RequestReport) -> types_pb2.RequestReport:
         """What a worker says of its part. `earlier` is the report as it was before that worker: what its predecessors

@@ -71,6 +71,7 @@ class NewTokens:
     tokens: list[SampledToken]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+    prompt_logprobs: list[SampledToken] = field(default_factory=list)  # all of them come before the first token
 
 
 @dataclass(slots=True)
@@ -83,6 +84,7 @@ class Progress:
     first_token_at: float | None = None
     last_token_at: float | None = None
     num_output_tokens: int = 0
+    num_prompt_logprobs: int = 0  # that the caller has
 
 
 @dataclass(slots=True)
@@ -234,6 +236,7 @@ class Dispatcher:
             tried=frozenset(route.tried),
             cached_blocks=self._registry.blocks.index.match(route.block_names, self._clock()),
             session=request.session,
+            in_place=request.wants_prompt_logprobs,
         )
         try:
             return self._policy.pick(routing, endpoints)
@@ -308,7 +311,8 @@ class Dispatcher:
         timeout_s = request.deadline - self._clock()
         if timeout_s <= 0:
             raise DeadlineError("the request's deadline has passed")
-        decode, earlier, events = decision.decode, progress.report, DecodeEvents(request, len(sent))
+        decode, earlier = decision.decode, progress.report
+        events = DecodeEvents(request, len(sent), progress.num_prompt_logprobs)
         call = self._open(request, decision, sent, timeout_s)
         pace = _Pace(self._clock)
         with self._registry.sending(_counted(decision)), self._probing(decision):
@@ -324,15 +328,18 @@ class Dispatcher:
                             for failed in decision.prefill[: max(num_new, 0)]:
                                 self._budget.spend(self._clock())
                                 self._registry.track.failed(failed.incarnation, self._clock())
+                        scores = events.prompt_logprobs(event)
+                        progress.num_prompt_logprobs += len(scores)
                         new = NewTokens(
                             events.tokens(event),
                             finish_reason_of(event.finish_reason),
                             event.stop_token_id if event.HasField("stop_token_id") else None,
+                            scores,
                         )
                         self._mark(progress, len(new.tokens))
                         if new.finish_reason:
                             self._praise(decision, progress, len(request.prompt_token_ids), pace)
-                        if new.tokens or new.finish_reason:
+                        if new.tokens or new.finish_reason or scores:
                             yield new
                         if new.finish_reason:
                             return

@@ -91,7 +91,7 @@ class Generation:
                         )
                         return
                 if new.finish_reason is None:
-                    yield Output(text="".join(texts), tokens=new.tokens)
+                    yield Output(text="".join(texts), tokens=new.tokens, prompt_logprobs=new.prompt_logprobs)
                     continue
                 # What was held back is text after all, unless its last characters complete a stop string.
                 result = stops.add(detokenizer.flush(), armed=num_tokens > params.min_tokens)

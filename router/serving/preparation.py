@@ -51,8 +51,8 @@ class Preparation:
         max_answer_tokens: int | None = None,
     ) -> None:
         """`control_tokens`: whether text of control tokens in messages becomes control tokens. `max_answer_tokens`: of
-        all answers to one body, each four logprobs that are asked for beside a token counted as one more; None: as many
-        as one answer may need, and MAX_ANSWER_TOKENS at least."""
+        all answers to one body, and of prompts whose logprobs are asked for, each four logprobs beside a token counted
+        as one more; None: as many as one answer may need, and MAX_ANSWER_TOKENS at least."""
         self._request_timeout_s = request_timeout_s
         self._max_answer_tokens = max_answer_tokens
         self._control_tokens = control_tokens
@@ -171,11 +171,19 @@ class Preparation:
         check_priority(priority)
         if prompt.guided is not None:
             sampling, name = _with_calls(sampling, prompt.guided, name)
-        logprobs = sampling.get("logprobs")
-        num_logprobs = min(max(logprobs, 0), MAX_LOGPROBS) if isinstance(logprobs, int) else 0
+        num_logprobs = _num_logprobs(sampling, "logprobs")
         counted = num_answers * _weight(num_logprobs)  # for each of max_tokens
         allowed = self._max_answer_tokens or max(MAX_ANSWER_TOKENS, model.limits.max_model_len * _weight(MAX_LOGPROBS))
-        most = max(1, allowed // counted)
+        num_of_prompt = 0
+        if sampling.get("prompt_logprobs") is not None:
+            num_of_prompt = num_answers * len(prompt.token_ids) * _weight(_num_logprobs(sampling, "prompt_logprobs"))
+        if num_of_prompt + counted > allowed and num_of_prompt:
+            raise InvalidArgumentError(
+                name("prompt_logprobs"),
+                f"those of {len(prompt.token_ids)} prompt tokens for {num_answers} answers, and one token of each, "
+                f"count as {num_of_prompt + counted}: this router allows one request {allowed}",
+            )
+        most = max(1, (allowed - num_of_prompt) // counted)
         params = resolve(
             sampling,
             model.limits,
@@ -184,12 +192,13 @@ class Preparation:
             default_max_tokens=most if default_max_tokens is None else min(default_max_tokens, most),
             name=name,
         )
-        if params.max_tokens * counted > allowed:
+        if params.max_tokens * counted + num_of_prompt > allowed:
             is_for_min = "max_tokens" not in sampling and params.min_tokens > most
+            of_prompt = f", and its prompt's as {num_of_prompt}" if num_of_prompt else ""
             raise InvalidArgumentError(
                 name("min_tokens" if is_for_min else "max_tokens"),
                 f"{params.max_tokens} tokens of {num_answers} answers with {num_logprobs} logprobs count as "
-                f"{params.max_tokens * counted}: this router allows one request {allowed}",
+                f"{params.max_tokens * counted}{of_prompt}: this router allows one request {allowed}",
             )
         if params.bad_words:
             params = replace(params, bad_words_ids=_bad_words_ids(model, params))
@@ -247,6 +256,12 @@ def check_num_inputs(num_inputs: int, field: str) -> None:
     """Of texts to be embedded."""
     if not 1 <= num_inputs <= MAX_INPUTS:
         raise InvalidArgumentError(field, f"must have 1 to {MAX_INPUTS} entries, not {num_inputs}")
+
+
+def _num_logprobs(sampling: Given, name: str) -> int:
+    """What the client asked for, whether it may or not."""
+    given = sampling.get(name)
+    return min(max(given, 0), MAX_LOGPROBS) if isinstance(given, int) else 0
 
 
 def _weight(num_logprobs: int) -> int:

@@ -43,6 +43,10 @@ class GenerationRequest:
     reading: Reading | None = None
     sampling_field: FieldName = str  # from a sampling parameter's name to the client's name for it
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.sampling_params.prompt_logprobs is not None
+
     def client_field(self, field: str) -> str:
         """The client's name for a field of `DecodeRequest`, as workers name it in errors."""
         if field in ("prompt_token_ids", "output_token_ids"):
@@ -68,6 +72,7 @@ class Output:
 
     text: str  # whole characters; may lag behind `tokens`
     tokens: list[SampledToken]
+    prompt_logprobs: list[SampledToken] = field(default_factory=list)  # further tokens, from the second on
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
     finish_reason: FinishReason | None = None

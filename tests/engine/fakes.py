@@ -17,7 +17,7 @@ from common.config import EngineSettings
 from common.sampling import SamplingParams
 from common.types import KVCacheSpec, SampledToken
 from engine import messages as m
-from engine.batch import BlockCopy, Pooled, SequenceInput
+from engine.batch import BlockCopy, Pooled, Scored, SequenceInput, StepOutput
 from engine.core import EngineCore
 from kv_store.base import ConnectorConfig, KVConnector
 from kv_store.memory import MemoryConnector
@@ -64,7 +64,7 @@ class FakeRunner:
         sequences: Sequence[SequenceInput],
         copies: Sequence[BlockCopy] = (),
         between_layers: Callable[[], None] = lambda: None,
-    ) -> list[SampledToken | Pooled | None]:
+    ) -> list[StepOutput]:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device is on fire")
@@ -74,7 +74,7 @@ class FakeRunner:
         for sequence in sequences:
             self._write(sequence)
             between_layers()  # the hardest moment: half of the batch is written
-        return [self._sample(sequence) for sequence in sequences]
+        return [self._result(sequence) for sequence in sequences]
 
     def _slot(self, sequence: SequenceInput, position: int) -> torch.Tensor:
         block = self.kv_cache[sequence.block_ids[position // BLOCK_SIZE]]
@@ -84,10 +84,16 @@ class FakeRunner:
         for position, token in enumerate(sequence.token_ids, sequence.num_computed_tokens):
             self._slot(sequence, position).copy_(torch.tensor([float(token), float(position)]))
 
-    def _sample(self, sequence: SequenceInput) -> SampledToken | Pooled | None:
+    def _result(self, sequence: SequenceInput) -> StepOutput:
         if sequence.num_pooled:
             pooled = sequence.token_ids[-sequence.num_pooled :]
             return Pooled([float(sum(pooled)), float(len(pooled))])
+        if sequence.score is not None:
+            scores = [SampledToken(token_id, -1.0) for token_id in sequence.score.token_ids]
+            return Scored(scores, self._sample(sequence))
+        return self._sample(sequence)
+
+    def _sample(self, sequence: SequenceInput) -> SampledToken | None:
         if sequence.sample is None:
             return None
         num_tokens = sequence.num_computed_tokens + len(sequence.token_ids)

@@ -213,6 +213,11 @@ class FakeWorker(
         first = len(request.output_token_ids)
         params = request.sampling_params
         stop = min(params.max_tokens, len(self.answer) + 1)  # one more for the end of sequence
+        if params.HasField("prompt_logprobs") and not first:
+            for scores in self._prompt_logprobs(request):
+                if self.spoil is not None:
+                    self.spoil(scores)
+                yield scores
         try:
             for position in range(first, stop):
                 num_sent = position - first
@@ -235,6 +240,17 @@ class FakeWorker(
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
+
+    def _prompt_logprobs(self, request: decode_pb2.DecodeRequest) -> list[decode_pb2.DecodeEvent]:
+        """In two pieces; a token's logprob is its position, negated."""
+        scores = []
+        for position, token_id in enumerate(request.prompt_token_ids[1:], 1):
+            score = types_pb2.SampledToken(token_id=token_id, logprob=-position)
+            for rank in range(request.sampling_params.prompt_logprobs):
+                score.top_logprobs.add(token_id=(token_id + rank) % vocab_size(), logprob=-position - rank)
+            scores.append(score)
+        pieces = [piece for piece in (scores[:3], scores[3:]) if piece]
+        return [decode_pb2.DecodeEvent(prompt_logprobs=piece) for piece in pieces]
 
     def _event(self, position: int, params: types_pb2.SamplingParams, *, is_last: bool) -> decode_pb2.DecodeEvent:
         is_eos = position == len(self.answer)

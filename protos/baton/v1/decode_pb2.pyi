@@ -85,6 +85,7 @@ class DecodeEvent(_message.Message):
     OFFERS_HANDOVER_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
     """last event"""
     stop_token_id: _builtins.int
@@ -103,6 +104,12 @@ class DecodeEvent(_message.Message):
 
     @_builtins.property
     def usage(self) -> _types_pb2.Usage: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.SampledToken]:
+        """Further tokens of the prompt from its second one on, if sampling_params.prompt_logprobs is set and no output token
+        was sent with the request. All of them come before the first of `tokens`.
+        """
+
     def __init__(
         self,
         *,
@@ -112,10 +119,11 @@ class DecodeEvent(_message.Message):
         offers_handover: _builtins.bool = ...,
         report: _types_pb2.RequestReport | None = ...,
         usage: _types_pb2.Usage | None = ...,
+        prompt_logprobs: _abc.Iterable[_types_pb2.SampledToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "report", b"report", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "offers_handover", b"offers_handover", "report", b"report", "stop_token_id", b"stop_token_id", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "finish_reason", b"finish_reason", "offers_handover", b"offers_handover", "prompt_logprobs", b"prompt_logprobs", "report", b"report", "stop_token_id", b"stop_token_id", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015

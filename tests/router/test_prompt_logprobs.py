@@ -1,0 +1,121 @@
+"""Logprobs of prompts: where they are computed, that each comes once, what a worker may say of them, their bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+import pytest
+
+from common.types import WorkerRole
+from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2
+from tests.router.conftest import RunningRouter, StartRouter, StartWorker, all_seen
+from tests.router.fake_worker import ANSWER, FakeWorker
+from tests.router.tiny_tokenizer import ids_of
+
+PROMPT = "Hello, how are you today? The capital"
+IDS = ids_of(PROMPT)
+
+
+async def ask(router: RunningRouter, **params: int) -> list[inference_pb2.GenerateResponse]:
+    asked = types_pb2.SamplingParams(**{"prompt_logprobs": 2, **params})
+    call = router.inference.Generate(inference_pb2.GenerateRequest(prompt=PROMPT, sampling_params=asked))
+    return [response async for response in call]
+
+
+def assert_whole(responses: list[inference_pb2.GenerateResponse]) -> None:
+    scores = [score for response in responses for score in response.prompt_logprobs]
+    assert [(one.token_id, one.logprob) for one in scores] == [(IDS[at], -at) for at in range(1, len(IDS))]
+    assert all(len(one.top_logprobs) == 2 for one in scores)
+    assert "".join(response.text for response in responses) == ANSWER
+    with_tokens = [bool(response.token_ids) for response in responses]
+    assert not any(response.prompt_logprobs for response in responses[with_tokens.index(True) :])
+
+
+async def test_the_decode_worker_computes_them(start_worker: StartWorker, start_router: StartRouter) -> None:
+    """No prefill worker is named, although there is one."""
+    worker = await start_worker(WorkerRole.DECODE)
+    router = await start_router(worker, prefill=(await start_worker(WorkerRole.PREFILL),))
+    await all_seen({WorkerRole.DECODE: 1, WorkerRole.PREFILL: 1})
+    assert_whole(await ask(router))
+    assert not worker.requests[0].prefill_addresses
+    plain = inference_pb2.GenerateRequest(prompt=PROMPT * 9)
+    assert [response async for response in router.inference.Generate(plain)]
+    assert worker.requests[1].prefill_addresses
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+async def test_each_comes_once_whatever_happens(
+    start_worker: StartWorker, start_router: StartRouter, num_tokens: int
+) -> None:
+    """The first worker fails before or after the first token; in between, the caller has them all."""
+    first, second = await start_worker(), await start_worker()
+    second.num_requests_waiting = 5
+    first.die_after = num_tokens
+    assert_whole(await ask(await start_router(first, second)))
+    assert len(second.requests) == 1
+
+
+def second_piece_without(event: decode_pb2.DecodeEvent) -> None:
+    if len(event.prompt_logprobs) > 3:
+        event.prompt_logprobs[0].ClearField("logprob")
+
+
+async def test_a_worker_fails_in_the_middle_of_them(start_worker: StartWorker, start_router: StartRouter) -> None:
+    first, second = await start_worker(), await start_worker()
+    second.num_requests_waiting = 5
+    first.spoil = second_piece_without
+    assert_whole(await ask(await start_router(first, second)))
+
+
+def another_token(event: decode_pb2.DecodeEvent) -> None:
+    for score in event.prompt_logprobs:
+        score.token_id += 1
+
+
+def none_at_all(event: decode_pb2.DecodeEvent) -> None:
+    del event.prompt_logprobs[:]
+
+
+def too_many(event: decode_pb2.DecodeEvent) -> None:
+    for _ in range(len(IDS) if event.prompt_logprobs else 0):
+        event.prompt_logprobs.add(token_id=IDS[-1], logprob=-1.0)
+
+
+def without_logprob(event: decode_pb2.DecodeEvent) -> None:
+    for score in event.prompt_logprobs:
+        score.ClearField("logprob")
+
+
+@pytest.mark.parametrize("spoil", [another_token, none_at_all, too_many, without_logprob])
+async def test_false_ones_are_not_taken(
+    worker: FakeWorker, router: RunningRouter, spoil: Callable[[decode_pb2.DecodeEvent], None]
+) -> None:
+    """A worker of an older version knows nothing of them, and sends none."""
+    worker.spoil = spoil
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await ask(router)
+    assert " sends " in (caught.value.details() or "")
+
+
+def unasked(event: decode_pb2.DecodeEvent) -> None:
+    event.prompt_logprobs.add(token_id=IDS[1], logprob=-1.0)
+
+
+async def test_nobody_gets_what_he_did_not_ask_for(worker: FakeWorker, router: RunningRouter) -> None:
+    worker.spoil = unasked
+    with pytest.raises(grpc.aio.AioRpcError):
+        async for _ in router.inference.Generate(inference_pb2.GenerateRequest(prompt=PROMPT)):
+            pass
+
+
+async def test_they_count_as_part_of_the_answer(worker: FakeWorker, start_router: StartRouter) -> None:
+    """Each prompt token is one, and one more for four logprobs beside it."""
+    num = len(IDS)
+    router = await start_router(worker, max_answer_tokens=2 * num + 4)
+    assert sum(len(response.token_ids) for response in await ask(router)) == 4
+    for params, field in (({"max_tokens": 5}, "max_tokens"), ({"prompt_logprobs": 5}, "prompt_logprobs")):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(router, **params)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"sampling_params.{field}" in (caught.value.details() or "")
