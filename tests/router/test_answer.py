@@ -175,7 +175,8 @@ async def test_tokens_of_all_answers_to_a_body_are_bounded(
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
         assert not worker.requests
         body = {"prompt": "x", "max_tokens": 12, "logprobs": 4, "n": 4}
-        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
 
 
 async def test_an_answer_without_a_limit_ends_at_the_routers(worker: FakeWorker, start_router: StartRouter) -> None:

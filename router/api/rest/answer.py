@@ -7,13 +7,14 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import cast
 
 import msgspec
 
 from common.errors import BatonError
-from common.types import SampledToken
+from router.api.rest.echo import Echo, EchoedPrompt
 from router.api.rest.errors import as_baton, error_body
-from router.api.rest.formats import AnswerFormat, JsonObject, WholeAnswer, baton_report, usage
+from router.api.rest.formats import AnswerFormat, JsonObject, WholeAnswer, baton_report, prompt_logprob, usage
 from router.serving.generation import Generation
 from router.serving.request import GenerationRequest, Output
 
@@ -27,6 +28,9 @@ class _Choice:
 
     num_chars: int = 0  # of all tokens' texts, for logprobs' offsets
     num_tokens: int = 0
+    logprob: float = 0.0  # of its tokens so far, together
+    echo: EchoedPrompt | None = None
+    prompt_logprobs: _Logprobs | None = None
     whole: WholeAnswer = field(default_factory=WholeAnswer)
     logprobs: _Logprobs | None = None
     last: Output | None = None
@@ -56,7 +60,8 @@ class _Logprobs:
 
 
 class Answer:
-    """`requests`: one for each choice; those of one prompt side by side, `num_choices` each."""
+    """`requests`: one for each choice; those of one prompt side by side, `num_choices` each. A whole answer keeps
+    `num_kept` of these, the likeliest (all if None)."""
 
     def __init__(
         self,
@@ -66,7 +71,10 @@ class Answer:
         *,
         request_id: str,
         num_choices: int,
+        num_kept: int | None = None,
+        echo: Echo | None = None,
         wants_logprobs: bool,
+        wants_prompt_logprobs: bool = False,
         wants_usage_chunk: bool,
         wants_usage_so_far: bool = False,
     ) -> None:
@@ -75,34 +83,66 @@ class Answer:
         self._format = answer_format
         self._request_id = request_id
         self._num_choices = num_choices
+        self._num_kept = num_choices if num_kept is None else num_kept
+        self._wants_prompt_logprobs = wants_prompt_logprobs
         self._wants_logprobs = wants_logprobs
         self._wants_usage_chunk = wants_usage_chunk
         self._wants_usage_so_far = wants_usage_so_far
         self._created = int(time.time())
         self._choices = [_Choice() for _ in requests]
+        if echo is not None:
+            for index, (choice, request) in enumerate(zip(self._choices, requests, strict=True)):
+                text = echo.texts[index // num_choices]
+                choice.echo = EchoedPrompt(text, request.prompt_token_ids, generates=echo.generates)
+                choice.num_chars = choice.echo.num_chars
         self.failure: BatonError | None = None  # what `events` told its reader as an event
 
     async def whole(self) -> JsonObject:
         async with aclosing(_merged(self._generation, self._requests)) as outputs:
             async for index, output in outputs:
-                choice = self._choices[index]
-                choice.whole.add(output)
-                if piece := self._logprobs(choice, output.tokens):
-                    choice.logprobs = choice.logprobs or _Logprobs()
-                    choice.logprobs.add(piece)
-                if output.finish_reason is not None:
-                    choice.last = output
+                self._add(self._choices[index], output)
         choices = []
-        for index, choice in enumerate(self._choices):
+        for index, choice in enumerate(self._kept()):
             logprobs = None if choice.logprobs is None else choice.logprobs.joined()
             formatted = self._format.whole(index, choice.whole, logprobs)
-            choices.append({**formatted, **_end(choice.last)})
+            of_prompt = {} if self._format.has_one_prompt else _of_prompt(choice)
+            choices.append({**formatted, **of_prompt, **_end(choice.last)})
         return {
             **self._head(self._format.whole_object),
             "choices": choices,
             "usage": self._usage(),
+            **(_of_prompt(self._choices[0]) if self._format.has_one_prompt else {}),
             "baton": self._report(),
         }
+
+    def _add(self, choice: _Choice, output: Output) -> None:
+        if self._wants_prompt_logprobs:
+            if choice.prompt_logprobs is None:
+                choice.prompt_logprobs = _Logprobs()
+                choice.prompt_logprobs.add({"prompt_logprobs": [None]})  # of the first token
+            tokenizer = self._requests[0].model.tokenizer
+            pieces = [prompt_logprob(token, tokenizer) for token in output.prompt_logprobs]
+            choice.prompt_logprobs.add({"prompt_logprobs": pieces})
+        if choice.echo is not None:
+            output = choice.echo.before(output)
+        choice.num_tokens += len(output.tokens)
+        choice.logprob += sum(token.logprob or 0.0 for token in output.tokens)
+        choice.whole.add(output)
+        if piece := self._logprobs(choice, output):
+            choice.logprobs = choice.logprobs or _Logprobs()
+            choice.logprobs.add(piece)
+        if output.finish_reason is not None:
+            choice.last = output
+
+    def _kept(self) -> list[_Choice]:
+        """Of each prompt's, those of the highest logprob per token, as OpenAI chooses."""
+        if self._num_kept == self._num_choices:
+            return self._choices
+        kept: list[_Choice] = []
+        for start in range(0, len(self._choices), self._num_choices):
+            group = self._choices[start : start + self._num_choices]
+            kept += sorted(group, key=lambda one: -one.logprob / max(one.num_tokens, 1))[: self._num_kept]
+        return kept
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events. An error before the first token is raised, so that it can be a status; one after it is
@@ -141,8 +181,10 @@ class Answer:
     def _event(self, index: int, output: Output) -> bytes:
         """Empty if `output` has nothing to show."""
         choice = self._choices[index]
+        if choice.echo is not None:
+            output = choice.echo.before(output)
         choice.num_tokens += len(output.tokens)
-        logprobs = self._logprobs(choice, output.tokens) if output.tokens else None
+        logprobs = self._logprobs(choice, output) if output.tokens or output.prompt_logprobs else None
         has_text = output.text or output.reasoning or output.tool_calls
         if output.finish_reason is None and not has_text and logprobs is None:
             return b""
@@ -168,15 +210,20 @@ class Answer:
             "model": self._requests[0].model.limits.model,
         }
 
-    def _logprobs(self, choice: _Choice, tokens: Sequence[SampledToken]) -> JsonObject | None:
+    def _logprobs(self, choice: _Choice, output: Output) -> JsonObject | None:
         if not self._wants_logprobs:
             return None
         tokenizer = self._requests[0].model.tokenizer
-        logprobs = self._format.logprobs(tokens, tokenizer, choice.num_chars)
+        logprobs = self._format.logprobs(output.tokens, tokenizer, choice.num_chars)
         texts = logprobs.get("tokens")
         if isinstance(texts, list):
             choice.num_chars += sum(len(text) for text in texts)
-        return logprobs
+        if choice.echo is None or not output.prompt_logprobs:
+            return logprobs
+        scores = output.prompt_logprobs
+        of_prompt = self._format.logprobs(scores, tokenizer, 0)
+        of_prompt["text_offset"] = choice.echo.offsets(scores, tokenizer)
+        return _joined(of_prompt, logprobs)
 
     def _usage(self) -> JsonObject:
         usages = [choice.last.usage for choice in self._choices if choice.last and choice.last.usage]
@@ -195,6 +242,15 @@ class Answer:
     def _report(self) -> JsonObject:
         reports = [choice.last.report for choice in self._choices if choice.last and choice.last.report]
         return baton_report(self._request_id, reports)
+
+
+def _joined(first: JsonObject, second: JsonObject) -> JsonObject:
+    """Lists of the same names, one after the other."""
+    return {name: [*cast("list[object]", value), *cast("list[object]", second[name])] for name, value in first.items()}
+
+
+def _of_prompt(choice: _Choice) -> JsonObject:
+    return {} if choice.prompt_logprobs is None else choice.prompt_logprobs.joined()
 
 
 def _end(last: Output | None) -> JsonObject:

@@ -24,6 +24,7 @@ from router.api.rest.body import read_body
 from router.api.rest.body_types import Body
 from router.api.rest.disconnect import ClientGoneError, EventStream, unless_gone
 from router.api.rest.docs_page import docs_page
+from router.api.rest.echo import Echo
 from router.api.rest.embeddings import EmbeddingsBody, embeddings_json
 from router.api.rest.errors import as_baton, error_response, json_response
 from router.api.rest.formats import AnswerFormat, ChatFormat, CompletionFormat
@@ -150,18 +151,34 @@ class _Gateway:
 
         async def prompts(model: ServedModel) -> list[Prompt]:
             special = body.add_special_tokens is not False
-            return await self._front.preparation.prompts(model, body.prompts(), "prompt", add_special_tokens=special)
+            given = body.prompts()
+            made = await self._front.preparation.prompts(model, given, "prompt", add_special_tokens=special)
+            for prompt in given if body.echo else ():
+                echoed.append(prompt if isinstance(prompt, str) else await self._text(model, prompt))
+            return made
 
-        return await self._generate(request, body, prompts, self._answer_maker(body, CompletionFormat()), arrived_at)
+        echoed: list[str] = []
+        echo = Echo(echoed, generates=not body.is_only_echo) if body.echo else None
+        make_answer = self._answer_maker(body, CompletionFormat(), echo)
+        return await self._generate(request, body, prompts, make_answer, arrived_at)
 
-    def _answer_maker(self, body: ChatBody | CompletionBody, answer_format: AnswerFormat) -> AnswerMaker:
+    async def _text(self, model: ServedModel, token_ids: list[int]) -> str:
+        """Of a prompt, control tokens and all."""
+        return await self._front.preparation.detokenize(model, token_ids, "prompt", skip_special_tokens=False)
+
+    def _answer_maker(
+        self, body: ChatBody | CompletionBody, answer_format: AnswerFormat, echo: Echo | None = None
+    ) -> AnswerMaker:
         return lambda requests, request_id: Answer(
             self._front.generation,
             requests,
             answer_format,
             request_id=request_id,
-            num_choices=body.num_choices,
-            wants_logprobs="logprobs" in body.sampling(),
+            num_choices=body.num_candidates,
+            num_kept=body.num_choices,
+            echo=echo,
+            wants_logprobs=body.wants_logprobs,
+            wants_prompt_logprobs=body.prompt_logprobs is not None,
             wants_usage_chunk=body.wants_usage_chunk,
             wants_usage_so_far=body.wants_usage_so_far,
         )
@@ -246,15 +263,15 @@ class _Gateway:
                     name=body.field_name,
                     client=client,
                     hints=hints,
-                    num_answers=len(given) * body.num_choices,
+                    num_answers=len(given) * body.num_candidates,
                 )
                 for prompt in given
             ]
             await self._front.preparation.check_guided(requests[0].sampling_params, requests[0].sampling_field)
             choices = [
-                prepared.numbered(number * body.num_choices + index)
+                prepared.numbered(number * body.num_candidates + index)
                 for number, prepared in enumerate(requests)
-                for index in range(body.num_choices)
+                for index in range(body.num_candidates)
             ]
             places.enter_context(self._front.admission.gate.requests(client.name if client else "", len(choices) - 1))
             answer = make_answer(choices, request_id)

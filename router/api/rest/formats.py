@@ -38,6 +38,7 @@ class AnswerFormat(Protocol):
     id_prefix: str
     whole_object: str
     chunk_object: str
+    has_one_prompt: bool  # its logprobs are then part of the answer, and not of each choice
 
     def logprobs(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer, text_offset: int) -> JsonObject:
         """`text_offset`: characters of this choice's text before the first of `tokens`."""
@@ -60,6 +61,7 @@ class ChatFormat:
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    has_one_prompt = True
 
     def logprobs(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer, text_offset: int) -> JsonObject:
         del text_offset
@@ -101,6 +103,7 @@ class CompletionFormat:
     id_prefix = "cmpl-"
     whole_object = "text_completion"
     chunk_object = "text_completion"
+    has_one_prompt = False
 
     def logprobs(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer, text_offset: int) -> JsonObject:
         texts = [_token_text(token.token_id, tokenizer) for token in tokens]
@@ -112,7 +115,9 @@ class CompletionFormat:
             "tokens": texts,
             "token_logprobs": [_finite(token.logprob) for token in tokens],
             "top_logprobs": [
-                {_token_text(top.token_id, tokenizer): _finite(top.logprob) for top in token.top_logprobs}
+                None  # of a prompt's first token
+                if token.logprob is None
+                else {_token_text(top.token_id, tokenizer): _finite(top.logprob) for top in token.top_logprobs}
                 for token in tokens
             ],
             "text_offset": offsets,
@@ -127,6 +132,21 @@ class CompletionFormat:
 
     def whole(self, index: int, answer: WholeAnswer, logprobs: JsonObject | None) -> JsonObject:
         return {"index": index, "text": "".join(answer.texts), "logprobs": logprobs}
+
+
+def prompt_logprob(token: SampledToken, tokenizer: Tokenizer) -> JsonObject:
+    """As vLLM gives them: by token id, the prompt's own token first. Its rank is null if it is none of the likeliest
+    that were asked for."""
+    ranks = {top.token_id: rank for rank, top in enumerate(token.top_logprobs, 1)}
+    logprobs = {token.token_id: token.logprob} | {top.token_id: top.logprob for top in token.top_logprobs}
+    return {
+        str(token_id): {
+            "logprob": _finite(logprob),
+            "rank": ranks.get(token_id),
+            "decoded_token": _token_text(token_id, tokenizer),
+        }
+        for token_id, logprob in logprobs.items()
+    }
 
 
 def usage(usages: Sequence[types_pb2.Usage], num_choices: int) -> JsonObject:

@@ -129,7 +129,7 @@ class ResponsesBody(Body, kw_only=True):
     prompt_cache_retention: Given = UNSET
     prompt_cache_options: Given = UNSET
 
-    num_choices: ClassVar[int] = 1
+    num_candidates: ClassVar[int] = 1
     unsupported: ClassVar[tuple[str, ...]] = ("top_logprobs", "context_management", "max_tool_calls", "moderation")
     stored: ClassVar[tuple[str, ...]] = ("store", "previous_response_id", "conversation", "prompt", "background")
 
@@ -151,7 +151,7 @@ class ResponsesBody(Body, kw_only=True):
         if self.text is not None and asks(self.text.verbosity):
             raise InvalidArgumentError("text.verbosity", "is not supported")
         self.guided_text()
-        for name in ("logprobs", "max_tokens", "max_completion_tokens", "guided"):
+        for name in ("logprobs", "prompt_logprobs", "max_tokens", "max_completion_tokens", "guided"):
             if getattr(self, name, None) is not None:
                 raise InvalidArgumentError(name, "is not a field of responses")
 

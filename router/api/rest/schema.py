@@ -23,6 +23,7 @@ from router.serving.conversation import Conversation, Json, check_options, make_
 
 MAX_N = 8
 MAX_CHOICES = 128
+MAX_BEST_OF = 20  # OpenAI's
 MAX_SEARCHED_BYTES = 64 * 2**10  # of a body that is not valid, for the field that is to blame
 
 BodyT = TypeVar("BodyT", bound="Body")
@@ -40,6 +41,7 @@ class GenerationBody(GuidedFields, kw_only=True):
 
     model: str | None = None
     n: int | None = None
+    prompt_logprobs: int | None = None  # as vLLM's clients ask for them
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -70,6 +72,8 @@ class GenerationBody(GuidedFields, kw_only=True):
                 raise InvalidArgumentError(name, "is not supported")
         if not 1 <= self.num_choices <= MAX_N:
             raise InvalidArgumentError("n", f"must be in [1, {MAX_N}], not {self.n}")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidArgumentError("prompt_logprobs", "is not for streams, as chunks have no place for them")
         if self.stream_options is not None and not self.stream:
             raise InvalidArgumentError("stream_options", "is only allowed with stream")
         for name, alias in _ALIASES:
@@ -85,6 +89,15 @@ class GenerationBody(GuidedFields, kw_only=True):
     @property
     def num_choices(self) -> int:
         return 1 if self.n is None else self.n
+
+    @property
+    def num_candidates(self) -> int:
+        """Answers that are generated to each prompt; `num_choices` of them are given."""
+        return self.num_choices
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return "logprobs" in self.sampling()
 
     @property
     def wants_usage_chunk(self) -> bool:
@@ -234,16 +247,52 @@ class CompletionBody(GenerationBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
     best_of: int | None = None
     echo: bool | None = None
+    logprobs: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
     suffix: str | None = None
 
-    unsupported: ClassVar[tuple[str, ...]] = ("echo", "suffix")
+    unsupported: ClassVar[tuple[str, ...]] = ("suffix",)
 
     def check(self) -> None:
         super().check()
-        if self.best_of not in (None, self.num_choices):
-            raise InvalidArgumentError("best_of", "is only supported if it equals n")
-        if len(self.prompts()) * self.num_choices > MAX_CHOICES:
-            raise InvalidArgumentError("prompt", f"prompts times n must be at most {MAX_CHOICES}")
+        if not self.num_choices <= self.num_candidates <= MAX_BEST_OF:
+            raise InvalidArgumentError("best_of", f"must be in [n, {MAX_BEST_OF}], not {self.best_of}")
+        if self.num_candidates > self.num_choices and self.stream:
+            raise InvalidArgumentError("best_of", "must equal n in a stream: only whole answers can be compared")
+        if len(self.prompts()) * self.num_candidates > MAX_CHOICES:
+            name = "best_of" if self.best_of else "n"
+            raise InvalidArgumentError("prompt", f"prompts times {name} must be at most {MAX_CHOICES}")
+        if self.is_only_echo and self.min_tokens:
+            raise InvalidArgumentError("min_tokens", f"{self.min_tokens} is more than max_tokens, 0")
+        if self.echo and None not in (self.logprobs, self.prompt_logprobs) and self.logprobs != self.prompt_logprobs:
+            raise InvalidArgumentError("prompt_logprobs", "must equal logprobs, which echo gives of the prompt, too")
+
+    @property
+    def num_candidates(self) -> int:
+        return self.num_choices if self.best_of is None else self.best_of
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    @property
+    def is_only_echo(self) -> bool:
+        """The prompt is the whole answer: what harnesses ask for that want its logprobs. Nothing but a token that is
+        computed gives them, so workers are asked for one."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def sampling(self) -> dict[str, object]:
+        given = super().sampling()
+        if self.is_only_echo:
+            given["max_tokens"] = 1
+        if self.num_candidates > self.num_choices:
+            given.setdefault("logprobs", 0)  # they decide which are the best
+        return given
+
+    def field_name(self, name: str) -> str:
+        is_echoed = bool(self.echo) and name == "prompt_logprobs" and self.prompt_logprobs is None
+        return super().field_name("logprobs" if is_echoed else name)  # which echo gives of the prompt, too
 
     def prompts(self) -> list[str | list[int]]:
         """One or more, each a text or token ids."""

@@ -1,0 +1,70 @@
+"""An answer that begins with its prompt: what `echo` of a text completion asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from common.types import FinishReason, SampledToken
+from protos.baton.v1 import types_pb2
+from router.serving.request import Output
+from router.serving.tokenizer import Tokenizer
+
+
+@dataclass(slots=True, frozen=True)
+class Echo:
+    """`texts`: of the prompts. Not `generates`: the prompt is the whole answer, and the token that workers add to it is
+    dropped."""
+
+    texts: Sequence[str]
+    generates: bool
+
+
+class EchoedPrompt:
+    """One choice's. Puts the prompt before what comes of the answer."""
+
+    def __init__(self, text: str, prompt_token_ids: Sequence[int], *, generates: bool) -> None:
+        self.num_chars = len(text)
+        self._text = text
+        self._first_token_id = prompt_token_ids[0]
+        self._generates = generates
+        self._is_begun = False
+        self._data = text.encode()
+        self._num_bytes = 0  # of the text, that belong to tokens so far
+        self._offset = 0  # characters that begin in these bytes
+
+    def before(self, output: Output) -> Output:
+        """`output`, with the prompt's text and first token if it is the answer's first. Nothing comes before the first
+        token, so it has no logprob."""
+        if not self._generates:
+            output = _without_tokens(output)
+        if self._is_begun:
+            return output
+        self._is_begun = True
+        first = SampledToken(self._first_token_id)
+        return replace(output, text=self._text + output.text, prompt_logprobs=[first, *output.prompt_logprobs])
+
+    def offsets(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer) -> list[int]:
+        """Where further tokens of the prompt begin in its text, in characters. Tokens that a tokenizer puts before a
+        text, and the space that some put there, are not in it."""
+        found = []
+        for token in tokens:
+            data = tokenizer.token_bytes(token.token_id)
+            if not self._data.startswith(data, self._num_bytes) and not self._num_bytes:
+                data = data.removeprefix(b" ")
+            found.append(self._offset)
+            if self._data.startswith(data, self._num_bytes):
+                self._num_bytes += len(data)
+                self._offset += sum(byte & 0xC0 != 0x80 for byte in data)
+        return found
+
+
+def _without_tokens(output: Output) -> Output:
+    output = replace(output, text="", tokens=[])
+    if output.finish_reason is None:
+        return output
+    usage = types_pb2.Usage()
+    if output.usage is not None:
+        usage.CopyFrom(output.usage)
+    usage.completion_tokens = 0
+    return replace(output, finish_reason=FinishReason.LENGTH, stop_reason=None, usage=usage)
