@@ -20,8 +20,8 @@ from engine.kernels.library import Kernels, PackedLinear, WeightKind
 LinearKernel = Callable[[torch.Tensor], torch.Tensor]
 
 
-class QuantizablePlace(Protocol):
-    """Where a matrix of a checkpoint goes, which may come quantised."""
+class MatrixPlace(Protocol):
+    """Where a matrix of a checkpoint goes, which may come quantised, or be packed as it is read."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -29,15 +29,21 @@ class QuantizablePlace(Protocol):
     def plain(self) -> torch.Tensor:
         """Memory to be filled with a matrix that is not quantised, or will not stay so."""
 
+    def pack(self, tensor: torch.Tensor, kernels: Kernels) -> bool:
+        """Packs a plain matrix for the kernels, in place of filling `plain`. False, and nothing done, if `finish` needs
+        it plain. If one matrix of a checkpoint is given so, all are."""
+
     def take(self, tensor: QuantizedTensor, kernels: Kernels) -> None:
         """Keeps a quantised matrix as it is, packed for the kernels. In place of filling `plain`."""
 
 
-Place = torch.Tensor | QuantizablePlace
+Place = torch.Tensor | MatrixPlace
 
 # From so many rows on oneDNN multiplies faster than the kernels, by instruction set. Fixed figures, never measured at
 # start: equal workers have to compute equal bits.
 _ONEDNN_FROM_ROWS = {"amx": 32}
+
+_PACKED_ROWS = 1024  # that are converted and packed at a time; a multiple of any panel
 
 
 class Linear:
@@ -52,6 +58,7 @@ class Linear:
         self.weight: torch.Tensor | None = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias: torch.Tensor | None = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._kernel: LinearKernel | None = None
+        self._starts: set[int] = set()  # of the parts that are filled apart
         self._taken: dict[int, PackedGrouped] = {}  # rows that came quantised, by their first
         self.packed: PackedLinear | None = None  # what the kernels multiply by, if they do
         self.packed_below: float = math.inf  # tokens; from so many on another implementation is faster
@@ -72,11 +79,27 @@ class Linear:
 
     def rows(self, start: int, stop: int) -> Rows:
         """Some output rows of the weight, to be filled."""
+        self._starts.add(start)
         return Rows(self, start, stop)
 
     def whole(self) -> Rows:
         """The weight, to be filled."""
         return Rows(self, 0, self._filled().shape[0])
+
+    def pack(self, start: int, tensor: torch.Tensor, kernels: Kernels) -> bool:
+        """Packs the rows from `start` on as they come, if none are needed plain and each part begins a panel."""
+        weight = self._filled()
+        if (
+            kernels.quantization != "none"
+            or _onednn_from_rows(weight, kernels) is not None
+            or any(each % kernels.panel for each in self._starts)
+        ):
+            return False
+        if self.packed is None:
+            n, k = weight.shape
+            self.packed = PackedLinear.empty(kernels, n, k, WeightKind.of(weight.dtype))
+        pack_rows(self.packed, start, tensor, weight.dtype)
+        return True
 
     def take(self, start: int, tensor: QuantizedTensor, kernels: Kernels) -> None:
         self._taken[start] = PackedGrouped(kernels, tensor)
@@ -98,13 +121,15 @@ class Linear:
     def finish(self, kernels: Kernels | None, *, is_head: bool = False) -> None:
         if self.weight is None:
             return
-        if self._taken and kernels is not None:
+        if self.packed is not None:
+            self.packed.set_bias(self.bias)
+        elif self._taken and kernels is not None:
             self.packed = self._joined(kernels, self.weight)
         elif kernels is not None:
             kind = kernels.kind_of(self.weight, is_head=is_head)
             self.packed = kernels.pack(self.weight, self.bias, kind)
-            from_rows = _ONEDNN_FROM_ROWS.get(kernels.choice.instruction_set)
-            if from_rows is not None and kind is WeightKind.BFLOAT16 and _is_onednn_fast(self.weight):
+            from_rows = _onednn_from_rows(self.weight, kernels)
+            if from_rows is not None and kind is WeightKind.BFLOAT16:
                 self.packed_below = from_rows
         if self.packed is None or self.packed_below < math.inf:
             self._kernel = linear_kernel(self.weight, self.bias)
@@ -150,8 +175,23 @@ class Rows:
     def plain(self) -> torch.Tensor:
         return self.linear._filled()[self.start : self.stop]
 
+    def pack(self, tensor: torch.Tensor, kernels: Kernels) -> bool:
+        return self.linear.pack(self.start, tensor, kernels)
+
     def take(self, tensor: QuantizedTensor, kernels: Kernels) -> None:
         self.linear.take(self.start, tensor, kernels)
+
+
+def pack_rows(packed: PackedLinear, start: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Fills the rows of `packed` from `start` on with those of `tensor`, rounded to `dtype`."""
+    for first in range(0, tensor.shape[0], _PACKED_ROWS):
+        packed.fill(start + first, tensor[first : first + _PACKED_ROWS].to(dtype))
+
+
+def _onednn_from_rows(weight: torch.Tensor, kernels: Kernels) -> int | None:
+    """From so many rows of x on oneDNN multiplies faster, if ever."""
+    from_rows = _ONEDNN_FROM_ROWS.get(kernels.choice.instruction_set)
+    return from_rows if from_rows is not None and _is_onednn_fast(weight) else None
 
 
 def linear_kernel(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
@@ -193,24 +233,49 @@ def _onednn_packs(weight: torch.Tensor) -> bool:
 
 
 class Embedding:
-    """Rows of a matrix `[vocab_size, hidden_size]` by token id, times `scale` rounded to the dtype."""
+    """Rows of a matrix `[vocab_size, hidden_size]` by token id, times `scale` rounded to the dtype.
+
+    `is_head_too`: the same matrix is the head's, so that it is packed for products if there are kernels.
+    """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, *, scale: float = 1.0, dtype: torch.dtype, device: torch.device
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        scale: float = 1.0,
+        is_head_too: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.weight: torch.Tensor | None = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
         self.shape = (vocab_size, hidden_size)
-        self.packed: PackedGrouped | None = None  # in place of the weight, if it came quantised
+        self.packed: PackedLinear | None = None  # in place of the weight, if that came quantised or is the head's too
+        self._is_head_too = is_head_too
         self._dtype = dtype
         self._scale = None if scale == 1.0 else torch.tensor(scale, dtype=dtype, device=device)
 
     def plain(self) -> torch.Tensor:
         if self.weight is None:
-            raise RuntimeError("the embedding was filled with a quantised matrix")
+            raise RuntimeError("the embedding is packed")
         return self.weight
 
+    def pack(self, tensor: torch.Tensor, kernels: Kernels) -> bool:
+        if not self._is_head_too or kernels.quantization != "none":
+            return False
+        if self.packed is None and _onednn_from_rows(self.plain(), kernels) is not None:
+            return False
+        packed = self.packed or PackedLinear.empty(kernels, *self.shape, WeightKind.of(self._dtype))
+        pack_rows(packed, 0, tensor, self._dtype)
+        self.share(packed)
+        return True
+
+    def share(self, packed: PackedLinear) -> None:
+        """Looks rows up in `packed` from now on, which holds the same numbers; the own weight goes."""
+        self.packed, self.weight = packed, None
+
     def take(self, tensor: QuantizedTensor, kernels: Kernels) -> None:
-        self.packed, self.weight = PackedGrouped(kernels, tensor), None
+        self.share(PackedGrouped(kernels, tensor))
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.packed is not None:

@@ -39,6 +39,7 @@ def load_weights(
 
     What is read shows on a terminal as a bar, elsewhere as a line in the log every few seconds.
     """
+    is_plain = not files.is_gguf and scheme_of(files.config) is None
     progress = _Progress(sum(file.stat().st_size for file in files.weight_files))
     formats: dict[str, int] = {}
     missing = set(places)
@@ -49,7 +50,7 @@ def load_weights(
                 if not may_skip(each.name):
                     raise StartupError(f"{each.file} has tensor {each.name}, which this architecture does not know")
                 continue
-            _fill(place, each, kernels)
+            _fill(place, each, kernels, packs=is_plain)
             formats[each.format] = formats.get(each.format, 0) + 1
             progress.add(each.num_bytes)
             missing.discard(each.name)
@@ -70,7 +71,8 @@ def _tensors(files: ModelFiles) -> Iterator[CheckpointTensor]:
     return _safetensors(files) if scheme is None else quantized_tensors(files, scheme)
 
 
-def _fill(place: Place, each: CheckpointTensor, kernels: Kernels | None) -> None:
+def _fill(place: Place, each: CheckpointTensor, kernels: Kernels | None, *, packs: bool) -> None:
+    """`packs`: matrices go straight into the kernels' layout, if there are kernels."""
     tensor = each.tensor
     if tuple(tensor.shape) != tuple(place.shape):
         raise StartupError(
@@ -82,7 +84,10 @@ def _fill(place: Place, each: CheckpointTensor, kernels: Kernels | None) -> None
                 f"{each.file}: tensor {each.name} is {tensor.dtype}. It looks quantised, but config.json has no "
                 "quantization_config that says how; take another checkpoint of this model"
             )
-        (place if isinstance(place, torch.Tensor) else place.plain()).copy_(tensor)
+        if isinstance(place, torch.Tensor):
+            place.copy_(tensor)
+        elif kernels is None or not packs or not place.pack(tensor, kernels):
+            place.plain().copy_(tensor)
     elif isinstance(place, torch.Tensor):
         raise StartupError(f"{each.file}: tensor {each.name} is quantised as {each.format}, and no matrix")
     elif kernels is not None:

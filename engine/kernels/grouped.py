@@ -6,7 +6,7 @@ The formats and their numbers are those of source/grouped.h.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from ctypes import addressof, byref
+from ctypes import addressof
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -142,15 +142,6 @@ class PackedGrouped(PackedLinear):
                 k,
                 memory.address + library.baton_grouped_bytes(layout.number, start, k),
             )
-
-    def look_up(self, row_ids: torch.Tensor) -> torch.Tensor:
-        """Rows `[num_ids, in_features]` float32 for `row_ids` `[num_ids]` int64, of which each has to be a row."""
-        row_ids = row_ids.contiguous()
-        out = torch.empty(row_ids.shape[0], self.in_features)
-        self._kernels.library.baton_look_up(
-            self._kernels.team, byref(self.struct), row_ids.data_ptr(), row_ids.shape[0], out.data_ptr()
-        )
-        return out
 
 
 class PackedParts(PackedLinear):

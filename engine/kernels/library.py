@@ -116,6 +116,7 @@ class Kernels:
         self.library = _open(choice.variant)
         self.team: int = self.library.baton_team(num_threads)
         self.arena = Arena()
+        self.panel: int = 2 * self.library.baton_lanes()  # rows of a packed weight that lie together
 
     def kind_of(self, weight: torch.Tensor, *, is_head: bool = False) -> WeightKind:
         """How a layer's weight is kept. The head decides between tokens, so it has 8 bits at least."""
@@ -211,11 +212,38 @@ class PackedLinear:
         if weight.dtype not in DTYPES:
             raise TypeError(f"no kernels for weights of {weight.dtype}")
         n, k = weight.shape
+        packed = cls.empty(kernels, n, k, kind)
+        packed.fill(0, weight)
+        return packed
+
+    @classmethod
+    def empty(cls, kernels: Kernels, n: int, k: int, kind: WeightKind) -> PackedLinear:
+        """A weight `[n, k]` whose rows are to be filled."""
         memory = kernels.arena.allocate(kernels.library.baton_packed_bytes(kind, n, k))
+        return cls(kernels, memory, LinearStruct(memory.address, None, n, k, kind, 0))
+
+    def fill(self, start: int, weight: torch.Tensor) -> None:
+        """Packs `weight` `[num_rows, in_features]`, float32 or bfloat16, as the rows from `start` on. `start` has to
+        be a multiple of `Kernels.panel`, and what else is in the panel of the last row is lost."""
+        library, memory = self._kernels.library, self.memory
+        if memory is None or start % self._kernels.panel:
+            raise ValueError(f"rows from {start} on cannot be filled")
+        to = memory.address + library.baton_packed_bytes(self.struct.kind, start, self.in_features)
         weight = weight.contiguous()
         is_bf16 = weight.dtype == torch.bfloat16
-        kernels.library.baton_pack(kernels.team, kind, weight.data_ptr(), is_bf16, n, k, memory.address)
-        return cls(kernels, memory, LinearStruct(memory.address, None, n, k, kind, 0))
+        library.baton_pack(
+            self._kernels.team, self.struct.kind, weight.data_ptr(), is_bf16, weight.shape[0], self.in_features, to
+        )
+
+    def look_up(self, row_ids: torch.Tensor) -> torch.Tensor:
+        """Rows `[num_ids, in_features]` float32 for `row_ids` `[num_ids]` int64, of which each has to be a row. Only
+        of kinds FLOAT32, BFLOAT16 and GROUPED."""
+        row_ids = row_ids.contiguous()
+        out = torch.empty(row_ids.shape[0], self.in_features)
+        self._kernels.library.baton_look_up(
+            self._kernels.team, self._reference, row_ids.data_ptr(), row_ids.shape[0], out.data_ptr()
+        )
+        return out
 
     def set_bias(self, bias: torch.Tensor | None) -> None:
         """`[out_features]`; before the first product."""

@@ -35,7 +35,12 @@ class Decoder(CausalLM):
         self.kv_variant = " ".join(sorted({rope.variant for rope in config.ropes if rope.variant}))
         self.native: NativeDecoder | None = None
         self.embedding = Embedding(
-            self.vocab_size, config.hidden_size, scale=config.embedding_scale, dtype=dtype, device=device
+            self.vocab_size,
+            config.hidden_size,
+            scale=config.embedding_scale,
+            is_head_too=config.tie_word_embeddings,
+            dtype=dtype,
+            device=device,
         )
         self.layers = [DecoderLayer(config, index, dtype, device) for index in range(self.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.eps, from_one=config.norms_from_one, dtype=dtype, device=device)
@@ -82,6 +87,9 @@ class Decoder(CausalLM):
             layer.finish(kernels)
         self.norm.finish()
         self.head.finish(kernels, is_head=True)
+        is_exact = kernels is not None and kernels.quantization == "none"
+        if self.config.tie_word_embeddings and self.head.packed is not None and is_exact:
+            self.embedding.share(self.head.packed)
         if kernels is not None:
             self.native = NativeDecoder(kernels, self.config, self.layers, self.norm, self.head, self.ropes)
 

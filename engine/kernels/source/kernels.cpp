@@ -45,10 +45,14 @@ BATON void baton_pack_grouped(
     pack_grouped(*team, Layout(layout), codes, heads, blocks, n, k, static_cast<uint8_t*>(to));
 }
 
-// Rows `rows` [m] of a weight of kind GROUPED, `out` [m, k] float32.
+// Rows `rows` [m] of a weight of kind F32, BF16 or GROUPED, `out` [m, k] float32.
 BATON void baton_look_up(Team* team, const Linear* weights, const int64_t* rows, int64_t m, float* out) {
     std::lock_guard<std::mutex> lock(team->turn);
-    look_up(*team, Layout(weights->layout), static_cast<const uint8_t*>(weights->packed), weights->k, rows, m, out);
+    const auto* packed = static_cast<const uint8_t*>(weights->packed);
+    if (weights->kind == GROUPED)
+        look_up(*team, Layout(weights->layout), packed, weights->k, rows, m, out);
+    else
+        look_up(*team, Kind(weights->kind), packed, weights->k, rows, m, out);
 }
 
 // `x` [m, k] and `out` [m, n], rows `x_stride` and n elements apart, both of one type.

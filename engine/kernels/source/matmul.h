@@ -143,6 +143,24 @@ void pack(Team& team, Kind kind, const T* weight, int64_t n, int64_t k, uint8_t*
     });
 }
 
+// Some rows of a weight of kind F32 or BF16 as float32, `out` [m, k].
+inline void look_up(Team& team, Kind kind, const uint8_t* packed, int64_t k, const int64_t* rows, int64_t m, float* out) {
+    const int64_t bytes = panel_bytes(kind, k);
+    team.run(int(m), [&](int index, int) {
+        const uint8_t* from = packed + rows[index] / PANEL * bytes + rows[index] % PANEL * 4;
+        float* to = out + index * k;
+        if (kind == F32) {
+            for (int64_t i = 0; i < k; i++) std::memcpy(to + i, from + i * PANEL * 4, 4);
+            return;
+        }
+        for (int64_t i = 0; i < k; i++) {
+            bf16 value;
+            std::memcpy(&value, from + i / 2 * PANEL * 4 + i % 2 * 2, 2);
+            to[i] = widen(value);
+        }
+    });
+}
+
 // ------------------------------------------------------------------------------------------------------- tiles
 
 template <int R, int P>

@@ -59,12 +59,34 @@ void compare(const Packed& packed, const std::vector<T>& x, const std::vector<T>
     }
 }
 
+// Rows of what was packed exactly: the numbers themselves, or rounded to bfloat16.
+void rows_looked_up(Team* team, const Packed& packed) {
+    const int64_t n = packed.linear.n, k = packed.linear.k;
+    std::vector<int64_t> rows(n);
+    for (int64_t i = 0; i < n; i++) rows[i] = n - 1 - i;
+    std::vector<float> found(n * k);
+    baton_look_up(team, &packed.linear, rows.data(), n, found.data());
+    for (int64_t i = 0; i < n * k; i++) {
+        float expected = packed.weight[(n - 1 - i / k) * k + i % k];
+        if (packed.linear.kind == BF16) {
+            bf16 rounded;
+            narrow(&rounded, expected);
+            expected = widen(rounded);
+        }
+        if (found[i] != expected) {
+            std::printf("kind %d, n %d, k %d: row %d\n", packed.linear.kind, int(n), int(k), int(rows[i / k]));
+            std::exit(1);
+        }
+    }
+}
+
 template <class T>
 void products(Team* team) {
     for (int kind = 0; kind < NUM_KINDS; kind++)
         for (int64_t n : {1, 31, 70})
             for (int64_t k : {1, 33, 130, 1100}) {
                 Packed packed(team, Kind(kind), n, k);
+                if (kind == F32 || kind == BF16) rows_looked_up(team, packed);
                 for (int64_t m : {1, 2, 5, 30}) {
                     const auto x = numbers<T>(m * k);
                     std::vector<T> out(m * n);

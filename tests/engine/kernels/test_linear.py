@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.kernels.library import WeightKind
+from engine.layers import Linear
 from tests.engine.kernels.variants import VARIANTS, each_variant, kernels
 
 KINDS = [WeightKind.FLOAT32, WeightKind.BFLOAT16, WeightKind.INT8, WeightKind.INT4]
@@ -73,6 +74,50 @@ def test_quantised_weights_are_within_half_a_step(variant: str, kind: WeightKind
         # A little more for the scale and the minimum of int4, which are bfloat16.
         step = span / steps * (0.501 if kind is WeightKind.INT8 else 0.6)
         assert ((kept[:, start : start + group] - part).abs() <= step[:, None] + span[:, None] * 2**-8).all()
+
+
+@each_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 7), (70, 130), (1030, 64)])
+def test_rows_that_are_looked_up_are_those_packed(variant: str, dtype: torch.dtype, n: int, k: int) -> None:
+    weight = torch.randn(n, k)
+    linear = kernels(variant).pack(weight.to(dtype), None)
+    rows = torch.tensor([n - 1, 0, n // 2, n // 2])
+    assert torch.equal(linear.look_up(rows), weight.to(dtype)[rows].float())
+    assert linear.look_up(rows[:0]).shape == (0, k)
+
+
+@each_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_file", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_layer_packed_part_by_part_is_the_layer_packed_whole(
+    variant: str, of_file: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Parts that begin a panel go straight into the kernels' layout, others by way of the plain weight."""
+    used = kernels(variant)
+    has_onednn = used.choice.instruction_set == "amx" and dtype == torch.bfloat16  # which needs the plain weight
+    for first in (used.panel * 40, used.panel - 1):
+        n, k = first + 2 * used.panel + 3, 65
+        weight, x, bias = torch.randn(n, k).to(of_file), torch.randn(5, k), torch.randn(n).to(dtype)
+        part_by_part, whole = (Linear(k, n, bias=True, dtype=dtype, device=x.device) for _ in range(2))
+        parts = [part_by_part.rows(0, first), part_by_part.rows(first, n)]
+        for part in reversed(parts):
+            piece = weight[part.start : part.stop]
+            assert part.pack(piece, used) == (first % used.panel == 0 and not has_onednn)
+            part.plain().copy_(piece)
+        whole.whole().plain().copy_(weight)
+        for layer in (part_by_part, whole):
+            assert layer.bias is not None
+            layer.bias.copy_(bias)
+            layer.finish(used)
+        assert torch.equal(part_by_part(x), whole(x))
+
+
+@each_variant
+def test_rows_within_a_panel_cannot_be_filled(variant: str) -> None:
+    linear = kernels(variant).pack(torch.randn(40, 8), None)
+    with pytest.raises(ValueError, match="rows from 1 on"):
+        linear.fill(1, torch.randn(2, 8))
 
 
 @each_variant
