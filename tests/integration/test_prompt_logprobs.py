@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import openai
 import pytest
 
+from common.config import DEFAULT_MODEL
 from tests.integration.ask import Salt
 from tests.integration.prompts import BY_NAME
-from tests.integration.stack import Stack
+from tests.integration.stack import CALL_TIMEOUT_S, Stack
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -58,3 +60,24 @@ def test_across_two_workers(two: Stack, model_dir: Path, salt: Salt) -> None:
     assert [one.token_id for one in tokens] == [*token_ids[1:], *scored.token_ids]
     assert [one.logprob for one in tokens] == pytest.approx(own, abs=1e-4)
     assert [one.top_logprobs[0].logprob for one in tokens] == pytest.approx(best, abs=1e-4)
+
+
+def test_as_harnesses_ask(two: Stack, model_dir: Path) -> None:
+    """A batch of token ids with `echo`, over REST."""
+    with two.client() as client:
+        texts = ("The capital of France is Paris", "Water boils at a hundred degrees")
+        prompts = [client.tokenize(text) for text in texts]
+    with openai.OpenAI(base_url=f"{two.http}/v1", api_key="none", timeout=CALL_TIMEOUT_S, max_retries=0) as rest:
+        answer = rest.completions.create(
+            model=DEFAULT_MODEL, prompt=prompts, temperature=0, max_tokens=1, logprobs=1, echo=True, seed=1234
+        )
+    for text, token_ids, choice in zip(texts, prompts, answer.choices, strict=True):
+        assert choice.text.startswith(text)
+        assert choice.logprobs is not None
+        own, best = computed_by_transformers(model_dir, token_ids)
+        scores, tops = choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
+        assert scores is not None
+        assert tops is not None
+        assert scores[0] is None
+        assert scores[1:-1] == pytest.approx(own, abs=1e-4)
+        assert [max(top.values()) for top in tops[1:-1]] == pytest.approx(best, abs=1e-4)

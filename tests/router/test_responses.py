@@ -117,6 +117,7 @@ async def test_a_stream_that_fails(router: RunningRouter, worker: FakeWorker) ->
         ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x", "max_tokens": 5}, "max_tokens"),
+        ({"input": "x", "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"input": "x", "temperature": 9e9, "colour": 1}, "colour"),
         ({"input": "word " * 2000}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
