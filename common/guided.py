@@ -69,6 +69,14 @@ def check_guided(guided: Guided) -> None:
 
 def grammar_of(guided: Guided) -> str:
     """The grammar for llguidance, which has not looked at all of it yet. Raises `ValueError` with a reason."""
+    try:
+        return _grammar_of(guided)
+    except RecursionError:  # of writing JSON: reading has a little more room
+        (kind,) = guided.kinds
+        raise ValueError(f"{kind} is nested too deeply") from None
+
+
+def _grammar_of(guided: Guided) -> str:
     from llguidance import LLMatcher
 
     if guided.json_object:

@@ -135,10 +135,11 @@ class _Grammar:
     def _sequence(self, format_: JsonObject, place: str, depth: int) -> str:
         _only(format_, place, "type", "elements")
         elements = _objects(format_, "elements", place)
+        expressions = self._all(elements, f"{place}.elements", depth)
         for index, element in enumerate(elements[:-1]):
-            if element.get("type") in ("any_text", "triggered_tags"):
+            if _may_end_in_free_text(element):
                 raise ValueError(f"{place}.elements[{index}]: free text may only come last, or before a tag's end")
-        return "(" + " ".join(self._all(elements, f"{place}.elements", depth)) + ")"
+        return "(" + " ".join(expressions) + ")"
 
     def _or(self, format_: JsonObject, place: str, depth: int) -> str:
         _only(format_, place, "type", "elements")
@@ -166,7 +167,10 @@ class _Grammar:
         content = _object(tag.get("content"), f"{place}.content")
         end = tag.get("end", "")
         if content.get("type") != "any_text":
-            return f"{self._expression(content, f'{place}.content', depth + 1)} {_end(end, place)}"
+            expression = f"{self._expression(content, f'{place}.content', depth + 1)} {_end(end, place)}"
+            if isinstance(end, str) and end and _may_end_in_free_text(content):
+                raise ValueError(f"{place}.content: free text before a tag's end has to be all of its content")
+            return expression
         _only(content, f"{place}.content", "type")
         if isinstance(end, dict):
             return f"{self._rule(_TEXT)} {_end(end, place)}"
@@ -228,6 +232,25 @@ def _from_older(tag: JsonObject) -> JsonObject:
         content = {"type": "json_schema", "json_schema": one.get("schema", {})}
         tags.append({"begin": _text(one, "begin", place), "content": content, "end": one.get("end", "")})
     return {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
+
+
+def _may_end_in_free_text(format_: JsonObject) -> bool:
+    """Whether free text may be the last part of a format that was checked. Only a special token ends it there: any text
+    that is meant to follow would be taken for more of it."""
+    match format_["type"]:
+        case "any_text" | "triggered_tags":
+            return True
+        case "sequence":
+            return _may_end_in_free_text(_objects(format_, "elements", "")[-1])
+        case "or":
+            return any(map(_may_end_in_free_text, _objects(format_, "elements", "")))
+        case "optional" | "star" | "plus":
+            return _may_end_in_free_text(_object(format_["content"], ""))
+        case "tag":
+            return not format_.get("end", "") and _may_end_in_free_text(_object(format_["content"], ""))
+        case "tags_with_separator":
+            return any(map(_may_end_in_free_text, _tags(format_, "")))
+    return False
 
 
 def _tags(format_: JsonObject, place: str) -> list[JsonObject]:

@@ -61,6 +61,11 @@ class GrammarCompiler:
     def _loaded(self) -> LLTokenizer:
         with self._lock:
             if self._tokenizer is None:
+                # A model that guided text cannot be had from. Its requests fail like those with a bad grammar.
+                if not self._eos_token_ids:
+                    raise ValueError("cannot be used: this model names no token that ends an answer")
+                if not self._tokenizer_file.is_file():
+                    raise ValueError(f"cannot be used: this model has no {self._tokenizer_file.name}")
                 # Models may lack logits for the last tokens of their tokenizer: those are cut off the masks.
                 known = Tokenizer.from_file(str(self._tokenizer_file)).get_vocab_size(with_added_tokens=True)
                 self._tokenizer = LLTokenizer(

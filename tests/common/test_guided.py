@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
@@ -142,3 +143,15 @@ def test_a_hostile_grammar_is_compiled_or_refused(tokenizer: LLTokenizer, guided
         if first == eos_id():
             return
         assert matcher.consume_token(first)
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
+def test_schemas_of_any_depth_are_refused_by_a_reason(kind: str) -> None:
+    """Also those that Python can read and not write."""
+    limit = sys.getrecursionlimit()
+    for depth in range(limit - 200, limit):
+        text = '{"items":' * depth + "{}" + "}" * depth
+        if kind == "structural_tag":
+            text = '{"format":{"type":"json_schema","json_schema":' + text + "}}"
+        with pytest.raises(ValueError, match=r"recurs|nested"):
+            check_grammar(Guided(**{kind: text}))

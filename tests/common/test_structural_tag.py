@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
-from common.guided import Guided, check_grammar
+from common.guided import Guided, check_grammar, grammar_of
 from tests.common.test_guided import matches, tokenizer
 from tests.router.tiny_tokenizer import eos_id
 
@@ -22,8 +22,18 @@ CALL = {
     },
     "end": "</call>",
 }  # fmt: skip
+CONST = {"type": "const_string", "value": "b"}
 OTHER = {"begin": "<other>", "content": {"type": "any_text"}, "end": "</other>"}
 GOOD = '<call>{"a": 1}</call>'
+ANY = {"type": "any_text"}
+ENDLESS: list[dict[str, object]] = [  # text that follows one of these would be taken for more of it
+    {"type": "sequence", "elements": [CONST, ANY]},
+    {"type": "or", "elements": [ANY, CONST]},
+    {"type": "optional", "content": ANY},
+    {"type": "plus", "content": {"type": "sequence", "elements": [CONST, ANY]}},
+    {"type": "tag", "begin": "<x>", "content": {"type": "sequence", "elements": [CONST, ANY]}, "end": ""},
+    {"type": "triggered_tags", "triggers": ["<c"], "tags": [CALL]},
+]
 
 
 def of(**format_: object) -> Guided:
@@ -89,10 +99,6 @@ def test_form(tokenizer: LLTokenizer, guided: Guided, good: list[str], bad: list
 
 
 def test_special_tokens_begin_and_end_tags(tokenizer: LLTokenizer) -> None:
-    from llguidance import LLMatcher
-
-    from common.guided import grammar_of
-
     special = {"type": "token", "token": 1}
     guided = of(
         type="triggered_tags",
@@ -115,6 +121,8 @@ def test_special_tokens_begin_and_end_tags(tokenizer: LLTokenizer) -> None:
         (of(type="triggered_tags", triggers=["<c", "<x"], tags=[CALL]), "no tag begins with '<x'"),
         (of(type="tag", begin="<a>", content={"type": "any_text"}, end=""), "format.end must be a text"),
         (of(type="sequence", elements=[{"type": "any_text"}, {"type": "any_text"}]), "elements\\[0\\]: free text"),
+        *((of(type="sequence", elements=[each, CONST]), "elements\\[0\\]: free text") for each in ENDLESS),
+        *((of(type="tag", begin="<a>", content=each, end="</a>"), "format.content: free text") for each in ENDLESS),
         (of(type="json_schema", json_schema={"type": "array", "uniqueItems": True}), "uniqueItems"),
         (of(type="json_schema", json_schema={}, style="qwen_xml"), 'style must be "json"'),
         (of(type="token", token="x"), "format.token must be"),
@@ -125,6 +133,13 @@ def test_special_tokens_begin_and_end_tags(tokenizer: LLTokenizer) -> None:
 def test_refused(guided: Guided, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_grammar(guided)
+
+
+def test_free_text_may_end_what_a_special_token_ends(tokenizer: LLTokenizer) -> None:
+    guided = of(type="tag", begin="<a>", content=ENDLESS[0], end={"type": "token", "token": 1})
+    matcher = LLMatcher(tokenizer, grammar_of(guided), log_level=0)
+    assert matcher.consume_tokens([*tokenizer.tokenize_str("<a>bhi "), 1])
+    assert matcher.is_accepting()
 
 
 def test_nesting_is_bounded() -> None:

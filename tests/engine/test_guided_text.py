@@ -320,3 +320,11 @@ def test_masks_of_a_vocabulary_that_the_model_cuts_off(compiler: GrammarCompiler
         assert bool(torch.isfinite(logits[[0, 2]]).all())
         allowed = torch.isfinite(logits[1]).nonzero().flatten().tolist()
         assert sorted(text_of([token]) for token in allowed) == list("0123456789")
+
+
+def test_a_model_that_guided_text_cannot_be_had_from_says_so(tmp_path: Path) -> None:
+    guided = Guided(regex="a")
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+        GrammarCompiler(tmp_path / "tokenizer.json", 10, [1])(guided)
+    with pytest.raises(ValueError, match="no token that ends an answer"):
+        GrammarCompiler(tmp_path / "tokenizer.json", 10, [])(guided)
