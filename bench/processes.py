@@ -15,7 +15,8 @@ _END_GRACE_S = 60.0
 
 @contextlib.contextmanager
 def running(command: Sequence[str], what: str) -> Iterator[dict[str, str]]:
-    """A process that prints `ready key=value ...`; gives those. Raises `StartupError` if it ends without."""
+    """A process that prints `ready key=value ...`; gives those, and its `pid`. Raises `StartupError` if it ends
+    without."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
     child = Child(what, process)
     try:
@@ -23,7 +24,7 @@ def running(command: Sequence[str], what: str) -> Iterator[dict[str, str]]:
         for line in process.stdout:
             first, *words = line.decode(errors="replace").split()
             if first == "ready":
-                yield dict(word.split("=", 1) for word in words)
+                yield {**dict(word.split("=", 1) for word in words), "pid": str(process.pid)}
                 return
         raise StartupError(f"{what} did not start; its reason is above")
     finally:
