@@ -1,6 +1,6 @@
 """What routers hear of this worker's KV blocks: a list of all names, then changes in order.
 
-    engine ── BlocksChanged ──> recent changes, numbered, as many as `MAX_RECENT_NAMES` ──> each watcher at its own pace
+    engine ── BlocksChanged ──> recent changes, numbered, up to `MAX_RECENT_BYTES` ──> each watcher at its own pace
            <── GetBlocks ── a watcher that is new, or so late that its next change is gone
            ── BlocksListed ──> all names, shared by all who wait for it; after it the watcher goes on with changes
 
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from common.block_hash import HASH_BYTES
 from common.errors import OverloadedError, UnavailableError
 
-MAX_RECENT_NAMES = 2**17
+MAX_RECENT_BYTES = 2**20
+CHANGE_BYTES = 256  # of a change without its names: small changes are what a worker has most of
 PIECE_NAMES = 2**12  # in one message: 64 KiB, milliseconds of a router that takes them in
 MAX_WATCHERS = 64
 LIST_TIMEOUT_S = 60.0  # an engine answers between two steps
@@ -34,8 +35,9 @@ class BlockChange:
     starts_list: bool = False
 
     @property
-    def num_names(self) -> int:
-        return (len(self.stored) + len(self.removed)) // HASH_BYTES
+    def num_bytes(self) -> int:
+        """Memory that it takes, about."""
+        return CHANGE_BYTES + len(self.stored) + len(self.removed)
 
 
 class BlockFeed:
@@ -44,7 +46,7 @@ class BlockFeed:
     def __init__(self, ask_list: Callable[[], None]) -> None:
         self._ask_list = ask_list
         self._recent: deque[BlockChange] = deque()
-        self._num_recent_names = 0
+        self._num_recent_bytes = 0
         self._sequence = 0
         self._num_watchers = 0
         self._list: asyncio.Future[tuple[int, bytes]] | None = None  # asked for and not here yet
@@ -54,9 +56,9 @@ class BlockFeed:
         self._sequence += 1
         change = BlockChange(self._sequence, stored, removed)
         self._recent.append(change)
-        self._num_recent_names += change.num_names
-        while self._num_recent_names > MAX_RECENT_NAMES and self._recent:
-            self._num_recent_names -= self._recent.popleft().num_names
+        self._num_recent_bytes += change.num_bytes
+        while self._num_recent_bytes > MAX_RECENT_BYTES and self._recent:
+            self._num_recent_bytes -= self._recent.popleft().num_bytes
         self._news.set()
         self._news.clear()
 

@@ -63,7 +63,7 @@ async def test_who_knows_where_it_stopped_gets_no_list() -> None:
 
 
 async def test_who_reads_too_slowly_gets_a_new_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_feed, "MAX_RECENT_NAMES", 3)
+    monkeypatch.setattr(block_feed, "MAX_RECENT_BYTES", 3 * BlockChange(1, A).num_bytes)
     engine = Engine()
     watch = engine.feed.watch(0)
     for _ in range(5):
