@@ -14,13 +14,12 @@ from common.errors import BatonError
 from common.types import FinishReason, SampledToken
 from router.serving.admission import DEADLINE_SLACK_S
 from router.serving.answer_parts import PartsParser
+from router.serving.answer_text import AnswerText
 from router.serving.demand import Demand
-from router.serving.detokenizer import Detokenizer
-from router.serving.dispatch import Dispatcher, NewTokens, Progress
+from router.serving.dispatch import Dispatcher, Progress
 from router.serving.fair_queue import FairQueue
 from router.serving.quotas import Quotas
 from router.serving.request import GenerationRequest, Output
-from router.serving.stop_strings import StopStrings
 
 log = logging.getLogger(__name__)
 
@@ -70,39 +69,19 @@ class Generation:
                 yield
 
     async def _generate(self, request: GenerationRequest, progress: Progress) -> AsyncGenerator[Output, None]:
-        params = request.sampling_params
         self._demand.prompt(len(request.prompt_token_ids))
-        shown: frozenset[int] = request.reading.shown_token_ids if request.reading else frozenset()
-        detokenizer = Detokenizer(request.model.tokenizer, request.prompt_token_ids, shown)
-        stops = StopStrings(params.stop)
-        num_tokens = 0
+        answer = AnswerText(request.model.tokenizer, request.prompt_token_ids, request.sampling_params, request.reading)
         async with aclosing(self._dispatcher.run(request, progress)) as run:
             async for new in run:
                 self._demand.num_output_tokens += len(new.tokens)
-                texts: list[str] = []
-                for index, token in enumerate(new.tokens):
-                    num_tokens += 1
-                    result = stops.add(detokenizer.add(token.token_id), armed=num_tokens > params.min_tokens)
-                    texts.append(result.text)
-                    if result.matched is not None:
-                        kept = new.tokens[: index + 1]
-                        yield _last(
-                            "".join(texts), kept, FinishReason.STOP, result.matched, request, progress, num_tokens
-                        )
-                        return
-                if new.finish_reason is None:
-                    yield Output(text="".join(texts), tokens=new.tokens, prompt_logprobs=new.prompt_logprobs)
+                piece = answer.add(new.tokens, new.finish_reason, new.stop_token_id)
+                if piece.finish_reason is None:
+                    yield Output(text=piece.text, tokens=new.tokens, prompt_logprobs=new.prompt_logprobs)
                     continue
-                # What was held back is text after all, unless its last characters complete a stop string.
-                result = stops.add(detokenizer.flush(), armed=num_tokens > params.min_tokens)
-                texts.append(result.text)
-                reason = new.finish_reason
-                stop_reason: str | int | None = _stop_reason(new, request)
-                if result.matched is not None:
-                    reason, stop_reason = FinishReason.STOP, result.matched
-                else:
-                    texts.append(stops.flush())
-                yield _last("".join(texts), new.tokens, reason, stop_reason, request, progress, num_tokens)
+                kept = new.tokens[: piece.num_tokens]
+                yield _last(
+                    piece.text, kept, piece.finish_reason, piece.stop_reason, request, progress, answer.num_tokens
+                )
                 return
 
 
@@ -130,11 +109,6 @@ async def _parts(
             )
             if last.finish_reason is not None:
                 return
-
-
-def _stop_reason(new: NewTokens, request: GenerationRequest) -> int | None:
-    """A token that the client asked to stop at; the model's own end needs no mention."""
-    return new.stop_token_id if new.stop_token_id in request.sampling_params.stop_token_ids else None
 
 
 def _log_unfinished(how: str, request: GenerationRequest, progress: Progress, reason: str) -> None:
