@@ -25,7 +25,9 @@ class Detokenizer:
     that never became a character are dropped. Special tokens have no text but those that are `shown`, and ids beyond
     the vocabulary have none.
 
-    A token costs the same however many came before it, and whatever they are: the window stays short.
+    Most tokens are whole characters whose text depends on nothing (`Tokenizer.whole_text`): for them a look into a
+    table does what the two decodings would. A token costs the same however many came before it, and whatever they are:
+    the window stays short.
     """
 
     def __init__(
@@ -34,21 +36,35 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._shown = shown
         tail = prompt_token_ids[-4 * PROMPT_TAIL :]
-        self._window = [t for t in tail if tokenizer.has_text(t)][-PROMPT_TAIL:]
-        self._done = len(self._window)  # tokens of the window whose text is out
-        self._done_text = tokenizer.decode(self._window)
+        self._begin([t for t in tail if tokenizer.has_text(t)][-PROMPT_TAIL:])
+
+    def _begin(self, window: list[int]) -> None:
+        """All of `window` is out."""
+        self._window = window
+        self._done = len(window)  # tokens of the window whose text is out
+        self._done_text = self._tokenizer.decode(window)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Notes whether whole characters can be added as they are: there is text before them, all of it is out, and it
+        does not end within a character."""
+        is_out = self._done == len(self._window)
+        self._is_settled = is_out and bool(self._done_text) and not self._done_text.endswith(REPLACEMENT)
 
     def add(self, token_id: int) -> str:
         """New whole characters; empty while the last one is unfinished."""
         if token_id in self._shown:
             text = self.flush()
-            self._window = self._window[self._done :]
-            self._done = len(self._window)
-            self._done_text = self._tokenizer.decode(self._window)
+            self._begin(self._window[self._done :])
             return text + self._tokenizer.token_bytes(token_id).decode()
+        if self._is_settled and (whole := self._tokenizer.whole_text(token_id)) is not None:
+            self._window, self._done, self._done_text = [token_id], 1, whole.alone
+            self._is_settled = bool(whole.alone)
+            return whole.added
         if not self._tokenizer.has_text(token_id):
             return ""
         self._window.append(token_id)
+        self._is_settled = False
         text = self._tokenizer.decode(self._window)
         if not text.endswith(REPLACEMENT):
             return self._advance(len(self._window), text)
@@ -84,6 +100,7 @@ class Detokenizer:
         del self._window[: self._done]  # the tokens just given out are the next step's context
         self._done = end - self._done
         self._done_text = self._tokenizer.decode(self._window[: self._done])
+        self._settle()
         return new
 
 

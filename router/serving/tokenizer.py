@@ -7,9 +7,10 @@ The `tokenizers` library does the work; the transformers library is imported onl
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,17 @@ if TYPE_CHECKING:
 
 SHORT_DECODE = 256  # tokens; decoded in less than a millisecond
 
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(slots=True, frozen=True)
+class WholeText:
+    """Of a token that stands for whole characters."""
+
+    added: str  # behind other text
+    alone: str  # if nothing is before it
 
 
 class Tokenizer:
@@ -48,6 +59,8 @@ class Tokenizer:
         decoder = definition.get("decoder")
         self._byte_level = "ByteLevel" in json.dumps(decoder)
         self._byte_fallback = "ByteFallback" in json.dumps(decoder)
+        self._joins_tokens = _joins_tokens(decoder)
+        self._whole_texts: dict[int, WholeText | None] = {}
         self._special_ids = frozenset(
             token_id for token_id, token in rust.get_added_tokens_decoder().items() if token.special
         )
@@ -109,6 +122,26 @@ class Tokenizer:
         """False for a token that marks structure, and for an id with which a model pads its vocabulary."""
         return token_id not in self._special_ids and self.rust.id_to_token(token_id) is not None
 
+    def whole_text(self, token_id: int) -> WholeText | None:
+        """What the token adds to any text that does not end in the middle of a character, if that is known without
+        looking at the text; None for a part of a character, and for a token that `has_text` denies."""
+        try:
+            return self._whole_texts[token_id]
+        except KeyError:
+            found = self._whole_text(token_id)
+            if self.has_text(token_id):  # the table is no longer than the vocabulary
+                self._whole_texts[token_id] = found
+            return found
+
+    def _whole_text(self, token_id: int) -> WholeText | None:
+        if not self._joins_tokens or not self.has_text(token_id):
+            return None
+        if self._byte_fallback and _BYTE_TOKEN.fullmatch(str(self.rust.id_to_token(token_id))):
+            return None
+        alone = self.decode([token_id])
+        after = self.decode([token_id, token_id])[len(alone) :]  # some decoders drop the first space of a text
+        return None if not after or "\ufffd" in after else WholeText(after, alone)
+
     def render_chat(self, conversation: Conversation) -> str:
         """The conversation as prompt text, special tokens written out.
 
@@ -130,6 +163,23 @@ class Tokenizer:
         if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes.fromhex(token[3:5])
         return self.decode([token_id], skip_special_tokens=False).encode()
+
+
+def _joins_tokens(decoder: object) -> bool:
+    """Whether a text is its tokens' texts, one after the other, but for characters that are split between tokens and a
+    space at the very beginning. So it is with byte-level vocabularies, and with SentencePiece's as llama has them."""
+    if not isinstance(decoder, dict):
+        return False
+    if decoder["type"] == "ByteLevel":
+        return True
+    steps = decoder.get("decoders") or []
+    kinds = [step["type"] for step in steps]
+    if kinds not in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
+        return False
+    replaced, last = steps[0], steps[-1]
+    stripped = (last["content"], last["start"], last["stop"]) if last["type"] == "Strip" else (" ", 0, 0)
+    is_replaced = (replaced["pattern"], replaced["content"]) == ({"String": "\u2581"}, " ")
+    return is_replaced and stripped in ((" ", 0, 0), (" ", 1, 0))
 
 
 def _texts(conversation: Conversation) -> Iterator[str]:

@@ -118,6 +118,57 @@ def test_no_tokens_make_the_window_grow(make: Callable[[], Tokenizer], data: st.
         assert text.replace(REPLACEMENT, "") == whole.replace(REPLACEMENT, "")
 
 
+def llama_tokenizer() -> Tokenizer:
+    """As `metaspace_tokenizer`, with more words: some begin with spaces, some hold what decoders write for no text."""
+    words = ["<unk>", "▁", "▁▁", "▁Hello", "▁world", "s", "東", "é▁x", REPLACEMENT, "a" + REPLACEMENT, "."]
+    words += [f"<0x{byte:02X}>" for byte in range(256)]
+    rust = RustTokenizer(models.BPE(vocab={word: at for at, word in enumerate(words)}, merges=[], byte_fallback=True))
+    rust.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    rust.add_special_tokens(["<s>"])
+    rust.add_tokens(["added words"])
+    return Tokenizer(rust, None)
+
+
+@pytest.mark.parametrize("make", [tiny_tokenizer, metaspace_tokenizer, llama_tokenizer])
+@given(data=st.data())
+def test_the_table_of_whole_characters_gives_what_decoding_gives(
+    make: Callable[[], Tokenizer], data: st.DataObject
+) -> None:
+    """Piece by piece, whatever the tokens are and whatever the prompt ends in."""
+    by_table, by_decoding = make(), make()
+    vocab = range(by_table.rust.get_vocab_size() + 2)
+    parts = [i for i in vocab if REPLACEMENT in by_table.decode([i])]
+    ids = st.one_of(st.sampled_from(vocab), st.sampled_from(parts), st.sampled_from(vocab[:12]))
+    prompt, stream = data.draw(st.lists(ids, max_size=10)), data.draw(st.lists(ids, max_size=40))
+    shown = frozenset(data.draw(st.lists(st.sampled_from(vocab[:3]), max_size=1)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tokenizer, "whole_text", lambda _self, _token_id: None)
+        slow = Detokenizer(by_decoding, prompt, shown)
+        wanted = [*(slow.add(token_id) for token_id in stream), slow.flush()]
+    fast = Detokenizer(by_table, prompt, shown)
+    assert [*(fast.add(token_id) for token_id in stream), fast.flush()] == wanted
+
+
+@pytest.mark.parametrize("make", [tiny_tokenizer, llama_tokenizer])
+def test_most_text_needs_no_decoding(make: Callable[[], Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make()
+    whole = [token_id for token_id in range(tokenizer.rust.get_vocab_size()) if tokenizer.whole_text(token_id)]
+    detokenizer = Detokenizer(tokenizer, whole[-1:])
+    words = [token_id for token_id in whole if tokenizer.decode([token_id]).strip()]
+    monkeypatch.setattr(tokenizer, "decode", lambda *_: pytest.fail("decodes"))
+    assert "".join(detokenizer.add(token_id) for token_id in words)
+
+
+def test_decoders_of_other_kinds_have_no_table() -> None:
+    rust = RustTokenizer(models.WordPiece(vocab={"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    rust.decoder = decoders.WordPiece()
+    assert Tokenizer(rust, None).whole_text(1) is None
+    rust.decoder = None
+    assert Tokenizer(rust, None).whole_text(1) is None
+
+
 def test_a_token_across_characters_comes_out_as_it_goes() -> None:
     """The end of one character and the begin of the next, over and over: text never ends in a whole character."""
     tokenizer = tiny_tokenizer()
