@@ -80,6 +80,11 @@ class Output:
     report: types_pb2.RequestReport | None = None
     usage: types_pb2.Usage | None = None
 
+    @property
+    def is_only_text(self) -> bool:
+        """Whether it has a text, and nothing that needs telling beside it."""
+        return bool(self.text) and not (self.finish_reason or self.reasoning or self.tool_calls or self.prompt_logprobs)
+
 
 def new_request_id() -> str:
     return uuid.uuid4().hex

@@ -10,6 +10,8 @@ import grpc
 import httpx
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.errors import UnavailableError
 from common.sampling import SamplingParams
@@ -19,6 +21,7 @@ from protos.baton.v1 import inference_pb2, types_pb2
 from router.api.rest.answer import MAX_AHEAD, Answer, _merged
 from router.api.rest.formats import AnswerFormat, ChatFormat, CompletionFormat, JsonObject
 from router.fleet.registry import ServedModel
+from router.serving.answer_parts import ToolCallDelta
 from router.serving.request import GenerationRequest, Output
 from router.serving.tokenizer import Tokenizer
 from tests.router.conftest import StartRouter
@@ -149,6 +152,54 @@ async def test_whole_answers_are_formatted_as_they_come(
     whole = msgspec.json.decode(msgspec.json.encode(await answer.whole()))
     assert [choice["logprobs"] for choice in whole["choices"]] == [wanted] * 3
     assert max(sizes) == 2
+
+
+PIECES = st.one_of(
+    st.text(max_size=8).map(lambda text: Output(text=text, tokens=[SampledToken(1)])),
+    st.text(max_size=8).map(lambda text: Output(text=text, tokens=[], reasoning="why")),
+    st.sampled_from(["<text>", '"\\\u2028</s>', "😀", "\x00\x7f"]).map(
+        lambda text: Output(text=text, tokens=sampled(text), prompt_logprobs=sampled("x")[:1])
+    ),
+    st.builds(lambda: Output(text="", tokens=[], tool_calls=[ToolCallDelta(0, "id", "name", "{")])),
+)
+
+
+@pytest.mark.parametrize("answer_format", [ChatFormat(), CompletionFormat()])
+@given(
+    pieces=st.lists(PIECES, max_size=6),
+    num=st.integers(1, 3),
+    wants=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+)
+def test_chunks_of_nothing_but_text_are_as_all_others(
+    answer_format: AnswerFormat, pieces: list[Output], num: int, wants: tuple[bool, bool, bool]
+) -> None:
+    """Their bytes are put together from those of the choice's first; the others are formatted from scratch."""
+    end = Output(text="end", tokens=[], finish_reason=FinishReason.STOP, report=REPORT, usage=USAGE)
+
+    async def events() -> list[bytes]:
+        answer = Answer(
+            FakeGeneration([*pieces, end]),  # type: ignore[arg-type]
+            requests(num),
+            answer_format,
+            request_id='<text>"',
+            num_choices=num,
+            wants_logprobs=wants[0],
+            wants_usage_chunk=wants[1],
+            wants_usage_so_far=wants[2],
+        )
+        answer._created = 1
+        return [event async for event in answer.events()]
+
+    found = asyncio.run(events())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Output, "is_only_text", property(lambda _: False))
+        assert asyncio.run(events()) == found
+
+
+def test_a_text_is_all_that_its_chunk_needs() -> None:
+    """What an answer mostly consists of goes the short way."""
+    assert Output(text="x", tokens=[SampledToken(1)]).is_only_text
+    assert not Output(text="", tokens=[SampledToken(1)]).is_only_text
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from router.serving.generation import Generation
 from router.serving.request import GenerationRequest, Output
 
 DONE = b"data: [DONE]\n\n"
+TEXT_MARK = "<text>"  # stands where a chunk's text comes
 MAX_AHEAD = 16  # outputs of all choices together that wait for their reader
 
 
@@ -34,6 +35,7 @@ class _Choice:
     whole: WholeAnswer = field(default_factory=WholeAnswer)
     logprobs: _Logprobs | None = None
     last: Output | None = None
+    frame: tuple[bytes, bytes] | None = None  # what stands around the text in chunks that have nothing else to say
 
 
 class _Logprobs:
@@ -184,6 +186,8 @@ class Answer:
         if choice.echo is not None:
             output = choice.echo.before(output)
         choice.num_tokens += len(output.tokens)
+        if output.is_only_text and not self._wants_logprobs and not self._wants_usage_so_far:
+            return self._text_chunk(index, choice, output.text)
         logprobs = self._logprobs(choice, output) if output.tokens or output.prompt_logprobs else None
         has_text = output.text or output.reasoning or output.tool_calls
         if output.finish_reason is None and not has_text and logprobs is None:
@@ -191,6 +195,16 @@ class Answer:
         if output.finish_reason is not None:
             choice.last = output
         return self._chunk({**self._format.piece(index, output, logprobs), **_end(choice.last)})
+
+    def _text_chunk(self, index: int, choice: _Choice, text: str) -> bytes:
+        """As `_chunk`, for the pieces that an answer mostly consists of: they differ in their text alone."""
+        if choice.frame is None:
+            output = Output(text=TEXT_MARK, tokens=[])
+            chunk = self._chunk({**self._format.piece(index, output, None), **_end(None)})
+            head, _, tail = chunk.rpartition(msgspec.json.encode(TEXT_MARK))  # no client's word is behind the text
+            choice.frame = (head, tail)
+        head, tail = choice.frame
+        return b"%b%b%b" % (head, msgspec.json.encode(text), tail)
 
     def _chunk(self, choice: JsonObject) -> bytes:
         chunk: JsonObject = {**self._head(self._format.chunk_object), "choices": [choice]}
