@@ -11,11 +11,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from contextlib import aclosing
+from typing import Any, Generic, Protocol, TypeVar
+
+from google.protobuf.message import Message
 
 END_S = 1.0  # a peer ends a stream right after its last message
+MAX_AHEAD = 16  # messages of one stream that have been read and not taken
+MAX_AHEAD_BYTES = 2**16  # of these; the one that exceeds it is the last one read
 
-MessageT = TypeVar("MessageT")
+MessageT = TypeVar("MessageT", bound=Message)
 ResultT = TypeVar("ResultT")
 
 
@@ -31,22 +36,100 @@ class StreamCall(Protocol):
 async def messages(
     call: StreamCall, kind: type[MessageT], is_last: Callable[[MessageT], object] = lambda _: False
 ) -> AsyncGenerator[MessageT, None]:
-    """Each message of the stream, in order. To be closed by whoever stops before its end, which cancels the call; after
-    a message that `is_last` the peer has END_S to end it.
+    """`batches`, one message at a time."""
+    async with aclosing(batches(call, kind, is_last)) as received:
+        async for batch in received:
+            for message in batch:
+                yield message
 
-    Raises `grpc.aio.AioRpcError` if the call fails.
+
+async def batches(
+    call: StreamCall, kind: type[MessageT], is_last: Callable[[MessageT], object] = lambda _: False
+) -> AsyncGenerator[list[MessageT], None]:
+    """The messages of the stream in order: all that have come, each time, and one at least. To be closed by whoever
+    stops before its end, which cancels the call; after a message that `is_last` the peer has END_S to end it.
+
+    A slow taker is a few messages behind at most: no more of them are read, and gRPC holds up the peer.
+
+    Raises `grpc.aio.AioRpcError` if the call fails, after the messages that came before.
     """
-    ends_by_itself = False
+    ahead = _Ahead(call, kind, is_last)
+    reading = asyncio.create_task(ahead.read())
     try:
-        while isinstance(message := await uncancelled(call.read()), kind):  # its end is an object of gRPC's own
-            ends_by_itself = bool(is_last(message))
-            yield message
+        while batch := await ahead.take():
+            yield batch
     finally:
-        if ends_by_itself and not call.done():
+        ahead.leave()
+        if ahead.ends_by_itself and not call.done():
             timer = asyncio.get_running_loop().call_later(END_S, call.cancel)
             call.add_done_callback(lambda _: timer.cancel())
         else:
             call.cancel()  # does nothing to a call that has ended
+        del reading  # it goes on alone, until its call ends
+
+
+class _Ahead(Generic[MessageT]):
+    """Reads a stream in a task of its own: one for all messages costs less than one for each, and a read that has begun
+    is not cancelled with its taker."""
+
+    def __init__(self, call: StreamCall, kind: type[MessageT], is_last: Callable[[MessageT], object]) -> None:
+        self._call = call
+        self._kind = kind
+        self._is_last = is_last
+        self._messages: list[MessageT] = []
+        self._num_bytes = 0
+        self._has_ended = self._is_left = False
+        self._failure: BaseException | None = None
+        self._news: asyncio.Future[None] | None = None  # for the taker
+        self._room: asyncio.Future[None] | None = None  # for the reader
+        self.ends_by_itself = False
+
+    async def read(self) -> None:
+        try:
+            while isinstance(message := await self._call.read(), self._kind):  # its end is an object of gRPC's own
+                self._messages.append(message)
+                self._num_bytes += message.ByteSize()
+                _wake(self._news)
+                if self._is_last(message):
+                    self.ends_by_itself = True
+                    return
+                while self._is_full and not self._is_left:
+                    self._room = asyncio.get_running_loop().create_future()
+                    await self._room
+                if self._is_left:
+                    return
+        except (Exception, asyncio.CancelledError) as error:  # raised where messages are taken
+            self._failure = error
+        finally:
+            self._has_ended = True
+            _wake(self._news)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._messages) >= MAX_AHEAD or self._num_bytes >= MAX_AHEAD_BYTES
+
+    async def take(self) -> list[MessageT]:
+        """Empty at the end of the stream."""
+        while not self._messages and not self._has_ended:
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+        taken, self._messages, self._num_bytes = self._messages, [], 0
+        _wake(self._room)
+        failure = self._failure
+        if not taken and failure is not None:
+            self._failure = None  # its stack holds this object
+            raise failure
+        return taken
+
+    def leave(self) -> None:
+        """Nobody takes any more."""
+        self._is_left = True
+        _wake(self._room)
+
+
+def _wake(waiting: asyncio.Future[None] | None) -> None:
+    if waiting is not None and not waiting.done():
+        waiting.set_result(None)
 
 
 async def uncancelled(reading: Coroutine[Any, Any, ResultT]) -> ResultT:

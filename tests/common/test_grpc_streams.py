@@ -9,7 +9,7 @@ from contextlib import aclosing
 import grpc
 import pytest
 
-from common.grpc_streams import messages, uncancelled
+from common.grpc_streams import MAX_AHEAD, MAX_AHEAD_BYTES, batches, messages, uncancelled
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 
 Call = grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeEvent]
@@ -105,7 +105,7 @@ async def test_a_reader_that_is_cancelled_cancels_no_read(
         reads.append(asyncio.current_task())
         return await original()
 
-    call.read = read  # type: ignore[method-assign, assignment]
+    call.read = read  # type: ignore[method-assign]
 
     async def reading() -> None:
         async with aclosing(messages(call, decode_pb2.DecodeEvent)) as received:
@@ -141,3 +141,75 @@ async def test_what_goes_on_alone_may_fail() -> None:
     go.set()
     await asyncio.sleep(0)
     assert waiting.cancelled()
+
+
+class FakeCall:
+    """Messages that are there at once; counts what was read."""
+
+    def __init__(self, num: int, *, size: int = 0, failure: Exception | None = None) -> None:
+        self._left = num
+        self._message = decode_pb2.DecodeEvent(report=types_pb2.RequestReport(fallback_reason="x" * size))
+        self._failure = failure
+        self._is_cancelled = False
+        self.num_read = 0
+
+    async def read(self) -> object:
+        await asyncio.sleep(0)
+        if self._left == 0 or self._is_cancelled:
+            if self._failure is not None:
+                raise self._failure
+            return grpc.aio.EOF
+        self._left -= 1
+        self.num_read += 1
+        return self._message
+
+    def cancel(self) -> bool:
+        self._is_cancelled = True
+        return True
+
+    def done(self) -> bool:
+        return self._is_cancelled
+
+    def add_done_callback(self, callback: object) -> None:
+        raise AssertionError("the call has ended")
+
+
+async def turns(num: int) -> None:
+    for _ in range(num):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("size", "most"), [(0, MAX_AHEAD), (MAX_AHEAD_BYTES // 3, 3), (2 * MAX_AHEAD_BYTES, 1)])
+async def test_a_slow_taker_has_few_messages_read_ahead(size: int, most: int) -> None:
+    call = FakeCall(10_000, size=size)
+    async with aclosing(batches(call, decode_pb2.DecodeEvent)) as received:
+        taken = 0
+        for _ in range(20):
+            taken += len(await anext(received))
+            await turns(100)
+            assert call.num_read == taken + most
+    await turns(10)
+    assert call.num_read <= taken + most + 1, "who left has nothing read any more"
+
+
+async def test_what_came_together_is_taken_together() -> None:
+    async with aclosing(batches(FakeCall(40), decode_pb2.DecodeEvent)) as received:
+        sizes = []
+        async for batch in received:
+            sizes.append(len(batch))
+            await turns(100)
+    assert sum(sizes) == 40
+    assert max(sizes) == MAX_AHEAD
+
+
+async def test_a_failure_comes_after_the_messages_before_it() -> None:
+    got: list[decode_pb2.DecodeEvent] = []
+
+    async def take() -> None:
+        async for batch in batches(FakeCall(40, failure=ValueError("broken")), decode_pb2.DecodeEvent):
+            got.extend(batch)
+            await turns(100)
+
+    with pytest.raises(ValueError, match="broken"):
+        await take()
+    assert len(got) == 40
