@@ -6,6 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
 
+PRIORITY_S = 10.0  # seconds of waiting that one step of a request's priority is worth
+
 
 class FinishReason(StrEnum):
     """Why a request ended, as the OpenAI API spells it."""

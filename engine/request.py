@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from common.sampling import SamplingParams
-from common.types import FinishReason
+from common.types import PRIORITY_S, FinishReason
 from engine.guide_state import GuideState
 from engine.logit_changes import LogitChanges
 from engine.messages import Embed, RequestMode
@@ -23,9 +23,6 @@ class RequestStatus(StrEnum):
     FINISHED_LENGTH = "finished_length"
     FINISHED_ABORTED = "finished_aborted"
     FINISHED_LEASED = "finished_leased"  # a prefill that computes no more; its blocks are held until it is released
-
-
-PRIORITY_S = 10.0  # seconds of waiting that one step of priority is worth
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

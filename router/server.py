@@ -119,7 +119,7 @@ async def serve(
         ),
         Generation(dispatcher, demand, quotas, queue),
         decisions,
-        Embedder(registry),
+        Embedder(registry, quotas, queue),
     )
     health = Health()
     async with contextlib.AsyncExitStack() as stack:

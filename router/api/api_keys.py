@@ -4,10 +4,12 @@ One key in a line, and what is known of it; `#` begins a comment:
 
     sk-1f3a…                     name=alice tenant=research
     sha256:9b74c9897bac770f…     name=ci          # its SHA-256 in hex: the file then holds no secret
+    sk-77ab…                     name=ops operator=true
 
 `name` (logs have it, never the key) is made of the hash if it is not given. Keys of one tenant share the KV blocks
-of equal prefixes among themselves and with nobody else; keys without one share among those without. Only hashes are
-kept in memory. Keys should be random (`openssl rand -hex 24`): the hash of a guessable one can be guessed.
+of equal prefixes among themselves and with nobody else; keys without one share among those without. An operator's key
+sees at `/decisions` where requests of all tenants went, others those of their own. Only hashes are kept in memory. Keys
+should be random (`openssl rand -hex 24`): the hash of a guessable one can be guessed.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})$")
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}$")
-_FIELDS = ("name", "tenant")
+_FIELDS = ("name", "tenant", "operator")
 
 
 class ApiKeys:
@@ -69,7 +71,9 @@ class ApiKeys:
             key, fields = words[0], dict(word.partition("=")[::2] for word in words[1:])
             where = f"api_keys_file: {self._path}, line {number}"  # and nothing of what it holds
             if len(fields) < len(words) - 1 or any(name not in _FIELDS for name in fields):
-                raise StartupError(f"{where}: after the key stand name=NAME and tenant=TENANT, each once, or nothing")
+                raise StartupError(
+                    f"{where}: after the key stand name=NAME, tenant=TENANT and operator=true, each once, or nothing"
+                )
             if any(not _NAME.match(value) for value in fields.values()):
                 raise StartupError(f"{where}: names are up to 64 letters, digits and . _ @ -")
             if not (key.isascii() and key.isprintable()):
@@ -77,10 +81,13 @@ class ApiKeys:
             hashed = _HASHED.match(key)
             if key.startswith("sha256:") and hashed is None:
                 raise StartupError(f"{where}: sha256: goes before 64 hexadecimal digits")
+            if fields.get("operator", "true") != "true":
+                raise StartupError(f"{where}: operator=true, or nothing of it")
             digest = bytes.fromhex(hashed[1]) if hashed else _digest(key)
             if digest in clients:
                 raise StartupError(f"{where}: this key was there before")
-            clients[digest] = ApiClient(fields.get("name") or f"key-{digest.hex()[:8]}", fields.get("tenant", ""))
+            name = fields.get("name") or f"key-{digest.hex()[:8]}"
+            clients[digest] = ApiClient(name, fields.get("tenant", ""), "operator" in fields)
         if not clients:  # nor later: whoever empties the file by mistake would lock everybody out
             raise StartupError(f"api_keys_file: {self._path} holds no key: nobody could ask anything")
         return clients

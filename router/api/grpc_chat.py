@@ -52,6 +52,8 @@ def _tools(request: inference_pb2.ChatRequest) -> Tools:
     choice = request.tool_choice
     if choice.mode not in _MODES:
         raise InvalidArgumentError("tool_choice.mode", f"{choice.mode} is not known")
+    if choice.WhichOneof("choice") == "name" and not choice.name:
+        raise InvalidArgumentError("tool_choice.name", "must not be empty")
     return make_tools(
         [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)],
         "tools",

@@ -106,6 +106,7 @@ class InferenceService:
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, _context: Context
     ) -> inference_pb2.TokenizeResponse:
+        self._front.admission.charge(current_client.get())
         model = self._front.admission.served()
         check_model(request.model, model.limits)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
@@ -115,6 +116,7 @@ class InferenceService:
     async def Detokenize(  # noqa: N802
         self, request: inference_pb2.DetokenizeRequest, _context: Context
     ) -> inference_pb2.DetokenizeResponse:
+        self._front.admission.charge(current_client.get())
         model = self._front.admission.served()
         check_model(request.model, model.limits)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True

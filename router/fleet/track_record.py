@@ -12,8 +12,10 @@ most a third of the workers at a time. Nobody is left alone if no other worker i
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 MAX_FAILURES = 5  # in a row
@@ -102,6 +104,17 @@ class TrackRecord:
         """It ended, however it did."""
         if (record := self._records.get(worker)) is not None:
             record.num_probes = max(record.num_probes - 1, 0)
+
+    @contextlib.contextmanager
+    def probing(self, *workers: Incarnation) -> Iterator[None]:
+        """While a request is on its workers, no other one probes them if they have failed before."""
+        for worker in workers:
+            self.began(worker)
+        try:
+            yield
+        finally:
+            for worker in workers:
+                self.ended(worker)
 
     def failed(self, worker: Incarnation, now: float) -> None:
         """By the worker's fault."""

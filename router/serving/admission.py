@@ -103,6 +103,14 @@ class Admission:
         """Returns once no request is running."""
         await self._idle.wait()
 
+    def charge(self, client: ApiClient | None) -> None:
+        """A request came. Raises `OverloadedError` if `client` sends more than it may."""
+        self._quotas.request(*_names(client))
+
+    def charge_more(self, client: ApiClient | None, num: int) -> None:
+        """The request asks for `num` further answers."""
+        self._quotas.more_requests(*_names(client), num)
+
     @contextlib.contextmanager
     def running(
         self, interface: str, timeout_s: float | None = None, client: ApiClient | None = None
@@ -120,7 +128,7 @@ class Admission:
         metrics.router_requests_running.set(self._num_running)
         ending = Ending()
         try:
-            self._quotas.request(client.name if client else "", client.tenant if client else "")
+            self.charge(client)
             yield ending
         except BatonError as error:
             ending.failed(error)
@@ -138,3 +146,8 @@ class Admission:
             metrics.router_requests.labels(interface, ending.outcome).inc()
             if self._num_running == 0:
                 self._idle.set()
+
+
+def _names(client: ApiClient | None) -> tuple[str, str]:
+    """Of a key and its tenant."""
+    return (client.name, client.tenant) if client else ("", "")

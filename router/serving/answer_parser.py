@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
@@ -62,8 +63,13 @@ class AnswerReader:
         tail = prompt[-PROMPT_TAIL_CHARS:]
         prefix = tail if template.start_anchor_re.search(tail) else ""
         schemas = [tool.as_json() for tool in tools.shown] if has_calls else []
+
+        def parser(prefix: str) -> AnswerParser:
+            return AnswerParser(template, self._as_written, prefix, schemas, parallel=tools.parallel)
+
         return Reading(
-            parser=lambda: AnswerParser(template, self._as_written, prefix, schemas, parallel=tools.parallel),
+            parser=partial(parser, prefix),
+            fresh_parser=partial(parser, ""),
             shown_token_ids=self._shown[has_calls],
         )
 

@@ -48,6 +48,7 @@ class Reading:
     """How an answer is read whose text has parts."""
 
     parser: Callable[[], PartsParser]
+    fresh_parser: Callable[[], PartsParser]  # of an answer that does not go on with what the prompt began
     shown_token_ids: frozenset[int]  # control tokens that tell parts apart: the parser sees their text
 
 

@@ -19,6 +19,7 @@ class ApiClient:
 
     name: str
     tenant: str = ""
+    is_operator: bool = False  # sees where requests of all tenants went, and why
 
     def cache_salt(self, given: str) -> str:
         """What separates this client's cached blocks from others': its tenant, then its own salt. As JSON, so that no

@@ -17,7 +17,8 @@ from common.validation import chat_role
 
 Json = dict[str, Any]
 Message = Mapping[str, Any]
-"""`role` and `content`; an assistant's may have `tool_calls` and `reasoning_content`, a tool's has `tool_call_id`."""
+"""`role` and `content`, maybe `name`, which few templates write out; an assistant's may have `tool_calls` and
+`reasoning_content`, a tool's has `tool_call_id`."""
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # in one message
@@ -106,10 +107,10 @@ def make_message(
         message["tool_calls"] = _calls(calls, f"{where}.tool_calls")
     if role == "tool":
         message["tool_call_id"] = _call_id(tool_call_id or "", f"{where}.tool_call_id")
-        if name:
-            message["name"] = check_name(name, f"{where}.name")
     elif tool_call_id:
         raise InvalidArgumentError(f"{where}.tool_call_id", "only a tool's message can have it")
+    if name:
+        message["name"] = check_name(name, f"{where}.name")
     return message
 
 

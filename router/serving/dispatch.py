@@ -14,10 +14,9 @@ Cancelling the task that iterates cancels the call to the worker, and its deadli
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -315,7 +314,7 @@ class Dispatcher:
         events = DecodeEvents(request, len(sent), progress.num_prompt_logprobs)
         call = self._open(request, decision, sent, timeout_s)
         pace = _Pace(self._clock)
-        with self._registry.sending(_counted(decision)), self._probing(decision):
+        with self._registry.sending(_counted(decision)), self._registry.track.probing(*_probed(decision)):
             try:
                 async with aclosing(messages(call, decode_pb2.DecodeEvent, _is_last)) as received:
                     async for event in received:
@@ -358,20 +357,6 @@ class Dispatcher:
                 self._registry.track.failed(decode.incarnation, self._clock())
                 raise _WorkerLostError("INTERNAL", f"{decode.address} {error}", gone=False) from error
         raise _WorkerLostError("UNAVAILABLE", "the stream ended without a finish reason", gone=True)
-
-    @contextlib.contextmanager
-    def _probing(self, decision: RoutingDecision) -> Iterator[None]:
-        """While a request is on its workers, no other one probes them if they have failed before."""
-        workers = [decision.decode.incarnation]
-        if not decision.in_place:
-            workers += [endpoint.incarnation for endpoint in decision.prefill[:1]]
-        for worker in workers:
-            self._registry.track.began(worker)
-        try:
-            yield
-        finally:
-            for worker in workers:
-                self._registry.track.ended(worker)
 
     def _praise(self, decision: RoutingDecision, progress: Progress, num_prompt_tokens: int, pace: _Pace) -> None:
         """The answer is complete: its workers did well, but for a prefill worker that the decode worker blames."""
@@ -434,6 +419,12 @@ class Dispatcher:
 
 def _is_last(event: decode_pb2.DecodeEvent) -> bool:
     return finish_reason_of(event.finish_reason) is not None
+
+
+def _probed(decision: RoutingDecision) -> list[tuple[str, str]]:
+    """Workers that are surely asked for something."""
+    first = () if decision.in_place else decision.prefill[:1]
+    return [endpoint.incarnation for endpoint in (decision.decode, *first)]
 
 
 def _counted(decision: RoutingDecision) -> dict[str, int]:

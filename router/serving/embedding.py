@@ -1,7 +1,8 @@
 """Embeddings: each input goes to the worker with the least to do, as a prompt of which only the hidden state is wanted.
 
 Prefill workers come first, as they have nothing else to do; without any, decode workers compute them. An input that a
-worker did not answer goes to another one: nothing has been sent to the client before all are there.
+worker did not answer goes to another one: nothing has been sent to the client before all are there. A request is one
+answer of its key, and each input takes its turn in the queue.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from router.fleet.registry import Registry, ServedModel
 from router.policy.base import RoutingRequest
 from router.policy.least_load import load_score
 from router.policy.routing import unusable
+from router.serving.fair_queue import FairQueue, name_of
+from router.serving.quotas import Quotas
 from router.serving.request import Prompt
 from router.serving.retry_budget import RetryBudget
 
@@ -37,6 +40,7 @@ MAX_INPUTS = 2048
 MAX_AT_ONCE = 16  # inputs of one request that workers have at a time
 MAX_DIMENSIONS = 2**20
 NUM_RETRIES = 3
+_FAULTS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)  # of a worker
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -51,6 +55,8 @@ class EmbedRequest:
     normalize: bool = True
     cache_salt: str = ""
     deadline: float  # time.monotonic() at which the client gives up
+    client: str = ""  # name of the API key
+    tenant: str = ""  # of the API key
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,18 +68,46 @@ class Embedded:
 class Embedder:
     """Shared by all requests of a router."""
 
-    def __init__(self, registry: Registry, budget: RetryBudget | None = None) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        quotas: Quotas | None = None,
+        queue: FairQueue | None = None,
+        budget: RetryBudget | None = None,
+    ) -> None:
         self._registry = registry
+        self._quotas = quotas or Quotas()
+        self._queue = queue or FairQueue(None)
         self._budget = budget or RetryBudget()
 
     async def embed(self, request: EmbedRequest) -> list[Embedded]:
         """In the order of the prompts. The first failure ends all of them. Raises `BatonError`."""
+        key, tenant, asked = request.client, request.tenant, set[int]()
+        with self._quotas.stream(key, tenant):
+            self._quotas.prompt(key, tenant, sum(len(prompt.token_ids) for prompt in request.prompts))
+            try:
+                return await self._embed(request, asked)
+            finally:
+                unasked = (prompt for index, prompt in enumerate(request.prompts) if index not in asked)
+                self._quotas.give_back(key, tenant, sum(len(prompt.token_ids) for prompt in unasked))
+
+    async def _embed(self, request: EmbedRequest, asked: set[int]) -> list[Embedded]:
+        """Notes in `asked` which inputs workers were asked for."""
         results: list[Embedded | None] = [None] * len(request.prompts)
         left = iter(range(len(results)))
+        limits = self._quotas.tenant(request.tenant)
 
         async def work() -> None:
             for index in left:
-                results[index] = await self._one(request, index)
+                async with self._queue.place(
+                    name_of(request.client, request.tenant),
+                    len(request.prompts[index].token_ids),
+                    request.deadline - time.monotonic(),
+                    priority=limits.priority,
+                    weight=limits.weight,
+                ):
+                    asked.add(index)
+                    results[index] = await self._one(request, index)
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -135,13 +169,19 @@ class Embedder:
             normalize=request.normalize,
             cache_salt=request.cache_salt,
         )
-        with self._registry.sending({endpoint.address: len(prompt.token_ids)}):
+        track = self._registry.track
+        with self._registry.sending({endpoint.address: len(prompt.token_ids)}), track.probing(endpoint.incarnation):
             try:
                 answer = await stub.EmbedTokens(message, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
-                raise self._failure(request, endpoint, prompt, error) from error
+                failure = self._failure(request, endpoint, prompt, error)
+                if error.code() in _FAULTS and not isinstance(failure, DeadlineError):
+                    track.failed(endpoint.incarnation, time.monotonic())
+                raise failure from error
         if not answer.values or not all(map(math.isfinite, answer.values)):
+            track.failed(endpoint.incarnation, time.monotonic())
             raise InternalError(f"{endpoint.address} sends no finite vector")
+        track.succeeded(endpoint.incarnation, time.monotonic())
         return Embedded(answer.values, min(answer.cached_tokens, len(prompt.token_ids)))
 
     def _failure(
@@ -160,5 +200,6 @@ class Embedder:
         return fault
 
 
-def _load(endpoint: Endpoint) -> tuple[bool, float]:
-    return endpoint.role is not WorkerRole.PREFILL, load_score(endpoint)
+def _load(endpoint: Endpoint) -> tuple[bool, bool, float]:
+    """Least is best. One that is left alone, as it failed, is taken if there is no other."""
+    return bool(endpoint.suspended), endpoint.role is not WorkerRole.PREFILL, load_score(endpoint)

@@ -6,8 +6,9 @@ requests and not before others':
     priority   a tenant's, from the limits file: all waiting requests of a higher one go first
     share      tenants of one priority take turns by virtual time (start-time fair queueing, Goyal et al., 1996): each
                has a clock that a request moves on by its cost, in tokens, over the tenant's weight; the one whose clock
-               is furthest behind goes next, in the order of arrival
-    bound      if the queue is full, the tenant that has the most waiting loses its latest one, or is refused
+               is furthest behind goes next
+    order      of a tenant's own requests: by arrival, and a request's own priority counts as in a worker's queue
+    bound      if the queue is full, the tenant that has the most waiting loses its last one, or is refused
     shedding   a request that would wait longer than `max_wait_s`, as places have become free lately, is refused at once
 """
 
@@ -17,12 +18,14 @@ import asyncio
 import contextlib
 import math
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from common import metrics
 from common.errors import DeadlineError, OverloadedError
+from common.types import PRIORITY_S
 
 RATE_WEIGHT = 0.1  # of the latest interval between two free places, in the mean of them
 
@@ -31,6 +34,7 @@ RATE_WEIGHT = 0.1  # of the latest interval between two free places, in the mean
 class _Waiting:
     tenant: str
     cost: float
+    due: float  # when it would have come if it had no priority
     turn: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -39,7 +43,12 @@ class _Tenant:
     priority: int
     weight: float
     clock: float
-    waiting: deque[_Waiting] = field(default_factory=deque)
+    waiting: list[_Waiting] = field(default_factory=list)  # by `due`
+
+
+def name_of(key: str, tenant: str) -> str:
+    """Whose turn it is: a tenant's, or a key's that has none."""
+    return f"tenant {tenant}" if tenant else f"key {key}"
 
 
 class FairQueue:
@@ -70,35 +79,44 @@ class FairQueue:
 
     @contextlib.asynccontextmanager
     async def place(
-        self, tenant: str, cost: float, left_s: float = math.inf, *, priority: int = 0, weight: float = 1.0
+        self,
+        tenant: str,
+        cost: float,
+        left_s: float = math.inf,
+        *,
+        priority: int = 0,
+        weight: float = 1.0,
+        request_priority: int = 0,
     ) -> AsyncIterator[None]:
         """Around the time that a request is with workers; waits for its turn. `cost` in tokens, `left_s` to its
-        deadline.
+        deadline. `priority` is the tenant's, higher is sooner; `request_priority` the request's among those of its
+        tenant, lower is sooner.
 
         Raises `OverloadedError` if it would wait too long, or did, and `DeadlineError` if its deadline passes.
         """
         if self._max_running is None:
             yield
             return
-        await self._enter(tenant, cost, left_s, priority, weight)
+        due = self._clock() + PRIORITY_S * request_priority
+        await self._enter(_Waiting(tenant, cost, due), left_s, priority, weight)
         try:
             yield
         finally:
             self._leave()
 
-    async def _enter(self, tenant: str, cost: float, left_s: float, priority: int, weight: float) -> None:
+    async def _enter(self, waiting: _Waiting, left_s: float, priority: int, weight: float) -> None:
+        tenant = waiting.tenant
         if self._max_running is not None and self._num_running < self._max_running and not self._num_waiting:
-            self._start(tenant, cost, weight)
+            self._start(tenant, waiting.cost, weight)
             return
-        self._shed(tenant, priority)
-        self._make_room(tenant)
+        self._shed(waiting, priority)
+        self._make_room(waiting)
         owner = self._tenants.get(tenant)
         if owner is None:
             clock = max(self._clocks.get(tenant, 0.0), self._now)
             owner = self._tenants[tenant] = _Tenant(priority, weight, clock)
         owner.priority, owner.weight = priority, weight
-        waiting = _Waiting(tenant, cost)
-        owner.waiting.append(waiting)
+        insort(owner.waiting, waiting, key=attrgetter("due"))
         self._count(1)
         try:
             async with asyncio.timeout(min(self._max_wait_s, max(left_s, 0.0))):
@@ -133,7 +151,7 @@ class FairQueue:
     def _next(self) -> None:
         while self._tenants and self._max_running is not None and self._num_running < self._max_running:
             name, owner = min(self._tenants.items(), key=lambda item: (-item[1].priority, item[1].clock))
-            waiting = owner.waiting.popleft()
+            waiting = owner.waiting.pop(0)
             if not waiting.turn.done():  # its caller has not gone away a moment ago
                 self._start(name, waiting.cost, owner.weight)
                 owner.clock = self._clocks[name]
@@ -156,31 +174,37 @@ class FairQueue:
         if not self._tenants[name].waiting:
             del self._tenants[name]
 
-    def _shed(self, tenant: str, priority: int) -> None:
+    def _shed(self, waiting: _Waiting, priority: int) -> None:
         """Who comes next waits for those of higher priority, and for its fair share of those of its own."""
         if self._mean_interval_s is None:
             return
         higher = sum(len(one.waiting) for one in self._tenants.values() if one.priority > priority)
-        own = len(self._tenants[tenant].waiting) if tenant in self._tenants else 0
+        own = sum(one.due <= waiting.due for one in self._waiting_of(waiting.tenant))
         others = [len(one.waiting) for name, one in self._tenants.items()
-                  if one.priority == priority and name != tenant]  # fmt: skip
+                  if one.priority == priority and name != waiting.tenant]  # fmt: skip
         ahead = higher + own + sum(min(num, own + 1) for num in others)
         wait_s = (ahead + 1) * self._mean_interval_s
         if wait_s > self._max_wait_s:
             raise self._refusal(f"a place is free in about {wait_s:.0f} s", wait_s - self._max_wait_s)
 
-    def _make_room(self, tenant: str) -> None:
+    def _waiting_of(self, tenant: str) -> list[_Waiting]:
+        return self._tenants[tenant].waiting if tenant in self._tenants else []
+
+    def _make_room(self, waiting: _Waiting) -> None:
         if self._num_waiting < self._max_waiting:
             return
         most, greediest = max((len(one.waiting), name) for name, one in self._tenants.items())
-        own = len(self._tenants[tenant].waiting) if tenant in self._tenants else 0
+        own = self._waiting_of(waiting.tenant)
         refusal = self._refusal(f"{self._max_waiting} requests wait already")
-        if own + 1 >= most:
-            raise refusal
-        latest = self._tenants[greediest].waiting.pop()
+        if len(own) + 1 >= most:
+            if not own or waiting.due >= own[-1].due:
+                raise refusal
+            greediest = waiting.tenant
+        last = self._tenants[greediest].waiting.pop()
         self._drop_if_empty(greediest)
         self._count(-1)
-        latest.turn.set_exception(refusal)
+        if not last.turn.done():  # its caller has not gone away a moment ago
+            last.turn.set_exception(refusal)
 
     def _refusal(self, reason: str, retry_after_s: float | None = None) -> OverloadedError:
         metrics.router_refused.labels("queue").inc()

@@ -37,7 +37,9 @@ def forced_guide(tools: Tools) -> Guided:
 
 def forced_reading(tools: Tools) -> Reading:
     name = _only(tools)
-    return Reading(parser=lambda: ForcedParser(name), shown_token_ids=frozenset())
+    return Reading(
+        parser=lambda: ForcedParser(name), fresh_parser=lambda: ForcedParser(name), shown_token_ids=frozenset()
+    )
 
 
 def _only(tools: Tools) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
 from common import metrics
@@ -17,7 +17,7 @@ from router.serving.answer_parts import PartsParser
 from router.serving.answer_text import AnswerText
 from router.serving.demand import Demand
 from router.serving.dispatch import Dispatcher, Progress
-from router.serving.fair_queue import FairQueue
+from router.serving.fair_queue import FairQueue, name_of
 from router.serving.quotas import Quotas
 from router.serving.request import GenerationRequest, Output
 
@@ -61,12 +61,23 @@ class Generation:
         key, tenant, num_tokens = request.client, request.tenant, len(request.prompt_token_ids)
         limits = self._quotas.tenant(tenant)
         cost = num_tokens + request.sampling_params.max_tokens
-        with self._quotas.stream(key, tenant):
+        async with AsyncExitStack() as stack:
+            stack.enter_context(self._quotas.stream(key, tenant))
             self._quotas.prompt(key, tenant, num_tokens)
-            left_s = request.deadline - time.monotonic()
-            turn = self._queue.place(tenant or key, cost, left_s, priority=limits.priority, weight=limits.weight)
-            async with turn:
-                yield
+            turn = self._queue.place(
+                name_of(key, tenant),
+                cost,
+                request.deadline - time.monotonic(),
+                priority=limits.priority,
+                weight=limits.weight,
+                request_priority=request.priority,
+            )
+            try:
+                await stack.enter_async_context(turn)
+            except BaseException:
+                self._quotas.give_back(key, tenant, num_tokens)
+                raise
+            yield
 
     async def _generate(self, request: GenerationRequest, progress: Progress) -> AsyncGenerator[Output, None]:
         self._demand.prompt(len(request.prompt_token_ids))

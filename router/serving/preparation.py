@@ -25,6 +25,7 @@ from common.validation import (
 )
 from protos.baton.v1 import embed_pb2
 from router.fleet.registry import ServedModel
+from router.serving.answer_parts import Reading
 from router.serving.clients import ApiClient, CallHints
 from router.serving.conversation import Conversation, texts_of
 from router.serving.embedding import MAX_DIMENSIONS, MAX_INPUTS, EmbedRequest
@@ -216,7 +217,7 @@ class Preparation:
             session=json.dumps([client.tenant if client else "", hints.session]) if hints and hints.session else "",
             explain=hints is not None and hints.explain,
             prompt_field=prompt.field,
-            reading=prompt.reading,
+            reading=prompt.reading if prompt.guided is not None else _reading(prompt.reading, params.guided),
             sampling_field=name,
         )
 
@@ -249,6 +250,8 @@ class Preparation:
             normalize=normalize,
             cache_salt=client.cache_salt(cache_salt) if client else cache_salt,
             deadline=arrived_at + min(self._request_timeout_s, math.inf if timeout_s is None else timeout_s),
+            client=client.name if client else "",
+            tenant=client.tenant if client else "",
         )
 
 
@@ -256,6 +259,16 @@ def check_num_inputs(num_inputs: int, field: str) -> None:
     """Of texts to be embedded."""
     if not 1 <= num_inputs <= MAX_INPUTS:
         raise InvalidArgumentError(field, f"must have 1 to {MAX_INPUTS} entries, not {num_inputs}")
+
+
+def _reading(reading: Reading | None, guided: Guided | None) -> Reading | None:
+    """Of an answer whose form the client gives: reasoning that the prompt began has no room in it, and neither have
+    calls if it is JSON or a choice."""
+    if reading is None or guided is None:
+        return reading
+    if guided.json_schema or guided.json_object or guided.choice:
+        return None
+    return replace(reading, parser=reading.fresh_parser)
 
 
 def _num_logprobs(sampling: Given, name: str) -> int:

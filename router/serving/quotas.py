@@ -9,9 +9,10 @@ From a YAML file, read again when it changes (`--limits-file`):
     tenants:                     # of all keys of a tenant together, beside each key's own
       research: {tokens_per_second: 100000, weight: 2, priority: 1}
 
-What is left out is not limited. A request counts when it comes, its prompt's tokens before they are computed, and the
-answer's tokens as they come; an answer that has begun goes on, and who is in debt waits longer for the next. `weight`
-and `priority` are for the queue (`fair_queue`).
+What is left out is not limited. A request counts when it comes, each further answer to it as one more, its prompt's
+tokens before they are computed, and the answer's tokens as they come; an answer that has begun goes on, and who is in
+debt waits longer for the next. Tokens of a prompt that no worker was asked for are given back. `weight` and `priority`
+are for the queue (`fair_queue`).
 """
 
 from __future__ import annotations
@@ -86,15 +87,22 @@ class Quotas:
         """One came. Raises `OverloadedError` if it is one too many."""
         self._charge("requests_per_second", "requests", key, tenant, 1)
 
+    def more_requests(self, key: str, tenant: str, num: int) -> None:
+        """One that was let in is `num` more of them: they count, whether or not they were left, since a body that is
+        larger than a bucket would never find it full enough."""
+        self._take("requests_per_second", key, tenant, num)
+
     def prompt(self, key: str, tenant: str, num_tokens: int) -> None:
         """So many tokens are about to be computed. Raises `OverloadedError` if they are too many."""
         self._charge("tokens_per_second", "tokens", key, tenant, num_tokens)
 
     def answered(self, key: str, tenant: str, num_tokens: int) -> None:
         """So many tokens of an answer came: they count, whether or not they were left."""
-        now = self._clock()
-        for _, bucket in self._buckets_of("tokens_per_second", key, tenant, now):
-            bucket.take(num_tokens, now)
+        self._take("tokens_per_second", key, tenant, num_tokens)
+
+    def give_back(self, key: str, tenant: str, num_tokens: int) -> None:
+        """So many tokens of `prompt` were not computed after all."""
+        self._take("tokens_per_second", key, tenant, -num_tokens)
 
     @contextlib.contextmanager
     def stream(self, key: str, tenant: str) -> Iterator[None]:
@@ -122,6 +130,11 @@ class Quotas:
                 metrics.router_refused.labels(what).inc()
                 raise OverloadedError(f"this {kind} may ask for {bucket.rate:g} {what} a second", wait_s)
         for _, bucket in found:
+            bucket.take(num, now)
+
+    def _take(self, field: str, key: str, tenant: str, num: int) -> None:
+        now = self._clock()
+        for _, bucket in self._buckets_of(field, key, tenant, now):
             bucket.take(num, now)
 
     def _limits_of(self, key: str, tenant: str) -> list[tuple[str, str, Limits]]:

@@ -82,6 +82,8 @@ class FakeWorker(
         # What was seen.
         self.requests: list[decode_pb2.DecodeRequest] = []
         self.embedded: list[embed_pb2.EmbedTokensRequest] = []
+        self.most_embedding = 0  # at a time
+        self._num_embedding = 0
         self.cancelled = asyncio.Event()
         self.asked = asyncio.Event()
         self.deadlines: list[float | None] = []
@@ -192,7 +194,11 @@ class FakeWorker(
     ) -> embed_pb2.EmbedTokensResponse:
         """(number of tokens, the first of them, 0.5, ...)"""
         self.embedded.append(request)
+        self._num_embedding += 1
+        self.most_embedding = max(self.most_embedding, self._num_embedding)
         await self._refuse(context)
+        await asyncio.sleep(self.delay_s)
+        self._num_embedding -= 1
         tokens = request.prompt_token_ids
         return embed_pb2.EmbedTokensResponse(values=[len(tokens), tokens[0], 0.5], cached_tokens=1)
 

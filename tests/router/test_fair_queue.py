@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from common.errors import DeadlineError, OverloadedError
-from router.serving.fair_queue import FairQueue
+from router.serving.fair_queue import FairQueue, name_of
 
 
 class Clock:
@@ -144,3 +144,38 @@ async def test_who_goes_away_leaves_no_hole() -> None:
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(runner.queue.place("z", 1))
     assert runner.queue._num_running == runner.queue.num_waiting == 0
+
+
+async def test_a_full_queue_takes_nothing_from_who_is_about_to_leave() -> None:
+    runner = Runner(FairQueue(1, max_waiting=2))
+    for name in ("a1", "a2", "a3"):
+        await runner.add(name)
+    runner.tasks["a3"].cancel()  # it has not noticed yet when the next one comes
+    async with asyncio.timeout(5):
+        task = asyncio.create_task(runner.add("b1"))
+        await task
+    assert not runner.tasks["b1"].done()
+    assert await runner.end_all() == ["a1", "b1", "a2"]
+    assert runner.queue._num_running == runner.queue.num_waiting == 0
+
+
+async def test_requests_of_a_tenant_go_by_their_own_priority() -> None:
+    clock = Clock()
+    runner = Runner(FairQueue(1, max_waiting=4, clock=clock))
+    await runner.add("a1")
+    await runner.add("a2")
+    await runner.add("a3", request_priority=-1)
+    await runner.add("b1")
+    clock.now = 11  # whoever waits for more than ten seconds is not overtaken by a step
+    await runner.add("a4", request_priority=-1)
+    await runner.add("a5", request_priority=-2)
+    with pytest.raises(OverloadedError):
+        await runner.tasks["a4"]
+    await runner.add("a6", request_priority=5)
+    with pytest.raises(OverloadedError):
+        await runner.tasks["a6"]
+    assert await runner.end_all() == ["a1", "b1", "a3", "a5", "a2"]
+
+
+def test_a_key_is_not_the_tenant_of_its_name() -> None:
+    assert name_of("lab", "") != name_of("ann", "lab") == name_of("bob", "lab")

@@ -159,3 +159,68 @@ async def test_a_router_with_one_place_answers_one_after_another(
         posts = [client.post(f"{router.url}/v1/completions", json=body, timeout=30) for _ in range(5)]
         codes = sorted(answer.status_code for answer in await asyncio.gather(*posts))
     assert codes == [200, 200, 200, 429, 429]
+
+
+async def test_each_answer_counts_and_so_does_tokenizing(
+    start_worker: StartWorker, start_router: StartRouter, tmp_path: Path
+) -> None:
+    limits = tmp_path / "limits.yaml"
+    limits.write_text("default: {requests_per_second: 0.5}\n")
+    router = await start_router(await start_worker(), limits_file=str(limits))
+    body = {"model": "tiny", "prompt": ["a", "b", "c"], "n": 2, "max_tokens": 2}
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        first = await client.post("/v1/completions", json=body, timeout=30)
+        assert first.status_code == 200, "a bucket that is full takes a request of any size"
+        later = await client.post("/v1/completions", json=body, timeout=30)
+        assert (later.status_code, int(later.headers["retry-after"]) >= 10) == (429, True)
+        for path, content in (("/tokenize", {"text": "a"}), ("/detokenize", {"token_ids": [1]})):
+            assert (await client.post(path, json=content)).status_code == 429
+    for call in (
+        router.inference.Tokenize(inference_pb2.TokenizeRequest(text="a")),
+        router.inference.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[1])),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_who_gets_no_place_keeps_its_tokens(
+    start_worker: StartWorker, start_router: StartRouter, tmp_path: Path
+) -> None:
+    limits = tmp_path / "limits.yaml"
+    limits.write_text("default: {tokens_per_second: 20}\n")
+    worker = await start_worker()
+    worker.hang_after = 1
+    router = await start_router(worker, limits_file=str(limits), max_running=1, max_queue_wait=0.05)
+    body = {"model": "tiny", "prompt": [5] * 10, "max_tokens": 8}
+    running = asyncio.create_task(router.openai.completions.create(**body))  # type: ignore[call-overload]
+    await worker.asked.wait()
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        for number in range(6):
+            path, content = ("/v1/completions", body) if number % 2 else ("/v1/embeddings", {"input": [[5] * 8] * 2})
+            refused = await client.post(path, json=content, timeout=30)
+            assert "waited 0.05 s" in refused.json()["error"]["message"]
+    running.cancel()
+
+
+async def test_embeddings_count(start_worker: StartWorker, start_router: StartRouter, tmp_path: Path) -> None:
+    keys, limits = tmp_path / "keys", tmp_path / "limits.yaml"
+    keys.write_text("key-a name=ann\nkey-b name=bob\n")
+    limits.write_text("keys: {ann: {tokens_per_second: 5}, bob: {streams: 1}}\n")
+    worker = await start_worker()
+    router = await start_router(worker, api_keys_file=str(keys), limits_file=str(limits), max_running=1)
+
+    async def embed(key: str, *inputs: list[int]) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=router.url) as client:
+            headers = {"Authorization": f"Bearer {key}"}
+            return await client.post("/v1/embeddings", json={"input": inputs}, headers=headers, timeout=30)
+
+    assert (await embed("key-a", [1] * 30, [2] * 30)).status_code == 200
+    refused = await embed("key-a", [1])
+    assert (refused.status_code, int(refused.headers["retry-after"]) >= 9) == (429, True)
+    worker.delay_s, worker.asked = 0.1, asyncio.Event()
+    codes = [answer.status_code for answer in await asyncio.gather(*(embed("key-b", [1]) for _ in range(3)))]
+    assert sorted(codes) == [200, 429, 429]
+    worker.most_embedding = 0
+    assert (await embed("key-b", [1], [2], [3], [4])).status_code == 200
+    assert worker.most_embedding == 1, "each input has its turn"

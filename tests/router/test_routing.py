@@ -65,13 +65,13 @@ async def test_a_tenant_sees_its_own_decisions(
     start_worker: StartWorker, start_router: StartRouter, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("key-a name=ann tenant=a\nkey-b name=bob tenant=b\nkey-o name=operator\n")
+    keys.write_text("key-a name=ann tenant=a\nkey-b name=bob tenant=b\nkey-n name=none\nkey-o name=ops operator=true\n")
     router = await start_router(await start_worker(), api_keys_file=str(keys))
-    for key in ("key-a", "key-b"):
+    for key in ("key-a", "key-b", "key-n"):
         await complete(router, {"Authorization": f"Bearer {key}"})
-    seen = {key: (await decisions(router, key=key)).json()["decisions"] for key in ("key-a", "key-b", "key-o")}
+    seen = {key: (await decisions(router, key=key)).json()["decisions"] for key in ("key-a", "key-b", "key-n", "key-o")}
     assert {key: [one["client"] for one in made] for key, made in seen.items()} == {
-        "key-a": ["ann"], "key-b": ["bob"], "key-o": ["bob", "ann"],
+        "key-a": ["ann"], "key-b": ["bob"], "key-n": ["none"], "key-o": ["none", "bob", "ann"],
     }  # fmt: skip
     assert (await decisions(router)).status_code == 401
 

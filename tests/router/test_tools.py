@@ -174,6 +174,11 @@ def called(**changes: object) -> dict[str, object]:
         ({"tools": tools(), "tool_choice": "maybe"}, "tool_choice"),
         ({"tools": tools(), "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tools": tools(), "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),
+        (
+            {"tools": tools(), "tool_choice": {"type": "function", "function": {"name": ""}}},
+            "tool_choice.function.name",
+        ),
+        ({"messages": [{"role": "user", "content": "x", "name": "a b"}]}, "messages[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),
         (called(arguments="[]"), "messages[1].tool_calls[0].function.arguments"),
         (called(arguments="{"), "messages[1].tool_calls[0].function.arguments"),
@@ -220,6 +225,7 @@ async def test_over_grpc(router: RunningRouter, worker: FakeWorker) -> None:
     for change, field in (
         (inference_pb2.ChatRequest(tools=[inference_pb2.Tool(name="f", parameters="[]")]), "tools[0].parameters"),
         (inference_pb2.ChatRequest(tool_choice=inference_pb2.ToolChoice(name="g")), "tool_choice"),
+        (inference_pb2.ChatRequest(tool_choice=inference_pb2.ToolChoice(name="")), "tool_choice.name"),
         (inference_pb2.ChatRequest(chat_template_kwargs="{"), "chat_template_kwargs"),
     ):
         change.messages.add(role="user", content="x")
@@ -252,6 +258,39 @@ async def test_usage_so_far(router: RunningRouter) -> None:
     assert counts[-1] == 20
 
 
+@pytest.mark.parametrize(
+    ("form", "content", "reasoning"),
+    [
+        ({}, None, '{"x": 1}'),
+        ({"response_format": {"type": "json_object"}}, '{"x": 1}', None),
+        ({"guided_regex": ".*"}, '{"x": 1}', None),
+    ],
+)
+async def test_an_answer_of_a_form_does_not_go_on_with_the_prompt_s_reasoning(
+    start_worker: StartWorker,
+    start_router: StartRouter,
+    form: dict[str, object],
+    content: str | None,
+    reasoning: str | None,
+) -> None:
+    worker = await start_worker()
+    worker.chat_template = chat_templates.THINKS_AT_ONCE
+    worker.answer = ids_of('{"x": 1}')
+    router = await start_router(worker)
+    answer = await router.openai.chat.completions.create(model="tiny", messages=ASK, extra_body=form)
+    message = answer.choices[0].message
+    assert (message.content or None, getattr(message, "reasoning_content", None)) == (content, reasoning)
+
+
+async def test_names_of_speakers_are_for_the_template(start_worker: StartWorker, start_router: StartRouter) -> None:
+    worker = await start_worker()
+    worker.chat_template = "{% for message in messages %}{{ message.name }}: {{ message.content }}{% endfor %}"
+    router = await start_router(worker)
+    messages: Any = [{"role": "user", "content": "Hello", "name": "ann"}]
+    await router.openai.chat.completions.create(model="tiny", messages=messages)
+    assert prompt_of(worker) == "ann: Hello"
+
+
 TWO_TOOLS: Any = [TOOL, {"type": "function", "function": {"name": "g", "strict": True}}]
 
 
@@ -282,7 +321,7 @@ async def test_a_named_tool(router: RunningRouter, worker: FakeWorker) -> None:
     assert [call.function.name for call in deltas if call.id and call.function] == ["f"]
     assert "".join(call.function.arguments or "" for call in deltas if call.function) == '{"x": 1}'
     assert len(deltas) > 2
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert chunks[-1].choices[0].finish_reason == "stop", "as OpenAI has it for a tool that was named"
     assert json.loads(worker.requests[-1].sampling_params.guided.json_schema) == TOOL["function"]["parameters"]
 
 

@@ -108,7 +108,7 @@ class Answer:
             logprobs = None if choice.logprobs is None else choice.logprobs.joined()
             formatted = self._format.whole(index, choice.whole, logprobs)
             of_prompt = {} if self._format.has_one_prompt else _of_prompt(choice)
-            choices.append({**formatted, **of_prompt, **_end(choice.last)})
+            choices.append({**formatted, **of_prompt, **self._end(choice.last)})
         return {
             **self._head(self._format.whole_object),
             "choices": choices,
@@ -194,13 +194,13 @@ class Answer:
             return b""
         if output.finish_reason is not None:
             choice.last = output
-        return self._chunk({**self._format.piece(index, output, logprobs), **_end(choice.last)})
+        return self._chunk({**self._format.piece(index, output, logprobs), **self._end(choice.last)})
 
     def _text_chunk(self, index: int, choice: _Choice, text: str) -> bytes:
         """As `_chunk`, for the pieces that an answer mostly consists of: they differ in their text alone."""
         if choice.frame is None:
             output = Output(text=TEXT_MARK, tokens=[])
-            chunk = self._chunk({**self._format.piece(index, output, None), **_end(None)})
+            chunk = self._chunk({**self._format.piece(index, output, None), **self._end(None)})
             head, _, tail = chunk.rpartition(msgspec.json.encode(TEXT_MARK))  # no client's word is behind the text
             choice.frame = (head, tail)
         head, tail = choice.frame
@@ -239,6 +239,11 @@ class Answer:
         of_prompt["text_offset"] = choice.echo.offsets(scores, tokenizer)
         return _joined(of_prompt, logprobs)
 
+    def _end(self, last: Output | None) -> JsonObject:
+        if last is None or last.finish_reason is None:
+            return {"finish_reason": None}
+        return {"finish_reason": self._format.finish_reason(last.finish_reason), "stop_reason": last.stop_reason}
+
     def _usage(self) -> JsonObject:
         usages = [choice.last.usage for choice in self._choices if choice.last and choice.last.usage]
         return usage(usages, self._num_choices)
@@ -265,12 +270,6 @@ def _joined(first: JsonObject, second: JsonObject) -> JsonObject:
 
 def _of_prompt(choice: _Choice) -> JsonObject:
     return {} if choice.prompt_logprobs is None else choice.prompt_logprobs.joined()
-
-
-def _end(last: Output | None) -> JsonObject:
-    if last is None or last.finish_reason is None:
-        return {"finish_reason": None}
-    return {"finish_reason": last.finish_reason.value, "stop_reason": last.stop_reason}
 
 
 def _sse(content: JsonObject) -> bytes:

@@ -38,6 +38,7 @@ from router.api.rest.schema import (
     parse,
     schemas,
 )
+from router.api.rest.tools import NamedTool
 from router.fleet.registry import ServedModel
 from router.serving.clients import CallHints, call_hints
 from router.serving.decisions import MAX_DECISIONS
@@ -127,11 +128,12 @@ class _Gateway:
     async def chat(self, request: Request) -> Response:
         arrived_at = time.monotonic()
         body = parse(ChatBody, await self._read(request))
+        chat_format = ChatFormat(is_named_call=isinstance(body.tool_choice, NamedTool))
 
         async def prompts(model: ServedModel) -> list[Prompt]:
             return [await self._front.preparation.chat_prompt(model, body.conversation())]
 
-        return await self._generate(request, body, prompts, self._answer_maker(body, ChatFormat()), arrived_at)
+        return await self._generate(request, body, prompts, self._answer_maker(body, chat_format), arrived_at)
 
     async def responses(self, request: Request) -> Response:
         arrived_at = time.monotonic()
@@ -274,6 +276,7 @@ class _Gateway:
                 for index in range(body.num_candidates)
             ]
             places.enter_context(self._front.admission.gate.requests(client.name if client else "", len(choices) - 1))
+            self._front.admission.charge_more(client, len(choices) - 1)
             answer = make_answer(choices, request_id)
             if not body.stream:
                 yield msgspec.json.encode(await answer.whole())
@@ -306,6 +309,7 @@ class _Gateway:
 
     async def tokenize(self, request: Request) -> Response:
         body = parse(TokenizeBody, await self._read(request))
+        self._front.admission.charge(current_client.get())
         model = self._front.admission.served()
         check_model(body.model or "", model.limits)
         name = "prompt" if body.text is None else "text"
@@ -316,6 +320,7 @@ class _Gateway:
 
     async def detokenize(self, request: Request) -> Response:
         body = parse(DetokenizeBody, await self._read(request))
+        self._front.admission.charge(current_client.get())
         model = self._front.admission.served()
         check_model(body.model or "", model.limits)
         skip = body.skip_special_tokens is not False
@@ -328,12 +333,12 @@ class _Gateway:
         return json_response({"status": "ok"})
 
     async def decisions(self, request: Request) -> Response:
-        """A key of a tenant sees the decisions of that tenant's requests."""
+        """A key sees the decisions of its tenant's requests, an operator's those of all."""
         given = request.query_params.get("limit", str(DEFAULT_DECISIONS))
         if not (given.isascii() and given.isdecimal() and 1 <= int(given[:6]) <= MAX_DECISIONS):
             raise InvalidArgumentError("limit", f"must be a number from 1 to {MAX_DECISIONS}")
         client = current_client.get()
-        tenant = client.tenant if client and client.tenant else None
+        tenant = None if client is None or client.is_operator else client.tenant
         made = self._front.decisions.latest(int(given), tenant)
         return json_response({"decisions": [dataclasses.asdict(decision) for decision in made]})
 

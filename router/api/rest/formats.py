@@ -8,7 +8,7 @@ from typing import Protocol
 
 from google.protobuf.message import Message
 
-from common.types import SampledToken
+from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
 from router.api.rest.tools import WholeCalls, delta_json
 from router.serving.request import Output
@@ -44,6 +44,8 @@ class AnswerFormat(Protocol):
         """`text_offset`: characters of this choice's text before the first of `tokens`."""
         ...
 
+    def finish_reason(self, reason: FinishReason) -> FinishReason: ...
+
     def opening(self, index: int) -> JsonObject | None:
         """The choice of a stream's first chunk, if it has one without text."""
         ...
@@ -62,6 +64,15 @@ class ChatFormat:
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     has_one_prompt = True
+
+    def __init__(self, *, is_named_call: bool = False) -> None:
+        """`is_named_call`: the client named the tool that the answer calls."""
+        self._is_named_call = is_named_call
+
+    def finish_reason(self, reason: FinishReason) -> FinishReason:
+        """As OpenAI has it, a call that the client named is no reason."""
+        is_its_own = reason is FinishReason.TOOL_CALLS and self._is_named_call
+        return FinishReason.STOP if is_its_own else reason
 
     def logprobs(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer, text_offset: int) -> JsonObject:
         del text_offset
@@ -104,6 +115,9 @@ class CompletionFormat:
     whole_object = "text_completion"
     chunk_object = "text_completion"
     has_one_prompt = False
+
+    def finish_reason(self, reason: FinishReason) -> FinishReason:
+        return reason
 
     def logprobs(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer, text_offset: int) -> JsonObject:
         texts = [_token_text(token.token_id, tokenizer) for token in tokens]

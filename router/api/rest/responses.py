@@ -90,6 +90,8 @@ class ResponseAnswer:
             if not started:
                 raise
             self.failure = as_baton(error)
+            for item in self._items[-1:]:
+                item.is_whole = False
             yield self._event("response.failed", {"response": self._response("failed")})
             return
         status = self._status()

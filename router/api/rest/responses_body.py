@@ -80,6 +80,10 @@ class TextOptions(Body, kw_only=True):
     verbosity: Given = UNSET
 
 
+class ResponseStreamOptions(Body, kw_only=True):
+    include_obfuscation: Given = UNSET  # of no use: without it, what a network shows of lengths
+
+
 class Reasoning(Body, kw_only=True):
     effort: Given = UNSET
     summary: Given = UNSET
@@ -100,7 +104,7 @@ class ResponsesBody(Body, kw_only=True):
     truncation: str | None = None
     reasoning: Reasoning | None = None
     metadata: dict[str, str] | None = None
-    stream_options: Given = UNSET
+    stream_options: ResponseStreamOptions | None = None
     include: Given = UNSET
     top_logprobs: Given = UNSET
 
@@ -143,6 +147,8 @@ class ResponsesBody(Body, kw_only=True):
                 raise InvalidArgumentError(name, "is not supported")
         if asks(self.include):
             raise InvalidArgumentError("include", "must be empty: there is nothing more to include")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidArgumentError("stream_options", "is only allowed with stream")
         if self.truncation not in (None, "disabled"):
             raise InvalidArgumentError("truncation", 'only "disabled" is supported')
         for name in ("effort", "summary", "generate_summary"):
@@ -215,6 +221,8 @@ class ResponsesBody(Body, kw_only=True):
         if isinstance(choice, ResponseToolChoice):
             if choice.type != "function":
                 raise InvalidArgumentError("tool_choice.type", f'must be "function", not {choice.type!r}')
+            if not choice.name:
+                raise InvalidArgumentError("tool_choice.name", "must not be empty")
             return make_tools(tools, "tools", choice="required", named=choice.name, parallel=parallel)
         return make_tools(tools, "tools", choice=choice or "auto", parallel=parallel)
 

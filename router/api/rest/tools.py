@@ -76,6 +76,8 @@ def chat_tools(given: Sequence[FunctionTool], choice: str | NamedTool | None, *,
             raise InvalidArgumentError("tool_choice.type", f'must be "function", not {choice.type!r}')
         if choice.function is None:
             raise InvalidArgumentError("tool_choice.function", "is required")
+        if not choice.function.name:
+            raise InvalidArgumentError("tool_choice.function.name", "must not be empty")
         named, choice = choice.function.name, "required"
     return make_tools(tools, "tools", choice=choice or "auto", named=named, parallel=parallel)
 
