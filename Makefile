@@ -48,15 +48,15 @@ demo: $(STAMP) kernels ## Start a router, a prefill and a decode worker, ask the
 up: $(STAMP) kernels ## Run a stack until Ctrl-C
 	@$(BIN)/baton up --hints
 
-# One process more than cores: many tests wait more than they compute. A file stays together, for what its tests share.
-PYTEST := $(BIN)/python -m pytest --numprocesses=3 --dist=loadfile
+# More processes than cores: many tests wait more than they compute. A file stays together, for what its tests share.
+PYTEST := $(BIN)/python -m pytest --dist=loadfile
 OTHER_TARGETS := not clients and not gpu and not kube and not faults and not abuse
 
 test: $(STAMP) kernels ## Run the quick tests: all pure ones, and one real stack (4 minutes on two cores)
-	@$(PYTEST) -m "not slow and not integration and $(OTHER_TARGETS)" tests
+	@$(PYTEST) --numprocesses=4 -m "not slow and not integration and $(OTHER_TARGETS)" tests
 
 test-slow: $(STAMP) kernels ## Run those that `make test` leaves out: real processes in every way a request can go
-	@$(PYTEST) -m "(slow or integration) and $(OTHER_TARGETS)" tests
+	@$(PYTEST) --numprocesses=3 -m "(slow or integration) and $(OTHER_TARGETS)" tests
 
 test-all: test test-slow ## Both
 
@@ -69,7 +69,7 @@ test-models: $(STAMP) kernels ## Compare every decoder of transformers that can 
 test-faults: $(STAMP) ## Run the whole fault matrix: every process, moment and fault (root for cuts and full disks)
 	@$(BIN)/python -m pytest -v tests/faults
 
-test-abuse: $(STAMP) kernels ## Be rude to a real stack: fuzzers for ABUSE_SECONDS (600), ABUSE_CANCELS (10000) requests cancelled
+test-abuse: $(STAMP) kernels ## Be rude to a real stack: each of four fuzzers for ABUSE_SECONDS (600), ABUSE_CANCELS (10000) requests cancelled
 	@$(BIN)/python -m pytest tests/abuse
 
 test-clients: $(STAMP) kernels clients ## Ask a real stack by stock clients: the official one of OpenAI

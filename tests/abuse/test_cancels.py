@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -11,10 +10,10 @@ import grpc
 import httpx
 
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from tests.abuse.conftest import ABUSE_CANCELS
 from tests.abuse.rude import Target, at_once, channel, metadata
 from tests.abuse.vitals import Vitals
 
-ABUSE_CANCELS = int(os.environ.get("ABUSE_CANCELS", "10000"))
 AT_A_TIME = 16
 WARM_UP = 200
 GROWTH_MIB = 16.0  # what malloc's pages differ by

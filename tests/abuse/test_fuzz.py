@@ -43,6 +43,7 @@ ROUTER = [
 WORKER = [service(worker_pb2, "WorkerService"), HEALTH, REFLECTION]
 PREFILL = [*WORKER, service(prefill_pb2, "PrefillService")]
 DECODE = [*WORKER, service(decode_pb2, "DecodeService")]
+PORTS = {"grpc": ROUTER, "prefill": PREFILL, "decode": DECODE}
 NOT_ASKED = ("Drain",)  # does what it is for
 
 LITTLE = types_pb2.SamplingParams(max_tokens=3)
@@ -51,6 +52,7 @@ RIGHT: dict[str, Callable[[Target], Message]] = {
     "Chat": lambda _: inference_pb2.ChatRequest(
         messages=[inference_pb2.ChatMessage(role="user", content="Hello")], sampling_params=LITTLE
     ),
+    "Embed": lambda _: inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput(text="Hello")]),
     "Decode": lambda target: decode_pb2.DecodeRequest(
         request_id="r", prompt_token_ids=[5] * 40, sampling_params=LITTLE, prefill_addresses=[target.prefill]
     ),
@@ -78,12 +80,12 @@ def messages_to(rng: random.Random, method: MethodDescriptor, target: Target) ->
     return found
 
 
-@pytest.mark.parametrize(("port", "services"), [("grpc", ROUTER), ("prefill", PREFILL), ("decode", DECODE)])
+@pytest.mark.parametrize(("port", "services"), PORTS.items())
 def test_protos(
     target: Target, vitals: Vitals, fuzz_seconds: float, port: str, services: list[ServiceDescriptor]
 ) -> None:
     methods = [m for s in services for m in s.methods if m.name not in NOT_ASKED]
-    end, codes = time.monotonic() + fuzz_seconds * 2 / 3, Counter[grpc.StatusCode]()
+    end, codes = time.monotonic() + fuzz_seconds / len(PORTS), Counter[grpc.StatusCode]()
 
     def ask(seed: int) -> None:
         rng = random.Random(seed)

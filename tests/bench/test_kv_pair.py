@@ -18,6 +18,8 @@ from tests.nixl import needs_nixl
 
 SPEC = KVCacheSpec(model_id="tiny", num_layers=2, num_kv_heads=1, head_dim=16, block_size=16, dtype="bfloat16")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def no_process_left() -> object:
@@ -56,7 +58,6 @@ def test_every_system_takes_its_turns(tmp_path: Path) -> None:
     assert reasons == {}
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("no_process_left")
 def test_a_failed_transfer_ends_the_measurement_with_its_reason(tmp_path: Path) -> None:
     """The producer's blocks are there, but not in time."""
@@ -66,7 +67,6 @@ def test_a_failed_transfer_ends_the_measurement_with_its_reason(tmp_path: Path) 
         list(measure_pair(config))
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("no_process_left")
 def test_whoever_stops_listening_ends_both_processes(tmp_path: Path) -> None:
     files = ("shared_storage", ConnectorConfig(section={"kv_dir": str(tmp_path)}))

@@ -67,10 +67,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("dtype", "itemsize", "kernels"),
     [
-        ("bfloat16", 2, "auto"),
+        pytest.param("bfloat16", 2, "auto", marks=pytest.mark.slow),
         pytest.param("bfloat16", 2, "torch", marks=pytest.mark.slow),
         pytest.param("float32", 4, "auto", marks=pytest.mark.slow),
-        ("float32", 4, "torch"),
+        pytest.param("float32", 4, "torch", marks=pytest.mark.slow),
     ],
 )
 def test_peak_memory(tmp_path: Path, large: Path, dtype: str, itemsize: int, kernels: str) -> None:

@@ -18,7 +18,11 @@ from tests.helm.chart import CHART, HELM, MODES, Object, arguments, find, helm, 
 
 pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not installed")
 
-KUBERNETES = ("1.31.0", "1.34.0", "1.37.0")
+KUBERNETES = (
+    pytest.param("1.31.0", marks=pytest.mark.slow),
+    pytest.param("1.34.0", marks=pytest.mark.slow),
+    "1.37.0",
+)
 FILES = (None, "values-laptop.yaml", "values-gpu-fleet.yaml")
 GOLDEN = Path(__file__).parent / "golden"
 ROLES = ("prefill", "decode")

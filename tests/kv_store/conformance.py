@@ -27,6 +27,12 @@ SPEC = KVCacheSpec(
     model_id="conformance", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="bfloat16"
 )  # 768 bytes per block
 LARGE_SPEC = replace(SPEC, num_layers=32, num_kv_heads=8, head_dim=64, block_size=16)  # 1 MiB per block
+TP_DEGREES = [  # of the producer and the consumer
+    (1, 2),
+    (2, 1),
+    (4, 2),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 1), (2, 2), (4, 4), (1, 4), (4, 1), (2, 4))),
+]
 WIDE_SPEC = replace(SPEC, num_kv_heads=4)  # that of a whole block, for workers of several ranks
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PATIENCE_S = 60.0  # until a test gives up; nothing is expected to take that long
@@ -345,8 +351,7 @@ class ConnectorConformance:
             for rank in worker.ranks:
                 rank.connector.close()
 
-    @pytest.mark.parametrize("consumer_tp", [1, 2, 4])
-    @pytest.mark.parametrize("producer_tp", [1, 2, 4])
+    @pytest.mark.parametrize(("producer_tp", "consumer_tp"), TP_DEGREES)
     def test_tensor_parallel_degrees(
         self, ranked: Callable[[str, int, int], RankedWorker], producer_tp: int, consumer_tp: int
     ) -> None:

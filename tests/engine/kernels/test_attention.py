@@ -115,12 +115,13 @@ def test_block_sizes(variant: str, block_size: int) -> None:
 
 
 @best_and_slow_other_variants
+@pytest.mark.parametrize("longest", [1024, pytest.param(8190, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_long_contexts(variant: str, dtype: torch.dtype) -> None:
-    """One token after 1 to 8,191 others: its context is split from 513 tokens on."""
+def test_long_contexts(variant: str, dtype: torch.dtype, longest: int) -> None:
+    """One token after as many others: its context is split from 513 tokens on."""
     case = Case(variant, num_blocks=520, dtype=dtype, num_heads=3, num_kv_heads=1)
     done = 0
-    for context in (1, 62, 64, 66, 510, 512, 514, 1024, 8190):
+    for context in (1, 62, 64, 66, 510, 512, 514, longest):
         case.step({0: context - done})
         case.step({0: 1})
         done = context + 1
