@@ -32,7 +32,8 @@ def draw(record: Record, latencies: Latencies, path: Path, title: str) -> None:
     for axes in (above, below):
         axes.grid(alpha=0.3, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=130)
     plt.close(figure)
