@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -48,8 +49,9 @@ class SampledToken:
 class KVCacheSpec:
     """Shape of one KV block, and whose bytes it holds.
 
-    The cache is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`; index 0 of the third
-    axis is K (after rotary embedding), 1 is V. `num_layers` and `num_kv_heads` are those of this shard.
+    The cache is one tensor `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`. With two planes
+    index 0 of the third axis is K (after rotary embedding), 1 is V; the one plane of latent attention (MLA) holds
+    what both are computed from. `num_layers` and `num_kv_heads` are those of this shard.
     """
 
     model_id: str  # identity of the weights, see `common.model_files.model_identity`
@@ -58,6 +60,7 @@ class KVCacheSpec:
     head_dim: int
     block_size: int  # tokens
     dtype: str  # "float32", "bfloat16", "float16"
+    num_planes: int = 2  # K and V; 1: a latent
     tp_size: int = 1
     tp_rank: int = 0
 
@@ -69,11 +72,11 @@ class KVCacheSpec:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, all layers, K and V."""
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * self.itemsize
+        return math.prod(self.block_shape) * self.itemsize
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        return (self.num_layers, self.num_planes, self.num_kv_heads, self.block_size, self.head_dim)
 
     def fingerprint(self) -> str:
         """32 hex digits; equal if two workers' blocks hold the same bytes for the same tokens.
@@ -88,7 +91,8 @@ class KVCacheSpec:
 
     def _digest(self, dtype: str) -> str:
         whole_heads = self.num_kv_heads * self.tp_size
-        parts = ("kv1", self.model_id, self.num_layers, whole_heads, self.head_dim, self.block_size, dtype)
+        kind = "kv1" if self.num_planes == 2 else f"kv1 of {self.num_planes}"
+        parts = (kind, self.model_id, self.num_layers, whole_heads, self.head_dim, self.block_size, dtype)
         return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=16).hexdigest()
 
 

@@ -44,7 +44,7 @@ def _nothing() -> None:
 
 
 class ModelRunner:
-    """`kv_cache` is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, in the dtype that was chosen."""
+    """`kv_cache` is `[num_blocks, *spec.block_shape]`, in the dtype that was chosen."""
 
     spec: KVCacheSpec
     kv_cache: torch.Tensor
@@ -88,6 +88,7 @@ class ModelRunner:
             head_dim=self._model.head_dim,
             block_size=settings.block_size,
             dtype=chosen.dtype,
+            num_planes=1 if self._model.latent_value_dim else 2,
         )
         self.num_blocks = self._num_blocks(settings)
         self.max_model_len = _fit_max_model_len(self.max_model_len, self.num_blocks, settings)
@@ -98,6 +99,7 @@ class ModelRunner:
             softmax_scale=self._model.softmax_scale,
             windows=self._model.windows,
             soft_cap=self._model.soft_cap,
+            value_dim=self._model.latent_value_dim,
         )
         self._attention = attention_backend(self.kv_cache, self.spec, shape, attention, self._kernels)
         log.info(

@@ -25,8 +25,8 @@ class CacheView:
         self.device = cache.device
         # [num_blocks, block_bytes] uint8, the cache's own memory
         self.rows = cache.detach().view(-1).view(torch.uint8).view(self.num_blocks, self.block_bytes)
-        # the same as [num_blocks, num_layers * 2, num_kv_heads, bytes of a head]
-        self.heads = self.rows.view(self.num_blocks, spec.num_layers * 2, spec.num_kv_heads, -1)
+        # the same as [num_blocks, num_layers * num_planes, num_kv_heads, bytes of a head]
+        self.heads = self.rows.view(self.num_blocks, spec.num_layers * spec.num_planes, spec.num_kv_heads, -1)
 
     @property
     def is_on_host(self) -> bool:

@@ -1,7 +1,8 @@
 """Checksums of P2P blocks: one for each KV head, so that whoever holds some of the heads can verify those.
 
-A head's checksum is the XXH3-64 of its bytes in the block, `[num_layers, 2, block_size, head_dim]`. A reference carries
-those of all heads of the model in order, whatever the tensor-parallel degree of the worker that announces it.
+A head's checksum is the XXH3-64 of its bytes in the block, `[num_layers, num_planes, block_size, head_dim]`. A
+reference carries those of all heads of the model in order, whatever the tensor-parallel degree of the worker that
+announces it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 def head_checksums(block: Bytes, spec: KVCacheSpec) -> tuple[int, ...]:
     """Of each head of one rank's block, `[block_bytes]`, in host memory."""
-    by_head = block.reshape(spec.num_layers * 2, spec.num_kv_heads, -1)
+    by_head = block.reshape(spec.num_layers * spec.num_planes, spec.num_kv_heads, -1)
     return tuple(
         xxhash.xxh3_64_intdigest(np.ascontiguousarray(by_head[:, head]).data) for head in range(spec.num_kv_heads)
     )

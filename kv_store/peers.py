@@ -45,7 +45,7 @@ def decode_peer(data: bytes) -> PeerInfo:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TransferError(f"peer: not a description of a connector: {error}") from error
     spec = info.spec
-    positive = ("num_layers", "num_kv_heads", "head_dim", "block_size", "tp_size")
+    positive = ("num_layers", "num_planes", "num_kv_heads", "head_dim", "block_size", "tp_size")
     numbers = {**{name: getattr(spec, name) for name in positive}, "num_blocks": info.num_blocks}
     for name, value in numbers.items():
         if not 1 <= value <= MAX_BLOCKS:
@@ -111,6 +111,7 @@ def _whole(spec: KVCacheSpec) -> dict[str, str | int]:
     return {
         "model_id": spec.model_id,
         "num_layers": spec.num_layers,
+        "num_planes": spec.num_planes,
         "num_kv_heads": spec.num_kv_heads * spec.tp_size,
         "head_dim": spec.head_dim,
         "block_size": spec.block_size,

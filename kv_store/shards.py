@@ -1,8 +1,8 @@
 """Where one tensor-parallel rank's part of a KV block lies in the blocks of workers of another degree. Knows no store.
 
-A whole block is `[num_layers, 2, heads, block_size, head_dim]`. Rank r of a worker of degree n holds the heads
+A whole block is `[num_layers, num_planes, heads, block_size, head_dim]`. Rank r of a worker of degree n holds the heads
 `[r * heads/n, (r+1) * heads/n)` of every layer, K and V, as a block of its own. So what two ranks have in common is,
-in each of the `num_layers * 2` rows, one run of neighbouring heads:
+in each of the `num_layers * num_planes` rows, one run of neighbouring heads:
 
     degree 2, rank 1      K of layer 0: . . 2 3    V: . . 2 3    K of layer 1: . . 2 3 …     (heads 0 to 3)
     degree 4, rank 2                        2           2                          2   …
@@ -81,7 +81,7 @@ def sources_of(spec: KVCacheSpec, tp_size: int) -> list[tuple[Part, KVCacheSpec]
 
 def take_heads(part: Part, local: KVCacheSpec, remote: KVCacheSpec, block: memoryview, into: memoryview) -> None:
     """Copies the heads of `part` from one whole block of the remote rank into ours."""
-    num_rows = local.num_layers * 2
+    num_rows = local.num_layers * local.num_planes
     ours = np.frombuffer(into, np.uint8).reshape(num_rows, local.num_kv_heads, -1)
     theirs = np.frombuffer(block, np.uint8).reshape(num_rows, remote.num_kv_heads, -1)
     ours[:, part.local_head : part.local_head + part.num_heads] = theirs[
@@ -93,7 +93,7 @@ def runs(part: Part, local: KVCacheSpec, remote: KVCacheSpec) -> list[Run]:
     """The bytes of `part` in one block of each side, in order, as few runs as there can be."""
     head_bytes = local.block_size * local.head_dim * local.itemsize
     found: list[Run] = []
-    for row in range(local.num_layers * 2):
+    for row in range(local.num_layers * local.num_planes):
         run = Run(
             (row * remote.num_kv_heads + part.remote_head) * head_bytes,
             (row * local.num_kv_heads + part.local_head) * head_bytes,

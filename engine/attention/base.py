@@ -6,6 +6,8 @@ row of a layer's cache, seen as rows of head_dim elements (all layers alike, one
   | layer 0                     | layer 1 | ...      | layer 0 ...
   | K: head 0, head 1 ... | V   |
   | t0 t1 ... t15 | t0 ...
+
+With latent attention there is one plane, of one head, in place of K and V: the whole row is K, the start of it is V.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class AttentionShape:
         int, ...
     ] = ()  # by layer, tokens that a query sees, itself included; 0: all. Empty: all in all layers
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: they stay
+    value_dim: int = 0  # elements of V, the first ones of K; 0: V is a plane of its own, as wide as K
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -45,13 +48,13 @@ class StepAttention(ABC):
     def forward(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """Writes `kv` into the cache, then attends.
 
-        `q` `[num_tokens, num_heads, head_dim]` and `kv` `[num_tokens, 2, num_kv_heads, head_dim]` (K, then V) are
-        rotated already and may be views with strides. Returns `[num_tokens, num_heads * head_dim]`.
+        `q` `[num_tokens, num_heads, head_dim]` and `kv` `[num_tokens, num_planes, num_kv_heads, head_dim]` (K, then V)
+        are rotated already and may be views with strides. Returns `[num_tokens, num_heads * (elements of V)]`.
         """
 
 
 class AttentionBackend(ABC):
-    """Bound to one cache `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+    """Bound to one cache `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`.
 
     Slots that no token was written to hold anything, NaN included; a backend never lets them reach a result. The same
     goes for blocks that lie before every query's window: they may belong to another sequence by now.
@@ -62,6 +65,11 @@ class AttentionBackend(ABC):
         self.spec = spec
         self.shape = shape
         self.device = cache.device
+
+    def keys_and_values(self, planes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of `planes` `[num_planes, ..., head_dim]`."""
+        keys, values = planes[0], planes[-1]
+        return keys, values[..., : self.shape.value_dim or self.spec.head_dim]
 
     @abstractmethod
     def prepare(self, sequences: Sequence[SequenceInput]) -> StepAttention:
@@ -79,7 +87,8 @@ class KVWriter:
     def __init__(self, backend: AttentionBackend, sequences: Sequence[SequenceInput]) -> None:
         spec = backend.spec
         self._rows = backend.cache.view(-1, spec.head_dim)
-        self._rows_per_layer = 2 * spec.num_kv_heads * spec.block_size
+        num_planes = spec.num_planes * spec.num_kv_heads
+        self._rows_per_layer = num_planes * spec.block_size
         rows_per_block = spec.num_layers * self._rows_per_layer
         slots: list[int] = []
         for sequence in sequences:
@@ -87,7 +96,7 @@ class KVWriter:
             for position in range(start, start + len(sequence.token_ids)):
                 block, offset = divmod(position, spec.block_size)
                 slots.append(sequence.block_ids[block] * rows_per_block + offset)
-        planes = torch.arange(2 * spec.num_kv_heads) * spec.block_size
+        planes = torch.arange(num_planes) * spec.block_size
         index = torch.tensor(slots)[:, None] + planes
         self._index = index.to(backend.device, non_blocking=True)
 

@@ -34,12 +34,13 @@ class TorchBackend(AttentionBackend):
         self.group = shape.num_heads // spec.num_kv_heads
         # A plane is one head's K or V in one block. Plane numbers of layer 0 serve all layers, as KVWriter's rows do.
         self.planes = cache.view(-1, spec.block_size * spec.head_dim)
-        self.planes_per_layer = 2 * spec.num_kv_heads
+        self.planes_per_layer = spec.num_planes * spec.num_kv_heads
         self.planes_per_block = spec.num_layers * self.planes_per_layer
-        # Tiles round scores to bfloat16; the fused kernel keeps them in float32, as transformers does. It has no cap.
+        # Tiles round scores to bfloat16; the fused kernel keeps them in float32, as transformers does. It has no cap,
+        # and takes no V that is narrower than K.
         is_fast = self.device.type == "cpu" and cache.dtype == torch.bfloat16 and read_cpu().has_bf16
-        self.tiles_chunks = is_fast or shape.soft_cap > 0
-        self._plane_offsets = torch.arange(self.planes_per_layer).view(2, 1, spec.num_kv_heads, 1)
+        self.tiles_chunks = is_fast or shape.soft_cap > 0 or shape.value_dim > 0
+        self._plane_offsets = torch.arange(self.planes_per_layer).view(spec.num_planes, 1, spec.num_kv_heads, 1)
         self._workspace = torch.empty(0, dtype=cache.dtype, device=cache.device)
 
     def prepare(self, sequences: Sequence[SequenceInput]) -> StepAttention:
@@ -70,19 +71,19 @@ class TorchBackend(AttentionBackend):
         return scores.div_(cap).tanh_().mul_(cap) if cap else scores
 
     def plane_index(self, tables: torch.Tensor) -> torch.Tensor:
-        """Planes in the order [2, sequence, head, block] for block ids `tables` `[num_sequences, num_blocks]`."""
+        """Planes in the order [plane, sequence, head, block] for block ids `tables` `[num_sequences, num_blocks]`."""
         index = tables[None, :, None, :] * self.planes_per_block + self._plane_offsets
         return index.flatten().to(self.device, non_blocking=True)
 
     def gather(self, layer: int, index: torch.Tensor, num_sequences: int) -> torch.Tensor:
-        """`[2, num_sequences, num_kv_heads, tokens, head_dim]`, valid until the next gather."""
+        """`[num_planes, num_sequences, num_kv_heads, tokens, head_dim]`, valid until the next gather."""
         width = self.planes.shape[1]
         if self._workspace.numel() < index.numel() * width:
             # A quarter more, so that a growing context does not allocate anew with every block.
             self._workspace = torch.empty(index.numel() * width * 5 // 4, dtype=self.planes.dtype, device=self.device)
         out = self._workspace[: index.numel() * width].view(-1, width)
         torch.index_select(self.planes[layer * self.planes_per_layer :], 0, index, out=out)
-        return out.view(2, num_sequences, self.spec.num_kv_heads, -1, self.spec.head_dim)
+        return out.view(self.spec.num_planes, num_sequences, self.spec.num_kv_heads, -1, self.spec.head_dim)
 
     def seen_blocks(self, sequence: SequenceInput, window: int) -> list[int]:
         """Ids of the blocks that its new tokens see, from number `first_block` on."""
@@ -115,7 +116,7 @@ class _Run(ABC):
 
     @abstractmethod
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """`q`, `kv`: this run's tokens only. Returns `[num_tokens, num_heads * head_dim]`."""
+        """`q`, `kv`: this run's tokens only. Returns `[num_tokens, num_heads * (elements of V)]`."""
 
 
 class _TorchStep(StepAttention):
@@ -138,10 +139,11 @@ class _FirstChunkRun(_Run):
 
     def __init__(self, backend: TorchBackend, sequence: SequenceInput, start: int, window: int) -> None:
         self.start, self.stop = start, start + len(sequence.token_ids)
+        self._backend = backend
         self._chunk = _chunk_attention(backend, num_before=0, num_new=len(sequence.token_ids), window=window)
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        keys, values = kv.permute(1, 2, 0, 3)
+        keys, values = self._backend.keys_and_values(kv.permute(1, 2, 0, 3))
         return self._chunk.attend(q, keys, values)
 
 
@@ -158,7 +160,8 @@ class _LaterChunkRun(_Run):
         self._chunk = _chunk_attention(backend, num_before=num_before, num_new=num_new, window=window)
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        keys, values = self._backend.gather(layer, self._index, 1)[:, 0, :, : self._context]
+        seen = self._backend.gather(layer, self._index, 1)[:, 0, :, : self._context]
+        keys, values = self._backend.keys_and_values(seen)
         return self._chunk.attend(q, keys, values)
 
 
@@ -176,7 +179,7 @@ class _Chunk(ABC):
 
     @abstractmethod
     def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """`q` `[num_new, num_heads, head_dim]`; `keys`, `values` `[num_kv_heads, num_before + num_new, head_dim]`."""
+        """`q` `[num_new, num_heads, head_dim]`; `keys`, `values` `[num_kv_heads, num_before + num_new, ...]`."""
 
     def _by_kv_head(self, q: torch.Tensor) -> torch.Tensor:
         """`[num_kv_heads, group, num_new, head_dim]`."""
@@ -233,7 +236,8 @@ class _TiledChunk(_Chunk):
     def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         queries, keys = self._by_kv_head(q), keys.transpose(1, 2)
         num_kv_heads, _, _, head_dim = queries.shape
-        out = torch.empty((self._num_new, num_kv_heads, self._group, head_dim), dtype=q.dtype, device=q.device)
+        out_shape = (self._num_new, num_kv_heads, self._group, values.shape[-1])
+        out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
         for start in range(0, self._num_new, _TILE):
             size = min(_TILE, self._num_new - start)
             own = self._num_before + start
@@ -246,7 +250,7 @@ class _TiledChunk(_Chunk):
             else:
                 by_row[..., own:].add_(self._diagonal[:size, :size])
             attended = torch.bmm(scores.softmax(-1), values[:, first:stop])
-            out[start : start + size] = attended.view(num_kv_heads, self._group, size, head_dim).permute(2, 0, 1, 3)
+            out[start : start + size] = attended.view(num_kv_heads, self._group, size, -1).permute(2, 0, 1, 3)
         return out.view(self._num_new, -1)
 
 
@@ -267,7 +271,7 @@ class _DecodeRun(_Run):
         unused = tokens > positions[:, None]  # [sequences, tokens]
         if window:
             unused |= tokens <= positions[:, None] - window
-        rows = unused[None, :, None].expand(2, -1, spec.num_kv_heads, -1).flatten().nonzero()[:, 0]
+        rows = unused[None, :, None].expand(spec.num_planes, -1, spec.num_kv_heads, -1).flatten().nonzero()[:, 0]
         self._unused_rows = rows.to(backend.device, non_blocking=True) if len(rows) else None
         mask = torch.zeros(unused.shape, dtype=backend.cache.dtype).masked_fill_(unused, float("-inf"))
         mask = mask[:, None].expand(-1, spec.num_kv_heads, -1).reshape(-1, 1, width * spec.block_size)
@@ -277,7 +281,8 @@ class _DecodeRun(_Run):
         gathered = self._backend.gather(layer, self._index, q.shape[0])
         if self._unused_rows is not None:
             gathered.view(-1, gathered.shape[-1]).index_fill_(0, self._unused_rows, 0)
-        keys, values = gathered.flatten(1, 2)  # [sequences * num_kv_heads, tokens, head_dim]
+        # Each [sequences * num_kv_heads, tokens, ...].
+        keys, values = self._backend.keys_and_values(gathered.flatten(1, 2))
         grouped = q.reshape(-1, self._backend.group, q.shape[-1])
         scale, keys = self._backend.shape.softmax_scale, keys.transpose(1, 2)
         if self._backend.shape.soft_cap:

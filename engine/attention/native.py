@@ -39,7 +39,7 @@ class NativeBackend(AttentionBackend):
 
     @staticmethod
     def takes(spec: KVCacheSpec) -> bool:
-        return spec.head_dim <= MAX_HEAD_DIM
+        return spec.head_dim <= MAX_HEAD_DIM and spec.num_planes == 2
 
     def prepare(self, sequences: Sequence[SequenceInput]) -> NativeStep:
         return NativeStep(self, sequences)

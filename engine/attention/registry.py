@@ -45,12 +45,17 @@ def attention_backend(
         raise StartupError(f"attention backend {name!r} is unknown; known are {', '.join(sorted(BACKENDS))}")
     if name == "flashinfer" and cache.device.type != "cuda":
         raise StartupError("attention backend flashinfer needs --device cuda")
+    if name == "flashinfer" and spec.num_planes == 1:
+        raise StartupError("attention backend flashinfer: attention to latents (MLA) is not supported; take torch")
     log.info("attention backend", extra={"backend": name, "device": str(cache.device)})
     return backend(cache, spec, shape)
 
 
 def _default_for(cache: torch.Tensor, spec: KVCacheSpec) -> str:
     if cache.device.type != "cuda" or cache.dtype == torch.float32:  # FlashInfer has no float32 kernels
+        return "torch"
+    if spec.num_planes == 1:
+        log.warning("attention to latents (MLA) runs on torch on this device, without kernels of its own")
         return "torch"
     if spec.head_dim not in (64, 128, 256):
         return "torch"

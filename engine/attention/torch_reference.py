@@ -22,7 +22,8 @@ class _ReferenceStep(StepAttention):
 
     def forward(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         spec, cache = self._backend.spec, self._backend.cache[:, layer]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        value_dim = self._backend.shape.value_dim or spec.head_dim
+        out = torch.empty((*q.shape[:2], value_dim), dtype=q.dtype, device=q.device)
         start = 0
         for sequence in self._sequences:
             stop = start + len(sequence.token_ids)
@@ -35,7 +36,7 @@ class _ReferenceStep(StepAttention):
             seen = cache[blocks[everything // spec.block_size], :, :, everything % spec.block_size].float()
             group = self._backend.shape.num_heads // spec.num_kv_heads
             keys = seen[:, 0].repeat_interleave(group, dim=1)  # [context, num_heads, head_dim]
-            values = seen[:, 1].repeat_interleave(group, dim=1)
+            values = seen[:, -1, :, :value_dim].repeat_interleave(group, dim=1)
             shape = self._backend.shape
             scores = torch.einsum("qhd,chd->hqc", q[start:stop].float(), keys) * shape.softmax_scale
             if shape.soft_cap:

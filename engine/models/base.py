@@ -25,6 +25,7 @@ class CausalLM(ABC):
     softmax_scale: float
     windows: tuple[int, ...]  # by layer, tokens that a query sees, itself included; 0: all
     soft_cap: float  # of attention scores, 0: none
+    latent_value_dim: int = 0  # elements of a latent that are V; all of it is K. 0: K and V are kept apart
     kv_variant: (
         str  # names what decides about KV beyond config.json and weights; KV is never exchanged between variants
     )

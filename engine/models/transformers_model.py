@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from engine.attention.base import StepAttention
 from engine.kernels.library import Kernels
 from engine.layers import Linear
 from engine.models.base import CausalLM
+from engine.models.latent import keep_latents, latent_of
 from engine.models.verified import COMPARED_WITH
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class _LayerShape:
     scale: float
     window: int
     soft_cap: float
+    latent_value_dim: int
 
 
 @dataclass(slots=True)
@@ -81,12 +83,17 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """`query` `[1, num_heads, num_tokens, head_dim]`, `key` and `value` likewise; returns `[1, num_tokens, ...]`."""
     current = _current.get()
-    layer = getattr(module, "layer_idx", None)
+    layer, latent = getattr(module, "layer_idx", None), latent_of(module)
     if isinstance(current, _Probe):
         _look(current, module, query, key, value, attention_mask, options)
-        return value.new_zeros(1, query.shape[2], query.shape[1], query.shape[3]), None
+        value_dim = query.shape[3] if latent is None else latent.value_dim
+        return value.new_zeros(1, query.shape[2], query.shape[1], value_dim), None
     if not isinstance(layer, int):
         raise TypeError("an attention layer without a number")
+    if latent is not None:
+        out = current.attention.forward(layer, latent.queries(query[0]), key.permute(2, 0, 1, 3))
+        current.between_layers()
+        return latent.results(out)[None], None
     kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
     out = current.attention.forward(layer, query[0].transpose(0, 1), kv)
     current.between_layers()
@@ -105,7 +112,8 @@ def _look(
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or layer in probe.layers:
         raise UnsupportedAttentionError("layers that share a number, or have none")
-    if key.shape != value.shape or query.shape[3] != key.shape[3]:
+    latent = latent_of(module)
+    if latent is None and (key.shape != value.shape or query.shape[3] != key.shape[3]):
         raise UnsupportedAttentionError("K and V of unlike sizes")
     if query.shape[2] != key.shape[2] or query.shape[0] != 1:
         raise UnsupportedAttentionError("attention to other tokens than those of the sequence")
@@ -122,10 +130,11 @@ def _look(
     probe.layers[layer] = _LayerShape(
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
-        head_dim=query.shape[3],
+        head_dim=key.shape[3],
         scale=float(scale) if isinstance(scale, int | float) else query.shape[3] ** -0.5,
         window=window if isinstance(window, int) else 0,
         soft_cap=float(cap) if isinstance(cap, int | float) else 0.0,
+        latent_value_dim=0 if latent is None else latent.latent_dim,
     )
 
 
@@ -219,6 +228,7 @@ class TransformersModel(CausalLM):
         self.num_layers = len(layers)
         self.num_heads, self.num_kv_heads, self.head_dim = first.num_heads, first.num_kv_heads, first.head_dim
         self.softmax_scale, self.soft_cap = first.scale, first.soft_cap
+        self.latent_value_dim = first.latent_value_dim
         self.windows = tuple(layer.window for layer in layers)
 
     def _look_at_layers(self) -> list[_LayerShape]:
@@ -239,6 +249,7 @@ class TransformersModel(CausalLM):
         base = getattr(self._top, name, None)
         if not isinstance(base, nn.Module):
             raise UnsupportedAttentionError("a head that cannot be told from its layers")
+        keep_latents(base)
         self._base, self._given = base, _Given()
         setattr(self._top, name, self._given)
 
@@ -252,8 +263,7 @@ class TransformersModel(CausalLM):
         if sorted(probe.layers) != list(range(len(probe.layers))) or not probe.layers:
             raise UnsupportedAttentionError("layers without attention, or attention of its own")
         layers = [probe.layers[index] for index in range(len(probe.layers))]
-        alike = {(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.scale, layer.soft_cap) for layer in layers}
-        if len(alike) > 1:
+        if len({replace(layer, window=0) for layer in layers}) > 1:
             raise UnsupportedAttentionError("layers whose attention has unlike shapes")
         types = getattr(self._config, "layer_types", None) or ()
         if any(kind == "sliding_attention" and not layer.window for kind, layer in zip(types, layers, strict=False)):

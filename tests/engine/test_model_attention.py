@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.flashinfer import FlashInferBackend, import_flashinfer
 from engine.attention.registry import attention_backend
 from engine.batch import SequenceInput
+from engine.models.latent import LatentAttention
 from tests.engine.kernels.variants import VARIANTS, kernels
 
 SPEC = KVCacheSpec(model_id="m", num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
@@ -31,12 +33,16 @@ SHAPES = {
 }
 NUM_BLOCKS = 120
 
+# What latent attention keeps: one head, whose beginning is V.
+LATENT_SPEC = replace(SPEC, num_kv_heads=1, num_planes=1, head_dim=11)
+LATENT_SHAPE = replace(SHAPE, value_dim=8)
+
 each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
-def make_backend(name: str, shape: AttentionShape = SHAPE) -> AttentionBackend:
-    cache = torch.full((NUM_BLOCKS, *SPEC.block_shape), float("nan"))
-    return attention_backend(cache, SPEC, shape, name)
+def make_backend(name: str, shape: AttentionShape = SHAPE, spec: KVCacheSpec = SPEC) -> AttentionBackend:
+    cache = torch.full((NUM_BLOCKS, *spec.block_shape), float("nan"))
+    return attention_backend(cache, spec, shape, name)
 
 
 def random_step(rng: random.Random, tables: list[list[int]], progress: list[int]) -> list[SequenceInput]:
@@ -54,18 +60,20 @@ def random_step(rng: random.Random, tables: list[list[int]], progress: list[int]
 def compare(backend: AttentionBackend, seed: int) -> None:
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    reference = make_backend("reference", backend.shape)
+    spec, num_heads = backend.spec, backend.shape.num_heads
+    reference = make_backend("reference", backend.shape, spec)
+    planes = (spec.num_planes, spec.num_kv_heads)
     free = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
     tables = [[free.pop() for _ in range(size)] for size in (1, 2, 2, 3, 8, 8, 9, 30, 1, 20)]
     progress = [0] * len(tables)
     while step := random_step(rng, tables, progress):
         num_tokens = sum(len(s.token_ids) for s in step)
         prepared = [b.prepare(step) for b in (backend, reference)]
-        for layer in range(SPEC.num_layers):
-            qkv = torch.randn(num_tokens, 10, SPEC.head_dim, generator=generator)
-            kv = qkv[:, 6:].view(num_tokens, 2, 2, SPEC.head_dim)
-            ours, expected = (p.forward(layer, qkv[:, :6], kv) for p in prepared)
-            assert ours.shape == (num_tokens, 6 * SPEC.head_dim)
+        for layer in range(spec.num_layers):
+            qkv = torch.randn(num_tokens, num_heads + math.prod(planes), spec.head_dim, generator=generator)
+            kv = qkv[:, num_heads:].view(num_tokens, *planes, spec.head_dim)
+            ours, expected = (p.forward(layer, qkv[:, :num_heads], kv) for p in prepared)
+            assert ours.shape == (num_tokens, num_heads * (backend.shape.value_dim or spec.head_dim))
             torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
     # Equal caches, and nothing written beside the slots: NaN equals NaN here.
     torch.testing.assert_close(backend.cache, reference.cache, equal_nan=True, atol=0, rtol=0)
@@ -108,6 +116,40 @@ def test_torch_backend(seed: int, shape: AttentionShape) -> None:
 def test_torch_backend_in_small_groups(monkeypatch: pytest.MonkeyPatch, shape: AttentionShape) -> None:
     monkeypatch.setattr(cpu, "_GROUP_BYTES", 20_000)
     compare(make_backend("torch", shape), 9)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("windows", [(), (0, 7)])
+def test_torch_backend_on_latents(seed: int, windows: tuple[int, ...]) -> None:
+    compare(make_backend("torch", replace(LATENT_SHAPE, windows=windows), LATENT_SPEC), seed)
+
+
+@pytest.mark.parametrize("name", ["torch", "reference"])
+def test_latents_give_what_k_and_v_give(name: str) -> None:
+    """Of one sequence, in chunks: K and V computed of each latent, and attention as it is defined."""
+    generator = torch.Generator().manual_seed(4)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    heads, key_dim, rotated_dim, value_dim, latent_dim, num_tokens = 6, 5, 3, 4, 8, 23
+    weight = randn(heads * (key_dim + value_dim), latent_dim)
+    queries, rows = randn(heads, num_tokens, key_dim + rotated_dim), randn(num_tokens, latent_dim + rotated_dim)
+
+    up = (rows[:, :latent_dim] @ weight.T).view(num_tokens, heads, -1).transpose(0, 1)
+    keys = torch.cat((up[..., :key_dim], rows[:, latent_dim:].expand(heads, -1, -1)), -1)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        queries, keys, up[..., key_dim:], is_causal=True, scale=0.4
+    )
+
+    latent = LatentAttention(weight.float(), key_dim, value_dim)
+    backend, blocks = make_backend(name, LATENT_SHAPE, LATENT_SPEC), list(range(40, 30, -1))
+    absorbed, parts = latent.queries(queries.float()), []
+    for start, stop in ((0, 10), (10, 21), (21, 22), (22, 23)):
+        sequence = SequenceInput(token_ids=[0] * (stop - start), num_computed_tokens=start, block_ids=blocks)
+        kv = rows[start:stop, None, None].float()
+        parts.append(latent.results(backend.prepare([sequence]).forward(1, absorbed[start:stop], kv)))
+    torch.testing.assert_close(torch.cat(parts), expected.transpose(0, 1).float(), atol=1e-5, rtol=1e-4)
 
 
 @each_shape

@@ -218,9 +218,15 @@ class ConnectorConformance:
         others = [block_id for block_id in range(24) if block_id not in (23, 0, 7)]
         assert torch.equal(consumer.cache[others].view(torch.uint8), before[others].view(torch.uint8))
 
-    @pytest.mark.parametrize("dtype", ["float32", "float16"])
-    def test_other_dtypes(self, workers: Callable[..., Worker], dtype: str) -> None:
-        spec = replace(SPEC, dtype=dtype)
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            replace(SPEC, dtype="float32"),
+            replace(SPEC, dtype="float16"),
+            replace(SPEC, num_planes=1, num_kv_heads=1, head_dim=9),  # latents
+        ],
+    )
+    def test_other_layouts(self, workers: Callable[..., Worker], spec: KVCacheSpec) -> None:
         producer, consumer = workers("producer", spec=spec), workers("consumer", spec=spec)
         consumer.connector.add_peer(producer.connector.describe())
         (ref,) = producer.published({5: name_of(1)})
@@ -324,7 +330,8 @@ class ConnectorConformance:
         consumer.connector.add_peer(producer.connector.describe())
 
     @pytest.mark.parametrize(
-        ("field", "value"), [("model_id", "other"), ("block_size", 8), ("dtype", "float16"), ("num_layers", 6)]
+        ("field", "value"),
+        [("model_id", "other"), ("block_size", 8), ("dtype", "float16"), ("num_layers", 6), ("num_planes", 1)],
     )
     def test_other_layouts_never_meet(self, workers: Callable[..., Worker], field: str, value: str | int) -> None:
         other = replace(SPEC, **{field: value})  # type: ignore[arg-type]

@@ -52,6 +52,7 @@ def test_no_ranks_and_garbage() -> None:
     [
         ("model_id", "x"),
         ("num_layers", 9),
+        ("num_planes", 1),
         ("num_kv_heads", 2),
         ("head_dim", 9),
         ("block_size", 9),

@@ -35,6 +35,13 @@ def test_runs_make_up_each_block(local_tp: int, remote_tp: int) -> None:
         assert num_bytes == local.block_bytes  # each byte once
 
 
+def test_blocks_of_one_plane_have_half_the_runs() -> None:
+    whole = replace(WHOLE, num_planes=1)
+    local = shard_of(whole, 2, 1)
+    assert local.block_bytes * 2 == shard_of(WHOLE, 2, 1).block_bytes
+    assert [len(runs(part, local, whole)) for part in parts(local, whole)] == [3]
+
+
 def test_like_ranks_share_one_run() -> None:
     local = shard_of(WHOLE, 4, 2)
     (part,) = parts(local, shard_of(WHOLE, 4, 0))

@@ -56,6 +56,11 @@ SIZES: dict[str, object] = {
     "head_dim": 16,
     "word_embed_proj_dim": 64,
     "rotary_dim": 16,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 16,  # as head_dim: some configs take the one for the other
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
     "sliding_window": 20,
     "first_k_dense_replace": 1,
     "hidden_size_per_layer_input": 16,

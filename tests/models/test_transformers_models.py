@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,12 @@ from kv_store.memory import MemoryConnector
 from tests.engine.fakes import add, assert_idle, run, tokens_of
 from tests.engine.kernels.variants import VARIANTS, best_and_slow_others
 from tests.engine.tiny_models import Progress, advance, edit_config, make_model, make_runner
-from tests.models.survey import SIZES, VARIATIONS, _built, _small, _write, candidates, examine
+from tests.models.survey import SIZES, VARIATIONS, _built, _compare, _small, _write, candidates, examine
 
 NAMES = candidates()
 SERVED = sorted(VERIFIED)
-# Parallel blocks and scaled logits, windows of some layers, experts, learned positions, partial rotation.
-QUICK = ["cohere", "cohere2", "granitemoe", "gpt2", "gpt_neox", "olmo2", "smollm3"]
+# Parallel blocks and scaled logits, windows of some layers, latents, experts, learned positions, partial rotation.
+QUICK = ["cohere", "cohere2", "deepseek_v3", "granitemoe", "gpt2", "gpt_neox", "olmo2", "smollm3"]
 
 
 @pytest.mark.parametrize("model_type", QUICK)
@@ -50,7 +51,7 @@ def test_each_type_is_served_or_refused() -> None:
     assert {model_type: NAMES[model_type] for model_type in VERIFIED} == VERIFIED
 
 
-@pytest.mark.parametrize("model_type", ["bert", "mamba", "falcon", "gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize("model_type", ["bert", "mamba", "falcon", "gpt_oss", "deepseek_v32"])
 def test_a_refused_one_is_told_why(tmp_path: Path, model_type: str) -> None:
     path = make_model(tmp_path / "model")
     edit_config(path, architectures=[NAMES[model_type]], model_type=model_type)
@@ -59,8 +60,42 @@ def test_a_refused_one_is_told_why(tmp_path: Path, model_type: str) -> None:
     assert f"model type {model_type} is not supported: {REFUSED[model_type]}" in caught.value.message
 
 
+LATENT = {"deepseek_v2", "deepseek_v3"}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.8,
+    "mscale_all_dim": 0.6,
+}
+GROUPS = {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "flags"),
+    [
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "rope_parameters": YARN, **GROUPS}),
+        ("deepseek_v3", {"rope_interleave": False, "rope_parameters": YARN, **GROUPS}),
+        pytest.param("deepseek_v2", {"q_lora_rank": None}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {"q_lora_rank": None, "first_k_dense_replace": 0}, marks=pytest.mark.slow),
+    ],
+)
+def test_latent_attention_as_checkpoints_have_it(tmp_path: Path, model_type: str, flags: dict[str, object]) -> None:
+    """Scaled positions, experts in groups, queries with and without a latent of their own."""
+    _compare(model_type, tmp_path, {"num_key_value_heads": 4, "n_routed_experts": 8, **flags})
+
+
+def test_a_block_holds_latents(tmp_path: Path) -> None:
+    """Of each token one row, however many heads there are."""
+    runner = make_runner(small("deepseek_v3", tmp_path / "model"))
+    assert runner.spec.block_shape == (4, 1, 1, 16, 24 + 16)
+    assert runner.kv_cache[0].numel() * 4 == runner.spec.block_bytes == 4 * 16 * 40 * 4
+    assert runner.spec.fingerprint() != replace(runner.spec, num_planes=2).fingerprint()
+
+
 def small(model_type: str, path: Path) -> Path:
-    model = _built(_small(model_type, {**SIZES, **VARIATIONS[0]}))
+    model = _built(_small(model_type, {**SIZES, **VARIATIONS[1 if model_type in LATENT else 0]}))
     _write(model, path)
     return path
 
@@ -100,7 +135,7 @@ def greedy(path: Path, prompt: list[int], num_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kernels", best_and_slow_others)
-@pytest.mark.parametrize("model_type", ["cohere2", "olmo2"])
+@pytest.mark.parametrize("model_type", ["cohere2", "olmo2", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_preempted_and_from_the_prefix_cache(tmp_path: Path, model_type: str, kernels: str) -> None:
     path = small(model_type, tmp_path / "model")
     values = {"dtype": "float32", "num_blocks": 9, "max_model_len": 128, "chunk_size": 24, "num_threads": 1}
