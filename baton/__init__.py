@@ -1,4 +1,4 @@
-"""What a user imports: `from baton import Client, AsyncClient`. Nothing is loaded before it is asked for."""
+"""What a user imports: `from baton import LLM, Client, AsyncClient`. Nothing is loaded before it is asked for."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ if TYPE_CHECKING:
     from baton.async_client import AsyncClient
     from baton.client import Client
     from baton.messages import Message, Tool
+    from baton.offline.llm import LLM
+    from baton.offline.params import SamplingParams
 
-__all__ = ["AsyncClient", "Client", "Message", "Tool"]
+__all__ = ["LLM", "AsyncClient", "Client", "Message", "SamplingParams", "Tool"]
 
 _PLACES = {
     "AsyncClient": "baton.async_client",
     "Client": "baton.client",
+    "LLM": "baton.offline.llm",
     "Message": "baton.messages",
+    "SamplingParams": "baton.offline.params",
     "Tool": "baton.messages",
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -94,10 +94,12 @@ def load(
     *,
     environ: Mapping[str, str] = os.environ,
     config: str | None = None,
+    spelled: Callable[[str], str] = flag_name,
 ) -> S:
     """The validated settings of one command.
 
-    `flags` holds only what was given on the command line. `config` is a YAML file; `BATON_CONFIG` if None.
+    `flags` holds only what was given on the command line, or by a program: `spelled` says how a field is written there.
+    `config` is a YAML file; `BATON_CONFIG` if None.
     Raises ConfigError for an unknown variable or key and for a bad value.
     """
     check_environment(environ)
@@ -112,7 +114,7 @@ def load(
         if name in environ and not _is_service_link(name, environ[name]):
             values[field], sources[field] = environ[name], name
     for field, value in flags.items():
-        values[field], sources[field] = value, flag_name(field)
+        values[field], sources[field] = value, spelled(field)
     try:
         return settings_class(**values)
     except ValidationError as error:

@@ -1,0 +1,65 @@
+"""What `LLM` needs of whatever computes: an engine in this process, or a stack that runs somewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from baton.messages import Message, Tool
+from baton.offline.params import SamplingParams
+from baton.report import Result
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Chat:
+    """One conversation, and what the model may call in it."""
+
+    messages: Sequence[tuple[str, str] | Message]
+    tools: Sequence[Tool] = ()
+    tool_choice: str = "auto"
+    template_options: Mapping[str, Any] | None = None
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Ask:
+    """One prompt: text, token ids or a conversation. `name` is what errors call it."""
+
+    name: str
+    prompt: str | list[int] | Chat
+    params: SamplingParams
+    priority: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class Answer:
+    """To candidate number `candidate` of prompt number `index`."""
+
+    index: int
+    candidate: int
+    prompt_token_ids: list[int] | None
+    result: Result
+
+
+@dataclass(slots=True, frozen=True)
+class Vector:
+    index: int
+    prompt_token_ids: list[int]
+    values: list[float]
+
+
+class Backend(Protocol):
+    """Answers come as they are done. Closing the iterator ends what is still under way. Errors are `BatonError`s; what
+    is wrong with a prompt in this process is said before anything is computed."""
+
+    def answers(self, asks: Sequence[Ask]) -> Generator[Answer, None, None]: ...
+
+    def vectors(
+        self, prompts: Sequence[str | list[int]], *, pooling: str, dimensions: int, normalize: bool
+    ) -> Generator[Vector, None, None]: ...
+
+    def token_text(self, token_id: int) -> str | None:
+        """None if asking for it would take a call for each token."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,304 @@
+"""An engine in this process and this thread: it computes while somebody waits for answers, and only then."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import closing
+from typing import TypeVar, cast
+
+from baton.messages import Calls, ToolCallDelta
+from baton.offline.backend import Answer, Ask, Chat, Vector
+from baton.report import RequestReport, Result, Usage
+from baton.requests import chat_messages, template_options, tool_choice_message, tool_messages
+from common.config import EngineSettings
+from common.errors import InvalidArgumentError, error_of
+from common.model_files import tokenizer_files
+from common.types import FinishReason, SampledToken
+from common.validation import ModelLimits
+from engine import messages as m
+from engine.core import EngineCore
+from engine.embedded_model import ensure_model
+from engine.grammars import GrammarCompiler
+from engine.model_runner import ModelRunner
+from kv_store.no_store import NoStore
+from protos.baton.v1 import inference_pb2
+from router.api.grpc_chat import conversation
+from router.fleet.registry import ServedModel
+from router.serving.answer_parts import PartsParser
+from router.serving.answer_text import AnswerText
+from router.serving.preparation import Preparation
+from router.serving.request import GenerationRequest, Prompt
+from router.serving.threads import TextThreads
+from router.serving.tokenizer import load_tokenizer
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 0.05  # wait for a grammar that is being compiled, before the engine looks again
+
+ResultT = TypeVar("ResultT")
+
+
+class _AtOnce(TextThreads):
+    """Nobody else waits here, so texts of any length are worked on at once."""
+
+    async def run(self, size: int, work: Callable[[], ResultT]) -> ResultT:  # noqa: ARG002
+        return work()
+
+
+class _Live:
+    """One answer under way."""
+
+    def __init__(self, index: int, candidate: int, request: GenerationRequest) -> None:
+        self.request = request
+        self._index = index
+        self._candidate = candidate
+        self._text = AnswerText(
+            request.model.tokenizer, request.prompt_token_ids, request.sampling_params, request.reading
+        )
+        self._parser = None if request.reading is None else request.reading.parser()
+        self._texts: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls = Calls()
+        self._tokens: list[SampledToken] = []
+        self._scores: list[SampledToken] = []
+
+    @property
+    def command(self) -> m.AddRequest:
+        request = self.request
+        return m.AddRequest(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling_params=request.sampling_params,
+            priority=request.priority,
+        )
+
+    def add_scores(self, event: m.PromptScored) -> None:
+        self._scores += event.scores
+
+    def add(self, event: m.TokensGenerated) -> Answer | None:
+        """The whole answer, if it ends with these tokens."""
+        new = self._text.add(event.tokens, event.finish_reason, event.stop_token_id)
+        self._tokens += event.tokens[: new.num_tokens]
+        reason = new.finish_reason
+        if self._parser is None:
+            self._texts.append(new.text)
+        else:
+            reason = self._add_parts(self._parser, new.text, reason)
+        if reason is None:
+            return None
+        request, tokens = self.request, tuple(self._tokens)
+        result = Result(
+            request_id=request.request_id,
+            model=request.model.limits.model,
+            text="".join(self._texts),
+            token_ids=tuple(token.token_id for token in tokens),
+            logprobs=() if request.sampling_params.logprobs is None else tokens,
+            finish_reason=reason,
+            stop_reason="" if new.stop_reason is None else str(new.stop_reason),
+            reasoning="".join(self._reasoning),
+            tool_calls=self._calls.whole(),
+            prompt_logprobs=tuple(self._scores),
+            usage=Usage(
+                prompt_tokens=len(request.prompt_token_ids),
+                completion_tokens=len(tokens),
+                cached_tokens=event.num_cached_tokens,
+            ),
+            report=RequestReport(num_preemptions=event.num_preemptions),
+        )
+        return Answer(self._index, self._candidate, request.prompt_token_ids, result)
+
+    def _add_parts(self, parser: PartsParser, text: str, reason: FinishReason | None) -> FinishReason | None:
+        """Tells reasoning and calls from text. Ends the answer if it may not have what follows."""
+        all_pieces = [parser.add(text)]
+        if reason is None and parser.is_done:
+            reason = FinishReason.STOP
+        if reason is not None:
+            all_pieces.append(parser.end())
+        for pieces in all_pieces:
+            self._texts += pieces.content
+            self._reasoning += pieces.reasoning
+            self._calls.deltas += [
+                ToolCallDelta(one.index, one.call_id, one.name, one.arguments) for one in pieces.calls
+            ]
+        return FinishReason.TOOL_CALLS if parser.num_calls and reason is FinishReason.STOP else reason
+
+
+class LocalEngine:
+    """Several threads may use it: one after the other."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        """Loads the model. Raises `StartupError`."""
+        model_dir = ensure_model(settings.model, settings.cache_dir, log.info)
+        tokenizer = load_tokenizer(tokenizer_files(model_dir))
+        runner = ModelRunner(model_dir, settings)
+        runner.warm_up()
+        self._lock = threading.Lock()
+        self._woken = threading.Event()
+        self._core = EngineCore(
+            settings,
+            runner,
+            NoStore(),
+            time.monotonic,
+            self._woken.set,
+            compile_grammar=GrammarCompiler(model_dir / "tokenizer.json", runner.vocab_size, runner.eos_token_ids),
+        )
+        self._has_priorities = settings.queue_policy == "priority"
+        limits = ModelLimits(
+            model=settings.served_model_name or settings.model,
+            max_model_len=runner.max_model_len,
+            vocab_size=runner.vocab_size,
+            max_token_bytes=tokenizer.max_token_bytes,
+        )
+        self._model = ServedModel(
+            limits,
+            runner.spec.fingerprint(),
+            runner.spec.fingerprint_but_dtype(),
+            runner.spec.dtype,
+            frozenset(runner.eos_token_ids),
+            tokenizer,
+            runner.spec.block_size,
+        )
+        self._preparation = Preparation(
+            request_timeout_s=float("inf"), control_tokens=False, threads=_AtOnce(), max_answer_tokens=sys.maxsize
+        )
+
+    def close(self) -> None:
+        self._core.close()
+
+    def token_text(self, token_id: int) -> str:
+        return self._model.tokenizer.decode([token_id], skip_special_tokens=False)
+
+    # -------------------------------------------------------------------------------------------- answers
+
+    def answers(self, asks: Sequence[Ask]) -> Generator[Answer, None, None]:
+        live: dict[str, _Live] = {}
+        for index, ask in enumerate(asks):
+            first = self._prepare(ask)
+            for candidate in range(ask.params.num_candidates):
+                one = _Live(index, candidate, first.numbered(candidate))
+                live[one.request.request_id] = one
+        with closing(self._events([one.command for one in live.values()], live)) as events:
+            for event in events:
+                under_way = live.get(event.request_id)
+                if under_way is None:
+                    continue  # a stop string ended it before its last tokens came
+                match event:
+                    case m.PromptScored():
+                        under_way.add_scores(event)
+                    case m.TokensGenerated():
+                        if (answer := under_way.add(event)) is not None:
+                            del live[event.request_id]
+                            self._core.handle(m.Release(event.request_id))
+                            yield answer
+                    case m.RequestFailed():
+                        field = under_way.request.client_field(event.field)
+                        raise error_of(event.grpc_code, event.reason, field=field)
+
+    def _prepare(self, ask: Ask) -> GenerationRequest:
+        self._check_priority(ask.priority)
+        if isinstance(ask.prompt, Chat):
+            prompt = _done(
+                self._preparation.chat_prompt(self._model, conversation(_chat_request(ask.prompt)), ask.name)
+            )
+        else:
+            prompt = self._prompt(ask.prompt, ask.name)
+        request = self._preparation.request(
+            self._model,
+            prompt,
+            ask.params.options,
+            priority=ask.priority,
+            arrived_at=time.monotonic(),
+            num_answers=ask.params.num_candidates,
+        )
+        _done(self._preparation.check_guided(request.sampling_params, str))
+        return request
+
+    def _prompt(self, prompt: str | list[int], name: str) -> Prompt:
+        return _done(self._preparation.prompts(self._model, [prompt], name))[0]
+
+    def _check_priority(self, priority: int) -> None:
+        if priority and not self._has_priorities:
+            raise InvalidArgumentError(
+                "priority", f'must be 0, not {priority}: requests run in their order unless queue_policy is "priority"'
+            )
+
+    # ----------------------------------------------------------------------------------------- embeddings
+
+    def vectors(
+        self, prompts: Sequence[str | list[int]], *, pooling: str, dimensions: int, normalize: bool
+    ) -> Generator[Vector, None, None]:
+        if pooling not in tuple(m.Pooling):
+            raise InvalidArgumentError("pooling", f"must be {' or '.join(m.Pooling)}, not {pooling!r}")
+        made = [self._prompt(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+        request = self._preparation.embed_request(
+            self._model, made, dimensions=dimensions, normalize=normalize, arrived_at=time.monotonic()
+        )
+        commands = [
+            m.Embed(
+                request_id=f"{request.request_id}-{index}",
+                prompt_token_ids=prompt.token_ids,
+                pooling=m.Pooling(pooling),
+                dimensions=dimensions,
+                normalize=normalize,
+            )
+            for index, prompt in enumerate(made)
+        ]
+        live = {command.request_id: index for index, command in enumerate(commands)}
+        with closing(self._events(commands, live)) as events:
+            for event in events:
+                match event:
+                    case m.Embedded(request_id, values):
+                        index = live.pop(request_id)
+                        yield Vector(index, made[index].token_ids, values)
+                    case m.RequestFailed():
+                        raise error_of(event.grpc_code, event.reason, field=event.field)
+
+    # --------------------------------------------------------------------------------------------- engine
+
+    def _events(
+        self, commands: Sequence[m.AddRequest | m.Embed], live: Mapping[str, object]
+    ) -> Generator[m.TokensGenerated | m.PromptScored | m.Embedded | m.RequestFailed, None, None]:
+        """Runs the engine until the caller has taken every request out of `live`; those that are left at the end, as
+        after an error or Ctrl-C, are released."""
+        core = self._core
+        with self._lock:
+            try:
+                for command in commands:
+                    core.handle(command)
+                while live:
+                    has_computed = core.step()
+                    events = core.take_events()
+                    core.take_block_news()
+                    for event in events:
+                        if isinstance(event, m.TokensGenerated | m.PromptScored | m.Embedded | m.RequestFailed):
+                            yield event
+                    if not has_computed and not events:
+                        self._woken.wait(IDLE_S)
+                        self._woken.clear()
+            finally:
+                for request_id in live:
+                    core.handle(m.Release(request_id))
+                core.take_events()
+
+
+def _chat_request(chat: Chat) -> inference_pb2.ChatRequest:
+    return inference_pb2.ChatRequest(
+        messages=chat_messages(chat.messages),
+        tools=tool_messages(chat.tools),
+        tool_choice=tool_choice_message(chat.tool_choice),
+        chat_template_kwargs=template_options(chat.template_options),
+    )
+
+
+def _done(work: Coroutine[None, None, ResultT]) -> ResultT:
+    """What a coroutine returns that waits for nothing: no event loop is needed, and one of the caller's may run."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return cast("ResultT", end.value)
+    work.close()
+    raise RuntimeError("the coroutine waits for something")

@@ -1,0 +1,264 @@
+"""`LLM`: the engine in this process, and a scripted router in place of a stack that runs elsewhere."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from baton import LLM, Client, SamplingParams
+from baton.messages import Message
+from baton.offline.local import LocalEngine
+from baton.offline.outputs import RequestOutput
+from common.errors import ConfigError, InvalidArgumentError, UnavailableError
+from tests.baton.fake_router import fake_router
+from tests.chaos.tiny_model import random_prompt, reference_answer, write_tiny_model
+from tests.router.tiny_tokenizer import eos_id, ids_of, tiny_tokenizer
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "kernels": "torch", "num_threads": 1, "num_blocks": 64, "block_size": 16}
+PROMPTS = [random_prompt(random.Random(number), length) for number, length in enumerate((40, 3, 17, 33))]
+
+
+def greedy(max_tokens: int = 12, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **options)
+
+
+def answers(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder, max_len=512)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path) -> Iterator[LLM]:
+    with LLM(str(model_dir), **OPTIONS) as one:
+        yield one
+
+
+def core(llm: LLM) -> Any:
+    assert isinstance(llm._backend, LocalEngine)
+    return llm._backend._core
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "llm" in request.fixturenames:
+        engine = core(request.getfixturevalue("llm"))
+        assert not engine.scheduler.requests
+        assert engine.scheduler.check_integrity() == []
+
+
+def test_greedy_answers_are_those_of_transformers(llm: LLM, model_dir: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(model_dir)
+    wanted = [reference_answer(model, prompt, 12, temperature=0, seed=0) for prompt in PROMPTS]
+    outputs = llm.generate(PROMPTS, greedy(), use_tqdm=False)
+    assert [got[: len(want)] for got, want in zip(answers(outputs), wanted, strict=True)] == wanted
+    assert max(map(len, wanted)) == 12
+    assert [output.prompt_token_ids for output in outputs] == PROMPTS
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+    texts = [tiny_tokenizer().decode([*prompt, *got]) for prompt, got in zip(PROMPTS, answers(outputs), strict=True)]
+    assert all(text.endswith(output.outputs[0].text) for text, output in zip(texts, outputs, strict=True))
+
+
+def test_every_prompt_may_have_parameters_of_its_own(llm: LLM) -> None:
+    params = [greedy(2), greedy(5), greedy(3), SamplingParams(seed=7)]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [len(got) for got in answers(outputs)] == [2, 5, 3, 16]
+
+
+def test_several_answers_have_seeds_that_follow_each_other(llm: LLM) -> None:
+    (output,) = llm.generate(PROMPTS[0], SamplingParams(n=3, seed=5, max_tokens=8), use_tqdm=False)
+    singles = [
+        llm.generate(PROMPTS[0], SamplingParams(seed=5 + number, max_tokens=8), use_tqdm=False)[0].outputs[0]
+        for number in range(3)
+    ]
+    assert [one.token_ids for one in output.outputs] == [one.token_ids for one in singles]
+    assert [one.index for one in output.outputs] == [0, 1, 2]
+
+
+def test_the_best_are_kept(llm: LLM) -> None:
+    params = {"seed": 5, "max_tokens": 8}
+    (all_of_them,) = llm.generate(PROMPTS[0], SamplingParams(n=4, logprobs=0, **params), use_tqdm=False)
+    (best,) = llm.generate(PROMPTS[0], SamplingParams(n=2, best_of=4, **params), use_tqdm=False)
+    ranked = sorted(all_of_them.outputs, key=lambda one: -(one.cumulative_logprob or 0) / len(one.token_ids))
+    assert [one.token_ids for one in best.outputs] == [one.token_ids for one in ranked[:2]]
+    assert best.outputs[0].logprobs is None
+
+
+def test_logprobs_of_answer_and_prompt(llm: LLM) -> None:
+    (output,) = llm.generate(PROMPTS[1], greedy(4, logprobs=2, prompt_logprobs=1), use_tqdm=False)
+    answer = output.outputs[0]
+    assert answer.logprobs is not None
+    assert [next(iter(one)) for one in answer.logprobs] == answer.token_ids  # greedy: the likeliest
+    first = answer.logprobs[0][answer.token_ids[0]]
+    assert (first.rank, first.decoded_token) == (1, tiny_tokenizer().decode([answer.token_ids[0]]))
+    assert answer.cumulative_logprob == pytest.approx(
+        sum(one[token].logprob for one, token in zip(answer.logprobs, answer.token_ids, strict=True))
+    )
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert [token in (one or {}) for token, one in zip(PROMPTS[1][1:], output.prompt_logprobs[1:], strict=True)] == [
+        True,
+        True,
+    ]
+
+
+def test_stop_strings_and_tokens(llm: LLM) -> None:
+    (whole,) = llm.generate(PROMPTS[0], greedy(12), use_tqdm=False)
+    text, token_ids = whole.outputs[0].text, whole.outputs[0].token_ids
+    stop = text[len(text) // 2 :][:2]
+    (cut,) = llm.generate(PROMPTS[0], greedy(12, stop=stop), use_tqdm=False)
+    assert cut.outputs[0].text == text[: text.index(stop)]
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
+    (cut,) = llm.generate(PROMPTS[0], greedy(12, stop_token_ids=[token_ids[3]]), use_tqdm=False)
+    assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", token_ids[3])
+
+
+def test_guided_text(model_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(model_dir, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_id()}))
+    with LLM(str(tmp_path / "model"), **OPTIONS) as llm:
+        (output,) = llm.generate("Paris is", greedy(guided={"choice": ["yes it is", "no"]}), use_tqdm=False)
+        assert output.outputs[0].text in ("yes it is", "no")
+        with pytest.raises(InvalidArgumentError, match="guided"):
+            llm.generate("Paris is", greedy(guided={"regex": "("}), use_tqdm=False)
+
+
+def test_chat_takes_pairs_mappings_and_messages(llm: LLM) -> None:
+    text = "hello world"
+    forms = [text, [("user", text)], [Message(role="user", content=text)], [{"role": "user", "content": text}]]
+    parts = [[{"role": "user", "content": [{"type": "text", "text": text}]}]]
+    outputs = [llm.chat(form, greedy(), use_tqdm=False)[0] for form in [*forms, *parts]]
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    prompt = outputs[0].prompt_token_ids
+    assert prompt is not None
+    assert tiny_tokenizer().decode(prompt, skip_special_tokens=False) == (
+        f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    several = llm.chat([[("user", text)], [("user", "how are you")]], greedy(), use_tqdm=False)
+    assert several[0].outputs == outputs[0].outputs
+    assert len(several) == 2
+
+
+def test_embeddings(llm: LLM) -> None:
+    one, two = llm.embed(["hello world", {"prompt_token_ids": ids_of("hello world")}], use_tqdm=False)
+    assert one.outputs.embedding == pytest.approx(two.outputs.embedding)
+    assert sum(value**2 for value in one.outputs.embedding) == pytest.approx(1)
+    (short,) = llm.embed("hello world", pooling="mean", dimensions=8, use_tqdm=False)
+    assert len(short.outputs.embedding) == 8
+
+
+def test_progress_goes_to_standard_error(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(PROMPTS, greedy(2))
+    assert "4/4" in capsys.readouterr().err
+    llm.generate(PROMPTS, greedy(2), use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("ask", "field"),
+    [
+        (lambda llm: llm.generate(["hello", ""]), "prompts[1]"),
+        (lambda llm: llm.generate([[1, 10**6]]), "prompts"),
+        (lambda llm: llm.generate({"prompt": "hello", "image": b""}), "prompts"),
+        (lambda llm: llm.generate(["a", "b"], [SamplingParams()]), "sampling_params"),
+        (lambda llm: llm.generate("a", SamplingParams(temperature=-1)), "temperature"),
+        (lambda llm: llm.generate("a", priority=[1]), "priority"),
+        (lambda llm: llm.generate("a", SamplingParams(n=0)), "n"),
+        (lambda llm: llm.generate("a", SamplingParams(n=3, best_of=2)), "best_of"),
+        (lambda llm: llm.generate("a", SamplingParams(heat=1)), "heat"),
+        (lambda llm: llm.chat([{"role": "user", "image": ""}]), "messages[0].image"),
+        (lambda llm: llm.chat([{"content": "hello"}]), "messages[0]"),
+        (lambda llm: llm.chat("hello", tools=[{"type": "function"}]), "tools[0]"),
+        (lambda llm: llm.embed("hello", pooling="max"), "pooling"),
+        (lambda llm: llm.embed("hello", dimensions=10**4), "dimensions"),
+    ],
+)
+def test_what_is_wrong_is_named(llm: LLM, ask: Callable[[LLM], object], field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        ask(llm)
+    assert caught.value.field == field
+
+
+def test_it_goes_on_after_an_interrupt(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = core(llm)
+    step, steps = engine.step, iter(range(100))
+
+    def interrupted() -> bool:
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+        return bool(step())
+
+    monkeypatch.setattr(engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, greedy(), use_tqdm=False)
+    monkeypatch.undo()
+    assert not engine.scheduler.requests
+    assert len(llm.generate(PROMPTS, greedy(), use_tqdm=False)) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"num_block": 5}, "num_block"),
+        ({"num_blocks": 0}, "num_blocks"),
+        ({"engine_timeout": 5}, "engine_timeout"),
+        ({"target": "127.0.0.1:1", "dtype": "float32"}, "dtype"),
+    ],
+)
+def test_options_that_are_wrong_are_named(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(**options)
+    assert caught.value.field == field
+
+
+def test_nothing_is_answered_after_the_end(model_dir: Path) -> None:
+    with LLM(str(model_dir), **OPTIONS) as llm:
+        llm.close()
+    with pytest.raises(UnavailableError, match="closed"):
+        llm.generate("hello")
+
+
+# ----------------------------------------------------------------------------------------------- elsewhere
+
+
+def test_a_stack_that_runs_elsewhere() -> None:
+    with fake_router() as (router, address), LLM(target=address) as llm:
+        outputs = llm.generate(["one two", [1, 2, 3]], SamplingParams(n=2, seed=4, logprobs=1), use_tqdm=False)
+        assert [len(output.outputs) for output in outputs] == [2, 2]
+        assert outputs[0].prompt_token_ids == list(b"one two")
+        assert outputs[1].outputs[0].text == "1 2 3 "
+        assert (outputs[1].outputs[0].finish_reason, outputs[1].num_cached_tokens) == ("stop", 3)
+        assert [request.sampling_params.seed for request in router.requests] == [4, 5, 4, 5]
+        assert {request.sampling_params.max_tokens for request in router.requests} == {16}
+
+        (chat,) = llm.chat([{"role": "user", "content": "a b"}], use_tqdm=False)
+        assert (chat.outputs[0].text, chat.prompt_token_ids) == ("a b ", None)
+        tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+        (called,) = llm.chat("a b", tools=[tool], use_tqdm=False)
+        assert called.outputs[0].tool_calls[0].name == "add"
+        assert called.outputs[0].finish_reason == "tool_calls"
+        vectors = llm.embed(["a"] * 70, use_tqdm=False)
+        assert [vector.outputs.embedding for vector in vectors] == [[1, 0.5]] * 70
+
+
+def test_more_prompts_than_are_in_flight_and_a_failure() -> None:
+    with fake_router() as (router, address), LLM(target=Client(address, timeout=60)) as llm:
+        assert [
+            output.outputs[0].text for output in llm.generate([[number] for number in range(70)], use_tqdm=False)
+        ] == [f"{number} " for number in range(70)]
+        with pytest.raises(InvalidArgumentError, match="top_p"):
+            llm.chat([[("user", "!INVALID_ARGUMENT")], [("user", "wait forever")]], use_tqdm=False)
+        assert router.ended.wait(60)  # the other one was cancelled
