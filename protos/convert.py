@@ -27,6 +27,19 @@ _ROLES: dict[int, WorkerRole] = {value: role for role, value in _ROLES_TO_PROTO.
 _STATES: dict[int, WorkerState] = {value: state for state, value in _STATES_TO_PROTO.items()}
 _FINISH_REASONS: dict[int, FinishReason] = {value: reason for reason, value in _FINISH_REASONS_TO_PROTO.items()}
 
+SAMPLING_PARAMETERS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields)
+_LAST_OF_FIRST = types_pb2.SamplingParams.DESCRIPTOR.fields_by_name["logit_bias"].number
+LATER_PARAMETERS = tuple(
+    field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields if field.number > _LAST_OF_FIRST
+)
+"""Those that a worker may be too old for."""
+
+
+def sampling_parameters_of(info: worker_pb2.WorkerInfo) -> frozenset[str]:
+    """Those that the worker knows, of those that are known here."""
+    told = SAMPLING_PARAMETERS.intersection(info.sampling_parameters)
+    return told or SAMPLING_PARAMETERS.difference(LATER_PARAMETERS)
+
 
 def role_of(value: int) -> WorkerRole | None:
     return _ROLES.get(value)

@@ -16,7 +16,7 @@ from common.model_files import tokenizer_files
 from common.types import WorkerLoad
 from common.version import VERSION
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
-from protos.convert import role_to_proto, state_to_proto
+from protos.convert import SAMPLING_PARAMETERS, role_to_proto, state_to_proto
 from protos.messages import message_of
 from worker.shell import Worker
 
@@ -55,6 +55,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             device=ready.device,
             device_reason=ready.device_reason,
             version=VERSION,
+            sampling_parameters=sorted(SAMPLING_PARAMETERS),
         )
 
     async def WatchLoad(  # noqa: N802

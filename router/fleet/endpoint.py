@@ -21,6 +21,7 @@ class Endpoint:
     epoch: str = ""
     fingerprint: str = ""
     block_size: int = 0  # tokens per KV block
+    parameters: frozenset[str] = frozenset()  # of sampling, that it knows
     max_model_len: int | None = None  # tokens of a request, prompt and answer; None if it has not said it
     load: WorkerLoad = field(default_factory=WorkerLoad)
     state: WorkerState = WorkerState.UNREACHABLE

@@ -28,7 +28,7 @@ from common.tasks import VitalTasks
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from common.validation import ModelLimits
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
-from protos.convert import role_of, state_of
+from protos.convert import role_of, sampling_parameters_of, state_of
 from protos.messages import value_of
 from router.fleet.block_watch import BlockWatch
 from router.fleet.endpoint import Endpoint
@@ -75,6 +75,7 @@ class _Worker:
     channel: grpc.aio.Channel
     channel_version: int  # of the certificates that it shows
     info: worker_pb2.WorkerInfo | None = None
+    parameters: frozenset[str] = frozenset()  # of sampling, that it knows
     load: WorkerLoad = field(default_factory=WorkerLoad)
     state: WorkerState = WorkerState.UNREACHABLE
     problem: str = ""
@@ -91,6 +92,7 @@ class _Worker:
             epoch=info.epoch if info else "",
             fingerprint=info.fingerprint if info else "",
             block_size=info.block_size if info else 0,
+            parameters=self.parameters,
             max_model_len=info.max_model_len if info else None,
             load=self.load,
             state=self.state,
@@ -307,7 +309,7 @@ class Registry:
                 if false := false_info(info):
                     self._note_false(worker, false)
                     raise UnavailableError(false)
-                worker.info = info
+                worker.info, worker.parameters = info, sampling_parameters_of(info)
                 self.track.forget_others({one.endpoint("").incarnation for one in self._workers.values()})
                 async with self._adopting:  # of workers that answer at the same time, the first decides
                     await self._adopt(worker, stub)

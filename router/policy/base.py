@@ -28,6 +28,7 @@ class RoutingRequest:
     tried: frozenset[tuple[str, str]] = frozenset()  # decode workers given up on: `Endpoint.incarnation`
     cached_blocks: Mapping[str, int] = field(default_factory=dict)  # by address: leading blocks that the worker has
     session: str = ""  # requests of one session belong together; empty: it belongs to none
+    parameters: frozenset[str] = frozenset()  # of sampling, that not all versions of workers know
     in_place: bool = False  # the decode worker has to compute all of the prompt itself, whatever is cached
 
 

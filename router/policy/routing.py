@@ -101,6 +101,8 @@ def unusable(endpoint: Endpoint, request: RoutingRequest) -> str:
         return endpoint.state.value
     if endpoint.excluded:
         return endpoint.excluded
+    if unknown := request.parameters - endpoint.parameters:
+        return f"is of a version that does not know {', '.join(sorted(unknown))}"
     if endpoint.fingerprint != request.fingerprint:
         return f"holds KV of another kind ({endpoint.fingerprint or 'unknown'})"
     return ""

@@ -37,9 +37,10 @@ from common.errors import (
 from common.grpc_status import error_of_call
 from common.grpc_streams import messages
 from common.peers import MAX_WORDS
+from common.sampling import SamplingParams
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
-from protos.convert import finish_reason_of
+from protos.convert import LATER_PARAMETERS, finish_reason_of
 from protos.messages import message_of
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
@@ -235,6 +236,7 @@ class Dispatcher:
             tried=frozenset(route.tried),
             cached_blocks=self._registry.blocks.index.match(route.block_names, self._clock()),
             session=request.session,
+            parameters=_later_parameters(request.sampling_params),
             in_place=request.wants_prompt_logprobs,
         )
         try:
@@ -419,6 +421,11 @@ class Dispatcher:
 
 def _is_last(event: decode_pb2.DecodeEvent) -> bool:
     return finish_reason_of(event.finish_reason) is not None
+
+
+def _later_parameters(params: SamplingParams) -> frozenset[str]:
+    """Those that `params` needs and an older worker would not notice."""
+    return frozenset(name for name in LATER_PARAMETERS if getattr(params, name) not in (None, ()))
 
 
 def _probed(decision: RoutingDecision) -> list[tuple[str, str]]:

@@ -27,7 +27,7 @@ from protos.baton.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from protos.convert import role_to_proto
+from protos.convert import SAMPLING_PARAMETERS, role_to_proto
 from tests.router.tiny_tokenizer import eos_id, ids_of, tokenizer_files, vocab_size
 
 MODEL = "tiny"
@@ -78,7 +78,7 @@ class FakeWorker(
         self.block_changes: list[dict[str, Any]] = [{"starts_list": True}]  # with which each stream of blocks begins
         self.more_blocks: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.num_block_streams = 0
-        self.is_older = False  # a version that does not tell of blocks
+        self.is_older = False  # a version that does not tell of blocks, and does not know some parameters
         # What was seen.
         self.requests: list[decode_pb2.DecodeRequest] = []
         self.embedded: list[embed_pb2.EmbedTokensRequest] = []
@@ -130,6 +130,7 @@ class FakeWorker(
             max_model_len=MAX_MODEL_LEN,
             vocab_size=vocab_size(),
             block_size=16,
+            sampling_parameters=() if self.is_older else sorted(SAMPLING_PARAMETERS),
             eos_token_ids=[eos_id()],
         )
         info.MergeFrom(worker_pb2.WorkerInfo(**self.false_info))

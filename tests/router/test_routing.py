@@ -11,7 +11,7 @@ import pytest
 
 from protos.baton.v1 import inference_pb2
 from router.fleet.track_record import MAX_FAILURES
-from tests.router.conftest import RunningRouter, StartRouter, StartWorker
+from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches
 
 BODY = {"model": "tiny", "prompt": "Hello", "max_tokens": 2}
 
@@ -110,3 +110,21 @@ async def test_a_worker_that_fails_again_and_again_is_left_alone(
     assert len(bad.requests) == MAX_FAILURES
     last = (await decisions(router, "?limit=1")).json()["decisions"][0]
     assert any("after 5 failures in a row" in reason for reason in last["reasons"])
+
+
+async def test_workers_get_no_parameter_that_they_would_not_notice(
+    start_worker: StartWorker, start_router: StartRouter
+) -> None:
+    older, newer = await start_worker(), await start_worker()
+    older.is_older, newer.num_requests_waiting = True, 5
+    router = await start_router(older, newer)
+    assert (await complete(router)).status_code == 200
+    assert (len(older.requests), len(newer.requests)) == (1, 0)
+    for given in ({"guided_regex": "a"}, {"bad_words": ["a"]}, {"allowed_token_ids": [1]}, {"prompt_logprobs": 0}):
+        assert (await complete(router, **given)).status_code == 200, given
+    assert (len(older.requests), len(newer.requests)) == (1, 4)
+    await newer.stop()
+    await reaches("baton_router_endpoints", 1, role="decode", state="unreachable")
+    refused = await complete(router, guided_regex="a")
+    assert refused.status_code == 503
+    assert "is of a version that does not know guided" in refused.json()["error"]["message"]
