@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 
 from baton.processes import Child
@@ -16,7 +18,9 @@ _END_GRACE_S = 60.0
 @contextlib.contextmanager
 def running(command: Sequence[str], what: str) -> Iterator[dict[str, str]]:
     """A process that prints `ready key=value ...`; gives those, and its `pid`. Raises `StartupError` if it ends
-    without."""
+    without. SIGTERM to this process ends it as Ctrl-C does, so that it leaves none behind."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _exit)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
     child = Child(what, process)
     try:
@@ -29,6 +33,10 @@ def running(command: Sequence[str], what: str) -> Iterator[dict[str, str]]:
         raise StartupError(f"{what} did not start; its reason is above")
     finally:
         _end(child)
+
+
+def _exit(signum: int, _frame: object) -> None:
+    sys.exit(128 + signum)
 
 
 def _end(child: Child) -> None:

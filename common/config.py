@@ -229,8 +229,10 @@ class RouterSettings(PolicySettings, LimitSettings, TlsSettings, HealthSettings,
     max_buffered_mb: float = Field(256.0, gt=0, description="MiB of the bodies of all requests in flight")
     max_answer_tokens: Positive | None = Field(
         None,
-        description="tokens of all answers to one request: max_tokens, times n and prompts, times 1 + logprobs / 4; if "
-        "unset, what one answer may need in the model's context, and 2^20 at least",
+        description="tokens of all answers to one request: max_tokens, times n (best_of) and prompts, times 1 + "
+        "logprobs / 4 rounded up; prompt tokens whose logprobs are asked for count likewise. A request that asks for "
+        "more is refused, one without max_tokens ends there. If unset, what one answer may need in the model's "
+        "context, and 2^20 at least",
     )
     max_connections: Positive = Field(1024, description="connections of clients, of REST and of gRPC each")
     receive_timeout: float = Field(

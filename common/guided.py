@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import ConfigDict, Field, Strict
 
-from common.structural_tag import structural_tag_grammar
+from common.structural_tag import quoted, structural_tag_grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -87,7 +87,7 @@ def _grammar_of(guided: Guided) -> str:
     if guided.regex:
         return LLMatcher.grammar_from_regex(guided.regex)
     if guided.choice:
-        return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in guided.choice)
+        return "start: " + " | ".join(map(quoted, guided.choice))
     if guided.structural_tag:
         return structural_tag_grammar(guided.structural_tag, _JSON_OPTIONS)
     return _lark(guided.grammar)

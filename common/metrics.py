@@ -159,8 +159,18 @@ kv_store_failed_lookups = Counter(
     "baton_kv_store_failed_lookups", "Lookups that the store did not answer in time: what it may hold was not used."
 )
 
+worker_grammars = Counter(
+    "baton_worker_grammars",
+    "Grammars of guided requests, by what came of them: cached, compiled, wrong (by its client), failed, late, full.",
+    ["outcome"],
+)
+worker_grammar_seconds = Counter(
+    "baton_worker_grammar_seconds", "Time that compiled and wrong grammars took, with their wait for a thread."
+)
+
 ENGINE_METRICS: tuple[Counter | Gauge, ...] = (
     kv_store_bytes, kv_store_runs, kv_store_evicted_runs, kv_store_evicted_bytes, kv_store_failed_blocks,
     kv_store_failed_lookups, worker_fallbacks, worker_kv_cache_hits, worker_kv_tier_moves,
+    worker_grammars, worker_grammar_seconds,
 )  # fmt: skip
 """Those that an engine process counts, and its front shows."""

@@ -86,7 +86,7 @@ class _Grammar:
 
     def _const_string(self, format_: JsonObject, place: str, _: int) -> str:
         _only(format_, place, "type", "value")
-        return _quoted(_text(format_, "value", place))
+        return quoted(_text(format_, "value", place))
 
     def _json_schema(self, format_: JsonObject, place: str, _: int) -> str:
         _only(format_, place, "type", "json_schema", "style")
@@ -176,7 +176,7 @@ class _Grammar:
             return f"{self._rule(_TEXT)} {_end(end, place)}"
         if not isinstance(end, str) or not end:
             raise ValueError(f"{place}.end must be a text: free text goes on until it")
-        return self._rule(_TEXT, f"[suffix={_quoted(end)}]")
+        return self._rule(_TEXT, f"[suffix={quoted(end)}]")
 
     def _triggered_tags(self, format_: JsonObject, place: str, depth: int) -> str:
         """Free text; as soon as it has a trigger, one of the tags that begin with it."""
@@ -202,11 +202,11 @@ class _Grammar:
             trigger = next((one for one in triggers if begin.startswith(one)), None)
             if trigger is None:
                 raise ValueError(f"{where}.begin must start with one of the triggers")
-            by_trigger.setdefault(trigger, []).append(f"{_quoted(begin[len(trigger) :])} {inside}")
+            by_trigger.setdefault(trigger, []).append(f"{quoted(begin[len(trigger) :])} {inside}")
         if unused := [one for one in triggers if one not in by_trigger]:
             raise ValueError(f"{place}.triggers: no tag begins with {unused[0]!r}")
         for trigger, rests in by_trigger.items():
-            text = self._rule(_TEXT.strip() + " " + _quoted(trigger), "[lazy]")
+            text = self._rule(_TEXT.strip() + " " + quoted(trigger), "[lazy]")
             later.append(f"{text} ({' | '.join(rests)})")
         one_later = self._rule(" | ".join(later))
         if at_least_one:
@@ -218,7 +218,7 @@ class _Grammar:
     def _tags_with_separator(self, format_: JsonObject, place: str, depth: int) -> str:
         _only(format_, place, "type", "tags", "separator", "at_least_one", "stop_after_first")
         tag = "(" + " | ".join(self._all(_tags(format_, place), f"{place}.tags", depth)) + ")"
-        separator = _quoted(_text(format_, "separator", place, may_be_empty=True))
+        separator = quoted(_text(format_, "separator", place, may_be_empty=True))
         some = tag if _flag(format_, "stop_after_first", place) else f"{tag} ({separator} {tag})*"
         return f"({some})" if _flag(format_, "at_least_one", place) else f"({some})?"
 
@@ -262,7 +262,7 @@ def _begin(tag: JsonObject, place: str) -> str:
     if isinstance(begin, dict):
         _only(begin, f"{place}.begin", "type", "token")
         return _token(begin.get("token"), f"{place}.begin.token")
-    return _quoted(_text(tag, "begin", place))
+    return quoted(_text(tag, "begin", place))
 
 
 def _end(end: object, place: str) -> str:
@@ -271,7 +271,7 @@ def _end(end: object, place: str) -> str:
         return _token(end.get("token"), f"{place}.end.token")
     if not isinstance(end, str):
         raise ValueError(f"{place}.end must be a text")
-    return _quoted(end)
+    return quoted(end)
 
 
 def _token(token: object, place: str) -> str:
@@ -288,8 +288,9 @@ def _token(token: object, place: str) -> str:
     raise ValueError(f"{place} must be a token's id, or the text of a special token in angle brackets")
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def quoted(text: str) -> str:
+    """As Lark has it: like JSON, but the parser takes no delete character as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _only(given: JsonObject, place: str, *names: str) -> None:

@@ -19,6 +19,7 @@ from typing import Protocol
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
+from common import metrics
 from common.errors import InternalError, InvalidArgumentError, OverloadedError
 from common.guided import Guided, grammar_error, grammar_of
 from engine.guide import Guide
@@ -117,10 +118,13 @@ class Grammars:
         request.status = RequestStatus.WAITING_FOR_GRAMMAR
         if (known := self._kept.get(guided)) is not None:
             self._kept.move_to_end(guided)
+            metrics.worker_grammars.labels("cached").inc()
             self._answer(request, known)
         elif (pending := self._pending.get(guided)) is not None:
             pending.requests[request.request_id] = request
+            metrics.worker_grammars.labels("cached").inc()
         elif len(self._pending) >= MAX_PENDING:
+            metrics.worker_grammars.labels("full").inc()
             self._answered.append(Answered(request, "too many grammars are being compiled", OverloadedError.grpc_code))
         else:
             self._pool = self._pool or ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
@@ -144,6 +148,7 @@ class Grammars:
             elif now > pending.since + COMPILE_TIMEOUT_S:
                 reason = f"its grammar takes longer than {COMPILE_TIMEOUT_S:g} s to compile"
                 self._answered += [Answered(request, reason) for request in pending.requests.values()]
+                metrics.worker_grammars.labels("late").inc(len(pending.requests))
                 pending.requests.clear()
         answered, self._answered = self._answered, []
         return answered
@@ -156,11 +161,14 @@ class Grammars:
         error = pending.compiled.exception()
         if error is not None and not isinstance(error, ValueError):
             log.error("a grammar was not compiled", exc_info=error)
+            metrics.worker_grammars.labels("failed").inc()
             reason = f"its grammar was not compiled: {type(error).__name__}: {error}"
             self._answered += [
                 Answered(request, reason, InternalError.grpc_code) for request in pending.requests.values()
             ]
             return
+        metrics.worker_grammars.labels("compiled" if error is None else "wrong").inc()
+        metrics.worker_grammar_seconds.inc(self._clock() - pending.since)
         result = pending.compiled.result() if error is None else str(error)
         self._keep(guided, result)
         for request in pending.requests.values():

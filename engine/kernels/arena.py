@@ -31,10 +31,13 @@ class Arena:
         self._chunk: _Chunk | None = None
 
     def allocate(self, num_bytes: int) -> Memory:
-        """Raises `OSError` if there is no such memory."""
+        """Raises `MemoryError` if there is no such memory."""
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if self._chunk is None or self._chunk.num_free < size:
-            self._chunk = _Chunk(max(size, _CHUNK_BYTES))
+            try:
+                self._chunk = _Chunk(max(size, _CHUNK_BYTES))
+            except OSError as error:
+                raise MemoryError(f"no room for {size / 2**20:.0f} MiB of packed weights") from error
         return Memory(self._chunk, self._chunk.take(size), num_bytes)
 
 

@@ -46,6 +46,7 @@ PERSON = {
     [
         (Guided(regex="[ab]{2}|c/d"), ["ab", "c/d"], ["a", "abc", ""]),
         (Guided(choice=('say "x"\n', "é😀\\", "a")), ['say "x"\n', "é😀\\", "a"], ["b", "aa"]),
+        (Guided(choice=tuple(map(chr, range(160)))), [chr(code) for code in (0, 1, 9, 13, 34, 92, 127, 159)], ["\xa0"]),
         (Guided(json_object=True), ["{}", '{"a": [1, null]}'], ["[]", "{", "x{}"]),
         (schema(**PERSON), ['{"name": "Jo", "age": 3}'], ['{"name": "Jo"}', '{"name": "Jo", "age": -1}']),
         (schema(**NUMBER, minimum=3, maximum=5), ["3", "4.5"], ["5.5", "2"]),

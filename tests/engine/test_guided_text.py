@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common import metrics
 from common.guided import Guided
 from common.sampling import SamplingParams
 from common.types import FinishReason, SampledToken
@@ -100,6 +101,17 @@ class Engine:
 
     def answers(self) -> dict[str, list[int]]:
         return tokens_of(self.run())
+
+
+def counts() -> dict[str, float]:
+    samples = [one for one in next(iter(metrics.worker_grammars.collect())).samples if one.name.endswith("_total")]
+    return {one.labels["outcome"]: one.value for one in samples}
+
+
+def counted(before: dict[str, float]) -> dict[str, float]:
+    """What came of grammars since then."""
+    changes = {outcome: value - before.get(outcome, 0.0) for outcome, value in counts().items()}
+    return {outcome: change for outcome, change in changes.items() if change}
 
 
 def text_of(tokens: Sequence[int]) -> str:
@@ -244,17 +256,21 @@ def slow(compiler: GrammarCompiler) -> Iterator[SlowCompiler]:
 
 
 def test_others_run_while_a_grammar_is_compiled_once(slow: SlowCompiler) -> None:
-    engine = Engine(slow)
+    engine, before = Engine(slow), counts()
     engine.add("a")
     engine.add("b", prompt=[9, 9, 9])
     engine.add("plain", guided=None, params={"max_tokens": 5})
     assert list(tokens_of(run(engine.core))) == ["plain"]
     assert engine.core.load.num_requests_waiting == 2
     assert engine.core.load.num_queued_prompt_tokens == len(PROMPT) + 3
+    seconds = metrics.worker_grammar_seconds._value.get()
+    engine.clock += 2.0
     slow.go_on.set()
     answers = engine.answers()
     assert set(answers) == {"a", "b"}
+    assert metrics.worker_grammar_seconds._value.get() - seconds == pytest.approx(2.0)
     assert slow.num_calls == 1
+    assert counted(before) == {"cached": 1, "compiled": 1}
 
 
 def test_a_request_that_ends_while_it_waits(slow: SlowCompiler) -> None:
@@ -267,32 +283,34 @@ def test_a_request_that_ends_while_it_waits(slow: SlowCompiler) -> None:
 
 
 def test_a_grammar_that_takes_too_long(slow: SlowCompiler) -> None:
-    engine = Engine(slow)
+    engine, before = Engine(slow), counts()
     engine.add("a")
     engine.clock = grammars_module.COMPILE_TIMEOUT_S + 1
     (failed,) = [event for event in run(engine.core) if isinstance(event, m.RequestFailed)]
     assert failed.grpc_code == "INVALID_ARGUMENT"
     assert "longer than 10 s" in failed.reason
+    assert counted(before) == {"late": 1}
 
 
 def test_too_many_grammars(slow: SlowCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars_module, "MAX_PENDING", 2)
-    engine = Engine(slow)
+    engine, before = Engine(slow), counts()
     for index in range(3):
         engine.add(f"r{index}", guided=Guided(regex=f"a{{{index + 1}}}"))
     (failed,) = [event for event in run(engine.core) if isinstance(event, m.RequestFailed)]
     assert (failed.request_id, failed.grpc_code) == ("r2", "RESOURCE_EXHAUSTED")
+    assert counted(before) == {"full": 1}
 
 
 def test_kept_grammars_are_bounded(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars_module, "MAX_KEPT", 2)
     calls: list[Guided] = []
 
-    def counted(guided: Guided) -> Guide:
+    def noted(guided: Guided) -> Guide:
         calls.append(guided)
         return compiler(guided)
 
-    engine = Engine(counted)
+    engine = Engine(noted)
     for digit in (1, 2, 1, 3, 1, 2):
         engine.add(f"r{len(calls)}-{digit}", guided=Guided(regex=f"{digit}"))
         engine.run()
@@ -303,10 +321,11 @@ def test_a_compiler_that_breaks_is_our_fault() -> None:
     def broken(guided: Guided) -> Guide:
         raise OSError("no tokenizer")
 
-    engine = Engine(broken)
+    engine, before = Engine(broken), counts()
     engine.add("a")
     (failed,) = [event for event in engine.run() if isinstance(event, m.RequestFailed)]
     assert (failed.grpc_code, failed.field) == ("INTERNAL", "")
+    assert counted(before) == {"failed": 1}
 
 
 def test_masks_of_a_vocabulary_that_the_model_cuts_off(compiler: GrammarCompiler, tmp_path: Path) -> None:

@@ -23,6 +23,11 @@ def test_parts_are_apart_and_in_whole_pages() -> None:
         assert ctypes.string_at(part.address, size) == bytes([number + 1]) * size
 
 
+def test_memory_that_is_not_there() -> None:
+    with pytest.raises(MemoryError, match=f"no room for {2**42} MiB of packed weights"):
+        Arena().allocate(2**62)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_goes_back_with_its_last_user() -> None:
     arena = Arena()
