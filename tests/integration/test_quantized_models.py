@@ -1,0 +1,96 @@
+"""A GGUF file and a checkpoint of int4, each split over a prefill and a decode worker that has too few blocks."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from baton.client import Client
+from baton.report import Result
+from tests.engine.gguf_files import write_gguf
+from tests.engine.test_model_gguf import MIXED
+from tests.engine.test_model_quantized import FIXTURES, dequantized, matrices
+from tests.engine.tiny_models import VOCAB_SIZE, edit_config
+from tests.integration.stack import Fleet, running
+from tests.nixl import needs_nixl
+from tests.router.tiny_tokenizer import tokenizer_files
+
+pytestmark = [pytest.mark.timeout(600), needs_nixl]
+
+NUM_TOKENS = 50
+LENGTHS = (40, 75, 131, 190)
+NUM_BLOCKS = 35  # the prompts take 30, the answers 13 more
+MARGIN = 0.01  # of logits, which are within 1e-3 of the dequantised model's (tests/engine)
+
+
+def gguf_model(folder: Path) -> tuple[Path, Path]:
+    """What to serve, and the dequantised model."""
+    written = write_gguf(folder, "qwen3", MIXED)
+    return written.file, written.reference
+
+
+def awq_model(folder: Path) -> tuple[Path, Path]:
+    path, plain = folder / "awq", folder / "plain"
+    shutil.copytree(FIXTURES / "awq", path, ignore=shutil.ignore_patterns("expected.safetensors"))
+    for name, content in tokenizer_files().items():
+        (path / name).write_bytes(content)
+    shutil.copytree(path, plain)
+    edit_config(plain, quantization_config=None)
+    tensors = {key: dequantized(tensor).contiguous() for key, tensor in matrices(path).items()}
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    return path, plain
+
+
+MODELS = {"gguf": gguf_model, "awq": awq_model}
+
+
+@torch.inference_mode()
+def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    """Up to the first token that rounding could decide."""
+    tokens = list(prompt)
+    for _ in range(NUM_TOKENS):
+        best = model(torch.tensor([tokens])).logits[0, -1].topk(2)
+        first, second = best.values.tolist()
+        if first - second < MARGIN:
+            break
+        tokens.append(int(best.indices[0]))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_split_preempted_and_from_the_prefix_cache(tmp_path: Path, kind: str) -> None:
+    model, plain = MODELS[kind](tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")
+    rng = random.Random(kind)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+    wanted = [greedy(reference, prompt) for prompt in prompts]
+    assert sum(map(len, wanted)) > NUM_TOKENS * len(prompts) / 2
+    flags = (
+        f"--model={model}",
+        "--connector=nixl",
+        f"--num-blocks={NUM_BLOCKS}",
+        "--chunk-size=64",
+        "--dtype=float32",
+        f"--cache-dir={tmp_path / 'cache'}",
+    )
+
+    def ask(client: Client, prompt: list[int]) -> Result:
+        return client.generate(prompt, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True).result()
+
+    fleet = Fleet(tmp_path, *flags, prefill=1, decode=1, router_flags=["--min-remote-tokens=1"])
+    with running(fleet), fleet.client() as client, ThreadPoolExecutor(len(prompts)) as pool:
+        results = list(pool.map(lambda prompt: ask(client, prompt), prompts))
+        assert all(result.report.prefill_worker for result in results)
+        assert sum(result.report.num_preemptions for result in results) > 0
+        fresh, again = ask(client, prompts[2]), ask(client, prompts[2])
+        assert again.usage.cached_tokens > 100
+        for result, expected in zip([*results, fresh, again], [*wanted, wanted[2], wanted[2]], strict=True):
+            assert list(result.token_ids[: len(expected)]) == expected
+        fleet.settle()
