@@ -20,6 +20,7 @@ from baton.messages import Tool
 from baton.report import Chunk, ModelCard, Result
 from baton.requests import (
     Messages,
+    call_hints,
     chat_messages,
     chunk_of,
     embed_message,
@@ -132,9 +133,11 @@ class AsyncClient:
         request_id: str = "",
         cache_salt: str = "",
         priority: int = 0,
+        session: str = "",
+        explain: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncAnswer:
-        """Continues a prompt, given as text or as token ids."""
+        """Continues a prompt, as `Client.generate`."""
         request = inference_pb2.GenerateRequest(
             request_id=request_id,
             model=model,
@@ -144,7 +147,8 @@ class AsyncClient:
             cache_salt=cache_salt,
             priority=priority,
         )
-        call = self._inference.Generate(request, timeout=self._timeout, metadata=self._metadata)
+        metadata = (*self._metadata, *call_hints(session, explain=explain))
+        call = self._inference.Generate(request, timeout=self._timeout, metadata=metadata)
         return AsyncAnswer(call, self._router)
 
     def chat(
@@ -159,6 +163,8 @@ class AsyncClient:
         request_id: str = "",
         cache_salt: str = "",
         priority: int = 0,
+        session: str = "",
+        explain: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncAnswer:
         """Answers a conversation, as `Client.chat`."""
@@ -174,7 +180,8 @@ class AsyncClient:
             cache_salt=cache_salt,
             priority=priority,
         )
-        call = self._inference.Chat(request, timeout=self._timeout, metadata=self._metadata)
+        metadata = (*self._metadata, *call_hints(session, explain=explain))
+        call = self._inference.Chat(request, timeout=self._timeout, metadata=metadata)
         return AsyncAnswer(call, self._router)
 
     async def embed(

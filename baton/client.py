@@ -23,6 +23,7 @@ from baton.messages import Calls, Tool
 from baton.report import Chunk, FleetWorker, ModelCard, RequestReport, Result, Usage
 from baton.requests import (
     Messages,
+    call_hints,
     chat_messages,
     chunk_of,
     embed_message,
@@ -148,9 +149,14 @@ class Client:
         request_id: str = "",
         cache_salt: str = "",
         priority: int = 0,
+        session: str = "",
+        explain: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> Answer:
-        """Continues a prompt, given as text or as token ids."""
+        """Continues a prompt, given as text or as token ids.
+
+        Requests of one `session` go to one worker, if the router's policy minds sessions. With `explain` the result's
+        `report.routing` says why the request went where it went."""
         request = inference_pb2.GenerateRequest(
             request_id=request_id,
             model=model,
@@ -160,7 +166,8 @@ class Client:
             cache_salt=cache_salt,
             priority=priority,
         )
-        return Answer(self._inference.Generate(request, timeout=self._timeout, metadata=self._metadata), self._router)
+        metadata = (*self._metadata, *call_hints(session, explain=explain))
+        return Answer(self._inference.Generate(request, timeout=self._timeout, metadata=metadata), self._router)
 
     def chat(
         self,
@@ -174,11 +181,14 @@ class Client:
         request_id: str = "",
         cache_salt: str = "",
         priority: int = 0,
+        session: str = "",
+        explain: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> Answer:
         """Answers a conversation: (role, content) pairs and messages, or one question.
 
-        `tool_choice`: auto, none, required, or the name of the tool that has to be called."""
+        `tool_choice`: auto, none, required, or the name of the tool that has to be called. `session` and `explain` as
+        in `generate`."""
         request = inference_pb2.ChatRequest(
             request_id=request_id,
             model=model,
@@ -191,7 +201,8 @@ class Client:
             cache_salt=cache_salt,
             priority=priority,
         )
-        return Answer(self._inference.Chat(request, timeout=self._timeout, metadata=self._metadata), self._router)
+        metadata = (*self._metadata, *call_hints(session, explain=explain))
+        return Answer(self._inference.Chat(request, timeout=self._timeout, metadata=metadata), self._router)
 
     def embed(
         self,

@@ -27,6 +27,14 @@ _MODES = {
 _POOLINGS = {"last": embed_pb2.POOLING_LAST, "mean": embed_pb2.POOLING_MEAN}
 
 
+def call_hints(session: str, *, explain: bool) -> tuple[tuple[str, str], ...]:
+    """What goes beside a request, as metadata. Raises `InvalidArgumentError`."""
+    if not (session.isascii() and session.isprintable()):
+        raise InvalidArgumentError("session", "is of printable ASCII")
+    hints = (("x-session-id", session.strip()), ("x-baton-explain", "true" if explain else ""))
+    return tuple((name, value) for name, value in hints if value)
+
+
 def sampling_message(options: SamplingOptions) -> types_pb2.SamplingParams:
     given: dict[str, Any] = {name: _plain(value) for name, value in options.items()}
     try:

@@ -103,7 +103,7 @@ def load(
     Raises ConfigError for an unknown variable or key and for a bad value.
     """
     check_environment(environ)
-    path = config if config is not None else environ.get(CONFIG_VARIABLE) or None
+    path = config_path(config, environ)
     values: dict[str, object] = {}
     sources: dict[str, str] = {}
     if path is not None:
@@ -122,6 +122,11 @@ def load(
         source, reason = _explain(found[0], sources)
         more = "".join("; {}: {}".format(*_explain(one, sources)) for one in found[1:])
         raise ConfigError(source, reason + more) from error
+
+
+def config_path(config: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The YAML file that settings come from; None if there is none."""
+    return config if config is not None else environ.get(CONFIG_VARIABLE) or None
 
 
 def check_environment(environ: Mapping[str, str]) -> None:

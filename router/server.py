@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import secrets
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -42,7 +41,7 @@ from router.api.rest.protocol import MAX_HEAD_BYTES, Connections
 from router.api.rest.tls_listener import accept_tls
 from router.fleet.discovery.follow import fixed, follow
 from router.fleet.registry import Registry
-from router.policy.registry import create_policy
+from router.reload import Reload, SettingsFile, policy_of
 from router.serving.admission import Admission
 from router.serving.decisions import Decisions
 from router.serving.demand import Demand, DemandService
@@ -55,7 +54,7 @@ from router.serving.generation import Generation
 from router.serving.preparation import Preparation
 from router.serving.quotas import Quotas
 from router.serving.threads import TextThreads
-from router.stop_signals import stop_signals
+from router.stop_signals import hang_up_signal, stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +68,7 @@ HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 SERVICES = (INFERENCE, ROUTER, DEMAND, HEALTH)
 REFLECTION = ("grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection")  # same messages
 CHECK_HEALTH_S = 1.0
+CHECK_SETTINGS_S = 1.0
 MAX_OPEN_CALLS = 256  # at a time, of those that need no key: health, demand, and reflection if there are no keys
 MAX_OPEN_READS = 16
 OTHER_OPEN_FILES = 1024  # workers' connections, and connections that are about to be refused
@@ -79,8 +79,10 @@ async def serve(
     ready: Ready | None = None,
     stop: asyncio.Event | None = None,
     limits: DispatchLimits | None = None,
+    file: SettingsFile | None = None,
 ) -> None:
     """Runs until SIGTERM, SIGINT or `stop`, then drains: no new requests, running ones get `drain_timeout` seconds.
+    What may change meanwhile is read again when `file` changes, at once with SIGHUP.
 
     Raises `StartupError` with one line if it cannot listen, or cannot use certificates or keys.
     """
@@ -89,16 +91,10 @@ async def serve(
     keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file is not None else None
     vital = VitalTasks()
     registry = Registry(fixed(settings.prefill), fixed(settings.decode), Channels(settings), vital)
-    policy = create_policy(
-        settings.policy,
-        prefill=settings.prefill_policy,
-        decode=settings.decode_policy,
-        min_remote_tokens=settings.min_remote_tokens or 0,
-        seed=secrets.randbits(64),
-    )
     decisions, quotas = Decisions(), Quotas(settings.limits_file)
     queue = FairQueue(settings.max_running, max_waiting=settings.max_queued, max_wait_s=settings.max_queue_wait)
-    dispatcher = Dispatcher(registry, policy, limits=limits, decisions=decisions)
+    dispatcher = Dispatcher(registry, policy_of(settings), limits=limits, decisions=decisions)
+    reload = None if file is None else Reload(settings, file, dispatcher, queue)
     demand = Demand()
     threads = TextThreads()
     gate = Gate(_gate_limits(settings))
@@ -155,7 +151,7 @@ async def serve(
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
         web = _WebServer(web_config)
-        with stop_signals(stop):
+        with stop_signals(stop), hang_up_signal(reload):
             _set_health(health, front)
             await grpc_server.start()
             if probed is not None:
@@ -171,6 +167,8 @@ async def serve(
             log.info("router listens", extra={"http": http_url, "grpc": grpc_address})
             on_ready = functools.partial(ready, http_url, grpc_address) if ready else lambda: None
             vital.start(_watch_health(health, front, on_ready), name="health")
+            if reload is not None:
+                vital.start(_watch_settings(reload), name="settings")
             vital.start(_discover(settings, registry), name="discovery")
             try:
                 await vital.failed_or(stop)
@@ -209,15 +207,15 @@ async def _discover(settings: RouterSettings, registry: Registry) -> None:
     await asyncio.Event().wait()  # every worker is fixed
 
 
-def run(settings: RouterSettings, ready: Ready | None = None) -> None:
+def run(settings: RouterSettings, ready: Ready | None = None, file: SettingsFile | None = None) -> None:
     """`serve`, on the fastest event loop there is."""
     allow_open_files(2 * settings.max_connections + OTHER_OPEN_FILES)
     try:
         import uvloop
     except ImportError:  # not available on Windows
-        asyncio.run(serve(settings, ready))
+        asyncio.run(serve(settings, ready, file=file))
     else:
-        uvloop.run(serve(settings, ready))
+        uvloop.run(serve(settings, ready, file=file))
 
 
 class _WebServer(uvicorn.Server):
@@ -311,6 +309,13 @@ async def _watch_health(health: Health, front: Front, on_ready: Callable[[], Non
             was_ready = True
             on_ready()
         await front.admission.registry.changed(CHECK_HEALTH_S)
+
+
+async def _watch_settings(reload: Reload) -> None:
+    """Until cancelled."""
+    while True:
+        await asyncio.sleep(CHECK_SETTINGS_S)
+        reload.look()
 
 
 async def _drain(front: Front, health: Health, grpc_server: grpc.aio.Server, timeout_s: float) -> None:

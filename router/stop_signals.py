@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as an event, for processes that drain."""
+"""SIGTERM and SIGINT as an event, for processes that drain; SIGHUP as a call, for those that read a file again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Iterator
+from typing import Protocol
+
+
+class Looks(Protocol):
+    def look(self) -> None: ...
 
 
 @contextlib.contextmanager
@@ -22,3 +27,19 @@ def stop_signals(stop: asyncio.Event) -> Iterator[None]:
     finally:
         for number in installed:
             loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def hang_up_signal(reload: Looks | None) -> Iterator[None]:
+    """SIGHUP has `reload` look. Elsewhere than in the main thread, and without `reload`, nothing is changed."""
+    loop = asyncio.get_running_loop()
+    is_installed = False
+    if reload is not None and hasattr(signal, "SIGHUP"):
+        with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+            loop.add_signal_handler(signal.SIGHUP, reload.look)
+            is_installed = True
+    try:
+        yield
+    finally:
+        if is_installed:
+            loop.remove_signal_handler(signal.SIGHUP)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Generic, Literal, TypeVar, Union, get_args, get_origin
 
 import click
 from pydantic.fields import FieldInfo
 
 from baton.sampling_settings import SAMPLING_SETTINGS, Metavar
-from baton.settings import CONFIG_VARIABLE, env_name, flag_name, load
+from baton.settings import CONFIG_VARIABLE, config_path, env_name, flag_name, load
 from common.config import (
     AutoscalerSettings,
     ChatSettings,
@@ -123,7 +124,9 @@ class SettingsCommand(click.Command, Generic[S]):
         about: str,
         examples: Sequence[str],
         params: Sequence[click.Parameter] = (),
+        rereads: bool = False,
     ) -> None:
+        """`rereads`: `run` gets `file`, what the settings file is called and what reads it again; None without one."""
         config = click.Option(
             ["--config"],
             metavar="FILE",
@@ -140,16 +143,20 @@ class SettingsCommand(click.Command, Generic[S]):
         )
         self._settings_class = settings_class
         self._run = run
+        self._rereads = rereads
 
     def invoke(self, ctx: click.Context) -> int:
         others = dict(ctx.params)
         config: str | None = others.pop("config")
         fields = self._settings_class.model_fields
-        flags = {name: others.pop(name) for name in fields if name in others}
+        given = {name: others.pop(name) for name in fields if name in others}
+        flags = {name: value for name, value in given.items() if value is not None}
+        read = partial(load, self._settings_class, flags, config=config)
+        if self._rereads:
+            path = config_path(config)
+            others["file"] = None if path is None else (path, read)
         try:
-            settings = load(
-                self._settings_class, {name: value for name, value in flags.items() if value is not None}, config=config
-            )
+            settings = read()
             return self._run(settings, **others)
         except BatonError as error:
             print_error(ctx.command_path, error.message)

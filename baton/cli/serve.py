@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -75,11 +76,16 @@ def worker(settings: WorkerSettings, *, role: WorkerRole) -> int:
     return main(settings, role)
 
 
-def router(settings: RouterSettings) -> int:
+def router(settings: RouterSettings, *, file: tuple[str, Callable[[], RouterSettings]] | None) -> int:
+    from router.reload import SettingsFile
     from router.server import run
 
     setup_logging("router", level=settings.log_level, log_format=settings.log_format)
-    run(settings, lambda http, grpc: print(f"ready http={http} grpc={grpc}", flush=True))
+    run(
+        settings,
+        lambda http, grpc: print(f"ready http={http} grpc={grpc}", flush=True),
+        None if file is None else SettingsFile(*file),
+    )
     return 0
 
 
@@ -126,6 +132,7 @@ SERVE_COMMANDS = (
         "router",
         RouterSettings,
         router,
+        rereads=True,
         about="Runs a router in front of workers.",
         examples=[
             "baton router --prefill 127.0.0.1:50061 --decode 127.0.0.1:50062",

@@ -151,7 +151,7 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
-        self._policy = policy
+        self.policy = policy  # another one may take its place at any time
         self._limits = limits or DispatchLimits()
         self._budget = budget or RetryBudget()
         self._decisions = decisions or Decisions()
@@ -240,11 +240,11 @@ class Dispatcher:
             in_place=request.wants_prompt_logprobs,
         )
         try:
-            return self._policy.pick(routing, endpoints)
+            return self.policy.pick(routing, endpoints)
         except UnavailableError:
             if route.tried == route.refused:
                 raise
-            return self._policy.pick(replace(routing, tried=frozenset(route.refused)), endpoints)
+            return self.policy.pick(replace(routing, tried=frozenset(route.refused)), endpoints)
 
     def _allow_another(
         self, request: GenerationRequest, progress: Progress, lost: _WorkerLostError, *, has_tokens: bool

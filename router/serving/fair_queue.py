@@ -61,9 +61,6 @@ class FairQueue:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing waits if `max_running` is None."""
-        self._max_running = max_running
-        self._max_waiting = max_waiting
-        self._max_wait_s = max_wait_s
         self._clock = clock
         self._num_running = 0
         self._num_waiting = 0
@@ -72,6 +69,14 @@ class FairQueue:
         self._clocks: dict[str, float] = {}  # of tenants that went lately
         self._freed_at: float | None = None
         self._mean_interval_s: float | None = None
+        self.change(max_running, max_waiting=max_waiting, max_wait_s=max_wait_s)
+
+    def change(self, max_running: int | None, *, max_waiting: int, max_wait_s: float) -> None:
+        """Other bounds from now on. Who waits or runs stays; there may be too many of them for a while."""
+        self._max_running = math.inf if max_running is None else max_running
+        self._max_waiting = max_waiting
+        self._max_wait_s = max_wait_s
+        self._next()
 
     @property
     def num_waiting(self) -> int:
@@ -94,9 +99,6 @@ class FairQueue:
 
         Raises `OverloadedError` if it would wait too long, or did, and `DeadlineError` if its deadline passes.
         """
-        if self._max_running is None:
-            yield
-            return
         due = self._clock() + PRIORITY_S * request_priority
         await self._enter(_Waiting(tenant, cost, due), left_s, priority, weight)
         try:
@@ -106,7 +108,7 @@ class FairQueue:
 
     async def _enter(self, waiting: _Waiting, left_s: float, priority: int, weight: float) -> None:
         tenant = waiting.tenant
-        if self._max_running is not None and self._num_running < self._max_running and not self._num_waiting:
+        if self._num_running < self._max_running and not self._num_waiting:
             self._start(tenant, waiting.cost, weight)
             return
         self._shed(waiting, priority)
@@ -149,7 +151,7 @@ class FairQueue:
         self._next()
 
     def _next(self) -> None:
-        while self._tenants and self._max_running is not None and self._num_running < self._max_running:
+        while self._tenants and self._num_running < self._max_running:
             name, owner = min(self._tenants.items(), key=lambda item: (-item[1].priority, item[1].clock))
             waiting = owner.waiting.pop(0)
             if not waiting.turn.done():  # its caller has not gone away a moment ago

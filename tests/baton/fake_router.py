@@ -30,12 +30,14 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
+        self.metadata: list[dict[str, Any]] = []  # of calls for answers
         self.ended = Event()  # set when the last request has, however it did
 
     def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> Iterator[inference_pb2.GenerateResponse]:
         self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
         yield from self._answer(request.prompt or " ".join(map(str, request.prompt_token_ids)), context)
 
     def Embed(  # noqa: N802
@@ -50,6 +52,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
         self, request: inference_pb2.ChatRequest, context: Context
     ) -> Iterator[inference_pb2.GenerateResponse]:
         self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
         if request.tools:
             yield inference_pb2.GenerateResponse(
                 reasoning="hm", tool_calls=[inference_pb2.ToolCallDelta(index=0, id="c1", name=request.tools[0].name)]

@@ -76,3 +76,24 @@ async def test_the_asyncio_client(router: tuple[FakeRouter, str]) -> None:
     async with AsyncClient("127.0.0.1:1", timeout=5) as nobody:
         with pytest.raises(UnavailableError):
             await nobody.models()
+
+
+async def test_sessions_and_reasons(router: tuple[FakeRouter, str]) -> None:
+    servicer, address = router
+    with Client(address, timeout=60, api_key="k") as client:
+        client.generate("a", session="s 1", explain=True).result()
+        client.chat("a", session="s 2").result()
+        client.chat("a").result()
+        with pytest.raises(InvalidArgumentError, match="session"):
+            client.chat("a", session="\n")
+    async with AsyncClient(address, timeout=60) as other:
+        await other.generate("a", explain=True).result()
+        await other.chat("a", session="s 3", explain=True).result()
+    names = ("authorization", "x-session-id", "x-baton-explain")
+    assert [tuple(metadata.get(name) for name in names) for metadata in servicer.metadata] == [
+        ("Bearer k", "s 1", "true"),
+        ("Bearer k", "s 2", None),
+        ("Bearer k", None, None),
+        (None, None, "true"),
+        (None, "s 3", "true"),
+    ]

@@ -1,0 +1,89 @@
+"""Settings that a running router takes over when its file (`--config`) changes. The others wait for a restart: the log
+names those that changed. A file that cannot be used changes nothing.
+
+Keys, limits and certificates have files of their own, which are read again by whoever uses them.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.config import LimitSettings, PolicySettings, RouterSettings
+from common.errors import BatonError, StartupError
+from common.watched_files import WatchedFiles
+from router.policy.base import Policy
+from router.policy.registry import create_policy
+from router.serving.dispatch import Dispatcher
+from router.serving.fair_queue import FairQueue
+
+log = logging.getLogger(__name__)
+
+RELOADED = frozenset({*PolicySettings.model_fields, *LimitSettings.model_fields, "log_level"}) - {"limits_file"}
+
+
+@dataclass(slots=True, frozen=True)
+class SettingsFile:
+    """`load` reads the file at `path` and all that wins over it. Raises `ConfigError`."""
+
+    path: str
+    load: Callable[[], RouterSettings]
+
+
+def policy_of(settings: RouterSettings) -> Policy:
+    """Raises `ConfigError` for a name that there is not."""
+    return create_policy(
+        settings.policy,
+        prefill=settings.prefill_policy,
+        decode=settings.decode_policy,
+        min_remote_tokens=settings.min_remote_tokens or 0,
+        seed=secrets.randbits(64),
+    )
+
+
+class Reload:
+    """Looks at the file when it is asked to."""
+
+    def __init__(self, settings: RouterSettings, file: SettingsFile, dispatcher: Dispatcher, queue: FairQueue) -> None:
+        """`settings` are those that the router runs with. Raises `StartupError` if the file has others by now that
+        cannot be used."""
+        self._settings = settings
+        self._file = file
+        self._dispatcher = dispatcher
+        self._queue = queue
+        self._watched = WatchedFiles("settings", [file.path], self._load)
+        self._version = 0
+        self._take_over(self._watched.current())
+
+    def look(self) -> None:
+        """Takes over what has changed since the last time."""
+        settings, version = self._watched.versioned()
+        if version != self._version:
+            self._version = version
+            self._take_over(settings)
+
+    def _load(self) -> RouterSettings:
+        try:
+            settings = self._file.load()
+            policy_of(settings)
+        except BatonError as error:
+            raise StartupError(error.message) from error
+        return settings
+
+    def _take_over(self, settings: RouterSettings) -> None:
+        before, self._settings = self._settings, settings
+        changed = {name for name in RouterSettings.model_fields if getattr(before, name) != getattr(settings, name)}
+        if changed & PolicySettings.model_fields.keys():
+            self._dispatcher.policy = policy_of(settings)
+        if changed & LimitSettings.model_fields.keys():
+            self._queue.change(
+                settings.max_running, max_waiting=settings.max_queued, max_wait_s=settings.max_queue_wait
+            )
+        if "log_level" in changed:
+            logging.getLogger().setLevel(settings.log_level.upper())
+        if taken := sorted(changed & RELOADED):
+            log.info("settings changed", extra={"settings": ", ".join(taken)})
+        if waiting := sorted(changed - RELOADED):
+            log.warning("settings changed that need a restart", extra={"settings": ", ".join(waiting)})

@@ -1,0 +1,121 @@
+"""Settings that a running router takes over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from baton.settings import load
+from common.config import RouterSettings
+from common.errors import StartupError
+from router.fleet.registry import Registry
+from router.reload import Reload, SettingsFile, policy_of
+from router.serving.dispatch import Dispatcher
+from router.serving.fair_queue import FairQueue
+from tests.router.conftest import sample
+from tests.router.fake_worker import FakeWorker
+from tests.router.test_fair_queue import Runner
+
+
+class Router:
+    """The parts of one that change."""
+
+    def __init__(self, path: Path) -> None:
+        read = partial(load, RouterSettings, {"http_listen": "127.0.0.1:1"}, environ={}, config=str(path))
+        self.settings = read()
+        self.queue = FairQueue(self.settings.max_running)
+        self.dispatcher = Dispatcher(Registry([], []), policy_of(self.settings))
+        self.reload = Reload(self.settings, SettingsFile(str(path), read), self.dispatcher, self.queue)
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "router.yaml"
+    write(path, "max_running: 1")
+    return path
+
+
+async def test_what_may_change_is_taken_over(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    router = Router(path)
+    runner, before = Runner(router.queue), router.dispatcher.policy
+    await runner.add("a1")
+    await runner.add("a2")
+    router.reload.look()
+    assert runner.order == ["a1"]
+    assert router.dispatcher.policy is before
+    with caplog.at_level("INFO"):
+        write(path, "{max_running: 2, policy: session, request_timeout: 5, http_listen: 127.0.0.1:2}")
+        router.reload.look()
+    await asyncio.sleep(0)
+    assert runner.order == ["a1", "a2"]
+    assert router.dispatcher.policy is not before
+    lines = {record.getMessage(): record.__dict__.get("settings") for record in caplog.records}
+    assert lines["settings changed"] == "max_running, policy"
+    assert lines["settings changed that need a restart"] == "request_timeout", "a flag wins over the file"
+    write(path, "policy: session")
+    router.reload.look()
+    for name in ("b1", "b2", "b3"):
+        await runner.add(name)
+    assert runner.order == ["a1", "a2", "b1", "b2", "b3"]
+    await runner.end_all()
+
+
+@pytest.mark.parametrize("text", ["policy: fastest", "max_running: -1", "[", "colour: red"])
+async def test_a_file_of_no_use_changes_nothing(path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    router = Router(path)
+    before = sample("baton_file_reloads_total", what="settings", outcome="failed")
+    policy = router.dispatcher.policy
+    write(path, text + " ")
+    router.reload.look()
+    router.reload.look()
+    assert router.dispatcher.policy is policy
+    assert sample("baton_file_reloads_total", what="settings", outcome="failed") == before + 1
+    assert "changed files cannot be used" in caplog.text
+    read = partial(load, RouterSettings, {}, environ={}, config=str(path))
+    with pytest.raises(StartupError):
+        Reload(router.settings, SettingsFile(str(path), read), router.dispatcher, router.queue)
+
+
+async def test_the_level_of_the_log(path: Path) -> None:
+    router, level = Router(path), logging.getLogger().level
+    try:
+        write(path, "log_level: error")
+        router.reload.look()
+        assert logging.getLogger().level == logging.ERROR
+    finally:
+        logging.getLogger().setLevel(level)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
+async def test_sighup(worker: FakeWorker, path: Path) -> None:
+    flags = [f"--decode={worker.address}", "--http-listen=127.0.0.1:0", "--grpc-listen=127.0.0.1:0"]
+    command = [sys.executable, "-m", "baton", "router", f"--config={path}", *flags]
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert (await asyncio.wait_for(process.stdout.readline(), 60)).startswith(b"ready")
+        write(path, "{max_running: 2, drain_timeout: 1}")
+        os.kill(process.pid, signal.SIGHUP)
+        async with asyncio.timeout(30):
+            while b"need a restart settings=drain_timeout" not in await process.stderr.readline():
+                assert process.returncode is None
+        process.terminate()
+        await process.communicate()
+        assert process.returncode == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
