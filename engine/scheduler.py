@@ -196,27 +196,64 @@ class Scheduler:
         """In mid-step: parks newcomers from the queue's head. Stops if a block would be copied to host memory: a device
         copies after the step, and a fetch into the block does not wait for that."""
         output = SchedulerOutput()
-        while self._waiting and not self.blocks.may_demote(self._waiting[0].num_tokens):
-            if self._admit_next(0, output, now) is None:
+        while (request := self._next_waiting()) and not self.blocks.may_demote(request.num_tokens):
+            if self._admit_one(request, 0, output, now) is None:
                 break
         output.host_copies = self.blocks.take_copies()
         return output
 
     def _admit(self, budget: int, output: SchedulerOutput, now: float) -> None:
-        """Takes requests from the queue's head while there is room; the first that does not fit stops it."""
-        while (num_tokens := self._admit_next(budget, output, now)) is not None:
+        """Takes requests from the queue while there is room, in its order; the first that does not fit stops it."""
+        while (request := self._next_waiting()) is not None:
+            num_tokens = self._admit_one(request, budget, output, now)
+            if num_tokens is None:
+                return
             budget -= num_tokens
 
-    def _admit_next(self, budget: int, output: SchedulerOutput, now: float) -> int | None:
-        """Admits the queue's head. Returns the tokens that it got in this step, or None if it has to wait."""
-        if not self._waiting or self.num_running >= self.config.max_num_seqs or output.preempted:
+    def _next_waiting(self) -> Request | None:
+        """The first in the queue that may be admitted; None if there is no place for one. Those that are held back keep
+        theirs: nobody who came later takes it."""
+        for num_held, request in enumerate(self._waiting):
+            if self.num_running + num_held >= self.config.max_num_seqs:
+                return None
+            if not self._is_held_back(request):
+                return request
+        return None
+
+    def _is_held_back(self, request: Request) -> bool:
+        """Whether the next block that the request lacks is being computed, or fetched, for another one.
+
+        To wait for it without blocks of its own costs no time. Nobody waits for a request that does not go on: as
+        soon as that one is preempted or ends, the first of those held back computes the block.
+        """
+        if request.status is RequestStatus.SWAPPED or request.mode is RequestMode.PREFILL:
+            return False  # a prefill's blocks are announced as soon as each is there
+        if request.needs_every_token or not self.blocks.cache.is_enabled:
+            return False
+        is_newcomer = request.status is RequestStatus.WAITING
+        if is_newcomer and self._room.follows_only(request):
+            return True
+        if is_newcomer and request.mode is RequestMode.REMOTE:
+            return False  # a prefill worker computes what it lacks
+        names = self.blocks.cache.findable(request)
+        size = self.blocks.block_size
+        for other in self._running:
+            index = other.num_computed_tokens // size
+            if other.num_missing_tokens > 1 and index < min(len(names), other.num_tokens // size):
+                name = other.block_hashes[index]
+                if names[index] == name and self.blocks.cache.find(name) is None:
+                    return True
+        return False
+
+    def _admit_one(self, request: Request, budget: int, output: SchedulerOutput, now: float) -> int | None:
+        """Admits a request of the queue. Returns the tokens that it got in this step, or None if it has to wait."""
+        if self.num_running >= self.config.max_num_seqs or output.preempted:
             return None  # what was just preempted must not come back in the same step
-        request = self._waiting[0]
         if budget <= 0 and (request.mode is not RequestMode.REMOTE or request.status is not RequestStatus.WAITING):
             return None
         if not (self.blocks.swap_in(request) if request.status is RequestStatus.SWAPPED else self._allocate(request)):
             return None
-        self._waiting.popleft()
+        self._waiting.remove(request)
         if request.scheduled_time is None:
             request.scheduled_time = now
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)

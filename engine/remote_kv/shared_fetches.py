@@ -42,6 +42,10 @@ class SharedFetches:
         self._by_name: dict[bytes, _Awaited] = {}
         self._by_owner: dict[tuple[str, int], _Awaited] = {}
 
+    def __bool__(self) -> bool:
+        """Whether any block is on its way."""
+        return bool(self._by_name)
+
     def known_until(self, request: Request, start: int, stop: int) -> int:
         """End of the run of blocks from `start` that are here or on their way; `stop` at most."""
         if not self._blocks.cache.is_enabled:

@@ -77,17 +77,13 @@ class WaitingRoom:
         No worker is asked if so little is neither cached nor stored nor on its way that it is better computed here
         (`common.prefill_place`).
         """
-        size = self._blocks.block_size
         num_blocks = self._blocks.blocks_for(request.num_prompt_tokens)
-        first_block = request.num_computed_tokens // size
-        limit = min(request.num_prompt_tokens // size, (request.num_tokens - 1) // size)
-        stored = min(request.num_stored_blocks, limit)
+        first_block = request.num_computed_tokens // self._blocks.block_size
+        stored, limit = self._stored_and_limit(request)
         if request.needs_every_token:
             limit = first_block
         ask_from = max(stored, self._fetches.known_until(request, first_block, limit))
-        num_missing = request.num_prompt_tokens - ask_from * size
-        in_place = is_computed_in_place(num_missing, request.min_remote_tokens, size)
-        asks_worker = request.mode is RequestMode.REMOTE and not in_place
+        asks_worker = self._asks_worker(request, ask_from)
         if not asks_worker and ask_from <= first_block:
             if request.mode is RequestMode.REMOTE:
                 self._effects.not_needed.append(request.request_id)
@@ -107,6 +103,29 @@ class WaitingRoom:
             refs = [BlockRef(index=index, block_hash=request.block_hashes[index]) for index in missing]
             self._effects.store_fetches.append(StoreFetch(request.request_id, _into(request, refs)))
         return True
+
+    def follows_only(self, request: Request) -> bool:
+        """Whether the next block that a newcomer lacks is on its way for another request, and `park` would have nothing
+        fetched or asked for in its name."""
+        if not self._fetches:
+            return False
+        first_block = self._blocks.find_prefix(request)
+        stored, limit = self._stored_and_limit(request)
+        known = self._fetches.known_until(request, first_block, limit)
+        return known > first_block and known >= stored and not self._asks_worker(request, known)
+
+    def _stored_and_limit(self, request: Request) -> tuple[int, int]:
+        """(leading blocks that the store held, how many at most need not be computed)."""
+        size = self._blocks.block_size
+        limit = min(request.num_prompt_tokens // size, (request.num_tokens - 1) // size)
+        return min(request.num_stored_blocks, limit), limit
+
+    def _asks_worker(self, request: Request, ask_from: int) -> bool:
+        """If its KV from block `ask_from` on is neither here nor on its way."""
+        size = self._blocks.block_size
+        num_missing = request.num_prompt_tokens - ask_from * size
+        in_place = is_computed_in_place(num_missing, request.min_remote_tokens, size)
+        return request.mode is RequestMode.REMOTE and not in_place
 
     def leave(self, request: Request) -> None:
         """The request has ended, parked or not. Call before it gives its blocks up."""

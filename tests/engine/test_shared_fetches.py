@@ -222,9 +222,12 @@ def test_a_follower_that_comes_when_half_has_arrived() -> None:
 
 
 def test_the_leader_is_cancelled_and_its_store_fetches_go_on_for_the_others() -> None:
+    """The others have more to ask for, so they are under way too."""
     pair, slow = make_slow_pair(contents=filled(PROMPT))
-    for name in "abc":
-        pair.add(name, PROMPT)
+    longer = {"b": [*PROMPT[:40], *range(60, 70)], "c": [*PROMPT[:40], *range(70, 80)]}
+    pair.add("a", PROMPT)
+    for name, prompt in longer.items():
+        pair.add(name, prompt)
     settle(pair)
     slow.deliver(3)
     settle(pair)
@@ -233,8 +236,26 @@ def test_the_leader_is_cancelled_and_its_store_fetches_go_on_for_the_others() ->
     slow.deliver(2)
     pair.decode.handle(m.Release("b"))  # the heir too
     finish(pair, slow)
-    assert pair.answers == {"c": reference(PROMPT, 8)}
-    assert slow.num_fetched == 10
+    assert pair.answers["c"] == reference(longer["c"], 8)
+    assert slow.num_fetched == 10 + 3 + 3  # of each of the others what the store lacked
+    pair.prefill.handle(m.Release("b"))
+    settle(pair)
+    pair.assert_idle()
+
+
+def test_who_is_held_back_has_no_blocks_and_fetches_what_is_left_if_the_leader_is_cancelled() -> None:
+    pair, slow = make_slow_pair(contents=filled(PROMPT))
+    for name in "abc":
+        pair.add(name, PROMPT)
+    settle(pair)
+    blocks = pair.decode.blocks
+    assert blocks.num_blocks - blocks.num_available_blocks == 11
+    slow.deliver(3)
+    settle(pair)
+    pair.decode.handle(m.Release("a"))
+    finish(pair, slow)
+    assert pair.answers == {"b": reference(PROMPT, 8), "c": reference(PROMPT, 8)}
+    assert slow.num_fetched == 10 + 7
     pair.assert_idle()
 
 
