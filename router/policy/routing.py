@@ -43,6 +43,9 @@ class RoutingPolicy:
                 decode_workers.append(endpoint)
         if not decode_workers:
             raise UnavailableError("no decode worker can take the request" + _listed(reasons))
+        if beside := [endpoint for endpoint in decode_workers if endpoint.incarnation == request.beside]:
+            decode_workers = beside
+            reasons.append(f"{beside[0].address}: other answers to this prompt are there")
 
         helpers = [endpoint.role for endpoint in usable if endpoint.can_prefill and not request.in_place]
         ranked = self._decode.rank(

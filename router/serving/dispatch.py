@@ -219,6 +219,7 @@ class Dispatcher:
         """The request goes where `decision` says: its blocks will be there, and people may ask why."""
         metrics.router_decisions.labels("in_place" if decision.in_place else "remote").inc()
         metrics.router_expected_cached_tokens.inc(decision.num_cached_tokens)
+        request.siblings.decode = request.siblings.decode or decision.decode.incarnation
         now, index = self._clock(), self._registry.blocks.index
         for address in _counted(decision):
             index.expect(address, route.block_names, now)
@@ -236,6 +237,7 @@ class Dispatcher:
             tried=frozenset(route.tried),
             cached_blocks=self._registry.blocks.index.match(route.block_names, self._clock()),
             session=request.session,
+            beside=request.siblings.decode,
             parameters=_later_parameters(request.sampling_params),
             in_place=request.wants_prompt_logprobs,
         )

@@ -23,6 +23,13 @@ class Prompt:
     guided: Guided | None = None  # the form that the answer must have, because tools have to be called
 
 
+@dataclass(slots=True)
+class Siblings:
+    """All answers to one prompt. They go to one decode worker, which has the prompt's blocks once for all of them."""
+
+    decode: tuple[str, str] | None = None  # `Endpoint.incarnation` of where the first one went
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GenerationRequest:
     """One answer to be generated: validated, and as workers take it. Made by `Preparation.request`."""
@@ -41,6 +48,7 @@ class GenerationRequest:
     explain: bool = False  # whether the client wants to know why the request went where it went
     prompt_field: str = "prompt"  # the client's name for the prompt
     reading: Reading | None = None
+    siblings: Siblings = field(default_factory=Siblings)
     sampling_field: FieldName = str  # from a sampling parameter's name to the client's name for it
 
     @property

@@ -42,6 +42,16 @@ async def pair(start_worker: StartWorker) -> tuple[FakeWorker, FakeWorker]:
     return first, second
 
 
+async def test_answers_to_one_prompt_go_to_one_worker(start_worker: StartWorker, start_router: StartRouter) -> None:
+    workers = [await start_worker(), await start_worker()]
+    router = await start_router(*workers)
+    await router.openai.completions.create(model="tiny", prompt=["one", "two"], n=4, max_tokens=3)
+    prompts = [{tuple(request.prompt_token_ids) for request in worker.requests} for worker in workers]
+    assert prompts[0].isdisjoint(prompts[1])
+    assert sum(len(worker.requests) for worker in workers) == 8
+    assert all(prompts)  # those to another prompt go where there is less to do
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 7])
 @pytest.mark.parametrize("fault", ["die_after", "end_after"])
 async def test_migration_gives_each_token_once(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -148,6 +149,19 @@ def pick(
         num_prompt_tokens=num_prompt_tokens, fingerprint="f", cached_blocks=cached or {}, session=session
     )
     return (policy or create_policy(name)).pick(request, fleet(text))
+
+
+@pytest.mark.parametrize("name", ["least_load", "round_robin", "prefix_aware"])
+def test_answers_to_one_prompt_stay_together(name: str) -> None:
+    endpoints = fleet("a decode 9/9 9/9\nb decode 0/0 9/9\np prefill 0/0 9/9")
+    request = RoutingRequest(num_prompt_tokens=1000, fingerprint="f", beside=("a", "e"))
+    policy = create_policy(name)
+    decided = [policy.pick(request, endpoints) for _ in range(3)]
+    assert [where(one) for one in decided] == ["a <- p"] * 3
+    assert "a: other answers to this prompt are there" in decided[0].reasons
+    # Where the worker is gone, or has refused, another one takes the answer.
+    assert where(policy.pick(replace(request, tried=frozenset({("a", "e")})), endpoints)) == "b <- p"
+    assert where(policy.pick(replace(request, beside=("a", "before it started again")), endpoints[1:])) == "b <- p"
 
 
 def where(decision: RoutingDecision) -> str:
