@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from common.block_hash import HASH_BYTES
 
 MAX_BLOCKS_PER_WORKER = 2**21  # further ones are not remembered: a worker cannot fill this process's memory
-MAX_EXPECTED = 2**18  # blocks
+MAX_EXPECTED = 2**18  # blocks, each counted as often as it is expected
 MAX_SETS = 2**16  # kept to be shared
 EXPECTED_S = 10.0  # by then the worker has told of the block, or will not soon
 
@@ -40,6 +40,7 @@ class PrefixIndex:
         self._sweeping_bits = 0
         self._expected: dict[bytes, int] = {}
         self._expectations: deque[tuple[float, int, Sequence[bytes]]] = deque()
+        self._num_expected = 0  # blocks of all expectations
 
     def __len__(self) -> int:
         """Blocks that are known."""
@@ -104,6 +105,7 @@ class PrefixIndex:
             self._sweeping.extend(self._workers)
             self._expectations.clear()  # they may be of bits that are about to be given away
             self._expected.clear()
+            self._num_expected = 0
         for _ in range(min(limit, len(self._sweeping))):
             name = self._sweeping.popleft()
             before = self._workers.get(name, 0)
@@ -127,8 +129,9 @@ class PrefixIndex:
     def expect(self, worker: str, names: Sequence[bytes], now: float) -> None:
         """A request that brings these blocks to `worker` was sent there. `now` in seconds."""
         bit = self._bits.get(worker)
-        if bit is None or len(self._expected) + len(names) > MAX_EXPECTED:
+        if bit is None or self._num_expected + len(names) > MAX_EXPECTED:
             return
+        self._num_expected += len(names)
         for name in names:
             self._expected[name] = self._expected.get(name, 0) | bit
         self._expectations.append((now + EXPECTED_S, bit, names))
@@ -160,6 +163,7 @@ class PrefixIndex:
     def _end_expectations(self, now: float) -> None:
         while self._expectations and self._expectations[0][0] <= now:
             _, bit, names = self._expectations.popleft()
+            self._num_expected -= len(names)
             for name in names:
                 if left := self._expected.get(name, 0) & ~bit:
                     self._expected[name] = left

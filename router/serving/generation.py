@@ -90,9 +90,10 @@ class Generation:
                     yield Output(text=piece.text, tokens=new.tokens, prompt_logprobs=new.prompt_logprobs)
                     continue
                 kept = new.tokens[: piece.num_tokens]
-                yield _last(
+                last = _last(
                     piece.text, kept, piece.finish_reason, piece.stop_reason, request, progress, answer.num_tokens
                 )
+                yield replace(last, prompt_logprobs=new.prompt_logprobs)
                 return
 
 
@@ -108,6 +109,7 @@ async def _parts(
             last = output
             if output.finish_reason is None and parser.is_done:
                 last = _last("", output.tokens, FinishReason.STOP, None, request, progress, num_tokens)
+                last = replace(last, prompt_logprobs=output.prompt_logprobs)
             if last.finish_reason is not None:
                 all_pieces.append(parser.end())
             reason = last.finish_reason

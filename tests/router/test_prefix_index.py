@@ -115,4 +115,9 @@ def test_a_worker_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(prefix_index, "MAX_EXPECTED", 4)
     index.expect("a", NAMES[:4], 0)
     index.expect("a", NAMES, 0)
+    index.expect("a", NAMES[:1], 0)  # known already, and more memory all the same
     assert index.match(NAMES, 0) == {"a": 4}
+    assert len(index._expectations) == 1
+    assert index.match(NAMES, EXPECTED_S) == {}
+    index.expect("a", NAMES[:3], EXPECTED_S)
+    assert index.match(NAMES, EXPECTED_S) == {"a": 3}

@@ -56,6 +56,21 @@ async def test_each_comes_once_whatever_happens(
     assert len(second.requests) == 1
 
 
+async def test_they_may_come_with_the_last_token(worker: FakeWorker, router: RunningRouter) -> None:
+    scores: list[types_pb2.SampledToken] = []
+
+    def together(event: decode_pb2.DecodeEvent) -> None:
+        if event.tokens:
+            event.prompt_logprobs.extend(scores)
+        else:
+            scores.extend(event.prompt_logprobs)
+            event.Clear()
+
+    worker.spoil = together
+    responses = await ask(router, max_tokens=1)
+    assert [one.token_id for response in responses for one in response.prompt_logprobs] == IDS[1:]
+
+
 def second_piece_without(event: decode_pb2.DecodeEvent) -> None:
     if len(event.prompt_logprobs) > 3:
         event.prompt_logprobs[0].ClearField("logprob")
