@@ -161,9 +161,10 @@ class InferenceService:
             hints=call_hints(_metadata(context)),
         )
         await self._front.preparation.check_guided(generation.sampling_params, generation.sampling_field)
-        async with aclosing(self._front.generation.generate(generation)) as outputs:
-            async for output in outputs:
-                yield _response(generation, output)
+        with self._front.generation.allowed([generation]):
+            async with aclosing(self._front.generation.generate(generation)) as outputs:
+                async for output in outputs:
+                    yield _response(generation, output)
 
 
 def _metadata(context: Context) -> dict[str, str]:

@@ -107,10 +107,6 @@ class Admission:
         """A request came. Raises `OverloadedError` if `client` sends more than it may."""
         self._quotas.request(*_names(client))
 
-    def charge_more(self, client: ApiClient | None, num: int) -> None:
-        """The request asks for `num` further answers."""
-        self._quotas.more_requests(*_names(client), num)
-
     @contextlib.contextmanager
     def running(
         self, interface: str, timeout_s: float | None = None, client: ApiClient | None = None

@@ -377,7 +377,11 @@ class Dispatcher:
     def _open(
         self, request: GenerationRequest, decision: RoutingDecision, sent: list[int], timeout_s: float
     ) -> grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeEvent]:
-        stub = decode_pb2_grpc.DecodeServiceStub(self._registry.channel(decision.decode.address))
+        address = decision.decode.address
+        try:
+            stub = decode_pb2_grpc.DecodeServiceStub(self._registry.channel(address))
+        except KeyError:  # between the choice and now
+            raise _WorkerLostError("UNAVAILABLE", f"{address} is no worker any more", gone=True) from None
         # The others are asked if the first one fails. Without them the decode worker computes the prompt.
         num_named = None if self._budget.allows(self._clock()) else 1
         return stub.Decode(

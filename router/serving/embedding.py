@@ -83,7 +83,7 @@ class Embedder:
     async def embed(self, request: EmbedRequest) -> list[Embedded]:
         """In the order of the prompts. The first failure ends all of them. Raises `BatonError`."""
         key, tenant, asked = request.client, request.tenant, set[int]()
-        with self._quotas.stream(key, tenant):
+        with self._quotas.streams(key, tenant):
             self._quotas.prompt(key, tenant, sum(len(prompt.token_ids) for prompt in request.prompts))
             try:
                 return await self._embed(request, asked)

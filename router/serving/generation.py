@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 
 from common import metrics
@@ -36,13 +36,13 @@ class Generation:
         self._queue = queue or FairQueue(None)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
-        """Closing the iterator, or cancelling its task, ends the request on every worker."""
+        """Inside `allowed`. Closing the iterator, or cancelling its task, ends the request on every worker."""
         progress = Progress()
         try:
             answer = self._generate(request, progress)
             if request.reading is not None:
                 answer = _parts(answer, request, progress, request.reading.parser())
-            async with self._admitted(request), aclosing(answer) as outputs:
+            async with self._turn(request), aclosing(answer) as outputs:
                 async for output in outputs:
                     self._quotas.answered(request.client, request.tenant, len(output.tokens))
                     yield output
@@ -54,16 +54,27 @@ class Generation:
             _log_unfinished("cancelled", request, progress, "its deadline has passed" if is_late else "by its client")
             raise
 
+    @contextmanager
+    def allowed(self, requests: Sequence[GenerationRequest], field: str = "") -> Iterator[None]:
+        """Around `generate` of each answer that one body asks for: they count together, so that a body which is larger
+        than a limit's burst is not refused for ever. `field` says how many there are.
+
+        Raises `OverloadedError` if the client's limits do not allow it now, `InvalidArgumentError` if they never do.
+        """
+        key, tenant = requests[0].client, requests[0].tenant
+        with self._quotas.streams(key, tenant, len(requests), field):
+            self._quotas.prompt(key, tenant, sum(len(one.prompt_token_ids) for one in requests))
+            self._quotas.more_requests(key, tenant, len(requests) - 1)
+            yield
+
     @asynccontextmanager
-    async def _admitted(self, request: GenerationRequest) -> AsyncGenerator[None, None]:
-        """Around the time that workers are at it. Raises `OverloadedError` if the client's limits, or the queue, do not
-        allow it, and `DeadlineError` if its turn does not come in time."""
+    async def _turn(self, request: GenerationRequest) -> AsyncGenerator[None, None]:
+        """Around the time that workers are at it. Raises `OverloadedError` if the queue does not allow it, and
+        `DeadlineError` if its turn does not come in time."""
         key, tenant, num_tokens = request.client, request.tenant, len(request.prompt_token_ids)
         limits = self._quotas.tenant(tenant)
         cost = num_tokens + request.sampling_params.max_tokens
         async with AsyncExitStack() as stack:
-            stack.enter_context(self._quotas.stream(key, tenant))
-            self._quotas.prompt(key, tenant, num_tokens)
             turn = self._queue.place(
                 name_of(key, tenant),
                 cost,

@@ -27,7 +27,7 @@ import yaml
 
 from common import metrics
 from common.config import Settings
-from common.errors import OverloadedError, StartupError
+from common.errors import InvalidArgumentError, OverloadedError, StartupError
 from common.watched_files import WatchedFiles, read_file
 from router.serving.token_bucket import TokenBucket
 
@@ -105,20 +105,28 @@ class Quotas:
         self._take("tokens_per_second", key, tenant, -num_tokens)
 
     @contextlib.contextmanager
-    def stream(self, key: str, tenant: str) -> Iterator[None]:
-        """Around one answer. Raises `OverloadedError`."""
-        owners = [(kind, name) for kind, name, limits in self._limits_of(key, tenant) if limits.streams is not None]
-        for kind, name, limits in self._limits_of(key, tenant):
-            if limits.streams is not None and self._streams[kind, name] >= limits.streams:
+    def streams(self, key: str, tenant: str, num: int = 1, field: str = "") -> Iterator[None]:
+        """Around the answers to one request, of which `field` asks for `num`. Raises `OverloadedError`, and
+        `InvalidArgumentError` if so many are never allowed."""
+        owners = [
+            ((kind, name), limits.streams)
+            for kind, name, limits in self._limits_of(key, tenant)
+            if limits.streams is not None
+        ]
+        for (kind, name), most in owners:
+            if num > most:
+                raise InvalidArgumentError(field, f"{num} answers: this {kind} may have {most} at a time")
+            if self._streams[kind, name] + num > most:
                 metrics.router_refused.labels("streams").inc()
-                words = f"this {kind} has {limits.streams} answers in flight, the most that it may have"
+                words = f"this {kind} has {self._streams[kind, name]} answers in flight, and may have {most}"
                 raise OverloadedError(words, STREAMS_RETRY_S)
-        self._streams.update(owners)
+        for owner, _ in owners:
+            self._streams[owner] += num
         try:
             yield
         finally:
-            self._streams.subtract(owners)
-            for owner in owners:
+            for owner, _ in owners:
+                self._streams[owner] -= num
                 if not self._streams[owner]:
                     del self._streams[owner]
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import grpc
 import httpx
 import openai
 import pytest
 
-from common.errors import InvalidArgumentError, OverloadedError, SlowReaderError
+from common.errors import InvalidArgumentError, OverloadedError, SlowReaderError, UnavailableError
 from common.grpc_status import error_of_call
 from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2, types_pb2, worker_pb2
 from router.fleet import registry
-from router.serving.dispatch import DispatchLimits
+from router.fleet.endpoint import Endpoint
+from router.policy.base import RoutingDecision, RoutingRequest
+from router.serving.dispatch import Dispatcher, DispatchLimits, Progress
 from router.serving.retry_budget import RetryBudget
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches, sample
 from tests.router.fake_worker import ANSWER, FakeWorker
+from tests.router.test_answer import requests
 from tests.router.tiny_tokenizer import byte_ids, eos_id
 
 
@@ -445,3 +449,20 @@ def test_retry_budget_is_a_share_of_requests_and_a_floor() -> None:
     assert sum(budget.spend(0.0) for _ in range(50)) == 5
     assert sum(budget.spend(3.0) for _ in range(50)) == 3
     assert sum(budget.spend(1000.0) for _ in range(50)) == 10
+
+
+class _Gone:
+    """Chooses a worker that has just ceased to be one."""
+
+    def pick(self, request: RoutingRequest, endpoints: Sequence[Endpoint]) -> RoutingDecision:
+        if request.tried:
+            raise UnavailableError("no decode worker can take the request")
+        return RoutingDecision(
+            decode=Endpoint(worker_id="w", role=WorkerRole.DECODE, address="127.0.0.1:1"), prefill=(), reasons=()
+        )
+
+
+async def test_a_worker_that_is_none_any_more_is_a_lost_one() -> None:
+    dispatcher = Dispatcher(registry.Registry([], []), _Gone(), limits=DispatchLimits(recovery_wait_s=0.0))
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1 is no worker any more"):
+        _ = [new async for new in dispatcher.run(requests(1)[0], Progress())]

@@ -80,9 +80,9 @@ def test_keys_and_tenants(path: Path) -> None:
     assert caught.value.retry_after_s == pytest.approx(2.5)
     clock.now = 2.5
     quotas.prompt("ann", "", 5)
-    with quotas.stream("ann", ""), pytest.raises(OverloadedError, match="1 answers"), quotas.stream("ann", ""):
+    with quotas.streams("ann", ""), pytest.raises(OverloadedError, match="may have 1"), quotas.streams("ann", ""):
         raise AssertionError("two at a time")
-    with quotas.stream("ann", ""):
+    with quotas.streams("ann", ""):
         pass
 
 
@@ -182,6 +182,26 @@ async def test_each_answer_counts_and_so_does_tokenizing(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_answers_of_one_body_count_together(
+    start_worker: StartWorker, start_router: StartRouter, tmp_path: Path
+) -> None:
+    limits = tmp_path / "limits.yaml"
+    limits.write_text("default: {tokens_per_second: 10, streams: 4}\n")
+    router = await start_router(await start_worker(), limits_file=str(limits))
+    body = {"model": "tiny", "prompt": [[5] * 15, [6] * 15], "n": 2, "max_tokens": 1}
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        assert (await client.post("/v1/completions", json=body, timeout=30)).status_code == 200
+        refused = await client.post("/v1/completions", json=body, timeout=30)
+        assert (refused.status_code, 3 <= int(refused.headers["retry-after"]) <= 7) == (429, True)
+        for more, field in (
+            ({"n": 3}, "prompt"),
+            ({"prompt": "a", "n": 5}, "n"),
+            ({"prompt": "a", "best_of": 9}, "best_of"),
+        ):
+            never = await client.post("/v1/completions", json={**body, "n": 1, **more}, timeout=30)
+            assert (never.status_code, never.json()["error"]["param"]) == (400, field)
 
 
 async def test_who_gets_no_place_keeps_its_tokens(

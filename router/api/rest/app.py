@@ -276,7 +276,8 @@ class _Gateway:
                 for index in range(body.num_candidates)
             ]
             places.enter_context(self._front.admission.gate.requests(client.name if client else "", len(choices) - 1))
-            self._front.admission.charge_more(client, len(choices) - 1)
+            field = "prompt" if len(given) > 1 else "best_of" if body.num_candidates > body.num_choices else "n"
+            places.enter_context(self._front.generation.allowed(choices, field))
             answer = make_answer(choices, request_id)
             if not body.stream:
                 yield msgspec.json.encode(await answer.whole())

@@ -133,6 +133,7 @@ class ResponsesBody(Body, kw_only=True):
     prompt_cache_retention: Given = UNSET
     prompt_cache_options: Given = UNSET
 
+    num_choices: ClassVar[int] = 1
     num_candidates: ClassVar[int] = 1
     unsupported: ClassVar[tuple[str, ...]] = ("top_logprobs", "context_management", "max_tool_calls", "moderation")
     stored: ClassVar[tuple[str, ...]] = ("store", "previous_response_id", "conversation", "prompt", "background")
