@@ -31,6 +31,7 @@ from common.types import SampledToken
 from engine import messages as m
 from engine.batch import BlockCopy, SequenceInput, StepOutput
 from engine.core import EngineCore
+from engine.kernels.library import Kernels
 from engine.model_runner import ModelRunner
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
@@ -116,12 +117,24 @@ class BatonEngine:
         connector = MemoryConnector(ConnectorConfig(epoch="bench", worker_id="bench"))
         self._core = EngineCore(settings, self._runner, connector, time.monotonic, lambda: None)
 
-    def measure(self, row: Row) -> float:
-        if not row.steps:
-            return self.generate([_prompt(row.context)], 1)
-        return self.generate([_prompt(row.context) for _ in range(row.batch)], row.steps, is_filled=True)
+    @property
+    def kernels(self) -> Kernels | None:
+        return self._runner._kernels
 
-    def generate(self, prompts: list[list[int]], num_new: int, *, is_filled: bool = False) -> float:
+    def measure(self, row: Row, clock: Callable[[], float] = time.perf_counter) -> float:
+        if not row.steps:
+            return self.generate([_prompt(row.context)], 1, clock=clock)
+        prompts = [_prompt(row.context) for _ in range(row.batch)]
+        return self.generate(prompts, row.steps, is_filled=True, clock=clock)
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        num_new: int,
+        *,
+        is_filled: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> float:
         """Seconds until every prompt has `num_new` tokens; `is_filled`: after a first one, with contexts that cost
         nothing."""
         params = SamplingParams(temperature=0.0, max_tokens=num_new + is_filled, ignore_eos=True)
@@ -134,10 +147,10 @@ class BatonEngine:
         if num_tokens not in (0, len(prompts)):
             raise RuntimeError(f"{num_tokens} first tokens of {len(prompts)} prompts: some began early")
         self._runner.is_filling = False
-        num_tokens, start = 0, time.perf_counter()
+        num_tokens, start = 0, clock()
         while num_tokens < num_new * len(prompts):
             num_tokens += self._step()
-        seconds = time.perf_counter() - start
+        seconds = clock() - start
         while self._core.step():
             self._core.take_events()
         return seconds

@@ -26,7 +26,7 @@ from engine.kernels.library import load_kernels
 from engine.models.base import CausalLM
 from engine.models.registry import build_model, max_positions
 from engine.prompt_scores import score_tokens
-from engine.sampler import sample
+from engine.sampler import sample, wants_likeliest
 from kv_store.host_pages import prepare_pages
 
 log = logging.getLogger(__name__)
@@ -129,12 +129,12 @@ class ModelRunner:
         for copy in copies:
             self.kv_cache[copy.target].copy_(self.kv_cache[copy.source])
         result: list[StepOutput] = [None] * len(sequences)
-        wanted, logits, pooled, scores = self._forward(sequences, between_layers)
+        wanted, states, pooled, scores = self._forward(sequences, between_layers)
         for index, one in pooled.items():
             result[index] = one
         inputs = [item for index in wanted if (item := sequences[index].sample) is not None]
-        if logits is not None:
-            for index, token in zip(wanted, sample(logits, inputs), strict=True):
+        if states is not None:
+            for index, token in zip(wanted, self._sample(states, inputs), strict=True):
                 result[index] = Scored(scores[index], token) if index in scores else token
         for index, scored in scores.items():
             if sequences[index].sample is None:
@@ -160,8 +160,8 @@ class ModelRunner:
     def _forward(
         self, sequences: Sequence[SequenceInput], between_layers: Callable[[], None]
     ) -> tuple[list[int], torch.Tensor | None, dict[int, Pooled], dict[int, list[SampledToken]]]:
-        """Indexes of the sequences that want a token, their logits `[that many, vocab_size]` in that order, and hidden
-        states and scores of those that want them."""
+        """Indexes of the sequences that want a token, hidden states of their last tokens `[that many, hidden_size]` in
+        that order, and pooled states and scores of those that want them."""
         if not sequences:
             return [], None, {}, {}
         # Decodes first, by length: attention then sees neighbours that it can compute together.
@@ -197,7 +197,13 @@ class ModelRunner:
             return [], None, pooled, scores
         if len(wanted) < len(token_ids):
             hidden = hidden[self._to_device(last_tokens)]
-        return wanted, self._model.logits(hidden), pooled, scores
+        return wanted, hidden, pooled, scores
+
+    def _sample(self, states: torch.Tensor, inputs: Sequence[SampleInput]) -> list[SampledToken | None]:
+        """A token for each row of `states`. If all want the likeliest one and nothing else, no logits are kept."""
+        if all(wants_likeliest(item) for item in inputs):
+            return [SampledToken(token_id) for token_id in self._model.best_tokens(states).tolist()]
+        return sample(self._model.logits(states), inputs)
 
     def _pool(self, hidden: torch.Tensor) -> Pooled:
         return Pooled(self._model.last_states(hidden).float().sum(dim=0).tolist())

@@ -43,6 +43,12 @@ def sample(logits: torch.Tensor, inputs: Sequence[SampleInput]) -> list[SampledT
     return result
 
 
+def wants_likeliest(item: SampleInput) -> bool:
+    """Whether the argmax of the logits as they are is all that is asked for."""
+    params = item.params
+    return params.is_greedy and params.logprobs is None and item.changes is None and item.guide is None
+
+
 def uniform(seed: int, index: int) -> float:
     """A number in [0, 1), the same everywhere for the same seed and token index."""
     data = seed.to_bytes(16, "little", signed=True) + index.to_bytes(8, "little")

@@ -92,10 +92,14 @@ class KVWriter:
         rows_per_block = spec.num_layers * self._rows_per_layer
         slots: list[int] = []
         for sequence in sequences:
-            start = sequence.num_computed_tokens
-            for position in range(start, start + len(sequence.token_ids)):
+            position = sequence.num_computed_tokens
+            end = position + len(sequence.token_ids)
+            while position < end:  # once for each block, not for each token
                 block, offset = divmod(position, spec.block_size)
-                slots.append(sequence.block_ids[block] * rows_per_block + offset)
+                count = min(spec.block_size - offset, end - position)
+                slot = sequence.block_ids[block] * rows_per_block + offset
+                slots.extend(range(slot, slot + count))
+                position += count
         planes = torch.arange(num_planes) * spec.block_size
         index = torch.tensor(slots)[:, None] + planes
         self._index = index.to(backend.device, non_blocking=True)

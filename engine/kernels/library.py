@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
@@ -105,6 +106,18 @@ class LayerStruct(Structure):
     )
 
 
+class LayerCallStruct(Structure):
+    """What a layer is computed with: `LayerCall` of kernels.cpp. `cos` and `sin` `[positions, rotary_dim / 2]` are
+    float32 and contiguous, whatever weights and cache are. Keeps none of them alive."""
+
+    _fields_ = (
+        ("layer", POINTER(LayerStruct)),
+        ("shape", POINTER(AttentionStruct)),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+    )
+
+
 class Kernels:
     """One variant's library, and the one team of threads that computes with it."""
 
@@ -152,29 +165,12 @@ class Kernels:
             out.data_ptr(),
         )
 
-    def layer(
-        self,
-        weights: LayerStruct,
-        shape: AttentionStruct,
-        batch: BatchStruct,
-        index: int,
-        hidden: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+    def layers(
+        self, calls: Sequence[LayerCallStruct], batch: BatchStruct, first: int, count: int, hidden: torch.Tensor
     ) -> None:
-        """Layer number `index` over `hidden` `[num_tokens, hidden_size]`, in place, or its attention alone if `weights`
-        has no gate_up. `cos` and `sin` `[positions, rotary_dim / 2]`. All are float32 and contiguous, whatever weights
-        and cache are."""
-        self.library.baton_layer(
-            self.team,
-            byref(weights),
-            byref(shape),
-            byref(batch),
-            index,
-            hidden.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-        )
+        """Layers number `first` and, in all, `count` of the array `calls`, over `hidden` `[num_tokens, hidden_size]`
+        float32, contiguous, in place; a layer without gate_up ends after its attention."""
+        self.library.baton_layers(self.team, calls, byref(batch), first, count, hidden.data_ptr())
 
     def head(self, head: PackedLinear, norm: torch.Tensor, eps: float, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[num_tokens, vocab_size]` of `hidden`, before its last norm; all float32 and contiguous."""
@@ -189,6 +185,21 @@ class Kernels:
             out.data_ptr(),
         )
         return out
+
+    def best_tokens(self, head: PackedLinear, norm: torch.Tensor, eps: float, hidden: torch.Tensor) -> torch.Tensor:
+        """Where the largest of each row of what `head` would give first stands, `[num_tokens]` int64. A NaN counts as
+        the largest, as torch's argmax has it."""
+        tokens = torch.empty(hidden.shape[0], dtype=torch.int64)
+        self.library.baton_best_tokens(
+            self.team,
+            byref(head.struct),
+            norm.data_ptr(),
+            eps,
+            hidden.data_ptr(),
+            hidden.shape[0],
+            tokens.data_ptr(),
+        )
+        return tokens
 
 
 class PackedLinear:
@@ -289,14 +300,15 @@ def _open(variant: str) -> ctypes.CDLL:
             None,
             (c_void_p, POINTER(LinearStruct), c_void_p, c_int64, c_int, c_int64, c_void_p, c_int),
         ),
-        "baton_layer": (
+        "baton_layers": (
             None,
-            (
-                *(c_void_p, POINTER(LayerStruct), POINTER(AttentionStruct), POINTER(BatchStruct)),
-                *(c_int, c_void_p, c_void_p, c_void_p),
-            ),
+            (c_void_p, POINTER(LayerCallStruct), POINTER(BatchStruct), c_int, c_int, c_void_p),
         ),
         "baton_head": (
+            None,
+            (c_void_p, POINTER(LinearStruct), c_void_p, c_float, c_void_p, c_int64, c_void_p),
+        ),
+        "baton_best_tokens": (
             None,
             (c_void_p, POINTER(LinearStruct), c_void_p, c_float, c_void_p, c_int64, c_void_p),
         ),

@@ -61,6 +61,10 @@ class CausalLM(ABC):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[num_tokens, vocab_size]`, float32 or in the model's dtype."""
 
+    def best_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The likeliest token of each row `[num_tokens]` int64, the first of equal ones: for greedy sampling."""
+        return self.logits(hidden).argmax(dim=-1)
+
 
 class ConfigReader:
     """Typed access to config.json; a value that is missing or of the wrong type is a `StartupError` naming its key."""

@@ -120,3 +120,9 @@ class Decoder(CausalLM):
             logits = self.head(self.norm(hidden))
         cap = self.config.logit_soft_cap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+
+    def best_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
+        # A soft cap may make equal what was not.
+        if self.native is None or hidden.dtype != torch.float32 or self.config.logit_soft_cap:
+            return super().best_tokens(hidden)
+        return self.native.best_tokens(hidden)

@@ -1,16 +1,21 @@
-"""A decoder's layers as one call each of the kernels, with a residual stream in float32."""
+"""A decoder's layers as calls of the kernels, one for a layer or for several, with a residual stream in float32."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import pointer
 
 import torch
 
-from engine.attention.native import NativeStep
-from engine.kernels.library import Kernels, LayerStruct, LinearStruct, PackedLinear
+from engine.attention.native import NativeBackend, NativeStep
+from engine.kernels.library import Kernels, LayerCallStruct, LayerStruct, LinearStruct, PackedLinear
 from engine.layers import Linear, RMSNorm, RotaryEmbedding
 from engine.models.description import DecoderConfig
 from engine.models.layer import DecoderLayer
+
+# Weights times tokens of a call: layers that have fewer go into one call, since messages need not pass more often than
+# every millisecond or two.
+_CALL_PRODUCTS = 32 << 20
 
 
 class NativeDecoder:
@@ -32,6 +37,9 @@ class NativeDecoder:
         self._norms: list[torch.Tensor] = []  # the structs hold their addresses
         self._layers = layers
         self._structs = [self._struct(layer) for layer in layers]
+        self._num_weights = [_num_weights(struct) for struct in self._structs]
+        self._backend: NativeBackend | None = None  # that `_calls` are for
+        self._calls: Sequence[LayerCallStruct] = ()
         self._head = packed(head)
         self.below = layers[0].qkv.packed_below  # tokens of a step
 
@@ -62,15 +70,43 @@ class NativeDecoder:
     def forward(self, hidden: torch.Tensor, step: NativeStep, between_layers: Callable[[], None]) -> torch.Tensor:
         """As `CausalLM.forward`, from `hidden`, the tokens' embeddings; float32."""
         hidden = hidden.float()
-        for index, struct in enumerate(self._structs):
-            cos, sin = self._angles[index]
-            self._kernels.layer(struct, step.backend.structs[index], step.batch, index, hidden, cos, sin)
-            self._layers[index].add_experts(hidden)
+        if step.backend is not self._backend:
+            self._prepare(step.backend)
+        index = 0
+        while index < len(self._layers):
+            stop = self._stop(index, step.num_tokens)
+            self._kernels.layers(self._calls, step.batch, index, stop - index, hidden)
+            self._layers[stop - 1].add_experts(hidden)
             between_layers()
+            index = stop
         return hidden
+
+    def _prepare(self, backend: NativeBackend) -> None:
+        calls = (
+            LayerCallStruct(pointer(struct), pointer(shape), cos.data_ptr(), sin.data_ptr())
+            for struct, shape, (cos, sin) in zip(self._structs, backend.structs, self._angles, strict=True)
+        )
+        self._calls = (LayerCallStruct * len(self._structs))(*calls)
+        self._backend = backend
+
+    def _stop(self, start: int, num_tokens: int) -> int:
+        """Up to which layer the call goes that begins with layer `start`: one with experts ends it."""
+        left = _CALL_PRODUCTS
+        for index in range(start, len(self._layers)):
+            left -= self._num_weights[index] * num_tokens
+            if left <= 0 or self._layers[index].experts is not None:
+                return index + 1
+        return len(self._layers)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._kernels.head(self._head, self._norm, self._config.eps, hidden)
+
+    def best_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._kernels.best_tokens(self._head, self._norm, self._config.eps, hidden)
+
+
+def _num_weights(layer: LayerStruct) -> int:
+    return sum(int(one.n) * int(one.k) for one in (layer.qkv, layer.out, layer.gate_up, layer.down))
 
 
 def packed(linear: Linear) -> PackedLinear:

@@ -94,19 +94,34 @@ BATON void baton_attention(
         attention<float>(*team, *shape, *batch, layer, queries, result);
 }
 
-// One whole layer; see `run_layer`.
-BATON void baton_layer(
-    Team* team, const Layer* layer, const AttentionShape* shape, const Batch* batch, int index, float* hidden,
-    const float* cos, const float* sin) {
+// What a layer is computed with.
+struct LayerCall {
+    const Layer* layer;
+    const AttentionShape* shape;
+    const float *cos, *sin;
+};
+
+// Layers number `first` and, in all, `count` of `calls`, one after the other; see `run_layer`.
+BATON void baton_layers(Team* team, const LayerCall* calls, const Batch* batch, int first, int count, float* hidden) {
     std::lock_guard<std::mutex> lock(team->turn);
-    if (shape->is_bf16)
-        run_layer<bf16>(*team, *layer, *shape, *batch, index, hidden, cos, sin);
-    else
-        run_layer<float>(*team, *layer, *shape, *batch, index, hidden, cos, sin);
+    for (int index = first; index < first + count; index++) {
+        const LayerCall& call = calls[index];
+        if (call.shape->is_bf16)
+            run_layer<bf16>(*team, *call.layer, *call.shape, *batch, index, hidden, call.cos, call.sin);
+        else
+            run_layer<float>(*team, *call.layer, *call.shape, *batch, index, hidden, call.cos, call.sin);
+    }
 }
 
 // `out` [m, n] float32: the norm of `hidden` [m, k], times the weights of the head.
 BATON void baton_head(Team* team, const Linear* head, const float* norm, float eps, const float* hidden, int64_t m, float* out) {
     std::lock_guard<std::mutex> lock(team->turn);
     norm_product(*team, *head, norm, eps, hidden, m, {out, head->n, false, false, nullptr});
+}
+
+// `tokens` [m]: the best of each row of what `baton_head` would give; of equal ones the first, and NaN above all.
+BATON void baton_best_tokens(
+    Team* team, const Linear* head, const float* norm, float eps, const float* hidden, int64_t m, int64_t* tokens) {
+    std::lock_guard<std::mutex> lock(team->turn);
+    best_columns(*team, *head, norm, eps, hidden, m, tokens);
 }

@@ -133,6 +133,27 @@ inline void norm_product(Team& team, const Linear& linear, const float* norm, fl
     multiply(team, linear, operand.memory, out, m);
 }
 
+// For each row the column of the largest of what `norm_product` would give.
+inline void best_columns(Team& team, const Linear& linear, const float* norm, float eps, const float* hidden, int64_t m,
+                         int64_t* to) {
+    const Operand operand(team, linear, m);
+    for_rows(team, m, operand.row_bytes, [&](int64_t row) {
+        operand.fill(row, [&](auto* at) { rms_norm(hidden + row * linear.k, norm, linear.k, eps, at); });
+    });
+    const bool has_parts = linear.kind == PARTS;
+    const auto* parts = has_parts ? static_cast<const Linear*>(linear.packed) : &linear;
+    auto* bests = static_cast<Best*>(team.buffer(PRODUCT, sizeof(Best) * 2 * m));
+    Best* of_part = bests + m;
+    int64_t column = 0;
+    for (int32_t i = 0; i < (has_parts ? linear.layout : 1); column += parts[i++].n) {
+        const Product p = product(parts[i], operand.memory, {nullptr, 0, false, false, nullptr});
+        find_best(team, p, m, i == 0 ? bests : of_part, [&](int64_t bytes) { return team.buffer(GIVEN, bytes); });
+        for (int64_t row = 0; row < m && i > 0; row++)
+            if (is_better(of_part[row].value, bests[row].value)) bests[row] = {of_part[row].value, column + of_part[row].column};
+    }
+    for (int64_t row = 0; row < m; row++) to[row] = bests[row].column;
+}
+
 // hidden += x * weights of `linear`, through a norm on the way if there is one.
 inline void add_product(Team& team, const Linear& linear, const void* operand, const float* norm, float eps, int64_t m,
                         float* hidden) {

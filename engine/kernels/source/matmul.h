@@ -375,17 +375,23 @@ struct Output {
     bool is_bf16;
     bool add;            // only if not is_bf16
     const float* bias;   // null, or one for each column
+    int64_t first_row = 0, first_column = 0;  // of the result that stands at `data`
+
+    template <class T>
+    T* at(int64_t row, int64_t column) const {
+        return static_cast<T*>(data) + (row - first_row) * stride + column - first_column;
+    }
 };
 
 inline void put(const Output& out, int64_t row, int64_t column, int64_t columns, const float* values) {
     for (int64_t i = 0; i < columns; i++) {
         const float value = values[i] + (out.bias ? out.bias[column + i] : 0.0f);
         if (out.is_bf16)
-            narrow(static_cast<bf16*>(out.data) + row * out.stride + column + i, value);
+            narrow(out.at<bf16>(row, column + i), value);
         else if (out.add)
-            static_cast<float*>(out.data)[row * out.stride + column + i] += value;
+            *out.at<float>(row, column + i) += value;
         else
-            static_cast<float*>(out.data)[row * out.stride + column + i] = value;
+            *out.at<float>(row, column + i) = value;
     }
 }
 
@@ -419,7 +425,7 @@ inline void finish(const Product& p, int64_t row, int64_t panel, const Sums<R, P
         for (int c = 0; c < 2 * P; c++) {
             const int64_t column = panel * PANEL + c * LANES;
             if (!p.out.is_bf16 && column + LANES <= p.n) {
-                float* to = static_cast<float*>(p.out.data) + (row + r) * p.out.stride + column;
+                float* to = p.out.at<float>(row + r, column);
                 Floats value = sums.of[r][c];
                 if (p.out.bias) value += load(p.out.bias + column);
                 store(to, p.out.add ? load(to) + value : value);
@@ -555,34 +561,118 @@ void compute_block(const Product& p, int64_t row, int64_t rows, int64_t panel, i
         }
 }
 
+// A product's tasks: blocks of rows of x that stay in the second-level cache, times some panels.
+struct Tasks {
+    int64_t blocks, panels, per_task, count;  // `count` tasks for each block, of `per_task` panels
+    bool is_weight_larger;                    // what is larger comes from memory, and only once
+
+    Tasks(const Team& team, const Product& p, int64_t m) {
+        constexpr int64_t BLOCK_BYTES = 320 << 10;
+        constexpr int64_t TASK_BYTES = 48 << 10;  // of weights, so that claiming a task costs little
+        const int64_t bytes = p.kind == GROUPED ? grouped_panel_bytes(p.layout, p.k) : panel_bytes(p.kind, p.k);
+        panels = (p.n + PANEL - 1) / PANEL;
+        int64_t block = BLOCK_BYTES / (std::min(p.stride, MAX_STRETCH) * operand_size(p.kind)) / MAX_ROWS * MAX_ROWS;
+        block = std::max<int64_t>(block, MAX_ROWS);
+        blocks = (m + block - 1) / block;
+        per_task = std::max<int64_t>((TASK_BYTES + bytes - 1) / bytes, (panels + 63) / 64);
+        per_task = std::max<int64_t>(1, std::min(per_task, panels / (4 * team.num_threads())));
+        if (per_task > 1) per_task = round_up(per_task, panels_at_once(p.kind, m));
+        count = (panels + per_task - 1) / per_task;
+        is_weight_larger = panels * bytes > m * p.stride * operand_size(p.kind);
+    }
+};
+
+// Calls `with(block, task, thread)` for each.
+template <class With>
+void for_tasks(Team& team, const Tasks& tasks, const With& with) {
+    team.run(int(tasks.blocks * tasks.count), [&](int index, int thread) {
+        if (tasks.is_weight_larger)
+            with(index % tasks.blocks, index / tasks.blocks, thread);
+        else
+            with(index / tasks.count, index % tasks.count, thread);
+    });
+}
+
+constexpr int64_t scratch_floats(int64_t rows) { return wide_floats(MAX_STRETCH) + PANEL * rows; }
+
+inline void compute_task(const Product& p, int64_t row, int64_t rows, int64_t first, int64_t count, float* scratch) {
+    switch (p.kind) {
+        case F32: return compute_block<F32>(p, row, rows, first, count, scratch);
+        case BF16: return compute_block<BF16>(p, row, rows, first, count, scratch);
+        case INT8: return compute_block<INT8>(p, row, rows, first, count, scratch);
+        case GROUPED: return compute_grouped(p, row, rows, first, count, scratch);
+        default: return compute_block<INT4>(p, row, rows, first, count, scratch);
+    }
+}
+
 inline void multiply(Team& team, const Product& p, int64_t m) {
-    constexpr int64_t BLOCK_BYTES = 320 << 10;  // of x: stays in the second-level cache while panels pass by
-    constexpr int64_t TASK_BYTES = 48 << 10;    // of weights, so that claiming a task costs little
-    const int64_t bytes = p.kind == GROUPED ? grouped_panel_bytes(p.layout, p.k) : panel_bytes(p.kind, p.k);
-    const int64_t panels = (p.n + PANEL - 1) / PANEL;
-    int64_t block = BLOCK_BYTES / (std::min(p.stride, MAX_STRETCH) * operand_size(p.kind)) / MAX_ROWS * MAX_ROWS;
-    block = std::max<int64_t>(block, MAX_ROWS);
-    const int64_t blocks = (m + block - 1) / block;
-    int64_t per_task = std::max<int64_t>((TASK_BYTES + bytes - 1) / bytes, (panels + 63) / 64);
-    per_task = std::max<int64_t>(1, std::min(per_task, panels / (4 * team.num_threads())));
-    if (per_task > 1) per_task = round_up(per_task, panels_at_once(p.kind, m));
-    const int64_t tasks = (panels + per_task - 1) / per_task;
-    // What is larger comes from memory, and only once.
-    const bool is_weight_larger = panels * bytes > m * p.stride * operand_size(p.kind);
-    team.run(int(blocks * tasks), [&](int index, int thread) {
-        const int64_t b = is_weight_larger ? index % blocks : index / tasks;
-        const int64_t first = (is_weight_larger ? index / blocks : index % tasks) * per_task;
-        const int64_t row = m * b / blocks, rows = m * (b + 1) / blocks - row;
-        const int64_t count = std::min(per_task, panels - first);
-        auto* scratch = static_cast<float*>(team.scratch(thread, sizeof(float) * (wide_floats(MAX_STRETCH) + PANEL * rows)));
-        switch (p.kind) {
-            case F32: return compute_block<F32>(p, row, rows, first, count, scratch);
-            case BF16: return compute_block<BF16>(p, row, rows, first, count, scratch);
-            case INT8: return compute_block<INT8>(p, row, rows, first, count, scratch);
-            case GROUPED: return compute_grouped(p, row, rows, first, count, scratch);
-            default: return compute_block<INT4>(p, row, rows, first, count, scratch);
+    const Tasks tasks(team, p, m);
+    for_tasks(team, tasks, [&](int64_t block, int64_t task, int thread) {
+        const int64_t row = m * block / tasks.blocks, rows = m * (block + 1) / tasks.blocks - row;
+        const int64_t first = task * tasks.per_task, count = std::min(tasks.per_task, tasks.panels - first);
+        compute_task(p, row, rows, first, count, static_cast<float*>(team.scratch(thread, 4 * scratch_floats(rows))));
+    });
+}
+
+// A result and its column.
+struct Best {
+    float value;
+    int64_t column;
+};
+
+// As torch's argmax has it: NaN is the largest, and of equal ones the first counts.
+inline bool is_better(float value, float than) { return value > than || (value != value && than == than); }
+
+inline Best best_of(const float* values, int64_t count) {
+    Best best{values[0], 0};
+    int64_t i = 0;
+    if (count >= LANES) {
+        Floats most = load(values);
+        Ints where = lane_numbers();
+        for (i = LANES; i + LANES <= count; i += LANES) {
+            const Floats next = load(values + i);
+            const Ints better = (next > most) | ((next != next) & (most == most));
+            most = either(better, next, most);
+            where = (better & (lane_numbers() + int(i))) | (~better & where);
+        }
+        best = {most[0], where[0]};
+        for (int lane = 1; lane < LANES; lane++) {
+            const bool is_equal = most[lane] == best.value || (most[lane] != most[lane] && best.value != best.value);
+            if (is_better(most[lane], best.value) || (is_equal && where[lane] < best.column))
+                best = {most[lane], where[lane]};
+        }
+    }
+    for (; i < count; i++)
+        if (is_better(values[i], best.value)) best = {values[i], i};
+    return best;
+}
+
+// The best column of each of the `m` rows of a product, whose results nobody keeps. `out` of `p` is ignored but for the
+// bias. `memory(bytes)`: for one `Best` a task and row.
+template <class Memory>
+void find_best(Team& team, Product p, int64_t m, Best* to, const Memory& memory) {
+    const Tasks tasks(team, p, m);
+    auto* bests = static_cast<Best*>(memory(sizeof(Best) * m * tasks.count));
+    for_tasks(team, tasks, [&](int64_t block, int64_t task, int thread) {
+        const int64_t row = m * block / tasks.blocks, rows = m * (block + 1) / tasks.blocks - row;
+        const int64_t first = task * tasks.per_task, count = std::min(tasks.per_task, tasks.panels - first);
+        const int64_t column = first * PANEL, columns = std::min(count * PANEL, p.n - column);
+        auto* scratch = static_cast<float*>(team.scratch(thread, 4 * (scratch_floats(rows) + rows * columns)));
+        float* results = scratch + scratch_floats(rows);
+        Product part = p;
+        part.out = {results, columns, false, false, p.out.bias, row, column};
+        compute_task(part, row, rows, first, count, scratch);
+        for (int64_t r = 0; r < rows; r++) {
+            const Best best = best_of(results + r * columns, columns);
+            bests[(row + r) * tasks.count + task] = {best.value, column + best.column};
         }
     });
+    for (int64_t row = 0; row < m; row++) {
+        const Best* of_row = bests + row * tasks.count;
+        to[row] = of_row[0];
+        for (int64_t task = 1; task < tasks.count; task++)
+            if (is_better(of_row[task].value, to[row].value)) to[row] = of_row[task];
+    }
 }
 
 // Work that is done row by row, in tasks that are worth a claim.

@@ -122,9 +122,23 @@ void layers(Team* team, int heads, int kv_heads, int dim, int block_size, int wi
     }
     const Batch batch{4, 28, before.data(), counts.data(), starts.data(), tables.data()};
     auto x = numbers<float>(28 * hidden);
-    baton_layer(team, &layer, &shape, &batch, 1, x.data(), cos.data(), sin.data());
+    const LayerCall call{&layer, &shape, cos.data(), sin.data()}, calls[] = {call, call};
+    auto y = x;
+    baton_layers(team, calls, &batch, 0, 2, x.data());
+    for (int index : {0, 1}) baton_layers(team, calls, &batch, index, 1, y.data());
+    if (x != y) {
+        std::puts("two layers in one call");
+        std::exit(1);
+    }
     std::vector<float> logits(28 * 77);
     baton_head(team, &head.linear, norm.data(), 1e-5f, x.data(), 28, logits.data());
+    std::vector<int64_t> tokens(28);
+    baton_best_tokens(team, &head.linear, norm.data(), 1e-5f, x.data(), 28, tokens.data());
+    for (int row = 0; row < 28; row++)
+        if (best_of(&logits[row * 77], 77).column != tokens[row]) {
+            std::printf("row %d: token %d\n", row, int(tokens[row]));
+            std::exit(1);
+        }
     const int64_t stride = (heads + 2 * kv_heads) * dim;
     const auto rows = numbers<T>(28 * stride);
     std::vector<T> attended(28 * heads * dim);

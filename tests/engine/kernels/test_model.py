@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from common.errors import StartupError
+from engine.batch import StepOutput
 from engine.model_runner import ModelRunner
+from engine.models import native
 from engine.models.decoder import Decoder
 from tests.engine.kernels.variants import each_variant
 from tests.engine.tiny_models import (
@@ -74,12 +76,23 @@ def test_bfloat16_is_at_most_a_tenth_worse_than_transformers(models: Path, varia
 
 
 @each_variant
-def test_messages_pass_between_layers(models: Path, variant: str) -> None:
-    runner = make_runner(model(models, "plain"), kernels=variant)
+@pytest.mark.parametrize(("products", "num_calls"), [(0, 3), (800_000, 2), (1 << 30, 1)])
+def test_messages_pass_between_calls_that_take_long_enough(
+    models: Path, monkeypatch: pytest.MonkeyPatch, variant: str, products: int, num_calls: int
+) -> None:
+    """Three layers of 27,648 weights, 20 tokens: in a call for each, in two calls, in one. The token is the same."""
+    expected = first_token(models, variant, [])
+    monkeypatch.setattr(native, "_CALL_PRODUCTS", products)
     calls: list[int] = []
+    assert first_token(models, variant, calls) == expected
+    assert len(calls) == num_calls
+
+
+def first_token(models: Path, variant: str, calls: list[int]) -> StepOutput:
+    runner = make_runner(model(models, "plain"), kernels=variant)
     (sequence,) = random_sequences([20])
-    runner.execute([sequence.step(20)], between_layers=lambda: calls.append(1))
-    assert len(calls) == 3
+    (output,) = runner.execute([sequence.step(20)], between_layers=lambda: calls.append(1))
+    return output
 
 
 @each_variant

@@ -1,0 +1,88 @@
+"""How much of an engine's step is not the kernels': scheduler, sampling, events, and Python between the calls.
+
+    python -m bench.step [--batch 1,32] [--contexts 128,2048] [--dtype bfloat16] [--quantization none] [--repeats 5]
+
+Decode steps of SmolLM2-135M on one thread, greedy, after contexts that cost nothing. The figures are seconds of that
+thread on the CPU, so other work on the machine disturbs little; the best of some repetitions. What a worker's front
+does is not among them: it is another process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.engine_systems import BatonEngine, Row
+from common.config import DEFAULT_MODEL, default_cache_dir
+from engine.embedded_model import ensure_model
+
+STEPS = 16
+
+
+class Stopwatch:
+    """Stands for a library and counts the seconds that its functions take."""
+
+    def __init__(self, library: object) -> None:
+        self._library = library
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> object:
+        function = getattr(self._library, name)
+
+        def timed(*arguments: object) -> object:
+            start = time.thread_time()
+            result = function(*arguments)
+            self.seconds += time.thread_time() - start
+            return result
+
+        setattr(self, name, timed)
+        return timed
+
+
+def measure(engine: BatonEngine, watch: Stopwatch, row: Row) -> tuple[float, float]:
+    """Seconds of a step, and those of them beside the kernels."""
+    watch.seconds = 0.0
+    whole = engine.measure(row, time.thread_time) / row.steps
+    return whole, whole - watch.seconds / row.steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=_numbers, default=[1, 32])
+    parser.add_argument("--contexts", type=_numbers, default=[128, 2048])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    rows = [Row(batch, context, STEPS) for batch in args.batch for context in args.contexts]
+    num_blocks = max(row.num_blocks for row in rows) + 8
+    model_dir: Path = ensure_model(DEFAULT_MODEL, default_cache_dir(), print)
+    engine = BatonEngine(model_dir, args.dtype, 1, args.quantization, num_blocks)
+    kernels = engine.kernels
+    if kernels is None:
+        parser.error("there are no kernels here: torch computes (baton doctor says why)")
+    watch = Stopwatch(kernels.library)
+    kernels.library = watch  # type: ignore[assignment]
+    table = Table(
+        title=f"{args.dtype}, {args.quantization}, {kernels.choice.variant}, one thread: milliseconds of a decode step"
+    )
+    for name in ("batch", "context", "whole", "beside the kernels", "share"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        both = [measure(engine, watch, row) for _ in range(args.repeats)]
+        whole, beside = min(one for one, _ in both), min(one for _, one in both)
+        cells = (f"{1e3 * whole:.2f}", f"{1e3 * beside:.3f}", f"{beside / whole:.1%}")
+        table.add_row(str(row.batch), str(row.context), *cells)
+    Console(width=100).print(table)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()
