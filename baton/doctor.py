@@ -5,11 +5,12 @@ Each check yields one finding as soon as it is known. A check never raises for w
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -20,6 +21,7 @@ from baton import lmcache_server
 from baton.kv_directory import private_parent
 from baton.speed import measure_cpu
 from baton.stack_plan import usable_cores
+from baton.tuning import measure_products, rules_of
 from common.config import UpSettings
 from common.cpu import read_cpu, read_limits
 from common.errors import BatonError
@@ -30,6 +32,7 @@ from engine.dtype import DtypeChoice, resolve_dtype
 from engine.embedded_model import find_model
 from engine.hub import is_hub_name
 from engine.kernels.choice import AUTO, TORCH, Choice, built_variants, choose, cpu_instruction_sets
+from engine.kernels.table import Rule, Tuned, tuned_file, write_tuned
 from engine.model_runner import weight_bytes
 from engine.weights import check_files
 
@@ -51,8 +54,9 @@ class Finding:
     facts: dict[str, object] = field(default_factory=dict)  # the same as values, for programs
 
 
-def examine(settings: UpSettings) -> Iterator[Finding]:
-    """All findings, in the order in which they are read. `settings` are those of `baton up`."""
+def examine(settings: UpSettings, *, tune: bool = False) -> Iterator[Finding]:
+    """All findings, in the order in which they are read. `settings` are those of `baton up`. `tune` measures products
+    and writes what the engines then compute them with."""
     cores = settings.cpu_cores or usable_cores()
     num_threads = len(cores) or os.cpu_count() or 1
     torch.set_num_threads(num_threads)
@@ -66,6 +70,8 @@ def examine(settings: UpSettings) -> Iterator[Finding]:
     dtype, finding = _dtype(settings, model, device, kernels)
     yield finding
     yield from _speed(kernels, dtype, model, num_threads)
+    if tune:
+        yield _tune(settings, kernels, num_threads)
     yield from _connectors(settings)
     yield _port(settings.host, settings.http_port, "http_port", "--http-port")
     yield _port(settings.host, settings.grpc_port, "grpc_port", "--grpc-port")
@@ -165,6 +171,33 @@ def _speed(kernels: Choice, dtype: DtypeChoice, model: Path | None, num_threads:
         facts["kernels_gflop_s"] = round(speed.kernels_gflop_s, 1)
         text = f"{speed.kernels_gflop_s:.0f} GFLOP/s in {dtype.dtype} with {kernels.instruction_set}, {text}"
     yield Finding("products", Level.OK, text, facts=facts)
+
+
+def _tune(settings: UpSettings, kernels: Choice, num_threads: int) -> Finding:
+    if kernels.instruction_set == TORCH:
+        return Finding("tune", Level.HINT, f"nothing to choose: torch computes everything ({kernels.reason})")
+    measured = list(measure_products(kernels, num_threads))
+    rules = rules_of(measured)
+    file = tuned_file(settings.cache_dir)
+    facts: dict[str, object] = {
+        "file": str(file),
+        "rules": [dataclasses.asdict(one) for one in rules],
+        "products": [dataclasses.asdict(one) for one in measured],
+    }
+    try:
+        write_tuned(file, Tuned(read_cpu().name, kernels.instruction_set, rules))
+    except OSError as error:
+        return Finding("tune", Level.PROBLEM, f"{file}: {error.strerror}", "--cache-dir DIR", facts)
+    return Finding("tune", Level.OK, f"{_describe(rules)} (engines read {file})", facts=facts)
+
+
+def _describe(rules: Sequence[Rule]) -> str:
+    parts = []
+    for rule in rules:
+        size = f" if a matrix has {rule.min_weights:,} weights or more" if rule.min_weights else ""
+        which = f"with torch from {rule.torch_from} tokens on" if rule.torch_from is not None else "with the kernels"
+        parts.append(f"{rule.dtype} {which}{size}")
+    return "; ".join(parts)
 
 
 def _connectors(settings: UpSettings) -> Iterator[Finding]:

@@ -39,10 +39,6 @@ class MatrixPlace(Protocol):
 
 Place = torch.Tensor | MatrixPlace
 
-# From so many rows on oneDNN multiplies faster than the kernels, by instruction set. Fixed figures, never measured at
-# start: equal workers have to compute equal bits.
-_ONEDNN_FROM_ROWS = {"amx": 32}
-
 _PACKED_ROWS = 1024  # that are converted and packed at a time; a multiple of any panel
 
 
@@ -91,7 +87,7 @@ class Linear:
         weight = self._filled()
         if (
             kernels.quantization != "none"
-            or _onednn_from_rows(weight, kernels) is not None
+            or _torch_from_rows(weight, kernels) is not None
             or any(each % kernels.panel for each in self._starts)
         ):
             return False
@@ -128,8 +124,8 @@ class Linear:
         elif kernels is not None:
             kind = kernels.kind_of(self.weight, is_head=is_head)
             self.packed = kernels.pack(self.weight, self.bias, kind)
-            from_rows = _onednn_from_rows(self.weight, kernels)
-            if from_rows is not None and kind is WeightKind.BFLOAT16:
+            from_rows = _torch_from_rows(self.weight, kernels)
+            if from_rows is not None:
                 self.packed_below = from_rows
         if self.packed is None or self.packed_below < math.inf:
             self._kernel = linear_kernel(self.weight, self.bias)
@@ -188,10 +184,11 @@ def pack_rows(packed: PackedLinear, start: int, tensor: torch.Tensor, dtype: tor
         packed.fill(start + first, tensor[first : first + _PACKED_ROWS].to(dtype))
 
 
-def _onednn_from_rows(weight: torch.Tensor, kernels: Kernels) -> int | None:
-    """From so many rows of x on oneDNN multiplies faster, if ever."""
-    from_rows = _ONEDNN_FROM_ROWS.get(kernels.choice.instruction_set)
-    return from_rows if from_rows is not None and _is_onednn_fast(weight) else None
+def _torch_from_rows(weight: torch.Tensor, kernels: Kernels) -> int | None:
+    """From so many rows of x on torch's library multiplies faster, if ever. None for weights that are quantised."""
+    if kernels.quantization != "none" or (weight.dtype == torch.bfloat16 and not _is_onednn_fast(weight)):
+        return None
+    return kernels.table.torch_from(str(weight.dtype).removeprefix("torch."), weight.numel())
 
 
 def linear_kernel(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearKernel:
@@ -263,7 +260,7 @@ class Embedding:
     def pack(self, tensor: torch.Tensor, kernels: Kernels) -> bool:
         if not self._is_head_too or kernels.quantization != "none":
             return False
-        if self.packed is None and _onednn_from_rows(self.plain(), kernels) is not None:
+        if self.packed is None and _torch_from_rows(self.plain(), kernels) is not None:
             return False
         packed = self.packed or PackedLinear.empty(kernels, *self.shape, WeightKind.of(self._dtype))
         pack_rows(packed, 0, tensor, self._dtype)

@@ -73,7 +73,11 @@ class ModelRunner:
         if settings.num_threads is not None:
             torch.set_num_threads(settings.num_threads)
         self._kernels = load_kernels(
-            settings.kernels, device=self.device, dtype=self.dtype, quantization=settings.quantization
+            settings.kernels,
+            device=self.device,
+            dtype=self.dtype,
+            cache_dir=settings.cache_dir,
+            quantization=settings.quantization,
         )
         self.max_model_len = _max_model_len(files, settings)
         self.eos_token_ids = files.eos_token_ids

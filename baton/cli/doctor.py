@@ -22,14 +22,14 @@ _ASCII = {"✓": "+", "✗": "x", "→": "->"}
 _NAME_WIDTH = 15
 
 
-def doctor(settings: UpSettings, *, as_json: bool) -> int:
+def doctor(settings: UpSettings, *, as_json: bool, tune: bool) -> int:
     """Exit code 1 if there is a problem."""
     logging.disable(logging.WARNING)  # what is looked at would log that it is looked at
     try:
         from baton.doctor import Level, examine
 
         findings = []
-        for finding in examine(settings):
+        for finding in examine(settings, tune=tune):
             findings.append(finding)
             if not as_json:
                 print_finding(finding)
@@ -73,6 +73,18 @@ DOCTOR = SettingsCommand(
     UP_SETTINGS,
     doctor,
     about="Looks at this machine: CPU, kernels, GPU, model, connectors, ports; says what to do. Takes what `up` takes.",
-    examples=["baton doctor", "baton doctor --connector nixl --http-port 9000", "baton doctor --json"],
-    params=[AS_JSON],
+    examples=[
+        "baton doctor",
+        "baton doctor --connector nixl --http-port 9000",
+        "baton doctor --json",
+        "baton doctor --tune",
+    ],
+    params=[
+        AS_JSON,
+        click.Option(
+            ["--tune"],
+            is_flag=True,
+            help="measure which library multiplies faster, and write it to --cache-dir for engines on this machine",
+        ),
+    ],
 )

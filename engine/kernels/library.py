@@ -11,10 +11,12 @@ from functools import cache
 
 import torch
 
+from common.cpu import read_cpu
 from common.errors import StartupError
 from engine.kernels.arena import Arena, Memory
 from engine.kernels.build import library_file
 from engine.kernels.choice import AUTO, TORCH, Choice, choose
+from engine.kernels.table import Table, load_table, shipped
 
 log = logging.getLogger(__name__)
 
@@ -121,9 +123,12 @@ class LayerCallStruct(Structure):
 class Kernels:
     """One variant's library, and the one team of threads that computes with it."""
 
-    def __init__(self, choice: Choice, num_threads: int, quantization: str = "none") -> None:
-        """`quantization` none, int8 or int4: what `kind_of` says of weights."""
+    def __init__(
+        self, choice: Choice, num_threads: int, quantization: str = "none", table: Table | None = None
+    ) -> None:
+        """`quantization` none, int8 or int4: what `kind_of` says of weights. `table`: the shipped one if None."""
         self.choice = choice
+        self.table = shipped(choice.instruction_set) if table is None else table
         self.quantization = quantization
         self.num_threads = num_threads
         self.library = _open(choice.variant)
@@ -327,15 +332,17 @@ def _open(variant: str) -> ctypes.CDLL:
 
 
 @cache
-def _kernels(choice: Choice, num_threads: int, quantization: str) -> Kernels:
+def _kernels(choice: Choice, num_threads: int, quantization: str, table: Table) -> Kernels:
     """One team per number of threads, for the life of the process."""
-    return Kernels(choice, num_threads, quantization)
+    return Kernels(choice, num_threads, quantization, table)
 
 
 def load_kernels(
-    wanted: str, *, device: torch.device, dtype: torch.dtype, quantization: str = "none"
+    wanted: str, *, device: torch.device, dtype: torch.dtype, cache_dir: str, quantization: str = "none"
 ) -> Kernels | None:
     """The kernels for this device and dtype, or None for torch, with as many threads as torch computes with.
+
+    `cache_dir` may hold what `baton doctor --tune` measured.
 
     Logs which and why. Raises `StartupError` if `wanted`, the setting `kernels`, names a variant that cannot run here,
     or if weights shall be quantised and there are no kernels for that.
@@ -349,9 +356,12 @@ def load_kernels(
     choice = choose(wanted)
     if dtype not in DTYPES:
         choice = Choice(TORCH, f"there are none for {dtype}")
-    log.info("kernels", extra={"kernels": choice.instruction_set, "reason": choice.reason})
-    if choice.instruction_set != TORCH:
-        return _kernels(choice, torch.get_num_threads(), quantization)
+    is_used = choice.instruction_set != TORCH
+    table = load_table(cache_dir, read_cpu().name, choice.instruction_set) if is_used else shipped(TORCH)
+    tuned = {"tuned_in": table.file} if table.file else {}
+    log.info("kernels", extra={"kernels": choice.instruction_set, "reason": choice.reason, **tuned})
+    if is_used:
+        return _kernels(choice, torch.get_num_threads(), quantization, table)
     if quantization != "none":
         raise StartupError(f"--quantization {quantization} needs the CPU kernels: {choice.reason}")
     return None

@@ -41,7 +41,7 @@ class NativeDecoder:
         self._backend: NativeBackend | None = None  # that `_calls` are for
         self._calls: Sequence[LayerCallStruct] = ()
         self._head = packed(head)
-        self.below = layers[0].qkv.packed_below  # tokens of a step
+        self.below = min(layer.packed_below for layer in layers)  # tokens of a step
 
     def _struct(self, layer: DecoderLayer) -> LayerStruct:
         mlp = layer.mlp

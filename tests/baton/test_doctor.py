@@ -10,15 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from baton import doctor
+from baton import doctor, tuning
 from baton.cli.main import main
 from baton.doctor import Level, examine
 from baton.settings import UP_SETTINGS
 from baton.speed import CpuSpeed, measure_cpu
+from baton.tuning import Measured, measure_products, rules_of
+from common.cpu import read_cpu
 from common.errors import StartupError
 from engine.device import DeviceChoice
 from engine.dtype import DtypeChoice
-from engine.kernels.choice import Choice, choose
+from engine.kernels.choice import TORCH, Choice, choose
+from engine.kernels.table import Rule, load_table
 from tests.engine.tiny_models import make_model
 
 NAMES = ["cpu", "kernels", "device", "model", "dtype", "bandwidth", "products", "shared_storage", "nixl", "lmcache"]
@@ -164,6 +167,63 @@ def test_a_cuda_device_that_torch_cannot_use(model: Path, monkeypatch: pytest.Mo
     found = findings(model, device=asked)["device"]
     assert found.level is (Level.HINT if asked == "auto" else Level.OK)
     assert ("CUDA" in found.advice) == (asked == "auto"), "nothing is advised to those who asked for the CPU"
+
+
+PRODUCTS = [
+    Measured("float32", 10, 100, 1, 1.0, 2.0),
+    Measured("float32", 10, 100, 64, 1.0, 0.95),  # too little
+    Measured("bfloat16", 10, 100, 1, 1.0, 0.5),
+    Measured("bfloat16", 10, 100, 8, 1.0, 2.0),
+    Measured("bfloat16", 10, 100, 64, 1.0, 0.5),
+    Measured("bfloat16", 100, 160, 8, 1.0, 0.5),
+    Measured("bfloat16", 100, 160, 64, 1.0, 0.5),
+    Measured("bfloat16", 400, 160, 8, 1.0, 0.5),
+]
+
+
+def test_rules_say_from_where_on_torch_stays_faster() -> None:
+    assert rules_of(PRODUCTS) == (
+        Rule("float32", 0, None),
+        Rule("bfloat16", 0, 64),
+        Rule("bfloat16", 4000, 8),
+    )
+
+
+@pytest.mark.skipif(choose().instruction_set == TORCH, reason="no kernels were built")
+def test_tuning_writes_what_engines_read(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "measure_products", lambda kernels, num_threads: PRODUCTS)
+    flags = ["--model", str(model), "--http-port=0", "--grpc-port=0", f"--cache-dir={tmp_path}"]
+    assert main(["doctor", "--json", "--tune", *flags]) == 0
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["findings"]}["tune"]
+    assert found["text"].startswith(
+        "float32 with the kernels; bfloat16 with torch from 64 tokens on; "
+        "bfloat16 with torch from 8 tokens on if a matrix has 4,000 weights or more"
+    )
+    assert found["facts"]["products"][0]["torch_ms"] == 2.0
+    table = load_table(str(tmp_path), read_cpu().name, choose().instruction_set)
+    assert (table.rules, table.file) == (rules_of(PRODUCTS), found["facts"]["file"])
+
+
+def test_a_table_that_cannot_be_written_is_a_problem(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "measure_products", lambda kernels, num_threads: PRODUCTS)
+    (tmp_path / "file").touch()
+    settings = UP_SETTINGS.model_validate({"model": str(model), "cache_dir": str(tmp_path / "file"), "http_port": 0})
+    found = {one.name: one for one in examine(settings, tune=True)}["tune"]
+    expected = Level.HINT if choose().instruction_set == TORCH else Level.PROBLEM
+    assert found.level is expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(choose().instruction_set == TORCH, reason="no kernels were built")
+def test_products_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "SHAPES", ((64, 64), (128, 64)))
+    measured = list(measure_products(choose(), 1))
+    assert len(measured) == 2 * 2 * len(tuning.ROWS)
+    assert all(one.kernels_ms > 0 and one.torch_ms > 0 for one in measured)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

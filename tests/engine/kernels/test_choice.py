@@ -13,7 +13,7 @@ import torch
 from common.errors import StartupError
 from engine.kernels import build as building
 from engine.kernels.choice import choose_among
-from engine.kernels.library import load_kernels
+from engine.kernels.library import Kernels, load_kernels
 from tests.engine.kernels.variants import VARIANTS
 
 X86 = ["avx2", "avx512", "avx512_bf16"]
@@ -86,19 +86,22 @@ def test_without_built_kernels_torch_computes_and_the_log_says_so(
 ) -> None:
     monkeypatch.setattr("engine.kernels.choice.library_file", lambda name: building.library_file(name, tmp_path))
     with caplog.at_level(logging.INFO):
-        assert load_kernels("auto", device=torch.device("cpu"), dtype=torch.float32) is None
+        assert load_kernels("auto", device=torch.device("cpu"), dtype=torch.float32, cache_dir="") is None
     (record,) = caplog.records
     assert vars(record)["kernels"] == "torch"
     assert "no kernels were built" in vars(record)["reason"]
 
 
 @pytest.mark.skipif(not VARIANTS, reason="no kernels were built")
-def test_a_dtype_without_kernels_is_torchs() -> None:
-    assert load_kernels("auto", device=torch.device("cpu"), dtype=torch.float16) is None
-    assert load_kernels("auto", device=torch.device("cpu"), dtype=torch.bfloat16) is not None
-    assert load_kernels("auto", device=torch.device("cuda"), dtype=torch.bfloat16) is None
+def test_a_dtype_without_kernels_is_torchs(tmp_path: Path) -> None:
+    def load(wanted: str, device: str, dtype: torch.dtype) -> Kernels | None:
+        return load_kernels(wanted, device=torch.device(device), dtype=dtype, cache_dir=str(tmp_path))
+
+    assert load("auto", "cpu", torch.float16) is None
+    assert load("auto", "cpu", torch.bfloat16) is not None
+    assert load("auto", "cuda", torch.bfloat16) is None
     with pytest.raises(StartupError, match="--kernels avx2 needs --device cpu"):
-        load_kernels("avx2", device=torch.device("cuda"), dtype=torch.bfloat16)
+        load("avx2", "cuda", torch.bfloat16)
 
 
 def test_without_a_compiler_nothing_is_built_and_each_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
