@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
@@ -171,7 +170,7 @@ class Kernels:
         )
 
     def layers(
-        self, calls: Sequence[LayerCallStruct], batch: BatchStruct, first: int, count: int, hidden: torch.Tensor
+        self, calls: ctypes.Array[LayerCallStruct], batch: BatchStruct, first: int, count: int, hidden: torch.Tensor
     ) -> None:
         """Layers number `first` and, in all, `count` of the array `calls`, over `hidden` `[num_tokens, hidden_size]`
         float32, contiguous, in place; a layer without gate_up ends after its attention."""

@@ -120,8 +120,10 @@ class DecoderLayer:
     @property
     def packed_below(self) -> float:
         """With fewer tokens than these the kernels compute the whole layer, but for experts."""
-        mlp = () if self.mlp is None else (self.mlp.gate_up, self.mlp.down)
-        return min(linear.packed_below for linear in (self.qkv, self.out, *mlp))
+        linears = [self.qkv, self.out]
+        if self.mlp is not None:
+            linears += [self.mlp.gate_up, self.mlp.down]
+        return min(linear.packed_below for linear in linears)
 
     def finish(self, kernels: Kernels | None) -> None:
         for norm in (self.input_norm, self.mlp_norm, self.out_norm, self.down_norm, self.q_norm, self.k_norm):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import pointer
+from ctypes import Array, pointer
 
 import torch
 
@@ -39,7 +39,7 @@ class NativeDecoder:
         self._structs = [self._struct(layer) for layer in layers]
         self._num_weights = [_num_weights(struct) for struct in self._structs]
         self._backend: NativeBackend | None = None  # that `_calls` are for
-        self._calls: Sequence[LayerCallStruct] = ()
+        self._calls: Array[LayerCallStruct] = (LayerCallStruct * 0)()
         self._head = packed(head)
         self.below = min(layer.packed_below for layer in layers)  # tokens of a step
 
