@@ -146,6 +146,7 @@ async def serve(
             access_log=False,
             lifespan="off",
             server_header=False,
+            proxy_headers=False,
             http=connections.protocol(),
             ws="none",
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,

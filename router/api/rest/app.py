@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp
 
 from common.errors import InvalidArgumentError, ModelNotFoundError
 from common.validation import check_model, check_request_id
@@ -22,6 +23,7 @@ from router.api.rest import errors
 from router.api.rest.answer import Answer
 from router.api.rest.body import read_body
 from router.api.rest.body_types import Body
+from router.api.rest.direct import DirectApp, Endpoint
 from router.api.rest.disconnect import ClientGoneError, EventStream, unless_gone
 from router.api.rest.docs_page import docs_page
 from router.api.rest.echo import Echo
@@ -60,26 +62,26 @@ BODIES: tuple[type[Body], ...] = (
 )
 TextBody = ChatBody | CompletionBody | ResponsesBody
 
-Endpoint = Callable[[Request], Awaitable[Response]]
 Prompts = Callable[[ServedModel], Awaitable[list[Prompt]]]
 AnswerMaker = Callable[[Sequence[GenerationRequest], str], Answer | ResponseAnswer]
 
 
-def make_app(front: Front) -> FastAPI:
+def make_app(front: Front) -> ASGIApp:
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None)
     errors.install(app)
     gateway = _Gateway(front)
 
     references, components = schemas(BODIES)
+    direct: dict[str, Endpoint] = {}
 
     def route(method: str, path: str, handler: Endpoint, summary: str, body: type[Body] | None = None) -> None:
         extra: dict[str, object] | None = None
+        handler = _guarded(handler)
         if body is not None:
+            direct[path] = handler
             schema = references[BODIES.index(body)]
             extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-        app.add_api_route(
-            path, _guarded(handler), methods=[method], response_model=None, summary=summary, openapi_extra=extra
-        )
+        app.add_api_route(path, handler, methods=[method], response_model=None, summary=summary, openapi_extra=extra)
 
     route("POST", "/v1/chat/completions", gateway.chat, "Answer a conversation", ChatBody)
     route("POST", "/v1/completions", gateway.completions, "Continue prompts", CompletionBody)
@@ -97,7 +99,7 @@ def make_app(front: Front) -> FastAPI:
     route("GET", "/decisions", gateway.decisions, "Where the last requests went, and why")
     page = app.openapi()
     page.setdefault("components", {}).setdefault("schemas", {}).update(components)
-    return app
+    return DirectApp(app, direct)
 
 
 def _guarded(handler: Endpoint) -> Endpoint:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from typing import TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from router.api.rest.protocol import WRITE_PIECE, WritePiece
 
 ResultT = TypeVar("ResultT")
 
@@ -18,32 +21,43 @@ class ClientGoneError(Exception):
     """Nobody is left to answer."""
 
 
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+class _Presence:
+    """Around work of the current task for one client. When the client disconnects, the work is cancelled, and
+    `ClientGoneError` takes the place of its cancellation."""
+
+    def __init__(self, receive: Receive) -> None:
+        """The request's body must have been read."""
+        self._receive = receive
+        self._is_gone = False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - a coroutine's caller is a task
+        self._task = task
+        self._num_cancels = task.cancelling()
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._is_gone = True
+        self._task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self._watcher.cancel()
+        del self._watcher
+        is_ours = self._is_gone and self._task.uncancel() <= self._num_cancels  # and of nobody who stops this task
+        if is_ours and kind is asyncio.CancelledError:
+            raise ClientGoneError from error
 
 
-async def unless_gone(request: Request, work: Coroutine[object, object, ResultT]) -> ResultT:
-    """Runs `work`, and cancels it when the client disconnects. The body must have been read.
+async def unless_gone(request: Request, work: Awaitable[ResultT]) -> ResultT:
+    """Awaits `work`, and cancels it when the client disconnects. The body must have been read.
 
     Raises `ClientGoneError` then.
     """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_gone(request.receive))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
-    finally:
-        await _end(task, watcher)
-        del task, watcher  # a failure's stack holds this frame, which would hold the failure: a body kept for nothing
-
-
-async def _end(*tasks: asyncio.Future[ResultT] | asyncio.Future[None]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    with _Presence(request.receive):
+        return await work
 
 
 class EventStream(Response):
@@ -58,21 +72,18 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del scope
-        task = asyncio.ensure_future(self._send(send))
-        watcher = asyncio.ensure_future(_gone(receive))
         async with aclosing(self._events):
-            try:
-                await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-                if task.done():
-                    task.result()
-            finally:
-                await _end(task, watcher)
-                del task, watcher  # as above
+            with contextlib.suppress(ClientGoneError), _Presence(receive):
+                await self._send(send, scope.get(WRITE_PIECE))
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, write_piece: WritePiece | None) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        if write_piece is None:
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        else:
+            await write_piece(self._first)
+            async for event in self._events:
+                await write_piece(event)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
