@@ -6,6 +6,7 @@ A field that only one side has stays at its default. An enum's value is WORKER_S
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 
 MessageT = TypeVar("MessageT", bound=Message)
 ValueT = TypeVar("ValueT", bound="DataclassInstance")
+
+
+@functools.cache
+def field_names(descriptor: Descriptor) -> tuple[str, ...]:
+    """Of one kind of message. Asked for anew, a descriptor makes an object for each of its fields."""
+    return tuple(field.name for field in descriptor.fields)
 
 
 def given_fields(message: Message) -> dict[str, object]:
@@ -61,13 +68,21 @@ def _plain_one(field: FieldDescriptor, value: object) -> object:
 
 
 def _wired(descriptor: Descriptor, given: Mapping[str, object]) -> dict[str, object]:
-    fields = descriptor.fields_by_name
-    return {name: _wired_field(fields[name], value) for name, value in given.items() if name in fields}
+    fields, wired = _fields(descriptor), {}
+    for name, value in given.items():
+        if name in fields:
+            field = fields[name]
+            wired[name] = value if field is None or value is None else _wired_field(field, value)
+    return wired
+
+
+@functools.cache
+def _fields(descriptor: Descriptor) -> dict[str, FieldDescriptor | None]:
+    """By name; None for one whose value goes on the wire as it is."""
+    return {field.name: field if field.message_type or field.enum_type else None for field in descriptor.fields}
 
 
 def _wired_field(field: FieldDescriptor, value: object) -> object:
-    if value is None:
-        return None
     if (values := _map_values(field)) is not None:
         return {key: _wired_one(values, one) for key, one in cast("Mapping[object, object]", value).items()}
     if field.is_repeated:

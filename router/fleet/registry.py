@@ -227,8 +227,10 @@ class Registry:
 
     def not_ready(self) -> str:
         """Why no request can be served now; empty if requests can."""
-        usable = [e for e in self.endpoints() if e.can_decode and e.state is WorkerState.READY and not e.excluded]
-        if usable and self.model is not None:
+        if self.model is not None and any(
+            worker.role is not WorkerRole.PREFILL and worker.state is WorkerState.READY and not self._excluded(worker)
+            for worker in self._workers.values()
+        ):
             return ""
         reasons = [f"{e.address}: {self._why_not(e)}" for e in self.endpoints() if e.can_decode]
         return f"no decode worker is ready ({'; '.join(reasons) or 'none is configured'})"

@@ -42,7 +42,6 @@ class Hidden:
         while any(nonce in text for text in texts):
             nonce = _digits(secrets.randbits(120), 10)
         self._nonce = nonce
-        self._pattern = re.compile(f"{nonce}(..)", re.DOTALL)
 
     def __bool__(self) -> bool:
         return bool(self._marks)
@@ -55,7 +54,9 @@ class Hidden:
 
     def shown(self, text: str) -> str:
         """`text` with marks made text again."""
-        return self._pattern.sub(lambda match: self._texts[match[0]], text) if self else text
+        if not self:  # of most conversations: nothing is compiled for them
+            return text
+        return re.sub(f"{self._nonce}(..)", lambda match: self._texts[match[0]], text, flags=re.DOTALL)
 
 
 class ControlTokens:

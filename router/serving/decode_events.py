@@ -9,6 +9,7 @@ from common.sampling import MAX_LOGPROBS
 from common.types import SampledToken
 from protos.baton.v1 import decode_pb2, types_pb2
 from protos.convert import token_of
+from protos.messages import field_names
 from router.serving.request import GenerationRequest
 
 MAX_EVENT_TOKENS = 4096  # workers send a few; each is worked on before other requests get their turn
@@ -79,8 +80,8 @@ class DecodeEvents:
         report.num_bytes_moved = min(said.num_bytes_moved + earlier.num_bytes_moved, MAX_BYTES)
         report.num_retries = min(said.num_retries + earlier.num_retries, MAX_COUNT)
         report.num_preemptions = min(said.num_preemptions + earlier.num_preemptions, MAX_COUNT)
-        for field in types_pb2.Timings.DESCRIPTOR.fields:
-            setattr(report.timings, field.name, milliseconds(getattr(said.timings, field.name)))
+        for name in field_names(types_pb2.Timings.DESCRIPTOR):
+            setattr(report.timings, name, milliseconds(getattr(said.timings, name)))
         return report
 
     def usage(self, said: types_pb2.Usage) -> types_pb2.Usage:

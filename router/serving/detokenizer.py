@@ -11,6 +11,7 @@ decodes a short window twice, with and without what is new, and gives the differ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from router.serving.tokenizer import Tokenizer
 
@@ -35,8 +36,8 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._shown = shown
-        tail = prompt_token_ids[-4 * PROMPT_TAIL :]
-        self._begin([t for t in tail if tokenizer.has_text(t)][-PROMPT_TAIL:])
+        with_text = (t for t in reversed(prompt_token_ids[-4 * PROMPT_TAIL :]) if tokenizer.has_text(t))
+        self._begin([*islice(with_text, PROMPT_TAIL)][::-1])
 
     def _begin(self, window: list[int]) -> None:
         """All of `window` is out."""

@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
+from protos.messages import field_names
 from router.api.rest.tools import WholeCalls, delta_json
 from router.serving.request import Output
 from router.serving.tokenizer import Tokenizer
@@ -186,14 +187,14 @@ def baton_report(request_id: str, reports: Sequence[types_pb2.RequestReport]) ->
 def _as_json(message: Message) -> JsonObject:
     """Every field of a report, set or not; times in microseconds' precision."""
     content: JsonObject = {}
-    for one in message.DESCRIPTOR.fields:
-        value = getattr(message, one.name)
+    for name in field_names(message.DESCRIPTOR):
+        value = getattr(message, name)
         if isinstance(value, Message):
-            content[one.name] = _as_json(value)
-        elif one.name == "routing":  # only if it was asked for
-            content.update({one.name: list(value)} if value else {})
+            content[name] = _as_json(value)
+        elif name == "routing":  # only if it was asked for
+            content.update({name: list(value)} if value else {})
         else:
-            content[one.name] = round(value, 3) if isinstance(value, float) else value
+            content[name] = round(value, 3) if isinstance(value, float) else value
     return content
 
 

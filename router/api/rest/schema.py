@@ -96,10 +96,6 @@ class GenerationBody(GuidedFields, kw_only=True):
         return self.num_choices
 
     @property
-    def wants_logprobs(self) -> bool:
-        return "logprobs" in self.sampling()
-
-    @property
     def wants_usage_chunk(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -122,9 +118,13 @@ class GenerationBody(GuidedFields, kw_only=True):
         """The client's name for a sampling parameter."""
         if name == "guided" and (guided := self.guided_text()):
             return guided[0]
-        return next((alias for of, alias in _ALIASES if of == name and getattr(self, alias) is not None), name)
+        for alias in _ALIASES_OF[name]:
+            if getattr(self, alias) is not None:
+                return alias
+        return name
 
 
+_ALIASES_OF = {name: parameter.rest_aliases for name, parameter in parameters().items()}
 _ALIASES = [(name, alias) for name, parameter in parameters().items() for alias in parameter.rest_aliases]
 
 
@@ -219,6 +219,10 @@ class ChatBody(GenerationBody, kw_only=True):
             raise InvalidArgumentError("function_call", "is not supported: take tool_choice")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidArgumentError("top_logprobs", "needs logprobs to be true")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
 
     def sampling(self) -> dict[str, object]:
         given = super().sampling()
