@@ -10,6 +10,7 @@ async with AsyncClient("127.0.0.1:50051") as client:
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import aclosing
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
@@ -31,7 +32,7 @@ from baton.requests import (
 )
 from common.errors import ConfigError
 from common.grpc_options import CLIENT_CHANNEL_OPTIONS
-from common.grpc_streams import messages as received
+from common.grpc_streams import MessageStream
 from common.grpc_transport import channel_credentials, name_options
 from common.sampling import SamplingOptions
 from common.tls import TlsFiles
@@ -54,14 +55,22 @@ class AsyncAnswer:
         self._router = router
         self._chunks: list[Chunk] = []
         self._last = inference_pb2.GenerateResponse()
+        self._received: MessageStream[inference_pb2.GenerateResponse] | None = None
+
+    def _stream(self) -> MessageStream[inference_pb2.GenerateResponse]:
+        """One for all who iterate: it may have read more than the first of them took."""
+        if self._received is None:
+            self._received = MessageStream(self._call, inference_pb2.GenerateResponse, _is_last)
+        return self._received
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         try:
-            async for message in received(self._call, inference_pb2.GenerateResponse, _is_last):
-                self._last = message
-                chunk = chunk_of(message)
-                self._chunks.append(chunk)
-                yield chunk
+            async with aclosing(self._stream()) as received:
+                async for message in received:
+                    self._last = message
+                    chunk = chunk_of(message)
+                    self._chunks.append(chunk)
+                    yield chunk
         except grpc.RpcError as error:
             raise to_baton_error(error, self._router) from error
 

@@ -10,8 +10,8 @@ cancelled, it would often meet its server in the middle of saying how it ended, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from collections import deque
+from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
@@ -33,70 +33,66 @@ class StreamCall(Protocol):
     def add_done_callback(self, callback: Callable[[Any], None]) -> None: ...
 
 
-async def messages(
-    call: StreamCall, kind: type[MessageT], is_last: Callable[[MessageT], object] = lambda _: False
-) -> AsyncGenerator[MessageT, None]:
-    """`batches`, one message at a time."""
-    async with aclosing(batches(call, kind, is_last)) as received:
-        async for batch in received:
-            for message in batch:
-                yield message
+class MessageStream(Generic[MessageT]):
+    """The messages of a stream, in order. To be closed by whoever stops before its end, which cancels the call; after a
+    message that `is_last` the peer has END_S to end it.
 
-
-async def batches(
-    call: StreamCall, kind: type[MessageT], is_last: Callable[[MessageT], object] = lambda _: False
-) -> AsyncGenerator[list[MessageT], None]:
-    """The messages of the stream in order: all that have come, each time, and one at least. To be closed by whoever
-    stops before its end, which cancels the call; after a message that `is_last` the peer has END_S to end it.
-
-    A slow taker is a few messages behind at most: no more of them are read, and gRPC holds up the peer.
+    A task of its own reads ahead: one for all messages costs less than one for each, and a read that has begun is not
+    cancelled with its taker. It reads no more than MAX_AHEAD messages that nobody has taken, and gRPC holds up the peer
+    of a slow taker.
 
     Raises `grpc.aio.AioRpcError` if the call fails, after the messages that came before.
     """
-    ahead = _Ahead(call, kind, is_last)
-    reading = asyncio.create_task(ahead.read())
-    try:
-        while batch := await ahead.take():
-            yield batch
-    finally:
-        ahead.leave()
-        if ahead.ends_by_itself and not call.done():
-            timer = asyncio.get_running_loop().call_later(END_S, call.cancel)
-            call.add_done_callback(lambda _: timer.cancel())
-        else:
-            call.cancel()  # does nothing to a call that has ended
-        del reading  # it goes on alone, until its call ends
 
-
-class _Ahead(Generic[MessageT]):
-    """Reads a stream in a task of its own: one for all messages costs less than one for each, and a read that has begun
-    is not cancelled with its taker."""
-
-    def __init__(self, call: StreamCall, kind: type[MessageT], is_last: Callable[[MessageT], object]) -> None:
+    def __init__(
+        self, call: StreamCall, kind: type[MessageT], is_last: Callable[[MessageT], object] = lambda _: False
+    ) -> None:
         self._call = call
         self._kind = kind
         self._is_last = is_last
-        self._messages: list[MessageT] = []
-        self._num_bytes = 0
-        self._has_ended = self._is_left = False
+        self._ahead: deque[MessageT] = deque()
+        self._num_bytes = 0  # of all messages that were read since `_ahead` was empty
+        self._has_ended = self._is_closed = self._ends_by_itself = False
         self._failure: BaseException | None = None
         self._news: asyncio.Future[None] | None = None  # for the taker
         self._room: asyncio.Future[None] | None = None  # for the reader
-        self.ends_by_itself = False
+        self._reading = asyncio.create_task(self._read())
 
-    async def read(self) -> None:
+    def __aiter__(self) -> MessageStream[MessageT]:
+        return self
+
+    async def __anext__(self) -> MessageT:
+        while not self._ahead:
+            if self._has_ended:
+                if self._failure is None:
+                    raise StopAsyncIteration
+                failure, self._failure = self._failure, None
+                try:
+                    raise failure
+                finally:
+                    del failure  # its stack holds this frame
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+        message = self._ahead.popleft()
+        if not self._ahead:
+            self._num_bytes = 0
+        if self._room is not None and not self._is_full:
+            _wake(self._room)
+        return message
+
+    async def _read(self) -> None:
         try:
             while isinstance(message := await self._call.read(), self._kind):  # its end is an object of gRPC's own
-                self._messages.append(message)
+                self._ahead.append(message)
                 self._num_bytes += message.ByteSize()
                 _wake(self._news)
                 if self._is_last(message):
-                    self.ends_by_itself = True
+                    self._ends_by_itself = True
                     return
-                while self._is_full and not self._is_left:
+                while self._is_full and not self._is_closed:
                     self._room = asyncio.get_running_loop().create_future()
                     await self._room
-                if self._is_left:
+                if self._is_closed:
                     return
         except (Exception, asyncio.CancelledError) as error:  # raised where messages are taken
             self._failure = error
@@ -106,25 +102,16 @@ class _Ahead(Generic[MessageT]):
 
     @property
     def _is_full(self) -> bool:
-        return len(self._messages) >= MAX_AHEAD or self._num_bytes >= MAX_AHEAD_BYTES
+        return len(self._ahead) >= MAX_AHEAD or self._num_bytes >= MAX_AHEAD_BYTES
 
-    async def take(self) -> list[MessageT]:
-        """Empty at the end of the stream."""
-        while not self._messages and not self._has_ended:
-            self._news = asyncio.get_running_loop().create_future()
-            await self._news
-        taken, self._messages, self._num_bytes = self._messages, [], 0
+    async def aclose(self) -> None:
+        self._is_closed = True
         _wake(self._room)
-        failure = self._failure
-        if not taken and failure is not None:
-            self._failure = None  # its stack holds this object
-            raise failure
-        return taken
-
-    def leave(self) -> None:
-        """Nobody takes any more."""
-        self._is_left = True
-        _wake(self._room)
+        if self._ends_by_itself and not self._call.done():
+            timer = asyncio.get_running_loop().call_later(END_S, self._call.cancel)
+            self._call.add_done_callback(lambda _: timer.cancel())
+        else:
+            self._call.cancel()  # does nothing to a call that has ended
 
 
 def _wake(waiting: asyncio.Future[None] | None) -> None:

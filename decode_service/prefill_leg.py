@@ -18,7 +18,7 @@ import grpc
 
 from common import metrics
 from common.errors import TransferError, UnavailableError
-from common.grpc_streams import messages
+from common.grpc_streams import MessageStream
 from common.peers import milliseconds
 from decode_service.prefill_events import PrefillEvents
 from engine import messages as m
@@ -164,7 +164,7 @@ class PrefillLeg:
         with self._worker.channels.calling(address) as channel:
             call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(self._messages(outbox), timeout=timeout)
             try:
-                async with contextlib.aclosing(messages(call, prefill_pb2.PrefillEvent)) as received:
+                async with contextlib.aclosing(MessageStream(call, prefill_pb2.PrefillEvent)) as received:
                     async for event in received:
                         if not self._is_finished:
                             self._take_in(address, events, event)

@@ -35,7 +35,7 @@ from common.errors import (
     UnavailableError,
 )
 from common.grpc_status import error_of_call
-from common.grpc_streams import messages
+from common.grpc_streams import MessageStream
 from common.peers import MAX_WORDS
 from common.sampling import SamplingParams
 from common.types import FinishReason, SampledToken
@@ -64,9 +64,9 @@ class DispatchLimits:
     recovery_wait_s: float = 10.0  # a request that lost its worker waits this long for one to be ready
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class NewTokens:
-    """What came from the fleet; the last one has `finish_reason`."""
+    """What came from the fleet; the last one has `finish_reason`. Not frozen, as `Output`."""
 
     tokens: list[SampledToken]
     finish_reason: FinishReason | None = None
@@ -320,7 +320,7 @@ class Dispatcher:
         pace = _Pace(self._clock)
         with self._registry.sending(_counted(decision)), self._registry.track.probing(*_probed(decision)):
             try:
-                async with aclosing(messages(call, decode_pb2.DecodeEvent, _is_last)) as received:
+                async with aclosing(MessageStream(call, decode_pb2.DecodeEvent, _is_last)) as received:
                     async for event in received:
                         pace.came(len(event.tokens))
                         if event.HasField("report"):
@@ -331,14 +331,12 @@ class Dispatcher:
                             for failed in decision.prefill[: max(num_new, 0)]:
                                 self._budget.spend(self._clock())
                                 self._registry.track.failed(failed.incarnation, self._clock())
-                        scores = events.prompt_logprobs(event)
+                        scores = events.prompt_logprobs(event) if event.prompt_logprobs else []
                         progress.num_prompt_logprobs += len(scores)
-                        new = NewTokens(
-                            events.tokens(event),
-                            finish_reason_of(event.finish_reason),
-                            event.stop_token_id if event.HasField("stop_token_id") else None,
-                            scores,
-                        )
+                        new = NewTokens(events.tokens(event), prompt_logprobs=scores)
+                        if event.finish_reason:
+                            new.finish_reason = finish_reason_of(event.finish_reason)
+                            new.stop_token_id = event.stop_token_id if event.HasField("stop_token_id") else None
                         self._mark(progress, len(new.tokens))
                         if new.finish_reason:
                             self._praise(decision, progress, len(request.prompt_token_ids), pace)
@@ -426,7 +424,7 @@ class Dispatcher:
 
 
 def _is_last(event: decode_pb2.DecodeEvent) -> bool:
-    return finish_reason_of(event.finish_reason) is not None
+    return bool(event.finish_reason) and finish_reason_of(event.finish_reason) is not None
 
 
 def _later_parameters(params: SamplingParams) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 
@@ -76,6 +77,19 @@ async def test_the_asyncio_client(router: tuple[FakeRouter, str]) -> None:
     async with AsyncClient("127.0.0.1:1", timeout=5) as nobody:
         with pytest.raises(UnavailableError):
             await nobody.models()
+
+
+async def test_what_one_reader_left_of_an_answer_is_there_for_the_next(router: tuple[FakeRouter, str]) -> None:
+    """Messages are read ahead of who iterates: none is lost between two who do."""
+    async with AsyncClient(router[1], timeout=60) as client:
+        answer = client.generate("one two", temperature=0)
+        first = aiter(answer)
+        chunk = await anext(first)
+        await asyncio.sleep(0.05)
+        result = await answer.result()
+        assert result.text.startswith(chunk.text)
+        assert result.text == (await client.generate("one two", temperature=0).result()).text
+        assert [one async for one in first] == []
 
 
 async def test_sessions_and_reasons(router: tuple[FakeRouter, str]) -> None:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 import grpc
 import pytest
 
-from common.grpc_streams import MAX_AHEAD, MAX_AHEAD_BYTES, batches, messages, uncancelled
+from common.grpc_streams import MAX_AHEAD, MAX_AHEAD_BYTES, MessageStream, uncancelled
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 
 Call = grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeEvent]
@@ -59,21 +59,21 @@ def is_last(event: decode_pb2.DecodeEvent) -> bool:
 async def test_each_message_until_the_end(server: Server, stub: decode_pb2_grpc.DecodeServiceAsyncStub) -> None:
     server.may_end.set()
     call = stub.Decode(decode_pb2.DecodeRequest(request_id="ends"))
-    assert len([event async for event in messages(call, decode_pb2.DecodeEvent, is_last)]) == 2
+    assert len([event async for event in MessageStream(call, decode_pb2.DecodeEvent, is_last)]) == 2
     assert await call.code() is grpc.StatusCode.OK
 
 
 async def test_a_failed_call_raises(server: Server, stub: decode_pb2_grpc.DecodeServiceAsyncStub) -> None:
     call = stub.Decode(decode_pb2.DecodeRequest(), timeout=0.3)
     with pytest.raises(grpc.aio.AioRpcError):
-        [event async for event in messages(call, decode_pb2.DecodeEvent)]
+        [event async for event in MessageStream(call, decode_pb2.DecodeEvent)]
 
 
 async def test_after_its_last_message_a_call_may_end(
     server: Server, stub: decode_pb2_grpc.DecodeServiceAsyncStub
 ) -> None:
     call = stub.Decode(decode_pb2.DecodeRequest(request_id="ends"))
-    async with aclosing(messages(call, decode_pb2.DecodeEvent, is_last)) as received:
+    async with aclosing(MessageStream(call, decode_pb2.DecodeEvent, is_last)) as received:
         async for event in received:
             if is_last(event):
                 break
@@ -87,7 +87,7 @@ async def test_a_call_that_does_not_end_is_cancelled(
     server: Server, stub: decode_pb2_grpc.DecodeServiceAsyncStub, request_id: str
 ) -> None:
     call = stub.Decode(decode_pb2.DecodeRequest(request_id=request_id))
-    async with aclosing(messages(call, decode_pb2.DecodeEvent, is_last)) as received:
+    async with aclosing(MessageStream(call, decode_pb2.DecodeEvent, is_last)) as received:
         await anext(received)
         await anext(received)
     assert await asyncio.wait_for(server.ended.get(), 20) == "cancelled"
@@ -108,7 +108,7 @@ async def test_a_reader_that_is_cancelled_cancels_no_read(
     call.read = read  # type: ignore[method-assign]
 
     async def reading() -> None:
-        async with aclosing(messages(call, decode_pb2.DecodeEvent)) as received:
+        async with aclosing(MessageStream(call, decode_pb2.DecodeEvent)) as received:
             async for _ in received:
                 pass
 
@@ -144,7 +144,7 @@ async def test_what_goes_on_alone_may_fail() -> None:
 
 
 class FakeCall:
-    """Messages that are there at once; counts what was read."""
+    """MessageStream that are there at once; counts what was read."""
 
     def __init__(self, num: int, *, size: int = 0, failure: Exception | None = None) -> None:
         self._left = num
@@ -182,33 +182,34 @@ async def turns(num: int) -> None:
 @pytest.mark.parametrize(("size", "most"), [(0, MAX_AHEAD), (MAX_AHEAD_BYTES // 3, 3), (2 * MAX_AHEAD_BYTES, 1)])
 async def test_a_slow_taker_has_few_messages_read_ahead(size: int, most: int) -> None:
     call = FakeCall(10_000, size=size)
-    async with aclosing(batches(call, decode_pb2.DecodeEvent)) as received:
-        taken = 0
-        for _ in range(20):
-            taken += len(await anext(received))
+    async with aclosing(MessageStream(call, decode_pb2.DecodeEvent)) as received:
+        waiting = []
+        for taken in range(1, 50):
+            await anext(received)
             await turns(100)
-            assert call.num_read == taken + most
-    await turns(10)
-    assert call.num_read <= taken + most + 1, "who left has nothing read any more"
+            waiting.append(call.num_read - taken)
+        assert max(waiting) == most
+    num_read = call.num_read
+    await turns(100)
+    assert call.num_read == num_read, "nothing is read any more for who has left"
 
 
-async def test_what_came_together_is_taken_together() -> None:
-    async with aclosing(batches(FakeCall(40), decode_pb2.DecodeEvent)) as received:
-        sizes = []
-        async for batch in received:
-            sizes.append(len(batch))
-            await turns(100)
-    assert sum(sizes) == 40
-    assert max(sizes) == MAX_AHEAD
+async def test_a_message_that_has_come_is_taken_at_once() -> None:
+    async with aclosing(MessageStream(FakeCall(MAX_AHEAD), decode_pb2.DecodeEvent)) as received:
+        await turns(100)
+        for _ in range(MAX_AHEAD):
+            with pytest.raises(StopIteration):  # it does not wait
+                received.__anext__().send(None)
+        assert [message async for message in received] == []
 
 
 async def test_a_failure_comes_after_the_messages_before_it() -> None:
     got: list[decode_pb2.DecodeEvent] = []
 
     async def take() -> None:
-        async for batch in batches(FakeCall(40, failure=ValueError("broken")), decode_pb2.DecodeEvent):
-            got.extend(batch)
-            await turns(100)
+        async for message in MessageStream(FakeCall(40, failure=ValueError("broken")), decode_pb2.DecodeEvent):
+            got.append(message)
+            await turns(10)
 
     with pytest.raises(ValueError, match="broken"):
         await take()
