@@ -66,6 +66,8 @@ def finish_reason_to_proto(reason: FinishReason | None) -> types_pb2.FinishReaso
 
 
 def token_of(token: types_pb2.SampledToken) -> SampledToken:
+    if not token.HasField("logprob") and not token.top_logprobs:
+        return SampledToken(token.token_id)  # of most answers
     return SampledToken(
         token.token_id,
         token.logprob if token.HasField("logprob") else None,

@@ -13,9 +13,9 @@ from router.serving.stop_strings import StopStrings
 from router.serving.tokenizer import Tokenizer
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class NewText:
-    """What some new tokens add to an answer."""
+    """What some new tokens add to an answer. Not frozen: that would triple what it costs to make one for each token."""
 
     text: str  # whole characters; may lag behind the tokens
     num_tokens: int  # of the new ones that belong to the answer: a stop string ends it before the rest
@@ -39,6 +39,9 @@ class AnswerText:
         self, tokens: Sequence[SampledToken], finish_reason: FinishReason | None, stop_token_id: int | None
     ) -> NewText:
         """`finish_reason` and `stop_token_id` are what the engine says; None while it goes on."""
+        if finish_reason is None and not self._params.stop:
+            self.num_tokens += len(tokens)
+            return NewText("".join([self._detokenizer.add(token.token_id) for token in tokens]), len(tokens))
         texts: list[str] = []
         for index, token in enumerate(tokens):
             self.num_tokens += 1

@@ -45,7 +45,8 @@ class DecodeEvents:
         self._num_left -= num
         tokens = [token_of(token) for token in event.tokens]
         for token in tokens:
-            self._check(token)
+            if token.top_logprobs or token.token_id >= self._vocab_size:
+                self._check(token)
         return tokens
 
     def prompt_logprobs(self, event: decode_pb2.DecodeEvent) -> list[SampledToken]:

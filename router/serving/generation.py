@@ -16,7 +16,7 @@ from router.serving.admission import DEADLINE_SLACK_S
 from router.serving.answer_parts import PartsParser
 from router.serving.answer_text import AnswerText
 from router.serving.demand import Demand
-from router.serving.dispatch import Dispatcher, Progress
+from router.serving.dispatch import Dispatcher, NewTokens, Progress
 from router.serving.fair_queue import FairQueue, name_of
 from router.serving.quotas import Quotas
 from router.serving.request import GenerationRequest, Output
@@ -39,13 +39,17 @@ class Generation:
         """Inside `allowed`. Closing the iterator, or cancelling its task, ends the request on every worker."""
         progress = Progress()
         try:
-            answer = self._generate(request, progress)
-            if request.reading is not None:
-                answer = _parts(answer, request, progress, request.reading.parser())
-            async with self._turn(request), aclosing(answer) as outputs:
-                async for output in outputs:
-                    self._quotas.answered(request.client, request.tenant, len(output.tokens))
-                    yield output
+            async with self._turn(request):
+                self._demand.prompt(len(request.prompt_token_ids))
+                answer = _Answer(request, progress)
+                async with aclosing(self._dispatcher.run(request, progress)) as run:
+                    async for new in run:
+                        self._demand.num_output_tokens += len(new.tokens)
+                        output = answer.output(new)
+                        self._quotas.answered(request.client, request.tenant, len(output.tokens))
+                        yield output
+                        if output.finish_reason is not None:
+                            return
         except BatonError as error:
             _log_unfinished("failed", request, progress, f"{error.grpc_code}: {error.message}")
             raise
@@ -90,49 +94,62 @@ class Generation:
                 raise
             yield
 
-    async def _generate(self, request: GenerationRequest, progress: Progress) -> AsyncGenerator[Output, None]:
-        self._demand.prompt(len(request.prompt_token_ids))
-        answer = AnswerText(request.model.tokenizer, request.prompt_token_ids, request.sampling_params, request.reading)
-        async with aclosing(self._dispatcher.run(request, progress)) as run:
-            async for new in run:
-                self._demand.num_output_tokens += len(new.tokens)
-                piece = answer.add(new.tokens, new.finish_reason, new.stop_token_id)
-                if piece.finish_reason is None:
-                    yield Output(text=piece.text, tokens=new.tokens, prompt_logprobs=new.prompt_logprobs)
-                    continue
-                kept = new.tokens[: piece.num_tokens]
-                last = _last(
-                    piece.text, kept, piece.finish_reason, piece.stop_reason, request, progress, answer.num_tokens
-                )
-                yield replace(last, prompt_logprobs=new.prompt_logprobs)
-                return
 
+class _Answer:
+    """Makes pieces of one answer of what comes from the fleet, until one has a `finish_reason`."""
 
-async def _parts(
-    outputs: AsyncGenerator[Output, None], request: GenerationRequest, progress: Progress, parser: PartsParser
-) -> AsyncGenerator[Output, None]:
-    """`outputs` with reasoning and calls apart from the text. Ends the answer if it may not have what follows."""
-    num_tokens = 0
-    async with aclosing(outputs):
-        async for output in outputs:
-            num_tokens += len(output.tokens)
-            all_pieces = [parser.add(output.text)]
-            last = output
-            if output.finish_reason is None and parser.is_done:
-                last = _last("", output.tokens, FinishReason.STOP, None, request, progress, num_tokens)
-                last = replace(last, prompt_logprobs=output.prompt_logprobs)
-            if last.finish_reason is not None:
-                all_pieces.append(parser.end())
-            reason = last.finish_reason
-            yield replace(
-                last,
-                text="".join(text for pieces in all_pieces for text in pieces.content),
-                reasoning="".join(text for pieces in all_pieces for text in pieces.reasoning),
-                tool_calls=[call for pieces in all_pieces for call in pieces.calls],
-                finish_reason=FinishReason.TOOL_CALLS if parser.num_calls and reason is FinishReason.STOP else reason,
-            )
-            if last.finish_reason is not None:
-                return
+    def __init__(self, request: GenerationRequest, progress: Progress) -> None:
+        params, reading = request.sampling_params, request.reading
+        self._request = request
+        self._progress = progress
+        self._text = AnswerText(request.model.tokenizer, request.prompt_token_ids, params, reading)
+        self._parser = reading.parser() if reading else None
+
+    def output(self, new: NewTokens) -> Output:
+        piece = self._text.add(new.tokens, new.finish_reason, new.stop_token_id)
+        if piece.finish_reason is None:
+            output = Output(text=piece.text, tokens=new.tokens, prompt_logprobs=new.prompt_logprobs)
+        else:
+            kept = new.tokens[: piece.num_tokens]
+            output = self._last(piece.text, kept, new.prompt_logprobs, piece.finish_reason, piece.stop_reason)
+        return output if self._parser is None else self._in_parts(output, self._parser)
+
+    def _in_parts(self, output: Output, parser: PartsParser) -> Output:
+        """`output` with reasoning and calls apart from the text. The last one, if the answer may not have what
+        follows."""
+        all_pieces = [parser.add(output.text)]
+        if output.finish_reason is None and parser.is_done:
+            output = self._last("", output.tokens, output.prompt_logprobs, FinishReason.STOP, None)
+        if output.finish_reason is not None:
+            all_pieces.append(parser.end())
+        reason = output.finish_reason
+        return replace(
+            output,
+            text="".join(text for pieces in all_pieces for text in pieces.content),
+            reasoning="".join(text for pieces in all_pieces for text in pieces.reasoning),
+            tool_calls=[call for pieces in all_pieces for call in pieces.calls],
+            finish_reason=FinishReason.TOOL_CALLS if parser.num_calls and reason is FinishReason.STOP else reason,
+        )
+
+    def _last(
+        self,
+        text: str,
+        tokens: list[SampledToken],
+        prompt_logprobs: list[SampledToken],
+        finish_reason: FinishReason,
+        stop_reason: str | int | None,
+    ) -> Output:
+        _complete(self._request, self._progress, self._text.num_tokens)
+        _observe(self._request, self._progress)
+        return Output(
+            text=text,
+            tokens=tokens,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            report=self._progress.report,
+            usage=self._progress.usage,
+        )
 
 
 def _log_unfinished(how: str, request: GenerationRequest, progress: Progress, reason: str) -> None:
@@ -143,27 +160,6 @@ def _log_unfinished(how: str, request: GenerationRequest, progress: Progress, re
         "output_tokens": progress.num_output_tokens,
     }
     log.info(how, extra=extra)
-
-
-def _last(
-    text: str,
-    tokens: list[SampledToken],
-    finish_reason: FinishReason,
-    stop_reason: str | int | None,
-    request: GenerationRequest,
-    progress: Progress,
-    num_tokens: int,
-) -> Output:
-    _complete(request, progress, num_tokens)
-    _observe(request, progress)
-    return Output(
-        text=text,
-        tokens=tokens,
-        finish_reason=finish_reason,
-        stop_reason=stop_reason,
-        report=progress.report,
-        usage=progress.usage,
-    )
 
 
 def _complete(request: GenerationRequest, progress: Progress, num_tokens: int) -> None:

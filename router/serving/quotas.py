@@ -98,6 +98,8 @@ class Quotas:
 
     def answered(self, key: str, tenant: str, num_tokens: int) -> None:
         """So many tokens of an answer came: they count, whether or not they were left."""
+        if self._watched is None:
+            return
         self._take("tokens_per_second", key, tenant, num_tokens)
 
     def give_back(self, key: str, tenant: str, num_tokens: int) -> None:

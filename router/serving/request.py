@@ -74,9 +74,10 @@ class GenerationRequest:
         )
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Output:
-    """A piece of an answer; the last one has `finish_reason`, `report` and `usage`."""
+    """A piece of an answer; the last one has `finish_reason`, `report` and `usage`. Nobody changes it, but it is not
+    frozen: that would triple what it costs to make one for each token."""
 
     text: str  # whole characters; may lag behind `tokens`
     tokens: list[SampledToken]
