@@ -40,6 +40,8 @@ class RequestReport:
     num_retries: int = 0
     num_migrations: int = 0
     num_preemptions: int = 0
+    num_drafted_tokens: int = 0  # of the answer, guessed ahead by the decode worker (--speculation)
+    num_accepted_tokens: int = 0  # those of them that the model drew too
     num_handovers: int = 0  # those of num_migrations that were planned, since the worker drained
     routing: tuple[str, ...] = ()  # why it went where it went, if the call's metadata asks (x-baton-explain: true)
 

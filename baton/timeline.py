@@ -90,6 +90,8 @@ def _facts(report: RequestReport, usage: Usage, finish_reason: FinishReason | No
         lines.append(f"prefill and decode on {decode}")
     if report.fallback_reason:
         lines.append(f"computed in place: {report.fallback_reason}")
+    if report.num_drafted_tokens:
+        lines.append(f"{report.num_accepted_tokens} of {report.num_drafted_tokens} drafted tokens were right")
     counts = [("retries", report.num_retries), ("migrations", report.num_migrations)]
     counts.append(("preemptions", report.num_preemptions))
     notable = ", ".join(f"{name}: {count}" for name, count in counts if count)

@@ -106,6 +106,12 @@ class EngineSettings(ModelSettings):
         "chunk", description="when prefill announces KV blocks: chunk by chunk, or all at the end (to measure overlap)"
     )
     enable_prefix_caching: bool = Field(True, description="reuse KV blocks of equal prefixes")
+    speculation: Literal["none", "ngram"] = Field(
+        "none",
+        description="guess tokens of answers, several of which one step checks; no answer changes: none, or "
+        "ngram (as the text went on where its last tokens stood before)",
+    )
+    speculation_tokens: Positive = Field(8, description="most tokens of one guess")
     queue_policy: Literal["fcfs", "priority"] = Field(
         "fcfs",
         description="who is next: who came first, and priorities are refused; or by priority, one step of which is "

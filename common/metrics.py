@@ -140,6 +140,9 @@ worker_kv_tier_moves = Counter(
 worker_queue = Histogram(
     "baton_worker_queue_seconds", "From a request at the engine to its first step.", buckets=LATENCY_BUCKETS
 )
+worker_draft_tokens = Counter(
+    "baton_worker_draft_tokens", "Tokens of answers that were guessed, by whether the model drew the same.", ["outcome"]
+)
 worker_handoff = Histogram(
     "baton_worker_handoff_seconds",
     "From the first token at a decode worker to the last KV block there.",
@@ -171,6 +174,6 @@ worker_grammar_seconds = Counter(
 ENGINE_METRICS: tuple[Counter | Gauge, ...] = (
     kv_store_bytes, kv_store_runs, kv_store_evicted_runs, kv_store_evicted_bytes, kv_store_failed_blocks,
     kv_store_failed_lookups, worker_fallbacks, worker_kv_cache_hits, worker_kv_tier_moves,
-    worker_grammars, worker_grammar_seconds,
+    worker_grammars, worker_grammar_seconds, worker_draft_tokens,
 )  # fmt: skip
 """Those that an engine process counts, and its front shows."""

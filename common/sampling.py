@@ -162,6 +162,9 @@ class SamplingParams:
         tuple[TokenSequence, ...],
         Field(max_length=2 * MAX_BAD_WORDS, description="sequences of tokens that the answer has not"),
     ] = ()
+    speculate: Annotated[
+        Flag, Field(description="the worker may guess tokens of the answer ahead, if it is set to; no token changes")
+    ] = True
     guided: Annotated[
         Guided | None, Field(description="the answer has this form: a JSON schema, a regex, a choice, a grammar")
     ] = None
@@ -214,6 +217,7 @@ class SamplingOptions(TypedDict, total=False):
     allowed_token_ids: Sequence[int]
     bad_words: Sequence[str]
     bad_words_ids: Sequence[TokenSequence | Mapping[str, Sequence[int]]]
+    speculate: bool
     guided: Guided | GuidedOptions
 
 

@@ -27,6 +27,7 @@ from worker.shell import Work, Worker, check_names, ends_counted, error_from
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_PREFILL_ADDRESSES = 64
+DRAFTS_TOLD_EVERY = 16  # events with tokens
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
@@ -187,9 +188,10 @@ class DecodeRun:
 
     def _is_news(self, event: m.TokensGenerated) -> bool:
         """Whether the report differs from the last one sent. A router that ends an answer itself, at a stop string,
-        has to know by then."""
+        has to know by then; what became of drafts it knows as of some tokens ago."""
         self._num_sends += 1
-        return self._num_sends <= 2 or event.finish_reason is not None
+        is_due = self._num_sends <= 2 or (event.num_drafted_tokens > 0 and self._num_sends % DRAFTS_TOLD_EVERY == 0)
+        return is_due or event.finish_reason is not None
 
     def _completed(self, event: m.TokensGenerated) -> types_pb2.RequestReport:
         """The report with everything that is known by now."""
@@ -198,6 +200,8 @@ class DecodeRun:
         kv_complete = max(marks.kv_complete or first, first)
         report.fallback_reason = event.fallback_reason
         report.num_preemptions = event.num_preemptions
+        report.num_drafted_tokens = event.num_drafted_tokens
+        report.num_accepted_tokens = event.num_accepted_tokens
         timings.queue_ms = marks.queue_s * 1000 + self._leg.queue_ms
         timings.first_decode_ms = (marks.second_token - kv_complete) * 1000 if marks.second_token else 0.0
         if report.prefill_worker:

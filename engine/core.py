@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -30,6 +31,9 @@ from engine.remote_kv import RemoteKV
 from engine.request import Request, RequestStatus
 from engine.schedule import NewToken, SchedulerConfig, SchedulerOutput
 from engine.scheduler import Scheduler
+from engine.speculation.checks import accepted_tokens, check_rows
+from engine.speculation.ngram import NgramDrafter
+from engine.speculation.speculation import Drafter, Speculation, count_draft
 from kv_store.base import KVConnector
 from kv_store.no_store import NoStore
 
@@ -73,10 +77,11 @@ class EngineCore:
         store: KVConnector | None = None,
         read_commands: Callable[[], None] = lambda: None,
         compile_grammar: Compiler | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """`connector` hands over what a prefill computes. `store` keeps what any worker computed; if it is None and
         `connector` is a store, that is the store. `read_commands` calls `handle` with what has come until now. Without
-        `compile_grammar`, guided requests are refused."""
+        `compile_grammar`, guided requests are refused. `drafter` guesses tokens ahead; None: what `settings` name."""
         store = store or (connector if connector.is_store else NoStore())
         self._runner = runner
         self._connector = connector
@@ -114,6 +119,12 @@ class EngineCore:
             ),
             self.blocks,
             self.remote_kv.room,
+        )
+        drafter = drafter or (NgramDrafter() if settings.speculation == "ngram" else None)
+        self._speculation = (
+            None
+            if drafter is None
+            else Speculation(drafter, settings.speculation_tokens, self.scheduler.config, runner.device.type)
         )
         for one in self._connectors:
             one.register_kv_cache(runner.kv_cache, runner.spec, wake)
@@ -192,7 +203,8 @@ class EngineCore:
         self.remote_kv.age_stored(now)
         if not self.scheduler.has_work:
             self.remote_kv.write_back_from_host(self._copy)
-        output = self.scheduler.schedule(now)
+        drafts = self._speculation.drafts(self.scheduler.decodes) if self._speculation else {}
+        output = self.scheduler.schedule(now, drafts)
         self._has_newcomers = False
         self._copy(output.host_copies)
         self.remote_kv.publish(output.publishes)
@@ -390,25 +402,35 @@ class EngineCore:
     def _copy(self, copies: list[HostCopy]) -> None:
         copy_blocks(copies, self._runner.kv_cache, self._host_cache)
 
-    def _compute(self, output: SchedulerOutput, between_layers: Callable[[], None]) -> list[SampledToken | None]:
+    def _compute(self, output: SchedulerOutput, between_layers: Callable[[], None]) -> list[list[SampledToken]]:
         strays = self._follow_grammars(output)
         sequences = [self._sequence(request, num_new) for request, num_new in output.num_tokens.items()]
+        eos = self.scheduler.config.eos_token_ids
+        checks = {request: check_rows(request, draft, eos) for request, draft in output.drafts.items()}
+        rows = [*sequences, *(row for each in checks.values() for row in each)]
         try:
-            results = self._runner.execute(sequences, between_layers=between_layers)
+            results = self._runner.execute(rows, between_layers=between_layers)
         except Exception:
             # One batch is lost, not the worker: its requests fail with their ids, all others go on.
             log.exception("a step failed", extra={"num_requests": len(sequences)})
             for request in list(output.num_tokens):
                 self.scheduler.stop(request.request_id)  # blocks of a prefill that were announced may be being read
                 self._fail(request.request_id, "INTERNAL", "the engine failed to compute this request")
-            return [None] * len(sequences)
-        tokens = [self._take(*one) for one in zip(output.num_tokens, results, strict=True)]
-        for request, sequence, token in zip(output.num_tokens, sequences, tokens, strict=True):
+            return [[] for _ in sequences]
+        drawn = iter(results[len(sequences) :])
+        further = {request: list(islice(drawn, len(each))) for request, each in checks.items()}
+        tokens = []
+        for request, sequence, result in zip(output.num_tokens, sequences, results, strict=False):
+            token = self._take(request, result)
+            tokens.append([] if token is None else [token])
             if request in strays:
                 self.scheduler.stop(request.request_id)
                 self._fail(request.request_id, "INTERNAL", strays[request])
             elif token is None and sequence.sample is not None:
                 self._end_without_token(request)
+            elif token is not None and checks.get(request):
+                tokens[-1] = accepted_tokens(token, checks[request], further[request])
+                count_draft(request, len(checks[request]), len(tokens[-1]) - 1)
         return tokens
 
     def _take(self, request: Request, result: StepOutput) -> SampledToken | None:
@@ -481,6 +503,8 @@ class EngineCore:
                 num_cached_tokens=request.num_cached_tokens,
                 num_preemptions=request.num_preemptions,
                 queue_s=(request.scheduled_time or request.arrival_time) - request.arrival_time,
+                num_drafted_tokens=request.drafts.num_drafted,
+                num_accepted_tokens=request.drafts.num_accepted,
                 fallback_reason=request.fallback_reason,
             )
         )

@@ -14,6 +14,9 @@ class GuideState(Protocol):
     """Where one answer is in its grammar. It follows from the answer's tokens alone, so that a request that continues
     elsewhere replays them there."""
 
+    def fork(self) -> GuideState:
+        """Another one, that is where this one is now."""
+
     def follow(self, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """Takes in the output tokens that came since the last call. `token_ids`: prompt, then output.
 

@@ -6,6 +6,7 @@ here: the arrays are read by the sampler, without a copy.
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Iterable, Sequence
 
@@ -47,6 +48,15 @@ class LogitChanges:
         self.seen_ids = array("q", self._places)
         self.counts = array("f", bytes(4 * len(self._places)))  # times in the output
         self._num_seen = 0
+
+    def fork(self) -> LogitChanges:
+        """Another answer's, that has the same tokens so far."""
+        if not self._bad_words and not self.params.has_penalties:
+            return self  # nothing in it depends on tokens
+        other = copy.copy(self)
+        other._places = dict(self._places)
+        other.seen_ids, other.counts = self.seen_ids[:], self.counts[:]
+        return other
 
     def follow(self, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """Counts the output tokens that came since the last call. `token_ids`: prompt, then output."""

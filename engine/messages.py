@@ -196,6 +196,8 @@ class TokensGenerated(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_cached_tokens: int = 0  # prompt tokens found in this worker's prefix cache or store
     num_preemptions: int = 0
     queue_s: float = 0.0  # from being added to being first scheduled (or, REMOTE, having its blocks allocated)
+    num_drafted_tokens: int = 0  # of the answer so far, see `engine.speculation`
+    num_accepted_tokens: int = 0
     fallback_reason: str = ""
 
 

@@ -10,6 +10,7 @@ from common.types import PRIORITY_S, FinishReason
 from engine.guide_state import GuideState
 from engine.logit_changes import LogitChanges
 from engine.messages import Embed, RequestMode
+from engine.speculation.record import DraftRecord
 
 
 class RequestStatus(StrEnum):
@@ -67,6 +68,7 @@ class Request:
     num_unscored_tokens: int = 0  # at the prompt's end, whose logprobs are asked for and are not known yet
     changes: LogitChanges | None = None  # made when its first token is sampled
     guide: GuideState | None = None  # of a guided request, once its grammar is compiled
+    drafts: DraftRecord = field(default_factory=DraftRecord)
 
     @property
     def queue_time(self) -> float:

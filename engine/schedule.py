@@ -32,6 +32,7 @@ class SchedulerOutput:
     host_copies: list[HostCopy] = field(default_factory=list)  # in this order, before anything is written
     publishes: list[Publish] = field(default_factory=list)  # blocks found in the prefix cache
     num_tokens: dict[Request, int] = field(default_factory=dict)  # new tokens of each request in this step
+    drafts: dict[Request, list[int]] = field(default_factory=dict)  # tokens that may follow those, to be checked
     preempted: list[Request] = field(default_factory=list)
     names: set[bytes] = field(default_factory=set)  # of the full blocks that are computed in this step
 
@@ -42,7 +43,7 @@ class SchedulerOutput:
             for request, num_new in self.num_tokens.items()
             for index in range(
                 request.num_computed_tokens // block_size,
-                (request.num_computed_tokens + num_new - 1) // block_size + 1,
+                (request.num_computed_tokens + num_new + len(self.drafts.get(request, ())) - 1) // block_size + 1,
             )
         ]
 

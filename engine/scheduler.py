@@ -5,13 +5,17 @@ one token budget: decodes (one missing token) first, then prompts, in chunks, in
 request that was admitted last gives its blocks back. A request whose KV comes from elsewhere is parked in the
 `WaitingRoom`, and `take_back` brings it back.
 
+A step may check tokens beyond those that it has to compute (`engine.speculation`). They get what the decodes left of
+the budget, and no request is preempted for them.
+
 One step, in order: `schedule` -> the engine carries out copies and the forward pass -> `update` with sampled tokens.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from common.types import FinishReason, SampledToken
 from engine.blocks.block_manager import BlockManager
@@ -19,6 +23,8 @@ from engine.messages import RequestMode
 from engine.remote_kv import Publish, WaitingRoom, next_publication
 from engine.request import Request, RequestStatus
 from engine.schedule import NewToken, SchedulerConfig, SchedulerOutput, StepResult
+
+_NO_DRAFTS: Mapping[Request, Sequence[int]] = MappingProxyType({})
 
 
 class Scheduler:
@@ -94,10 +100,15 @@ class Scheduler:
         here = (*self._waiting, *self._running)
         return sum(max(request.num_prompt_tokens - request.num_computed_tokens, 0) for request in here)
 
+    @property
+    def decodes(self) -> list[Request]:
+        """Requests whose next token needs no more than the KV of their last one."""
+        return [one for one in self._running if one.num_missing_tokens == 1 and one.num_output_tokens]
+
     # ------------------------------------------------------------------------------------------- schedule
 
-    def schedule(self, now: float) -> SchedulerOutput:
-        """Fills one step's token budget."""
+    def schedule(self, now: float, drafts: Mapping[Request, Sequence[int]] = _NO_DRAFTS) -> SchedulerOutput:
+        """Fills one step's token budget. `drafts`: tokens that may follow, of some of `decodes`."""
         output = SchedulerOutput()
         budget = self.config.max_num_batched_tokens
         for is_decode in (True, False):
@@ -105,6 +116,8 @@ class Scheduler:
                 if (request.num_missing_tokens == 1) is not is_decode or request in output.num_tokens:
                     continue
                 budget -= self._schedule_running(request, budget, output)
+            if is_decode:
+                budget -= self._schedule_drafts(drafts, budget, output)
         self._admit(budget, output, now)
         output.host_copies = self.blocks.take_copies()
         return output
@@ -133,6 +146,16 @@ class Scheduler:
         output.num_tokens[request] = num_new
         output.names.update(self._names(request, num_new))
         return num_new
+
+    def _schedule_drafts(self, drafts: Mapping[Request, Sequence[int]], budget: int, output: SchedulerOutput) -> int:
+        """Adds drafts to requests of this step, as far as budget and blocks suffice. Returns the tokens they got."""
+        num_drafted = 0
+        for request, draft in drafts.items():
+            kept = list(draft[: budget - num_drafted])
+            if kept and request in output.num_tokens and self.blocks.append(request, request.num_tokens + len(kept)):
+                output.drafts[request] = kept
+                num_drafted += len(kept)
+        return num_drafted
 
     def _adopt(self, request: Request, output: SchedulerOutput) -> None:
         """Takes over what others have computed or fetched since the last step."""
@@ -283,28 +306,40 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------- update
 
-    def update(self, output: SchedulerOutput, tokens: Sequence[SampledToken | None]) -> StepResult:
-        """Takes in a step's results; `tokens` in the order of `output.num_tokens`, None for those that are not done."""
+    def update(self, output: SchedulerOutput, tokens: Sequence[Sequence[SampledToken]]) -> StepResult:
+        """Takes in a step's results; `tokens` in the order of `output.num_tokens`: none for those that are not done,
+        and beyond the first, one after each token that was drafted rightly."""
         result = StepResult()
-        for (request, num_new), token in zip(output.num_tokens.items(), tokens, strict=True):
+        for (request, num_new), news in zip(output.num_tokens.items(), tokens, strict=True):
             if request.status is not RequestStatus.RUNNING:
                 continue  # aborted or failed meanwhile
-            request.num_computed_tokens += num_new
-            self.blocks.name_computed(request)
-            result.publishes += self._publish(request)
-            if self.config.window and request.mode is not RequestMode.PREFILL:  # a decode worker reads a prefill's
-                self.blocks.free_unseen(request, request.num_computed_tokens + 1 - self.config.window)
-            if token is None:
+            self._computed(request, num_new, result)
+            if not news:
                 continue
             if num_new > 1:  # a prompt is done; others may need it long before the answer is done
                 self._offer(request)
             if request.mode is RequestMode.PREFILL:
                 self._running.remove(request)
                 request.status = RequestStatus.FINISHED_LEASED
-                result.tokens.append(NewToken(request, token, None))
+                result.tokens.append(NewToken(request, news[0], None))
                 continue
-            result.tokens.append(self.append(request, token))
+            result.tokens.append(self.append(request, news[0]))
+            for token in news[1:]:
+                if request.status is not RequestStatus.RUNNING:
+                    break
+                self._computed(request, 1, result)  # the token before it, which was drafted
+                result.tokens.append(self.append(request, token))
+            if request in output.drafts and request.status is RequestStatus.RUNNING:
+                self.blocks.shrink(request, request.num_tokens)
         return result
+
+    def _computed(self, request: Request, num_new: int, result: StepResult) -> None:
+        """KV of the request's next `num_new` tokens is there."""
+        request.num_computed_tokens += num_new
+        self.blocks.name_computed(request)
+        result.publishes += self._publish(request)
+        if self.config.window and request.mode is not RequestMode.PREFILL:  # a decode worker reads a prefill's
+            self.blocks.free_unseen(request, request.num_computed_tokens + 1 - self.config.window)
 
     def _publish(self, request: Request) -> list[Publish]:
         return next_publication(request, self.blocks, only_at_end=self.config.announce == "end")

@@ -141,6 +141,12 @@ ROWS: dict[str, list[Panel]] = {
             ),
         ),
         Panel("Preemptions", "ops", ((rate("baton_worker_preemptions_total", DECODE, "pod"), "{{pod}}"),)),
+        Panel(
+            "Drafted tokens",
+            "ops",
+            ((rate("baton_worker_draft_tokens_total", DECODE, "outcome"), "{{outcome}}"),),
+            "Tokens of answers that were guessed ahead (--speculation), by whether the model drew the same.",
+        ),
         Panel("Queueing", "s", quantiles("baton_worker_queue_seconds", DECODE)),
         Panel("Streams", "ops", ((rate("baton_worker_streams_total", DECODE, "code"), "{{code}}"),)),
         Panel(

@@ -218,6 +218,11 @@ class BlockManager:
         request.block_ids.extend(self._take() for _ in range(num_new))
         return True
 
+    def shrink(self, request: Request, num_tokens: int) -> None:
+        """Gives up the last blocks, beyond those that hold `num_tokens`. They have no name."""
+        while len(request.block_ids) > self.blocks_for(num_tokens):
+            self._drop(request.block_ids.pop())
+
     def free(self, request: Request) -> None:
         """Gives up all of the request's blocks, on the device and in host memory."""
         self._give_up(request)

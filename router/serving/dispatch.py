@@ -37,7 +37,7 @@ from common.errors import (
 from common.grpc_status import error_of_call
 from common.grpc_streams import MessageStream
 from common.peers import MAX_WORDS
-from common.sampling import SamplingParams
+from common.sampling import SamplingParams, parameters
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from protos.convert import LATER_PARAMETERS, finish_reason_of
@@ -429,7 +429,7 @@ def _is_last(event: decode_pb2.DecodeEvent) -> bool:
 
 def _later_parameters(params: SamplingParams) -> frozenset[str]:
     """Those that `params` needs and an older worker would not notice."""
-    return frozenset(name for name in LATER_PARAMETERS if getattr(params, name) not in (None, ()))
+    return frozenset(name for name in LATER_PARAMETERS if getattr(params, name) != parameters()[name].default)
 
 
 def _probed(decision: RoutingDecision) -> list[tuple[str, str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from baton.report import RequestReport, Timings, Usage
@@ -55,6 +57,11 @@ GOLDEN_ASCII = """\
 
 def test_picture() -> None:
     assert render_timeline(REPORT, USAGE, FinishReason.STOP) == GOLDEN.rstrip("\n")
+
+
+def test_drafts_are_told() -> None:
+    report = replace(REPORT, num_drafted_tokens=30, num_accepted_tokens=21)
+    assert render_timeline(report, USAGE).splitlines()[-1] == "  21 of 30 drafted tokens were right"
 
 
 def test_picture_of_a_fallback_in_plain_ascii() -> None:

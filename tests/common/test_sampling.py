@@ -38,6 +38,7 @@ GOOD: list[tuple[str, list[object]]] = [
     ("allowed_token_ids", [(), (0, 999)]),
     ("bad_words", [(), ("a",), ("a",) * 256]),
     ("bad_words_ids", [(), (TokenSequence(token_ids=(0, 999)),)]),
+    ("speculate", [True, False]),
     ("guided", [None, Guided(regex="a+"), Guided(choice=("a", "b")), Guided(json_object=True)]),
 ]
 
@@ -66,7 +67,7 @@ BAD: list[tuple[str, list[object]]] = [
 def test_every_field_is_covered() -> None:
     names = set(parameters())
     assert {name for name, _ in GOOD} == names
-    assert {name for name, _ in BAD} == names - {"ignore_eos", "bad_words_ids"}
+    assert {name for name, _ in BAD} == names - {"ignore_eos", "bad_words_ids", "speculate"}
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in GOOD for value in values])

@@ -19,6 +19,7 @@ from common.types import KVCacheSpec, SampledToken
 from engine import messages as m
 from engine.batch import BlockCopy, Pooled, Scored, SequenceInput, StepOutput
 from engine.core import EngineCore
+from engine.speculation.speculation import Drafter
 from kv_store.base import ConnectorConfig, KVConnector
 from kv_store.memory import MemoryConnector
 
@@ -108,6 +109,7 @@ def make_core(
     connector: KVConnector | None = None,
     store: KVConnector | None = None,
     epoch: str = "e1",
+    drafter: Drafter | None = None,
     **settings: object,
 ) -> tuple[EngineCore, FakeRunner]:
     """An engine on the fake model; `settings` as in `EngineSettings`."""
@@ -121,6 +123,7 @@ def make_core(
         clock=lambda: float(next(clock)),
         wake=lambda: None,
         store=store,
+        drafter=drafter,
     )
     return core, runner
 

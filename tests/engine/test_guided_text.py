@@ -21,6 +21,7 @@ from engine.core import EngineCore
 from engine.grammars import GrammarCompiler
 from engine.guide import Guide, mask_logits
 from engine.sampler import sample
+from engine.speculation.speculation import Drafter
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 from tests.engine.fakes import BLOCK_SIZE, FakeRunner, assert_idle, next_token, run, tokens_of
@@ -67,7 +68,14 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
 class Engine:
     """A core with grammars, and a way to wait for them."""
 
-    def __init__(self, compiler: grammars_module.Compiler, *, num_blocks: int = 64, **settings: object) -> None:
+    def __init__(
+        self,
+        compiler: grammars_module.Compiler,
+        *,
+        num_blocks: int = 64,
+        drafter: Drafter | None = None,
+        **settings: object,
+    ) -> None:
         from common.config import EngineSettings
 
         self.woken = threading.Event()
@@ -79,6 +87,7 @@ class Engine:
             clock=lambda: self.clock,
             wake=self.woken.set,
             compile_grammar=compiler,
+            drafter=drafter,
         )
 
     def add(

@@ -87,13 +87,18 @@ class Script:
             )
         )
 
-    def do_step(self, times: str = "1") -> None:
+    def do_step(self, times: str = "1", **num_drafted: str) -> None:
+        """`name=3/2`: three tokens are drafted for that request, and two of them are right."""
         assert self.scheduler is not None
+        asked = {name: tuple(map(int, words.split("/"))) for name, words in num_drafted.items()}
         for _ in range(int(times)):
             self.time += 1
-            output = self.scheduler.schedule(self.time)
+            drafts = {one: [0] * asked[one.request_id][0] for one in self.scheduler.decodes if one.request_id in asked}
+            output = self.scheduler.schedule(self.time, drafts)
             tokens = [
-                SampledToken(0) if num_new == request.num_missing_tokens else None
+                [SampledToken(0)] * (1 + min(asked[request.request_id][1], len(output.drafts[request])))
+                if request in output.drafts
+                else [SampledToken(0)] * (num_new == request.num_missing_tokens)
                 for request, num_new in output.num_tokens.items()
             ]
             result = self.scheduler.update(output, tokens)
@@ -109,7 +114,11 @@ class Script:
         self.say(f"  {blocks.num_empty_blocks} empty, {blocks.num_cached_blocks} cached of {blocks.num_blocks} blocks")
 
     def describe(self, output: SchedulerOutput) -> str:
-        parts = [f"{request.request_id}+{num_new}" for request, num_new in output.num_tokens.items()]
+        parts = [
+            f"{request.request_id}+{num_new}"
+            + (f" with {len(draft)} drafted" if (draft := output.drafts.get(request)) else "")
+            for request, num_new in output.num_tokens.items()
+        ]
         parts += [f"preempt {request.request_id}" for request in output.preempted]
         parts += [f"{kind} {count}" for kind, count in Counter(copy.kind for copy in output.host_copies).items()]
         effects = self.room.take_effects()

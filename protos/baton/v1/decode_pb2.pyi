@@ -100,7 +100,9 @@ class DecodeEvent(_message.Message):
 
     @_builtins.property
     def report(self) -> _types_pb2.RequestReport:
-        """This worker's part, as far as it is known: with the first two events and the last. The router adds its own."""
+        """This worker's part, as far as it is known: with the first two events and the last, and now and then while tokens
+        are guessed ahead. The router adds its own.
+        """
 
     @_builtins.property
     def usage(self) -> _types_pb2.Usage: ...

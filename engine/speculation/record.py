@@ -1,0 +1,45 @@
+"""What became of one request's drafts, and how long the next one should be. Counts decide, never a clock."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+MEMORY = 0.8  # what a draft's counts weigh after the next one
+PROBE_STEPS = 16  # times the requests of the step: so many steps after it stopped, a request tries one token again
+
+
+@dataclass(slots=True)
+class DraftRecord:
+    num_drafted: int = 0  # tokens
+    num_accepted: int = 0  # those that the model drew too
+    hits: float = 1.4  # of late; a first guess is thought to be right seven times in ten
+    trials: float = 2.0
+    num_idle: int = 0  # steps since it last drafted
+    token_ids: array[int] = field(default_factory=lambda: array("i"))  # of the request, as far as was looked at
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        """One draft was checked. What stands behind the first wrong token says nothing."""
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.hits = self.hits * MEMORY + num_accepted
+        self.trials = self.trials * MEMORY + min(num_accepted + 1, num_drafted)
+        self.num_idle = 0
+
+    def next_length(self, num_requests: int, most: int, free_rows: float) -> int:
+        """How many tokens to draft, `most` at most, in a step of `num_requests` that all do the same.
+
+        A step of n rows takes as long as `free_rows + n` of one row's own share. One more row pays as long as the
+        chance that its token is accepted is larger than what the step gives for one share without it.
+        """
+        chance = rate = self.hits / self.trials
+        length, num_rows, expected = 0, float(num_requests), float(num_requests)
+        while length < most and chance > expected / (free_rows + num_rows):
+            length += 1
+            num_rows += num_requests
+            expected += chance * num_requests
+            chance *= rate
+        if length:
+            return length
+        self.num_idle += 1
+        return min(most, int(self.num_idle >= PROBE_STEPS * num_requests))

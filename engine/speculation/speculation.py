@@ -1,0 +1,60 @@
+"""Which tokens the next step checks beyond those that it has to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from common import metrics
+from engine.request import Request
+from engine.schedule import SchedulerConfig
+
+FREE_ROWS = {"cpu": 4.0, "cuda": 64.0}
+"""What reading the weights costs, in rows of a step: figures of docs/speculation.md, never measured at start."""
+
+
+class Drafter(Protocol):
+    def draft(self, lengths: Mapping[Request, int]) -> dict[Request, list[int]]:
+        """At most so many tokens for each request, which may follow its tokens."""
+
+
+class Speculation:
+    def __init__(self, drafter: Drafter, max_tokens: int, config: SchedulerConfig, device_type: str) -> None:
+        """`max_tokens` of one draft."""
+        self._drafter = drafter
+        self._max_tokens = max_tokens
+        self._eos_token_ids = config.eos_token_ids
+        self._max_model_len = config.max_model_len
+        self._free_rows = FREE_ROWS[device_type]
+
+    def drafts(self, decodes: Sequence[Request]) -> dict[Request, list[int]]:
+        """For the requests that lack no more than the KV of their last token."""
+        lengths = {}
+        for request in decodes:
+            most = min(self._max_tokens, self._num_left(request) - 1)
+            if not request.sampling_params.speculate or most < 1:
+                continue
+            if length := request.drafts.next_length(len(decodes), most, self._free_rows):
+                lengths[request] = length
+        drafts = self._drafter.draft(lengths) if lengths else {}
+        return {request: kept for request, draft in drafts.items() if (kept := self._before_end(request, draft))}
+
+    def _num_left(self, request: Request) -> int:
+        """Tokens that its answer may still get."""
+        in_answer = request.sampling_params.max_tokens - request.num_output_tokens
+        return min(in_answer, self._max_model_len - request.num_tokens)
+
+    def _before_end(self, request: Request, draft: list[int]) -> list[int]:
+        """Nothing follows a token that ends the answer, and its own KV is of no use."""
+        params = request.sampling_params
+        for index, token_id in enumerate(draft):
+            if token_id in params.stop_token_ids or (token_id in self._eos_token_ids and not params.ignore_eos):
+                return draft[:index]
+        return draft
+
+
+def count_draft(request: Request, num_drafted: int, num_accepted: int) -> None:
+    """One draft of the request was checked."""
+    request.drafts.count(num_drafted, num_accepted)
+    metrics.worker_draft_tokens.labels("accepted").inc(num_accepted)
+    metrics.worker_draft_tokens.labels("refused").inc(num_drafted - num_accepted)
