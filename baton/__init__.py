@@ -11,11 +11,13 @@ if TYPE_CHECKING:
     from baton.messages import Message, Tool
     from baton.offline.llm import LLM
     from baton.offline.params import SamplingParams
+    from common.beam_search import BeamSearchParams
 
-__all__ = ["LLM", "AsyncClient", "Client", "Message", "SamplingParams", "Tool"]
+__all__ = ["LLM", "AsyncClient", "BeamSearchParams", "Client", "Message", "SamplingParams", "Tool"]
 
 _PLACES = {
     "AsyncClient": "baton.async_client",
+    "BeamSearchParams": "common.beam_search",
     "Client": "baton.client",
     "LLM": "baton.offline.llm",
     "Message": "baton.messages",

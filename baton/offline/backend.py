@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from baton.messages import Message, Tool
 from baton.offline.params import SamplingParams
 from baton.report import Result
+from common.beam_search import Beam, BeamSearchParams
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -48,6 +49,15 @@ class Vector:
     values: list[float]
 
 
+@dataclass(slots=True, frozen=True)
+class Beams:
+    """The best sequences for prompt number `index`, best first."""
+
+    index: int
+    prompt_token_ids: list[int]
+    beams: Sequence[Beam]
+
+
 class Backend(Protocol):
     """Answers come as they are done. Closing the iterator ends what is still under way. Errors are `BatonError`s; what
     is wrong with a prompt in this process is said before anything is computed."""
@@ -57,6 +67,10 @@ class Backend(Protocol):
     def vectors(
         self, prompts: Sequence[str | list[int]], *, pooling: str, dimensions: int, normalize: bool
     ) -> Generator[Vector, None, None]: ...
+
+    def beams(self, prompts: Sequence[str | list[int]], params: BeamSearchParams) -> Generator[Beams, None, None]: ...
+
+    def text(self, token_ids: Sequence[int]) -> str: ...
 
     def token_text(self, token_id: int) -> str | None:
         """None if asking for it would take a call for each token."""

@@ -25,6 +25,8 @@ from baton.messages import Tool
 from baton.offline.backend import Answer, Ask, Backend, Chat
 from baton.offline.inputs import ChatMessages, Prompt, conversations_of, prompts_of, tools_of
 from baton.offline.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
     CompletionOutput,
     Embedding,
     EmbeddingRequestOutput,
@@ -34,6 +36,7 @@ from baton.offline.outputs import (
 )
 from baton.offline.params import SamplingParams
 from baton.settings import did_you_mean, load
+from common.beam_search import Beam, BeamSearchParams
 from common.config import DEFAULT_MODEL, EngineSettings
 from common.errors import ConfigError, InvalidArgumentError, UnavailableError
 from common.types import SampledToken
@@ -143,6 +146,30 @@ class LLM:
                 )
                 bar.update()
         return [output for output in outputs if output is not None]
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True
+    ) -> list[BeamSearchOutput]:
+        """The likeliest sequences for each prompt, best first: those of transformers' search with as many beams."""
+        given = prompts_of(prompts)
+        outputs: list[BeamSearchOutput] = [BeamSearchOutput([])] * len(given)
+        found = self._backend.beams(given, params)
+        with closing(found), _progress(len(given), shown=use_tqdm) as bar:
+            for one in found:
+                outputs[one.index] = BeamSearchOutput(
+                    [self._sequence(one.prompt_token_ids, beam) for beam in one.beams]
+                )
+                bar.update()
+        return outputs
+
+    def _sequence(self, prompt_token_ids: list[int], beam: Beam) -> BeamSearchSequence:
+        tokens = [*prompt_token_ids, *beam.token_ids]
+        return BeamSearchSequence(
+            tokens=tokens,
+            cum_logprob=beam.logprob,
+            text=self._backend.text(tokens),
+            finish_reason=str(beam.finish_reason),
+        )
 
     def _answers(
         self,

@@ -11,13 +11,15 @@ from contextlib import closing
 from typing import TypeVar, cast
 
 from baton.messages import Calls, ToolCallDelta
-from baton.offline.backend import Answer, Ask, Chat, Vector
+from baton.offline.backend import Answer, Ask, Beams, Chat, Vector
 from baton.report import RequestReport, Result, Usage
 from baton.requests import chat_messages, template_options, tool_choice_message, tool_messages
+from common.beam_search import BeamSearch, BeamSearchParams
 from common.config import EngineSettings
 from common.errors import InvalidArgumentError, error_of
 from common.model_files import tokenizer_files
-from common.types import FinishReason, SampledToken
+from common.sampling import SamplingParams
+from common.types import FinishReason, SampledToken, TokenLogprob
 from common.validation import ModelLimits
 from engine import messages as m
 from engine.core import EngineCore
@@ -169,6 +171,9 @@ class LocalEngine:
     def close(self) -> None:
         self._core.close()
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        return self._model.tokenizer.decode(token_ids)
+
     def token_text(self, token_id: int) -> str:
         return self._model.tokenizer.decode([token_id], skip_special_tokens=False)
 
@@ -256,6 +261,47 @@ class LocalEngine:
                         yield Vector(index, made[index].token_ids, values)
                     case m.RequestFailed():
                         raise error_of(event.grpc_code, event.reason, field=event.field)
+
+    # ---------------------------------------------------------------------------------------- beam search
+
+    def beams(self, prompts: Sequence[str | list[int]], params: BeamSearchParams) -> Generator[Beams, None, None]:
+        """All prompts go on together, a token at a time: each sequence is a request for its next token, which finds all
+        full blocks before it in the prefix cache."""
+        made = [self._prompt(prompt, f"prompts[{index}]").token_ids for index, prompt in enumerate(prompts)]
+        for token_ids in made:
+            if len(token_ids) + params.max_tokens > (most := self._model.limits.max_model_len):
+                reason = f"{len(token_ids)} prompt tokens and {params.max_tokens} exceed the model's context of {most}"
+                raise InvalidArgumentError("max_tokens", reason)
+        open_searches = {index: BeamSearch(params, self._model.eos_token_ids) for index in range(len(made))}
+        while open_searches:
+            sequences = [
+                [*made[index], *beam.token_ids] for index, search in open_searches.items() for beam in search.running
+            ]
+            num_candidates = next(iter(open_searches.values())).num_candidates
+            next_tokens = iter(self._next_tokens(sequences, num_candidates))
+            for index, search in list(open_searches.items()):
+                search.advance([next(next_tokens) for _ in search.running])
+                if not search.running:
+                    del open_searches[index]
+                    yield Beams(index, made[index], search.finished)
+
+    def _next_tokens(self, sequences: Sequence[list[int]], num_candidates: int) -> list[Sequence[TokenLogprob]]:
+        """The likeliest next tokens of each sequence."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=num_candidates)
+        commands = [
+            m.AddRequest(request_id=f"beam-{number}", prompt_token_ids=token_ids, sampling_params=params)
+            for number, token_ids in enumerate(sequences)
+        ]
+        live = {command.request_id: number for number, command in enumerate(commands)}
+        found: list[Sequence[TokenLogprob]] = [()] * len(sequences)
+        with closing(self._events(commands, live)) as events:
+            for event in events:
+                match event:
+                    case m.TokensGenerated(request_id=request_id, tokens=[token]):
+                        found[live.pop(request_id)] = token.top_logprobs
+                    case m.RequestFailed():
+                        raise error_of(event.grpc_code, event.reason, field=event.field)
+        return found
 
     # --------------------------------------------------------------------------------------------- engine
 

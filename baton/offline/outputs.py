@@ -57,3 +57,16 @@ class EmbeddingRequestOutput:
     prompt_token_ids: list[int]
     outputs: Embedding
     finished: bool = True
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class BeamSearchSequence:
+    tokens: list[int]  # of the prompt, then of the answer
+    cum_logprob: float  # of the answer's tokens
+    text: str  # of all tokens
+    finish_reason: str  # stop or length
+
+
+@dataclass(slots=True, frozen=True)
+class BeamSearchOutput:
+    sequences: list[BeamSearchSequence]  # best first

@@ -8,8 +8,9 @@ from collections.abc import Generator, Sequence
 
 from baton.client import Answer as Stream
 from baton.client import Client
-from baton.offline.backend import Answer, Ask, Chat, Vector
-from common.errors import BatonError, InvalidArgumentError
+from baton.offline.backend import Answer, Ask, Beams, Chat, Vector
+from common.beam_search import BeamSearchParams
+from common.errors import BatonError, ConfigError, InvalidArgumentError
 from common.sampling import SamplingOptions
 
 MAX_IN_FLIGHT = 64
@@ -71,6 +72,12 @@ class RemoteStack:
             values = self._client.embed(inputs, pooling=pooling, dimensions=dimensions, normalize=normalize)
             for index, (token_ids, vector) in enumerate(zip(inputs, values, strict=True), start):
                 yield Vector(index, token_ids, vector)
+
+    def beams(self, prompts: Sequence[str | list[int]], params: BeamSearchParams) -> Generator[Beams, None, None]:  # noqa: ARG002
+        raise ConfigError("target", "has no beam search: it needs the engine in this process")
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return self._client.detokenize(token_ids)
 
     def _token_ids(self, prompt: str | list[int], name: str) -> list[int]:
         if not prompt:
