@@ -61,7 +61,7 @@ class _Record:
     open_s: float = OPEN_S
     open_until: float = 0.0
     is_open: bool = False  # or half open, after `open_until`
-    num_probes: int = 0  # requests that were let through and run
+    num_probes: int = 0  # requests that were let through while it was open, and run
     pace_s: float = 0.0  # time between tokens
     num_answers: int = 0
     slow_until: float = -math.inf
@@ -96,24 +96,26 @@ class TrackRecord:
             return "open" if now < record.open_until else "half open"
         return "slow" if now < record.slow_until else "closed"
 
-    def began(self, worker: Incarnation) -> None:
-        """A request was sent. `ended` has to follow."""
-        self._records.setdefault(worker, _Record()).num_probes += 1
+    def began(self, worker: Incarnation) -> bool:
+        """A request was sent. True if it probes the worker: `ended` has to follow then."""
+        record = self._records.setdefault(worker, _Record())
+        record.num_probes += record.is_open
+        return record.is_open
 
     def ended(self, worker: Incarnation) -> None:
-        """It ended, however it did."""
+        """A probe ended, however it did."""
         if (record := self._records.get(worker)) is not None:
             record.num_probes = max(record.num_probes - 1, 0)
 
     @contextlib.contextmanager
     def probing(self, *workers: Incarnation) -> Iterator[None]:
-        """While a request is on its workers, no other one probes them if they have failed before."""
-        for worker in workers:
-            self.began(worker)
+        """While a request is on its workers, no other one probes them if they have failed before. Requests that were
+        there before they failed probe nothing: they may go on for long."""
+        probed = [worker for worker in workers if self.began(worker)]
         try:
             yield
         finally:
-            for worker in workers:
+            for worker in probed:
                 self.ended(worker)
 
     def failed(self, worker: Incarnation, now: float) -> None:

@@ -14,6 +14,7 @@ Cancelling the task that iterates cancels the call to the worker, and its deadli
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -318,7 +319,13 @@ class Dispatcher:
         events = DecodeEvents(request, len(sent), progress.num_prompt_logprobs)
         call = self._open(request, decision, sent, timeout_s)
         pace = _Pace(self._clock)
-        with self._registry.sending(_counted(decision)), self._registry.track.probing(*_probed(decision)):
+        track, helpers = self._registry.track, () if decision.in_place else decision.prefill[:1]
+        with (
+            self._registry.sending(_counted(decision)),
+            track.probing(decision.decode.incarnation),
+            contextlib.ExitStack() as until_first_token,
+        ):
+            until_first_token.enter_context(track.probing(*(helper.incarnation for helper in helpers)))
             try:
                 async with aclosing(MessageStream(call, decode_pb2.DecodeEvent, _is_last)) as received:
                     async for event in received:
@@ -337,6 +344,8 @@ class Dispatcher:
                         if event.finish_reason:
                             new.finish_reason = finish_reason_of(event.finish_reason)
                             new.stop_token_id = event.stop_token_id if event.HasField("stop_token_id") else None
+                        if new.tokens and pace.num_tokens == len(new.tokens):
+                            until_first_token.close()
                         self._mark(progress, len(new.tokens))
                         if new.finish_reason:
                             self._praise(decision, progress, len(request.prompt_token_ids), pace)
@@ -430,12 +439,6 @@ def _is_last(event: decode_pb2.DecodeEvent) -> bool:
 def _later_parameters(params: SamplingParams) -> frozenset[str]:
     """Those that `params` needs and an older worker would not notice."""
     return frozenset(name for name in LATER_PARAMETERS if getattr(params, name) != parameters()[name].default)
-
-
-def _probed(decision: RoutingDecision) -> list[tuple[str, str]]:
-    """Workers that are surely asked for something."""
-    first = () if decision.in_place else decision.prefill[:1]
-    return [endpoint.incarnation for endpoint in (decision.decode, *first)]
 
 
 def _counted(decision: RoutingDecision) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import grpc
@@ -9,8 +10,9 @@ import httpx
 import openai
 import pytest
 
+from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2
-from router.fleet.track_record import MAX_FAILURES
+from router.fleet.track_record import MAX_FAILURES, TrackRecord
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches
 
 BODY = {"model": "tiny", "prompt": "Hello", "max_tokens": 2}
@@ -128,3 +130,23 @@ async def test_workers_get_no_parameter_that_they_would_not_notice(
     refused = await complete(router, guided_regex="a")
     assert refused.status_code == 503
     assert "is of a version that does not know guided" in refused.json()["error"]["message"]
+
+
+async def test_a_prefill_worker_is_probed_until_the_first_token(
+    start_worker: StartWorker, start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, prefill = await start_worker(), await start_worker(WorkerRole.PREFILL)
+    ended: list[str] = []
+    monkeypatch.setattr(TrackRecord, "began", lambda *_: True)
+    monkeypatch.setattr(TrackRecord, "ended", lambda _, worker: ended.append(worker[0]))
+    decode.hang_after = 1
+    router = await start_router(decode, prefill=(prefill,))
+    stream = await router.openai.completions.create(model="tiny", prompt="Hello " * 60, stream=True)
+    await anext(aiter(stream))
+    assert ended == [prefill.address]
+    await stream.close()
+    await decode.cancelled.wait()
+    async with asyncio.timeout(20):
+        while len(ended) < 2:  # noqa: ASYNC110 (a list cannot be awaited)
+            await asyncio.sleep(0.005)
+    assert ended == [prefill.address, decode.address]

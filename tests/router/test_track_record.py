@@ -47,6 +47,17 @@ def test_one_request_at_a_time_probes_it() -> None:
     assert again.state(A, 1900 + track_record.MAX_OPEN_S) == "half open"
 
 
+def test_requests_that_were_there_before_probe_nothing() -> None:
+    record = TrackRecord()
+    with record.probing(A):
+        for _ in range(MAX_FAILURES):
+            record.failed(A, 0)
+        assert record.suspended(A, OPEN_S) == "", "one that goes on for an hour says nothing of now"
+        with record.probing(A):
+            assert "probed by another" in record.suspended(A, OPEN_S)
+    assert record.suspended(A, OPEN_S) == ""
+
+
 def answers(record: TrackRecord, paces_ms: dict[str, float], now: float = 0, num: int = MIN_ANSWERS) -> None:
     for _ in range(num):
         for name, pace_ms in paces_ms.items():
