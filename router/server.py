@@ -115,7 +115,7 @@ async def serve(
         ),
         Generation(dispatcher, demand, quotas, queue),
         decisions,
-        Embedder(registry, quotas, queue),
+        Embedder(registry, demand, quotas, queue),
     )
     health = Health()
     async with contextlib.AsyncExitStack() as stack:

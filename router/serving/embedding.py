@@ -31,6 +31,7 @@ from router.fleet.registry import Registry, ServedModel
 from router.policy.base import RoutingRequest
 from router.policy.least_load import load_score
 from router.policy.routing import unusable
+from router.serving.demand import Demand
 from router.serving.fair_queue import FairQueue, name_of
 from router.serving.quotas import Quotas
 from router.serving.request import Prompt
@@ -71,11 +72,13 @@ class Embedder:
     def __init__(
         self,
         registry: Registry,
+        demand: Demand,
         quotas: Quotas | None = None,
         queue: FairQueue | None = None,
         budget: RetryBudget | None = None,
     ) -> None:
         self._registry = registry
+        self._demand = demand
         self._quotas = quotas or Quotas()
         self._queue = queue or FairQueue(None)
         self._budget = budget or RetryBudget()
@@ -84,7 +87,9 @@ class Embedder:
         """In the order of the prompts. The first failure ends all of them. Raises `BatonError`."""
         key, tenant, asked = request.client, request.tenant, set[int]()
         with self._quotas.streams(key, tenant):
-            self._quotas.prompt(key, tenant, sum(len(prompt.token_ids) for prompt in request.prompts))
+            num_tokens = sum(len(prompt.token_ids) for prompt in request.prompts)
+            self._quotas.prompt(key, tenant, num_tokens)
+            self._demand.prompt(num_tokens)
             try:
                 return await self._embed(request, asked)
             finally:

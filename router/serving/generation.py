@@ -40,7 +40,6 @@ class Generation:
         progress = Progress()
         try:
             async with self._turn(request):
-                self._demand.prompt(len(request.prompt_token_ids))
                 answer = _Answer(request, progress)
                 async with aclosing(self._dispatcher.run(request, progress)) as run:
                     async for new in run:
@@ -69,6 +68,8 @@ class Generation:
         with self._quotas.streams(key, tenant, len(requests), field):
             self._quotas.prompt(key, tenant, sum(len(one.prompt_token_ids) for one in requests))
             self._quotas.more_requests(key, tenant, len(requests) - 1)
+            for one in requests:  # now, and not when they get a place: autoscalers make places of it
+                self._demand.prompt(len(one.prompt_token_ids))
             yield
 
     @asynccontextmanager

@@ -74,17 +74,18 @@ class Quotas:
     def __init__(self, path: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """Without a `path` nothing is limited. Raises `StartupError`."""
         self._watched = None if path is None else WatchedFiles("limits", [path], lambda: read_limits(path))
+        self._file = LimitsFile() if self._watched is None else self._watched.current()
         self._clock = clock
         self._buckets: dict[tuple[str, str, str], TokenBucket] = {}
         self._streams: Counter[tuple[str, str]] = Counter()
 
     def tenant(self, name: str) -> TenantLimits:
-        if self._watched is None:
-            return NO_TENANT_LIMITS
-        return self._watched.current().tenants.get(name, NO_TENANT_LIMITS)
+        return self._file.tenants.get(name, NO_TENANT_LIMITS)
 
     def request(self, key: str, tenant: str) -> None:
         """One came. Raises `OverloadedError` if it is one too many."""
+        if self._watched is not None:
+            self._file = self._watched.current()
         self._charge("requests_per_second", "requests", key, tenant, 1)
 
     def more_requests(self, key: str, tenant: str, num: int) -> None:
@@ -97,7 +98,8 @@ class Quotas:
         self._charge("tokens_per_second", "tokens", key, tenant, num_tokens)
 
     def answered(self, key: str, tenant: str, num_tokens: int) -> None:
-        """So many tokens of an answer came: they count, whether or not they were left."""
+        """So many tokens of an answer came: they count, whether or not they were left. By the limits as they were when
+        the last request came: the file is not looked at for each token."""
         if self._watched is None:
             return
         self._take("tokens_per_second", key, tenant, num_tokens)
@@ -150,7 +152,7 @@ class Quotas:
     def _limits_of(self, key: str, tenant: str) -> list[tuple[str, str, Limits]]:
         if self._watched is None:
             return []
-        file = self._watched.current()
+        file = self._file
         found: list[tuple[str, str, Limits]] = [("key", key, file.keys.get(key, file.default))]
         if tenant and tenant in file.tenants:
             found.append(("tenant", tenant, file.tenants[tenant]))

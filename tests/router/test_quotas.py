@@ -11,7 +11,8 @@ import pytest
 
 from common.errors import OverloadedError, StartupError
 from common.grpc_status import error_of_call
-from protos.baton.v1 import inference_pb2
+from common.watched_files import WatchedFiles
+from protos.baton.v1 import demand_pb2, demand_pb2_grpc, inference_pb2
 from router.serving.quotas import Quotas
 from router.serving.token_bucket import TokenBucket
 from tests.router.conftest import StartRouter, StartWorker
@@ -103,6 +104,15 @@ def test_limits_are_read_again(path: Path) -> None:
     for _ in range(500):
         quotas.request("bob", "")
     assert quotas._buckets == {}
+
+
+def test_a_token_costs_no_look_at_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quotas = Quotas(str(path), Clock())
+    quotas.request("ann", "lab")
+    monkeypatch.setattr(WatchedFiles, "current", lambda _: pytest.fail("the file is looked at"))
+    quotas.answered("ann", "lab", 25)
+    with pytest.raises(OverloadedError, match="10 tokens"):
+        quotas.prompt("ann", "lab", 5)
 
 
 @pytest.mark.parametrize(
@@ -244,3 +254,25 @@ async def test_embeddings_count(start_worker: StartWorker, start_router: StartRo
     worker.most_embedding = 0
     assert (await embed("key-b", [1], [2], [3], [4])).status_code == 200
     assert worker.most_embedding == 1, "each input has its turn"
+
+
+async def test_autoscalers_see_what_waits(start_worker: StartWorker, start_router: StartRouter) -> None:
+    worker = await start_worker()
+    worker.hang_after = 1
+    router = await start_router(worker, max_running=1)
+    prompts: list[object] = [[5] * 10, [6] * 20]
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as client:
+        asking = [client.post("/v1/completions", json={"model": "tiny", "prompt": prompt}) for prompt in prompts]
+        tasks = [asyncio.create_task(one) for one in asking]
+        await worker.asked.wait()
+        tasks.append(asyncio.create_task(client.post("/v1/embeddings", json={"input": prompts})))
+        async with asyncio.timeout(30):
+            async for demand in demand_pb2_grpc.DemandServiceStub(router.channel).WatchDemand(
+                demand_pb2.WatchDemandRequest()
+            ):
+                if demand.num_prompt_tokens_total == 60:
+                    break
+        assert (len(worker.requests), len(worker.embedded)) == (1, 0), "the others have no place yet"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
