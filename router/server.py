@@ -96,7 +96,7 @@ async def serve(
     dispatcher = Dispatcher(registry, policy_of(settings), limits=limits, decisions=decisions)
     reload = None if file is None else Reload(settings, file, dispatcher, queue)
     demand = Demand()
-    threads = TextThreads()
+    threads, grammar_threads = TextThreads(), TextThreads(1, what="grammars wait to be parsed")
     gate = Gate(_gate_limits(settings))
     front = Front(
         Admission(
@@ -111,6 +111,7 @@ async def serve(
             request_timeout_s=settings.request_timeout,
             control_tokens=settings.control_tokens,
             threads=threads,
+            grammar_threads=grammar_threads,
             max_answer_tokens=settings.max_answer_tokens,
         ),
         Generation(dispatcher, demand, quotas, queue),
@@ -120,6 +121,7 @@ async def serve(
     health = Health()
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(threads.close)
+        stack.callback(grammar_threads.close)
         http_socket = stack.enter_context(contextlib.closing(listen(settings.http_listen)))
         interceptors = [] if keys is None else [KeyInterceptor(keys)]
         grpc_server = make_server(

@@ -41,7 +41,8 @@ MESSAGE_CHARS = 64  # rendering a message takes about as long as tokenizing this
 
 class Preparation:
     """Shared by both interfaces of a router. Counts and sizes are checked before any work is done on a text, and long
-    texts are worked on in `threads`, one of a request at a time."""
+    texts are worked on in `threads`, one of a request at a time. Grammars are parsed in `grammar_threads`: a costly one
+    takes half a second, and should hold up no text."""
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class Preparation:
         request_timeout_s: float,
         control_tokens: bool,
         threads: TextThreads,
+        grammar_threads: TextThreads | None = None,
         max_answer_tokens: int | None = None,
     ) -> None:
         """`control_tokens`: whether text of control tokens in messages becomes control tokens. `max_answer_tokens`: of
@@ -58,6 +60,7 @@ class Preparation:
         self._max_answer_tokens = max_answer_tokens
         self._control_tokens = control_tokens
         self._threads = threads
+        self._grammar_threads = grammar_threads or threads
         self._good_grammars: dict[Guided, None] = {}  # the last ones
 
     async def prompts(
@@ -123,7 +126,7 @@ class Preparation:
         if guided is None or guided in self._good_grammars:
             return
         try:
-            await self._threads.run(SHORT + 1, partial(check_grammar, guided))
+            await self._grammar_threads.run(SHORT + 1, partial(check_grammar, guided))
         except ValueError as error:
             raise InvalidArgumentError(name("guided"), str(error)) from error
         self._good_grammars[guided] = None

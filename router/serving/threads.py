@@ -20,12 +20,18 @@ MAX_WAITING = 256
 class TextThreads:
     """A few threads; work beyond that waits for its turn, and beyond `max_waiting` is refused. For one event loop."""
 
-    def __init__(self, num_threads: int | None = None, max_waiting: int = MAX_WAITING) -> None:
-        """`num_threads`: by default one for every two cores, up to four."""
+    def __init__(
+        self,
+        num_threads: int | None = None,
+        max_waiting: int = MAX_WAITING,
+        what: str = "long texts wait to be tokenized",
+    ) -> None:
+        """`num_threads`: by default one for every two cores, up to four. `what` too many of do."""
         num_threads = num_threads or max(1, min(4, (os.cpu_count() or 1) // 2))
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
         self._free = asyncio.Semaphore(num_threads)
         self._max_waiting = max_waiting
+        self._what = what
         self._num_waiting = 0
 
     async def run(self, size: int, work: Callable[[], ResultT]) -> ResultT:
@@ -48,7 +54,7 @@ class TextThreads:
     async def _take_thread(self) -> None:
         if self._free.locked() and self._num_waiting >= self._max_waiting:
             metrics.router_refused.labels("texts").inc()
-            raise OverloadedError("too many long texts wait to be tokenized")
+            raise OverloadedError(f"too many {self._what}")
         self._num_waiting += 1
         try:
             await self._free.acquire()

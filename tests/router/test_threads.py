@@ -11,6 +11,8 @@ from dataclasses import replace
 import pytest
 
 from common.errors import InvalidArgumentError, OverloadedError, UnavailableError
+from common.guided import Guided
+from common.sampling import SamplingParams
 from common.validation import ModelLimits
 from router.fleet.registry import ServedModel
 from router.serving.conversation import Conversation
@@ -178,3 +180,20 @@ def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+async def test_grammars_hold_up_no_texts(threads: TextThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    held, grammar_threads = Held(begun, "grammar"), TextThreads(1, max_waiting=0, what="grammars wait")
+    monkeypatch.setattr("router.serving.preparation.check_grammar", lambda _: held())
+    preparation = Preparation(
+        request_timeout_s=60, control_tokens=False, threads=threads, grammar_threads=grammar_threads
+    )
+    params = SamplingParams(guided=Guided(regex="a"))
+    checking = [asyncio.create_task(preparation.check_guided(params, str)) for _ in range(3)]
+    await until(lambda: begun)
+    assert await preparation.tokenize(a_model(10**6), "a" * LONG, "text", add_special_tokens=False)
+    held.go.set()
+    results = await asyncio.gather(*checking, return_exceptions=True)
+    assert any(isinstance(one, OverloadedError) and "too many grammars wait" in one.message for one in results)
+    grammar_threads.close()
