@@ -128,7 +128,7 @@ class ModelRunner:
         """One engine step: copies blocks in order, computes all new tokens, samples and scores if asked.
 
         The result has one entry per sequence, None if it asked for nothing. `between_layers` is called after each
-        layer; it may not touch this runner.
+        layer, or after some short ones; it may not touch this runner.
         """
         for copy in copies:
             self.kv_cache[copy.target].copy_(self.kv_cache[copy.source])

@@ -49,8 +49,8 @@ class CausalLM(ABC):
     ) -> torch.Tensor:
         """Hidden states `[num_tokens, hidden_size]`, float32 or in the model's dtype.
 
-        `token_ids` and `positions` are `[num_tokens]` int64. `between_layers` is called after each layer, so
-        that a long step does not keep others waiting.
+        `token_ids` and `positions` are `[num_tokens]` int64. `between_layers` is called after each layer,
+        or after some short ones, so that a long step does not keep others waiting.
         """
 
     @abstractmethod

@@ -178,6 +178,19 @@ inline void multiply_add(Sums<R, P>& sums, const float* a, int64_t stride, const
     }
 }
 
+// Processors fetch ahead within a page of 4 KiB only, and a panel is a few pages: with one or two rows, most of the time
+// goes by in waiting for the first lines of pages. So such a tile asks for what the next tile reads or, if panels are long,
+// for what it reads itself two pages on.
+template <int R, int P>
+struct Ahead {
+    int64_t distance;
+    explicit Ahead(int64_t bytes) : distance(P * bytes <= (128 << 10) ? P * bytes : 8192) {}
+    // Into the second-level cache. `column`: of the tile, a vector of words wide; once for each cache line.
+    void fetch(const uint8_t* from, int column = 0) const {
+        if (R <= 2 && P > 1 && column % 2 * LANES * 4 % 64 == 0) __builtin_prefetch(from + distance, 0, 2);
+    }
+};
+
 // One tile: R rows of x times P neighbouring panels.
 template <Kind K, int R, int P>
 struct Tile;
@@ -185,11 +198,15 @@ struct Tile;
 template <int R, int P>
 struct Tile<F32, R, P> {
     static void run(Sums<R, P>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t bytes, int64_t k) {
+        const Ahead<R, P> ahead(bytes);
         for (int64_t i = 0; i < k; i++) {
             Floats w[2 * P];
 #pragma GCC unroll 8
-            for (int c = 0; c < 2 * P; c++)
-                w[c] = load_as<Floats>(panel + (c / 2) * bytes + (i * PANEL + (c % 2) * LANES) * 4);
+            for (int c = 0; c < 2 * P; c++) {
+                const uint8_t* from = panel + (c / 2) * bytes + (i * PANEL + (c % 2) * LANES) * 4;
+                ahead.fetch(from, c);
+                w[c] = load_as<Floats>(from);
+            }
             multiply_add<R, P>(sums, a + i, stride, w);
         }
     }
@@ -199,11 +216,15 @@ struct Tile<F32, R, P> {
 template <int R, int P>
 struct Tile<BF16, R, P> {
     static void run(Sums<R, P>& sums, const bf16* a, int64_t stride, const uint8_t* panel, int64_t bytes, int64_t k) {
+        const Ahead<R, P> ahead(bytes);
         for (int64_t i = 0; i < (k + 1) / 2; i++) {
             Words w[2 * P];
 #pragma GCC unroll 8
-            for (int c = 0; c < 2 * P; c++)
-                w[c] = load_as<Words>(panel + (c / 2) * bytes + (i * PANEL + (c % 2) * LANES) * 4);
+            for (int c = 0; c < 2 * P; c++) {
+                const uint8_t* from = panel + (c / 2) * bytes + (i * PANEL + (c % 2) * LANES) * 4;
+                ahead.fetch(from, c);
+                w[c] = load_as<Words>(from);
+            }
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
                 uint32_t pair;
@@ -220,12 +241,16 @@ struct Tile<BF16, R, P> {
 template <int R, int P>
 struct Tile<BF16, R, P> {
     static void run(Sums<R, P>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t bytes, int64_t k) {
+        const Ahead<R, P> ahead(bytes);
         for (int64_t i = 0; i < (k + 1) / 2; i++) {
             Words pairs[2 * P];
             Floats w[2 * P];
 #pragma GCC unroll 8
-            for (int c = 0; c < 2 * P; c++)
-                pairs[c] = load_as<Words>(panel + (c / 2) * bytes + (i * PANEL + (c % 2) * LANES) * 4);
+            for (int c = 0; c < 2 * P; c++) {
+                const uint8_t* from = panel + (c / 2) * bytes + (i * PANEL + (c % 2) * LANES) * 4;
+                ahead.fetch(from, c);
+                pairs[c] = load_as<Words>(from);
+            }
 #pragma GCC unroll 8
             for (int c = 0; c < 2 * P; c++) w[c] = even(pairs[c]);
             multiply_add<R, P>(sums, a + 2 * i, stride, w);
@@ -249,10 +274,12 @@ inline void add_group(Sums<R, P>& sums, const Sums<R, P>& group, const Floats (&
 template <int R, int P>
 struct Tile<INT8, R, P> {
     static void run(Sums<R, P>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t bytes, int64_t k) {
+        const Ahead<R, P> ahead(bytes);
         for (int64_t start = 0; start < k; start += INT8_GROUP, panel += group_bytes(INT8)) {
             Sums<R, P> group{};
             for (int i = 0; i < INT8_GROUP; i++) {
                 Floats w[2 * P];
+                for (int p = 0; p < P && i * PANEL % 64 == 0; p++) ahead.fetch(panel + p * bytes + i * PANEL);
 #pragma GCC unroll 8
                 for (int c = 0; c < 2 * P; c++) {
                     const uint8_t* from = panel + (c / 2) * bytes + PANEL * 4 + i * PANEL + (c % 2) * LANES;
@@ -262,7 +289,11 @@ struct Tile<INT8, R, P> {
             }
             Floats scales[2 * P];
 #pragma GCC unroll 8
-            for (int c = 0; c < 2 * P; c++) scales[c] = load_as<Floats>(panel + (c / 2) * bytes + (c % 2) * LANES * 4);
+            for (int c = 0; c < 2 * P; c++) {
+                const uint8_t* from = panel + (c / 2) * bytes + (c % 2) * LANES * 4;
+                ahead.fetch(from + PANEL * INT8_GROUP, c);  // the end of the group, which is as long as its scales
+                scales[c] = load_as<Floats>(from);
+            }
             add_group<R, P>(sums, group, scales);
         }
     }
@@ -301,10 +332,14 @@ inline void prepare_int4(float* row, int64_t k) {
 template <int R, int P, int FIRST, int COLUMNS, int... PLACE>
 inline void multiply_add_int4(Sums<R, P>& group, const float* a, int64_t stride, const uint8_t* words, int64_t bytes,
                               std::integer_sequence<int, PLACE...>) {
+    const Ahead<R, P> ahead(bytes);
     Words quants[COLUMNS];
 #pragma GCC unroll 8
-    for (int c = 0; c < COLUMNS; c++)
-        quants[c] = load_as<Words>(words + ((FIRST + c) / 2) * bytes + ((FIRST + c) % 2) * LANES * 4);
+    for (int c = 0; c < COLUMNS; c++) {
+        const uint8_t* from = words + ((FIRST + c) / 2) * bytes + ((FIRST + c) % 2) * LANES * 4;
+        ahead.fetch(from, FIRST + c);
+        quants[c] = load_as<Words>(from);
+    }
     auto add = [&](auto place) {
         Floats w[COLUMNS];
 #pragma GCC unroll 8
@@ -325,7 +360,9 @@ inline void add_int4_group(Sums<R, P>& sums, const Sums<R, P>& group, const uint
                            const float* x_sums, int64_t stride) {
 #pragma GCC unroll 8
     for (int c = 0; c < 2 * P; c++) {
-        const Words pair = load_as<Words>(pairs + (c / 2) * bytes + (c % 2) * LANES * 4);
+        const uint8_t* from = pairs + (c / 2) * bytes + (c % 2) * LANES * 4;
+        Ahead<R, P>(bytes).fetch(from, c);
+        const Words pair = load_as<Words>(from);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++)
             sums.of[r][c] += group.of[r][c] * even(pair) + broadcast(x_sums[r * stride]) * odd(pair);
