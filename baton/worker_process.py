@@ -30,6 +30,8 @@ def main(settings: WorkerSettings, role: WorkerRole) -> int:
     setup_logging(role.value, level=settings.log_level, log_format=settings.log_format)
     if settings.connector == "memory":
         raise StartupError("connector: memory works inside one process only; workers need shared_storage or another")
+    if role is WorkerRole.PREFILL:
+        settings = settings.model_copy(update={"speculation": "none"})  # it generates nothing
     model_dir = ensure_model(settings.model, settings.cache_dir, log.info)
     return uvloop.run(
         serve(settings, role, model_dir, _served_name(settings), _SERVICES[role], lambda at: _print_ready(at, role))

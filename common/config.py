@@ -106,10 +106,10 @@ class EngineSettings(ModelSettings):
         "chunk", description="when prefill announces KV blocks: chunk by chunk, or all at the end (to measure overlap)"
     )
     enable_prefix_caching: bool = Field(True, description="reuse KV blocks of equal prefixes")
-    speculation: Literal["none", "ngram"] = Field(
+    speculation: str = Field(
         "none",
-        description="guess tokens of answers, several of which one step checks; no answer changes: none, or "
-        "ngram (as the text went on where its last tokens stood before)",
+        description="guess tokens of answers, several of which one step checks; no answer changes: none, "
+        "ngram (as the text went on where its last tokens stood before), or a smaller model, as --model names one",
     )
     speculation_tokens: Positive = Field(8, description="most tokens of one guess")
     queue_policy: Literal["fcfs", "priority"] = Field(

@@ -120,7 +120,10 @@ class EngineCore:
             self.blocks,
             self.remote_kv.room,
         )
-        drafter = drafter or (NgramDrafter() if settings.speculation == "ngram" else None)
+        if drafter is None and settings.speculation == "ngram":
+            drafter = NgramDrafter()
+        if drafter is None and settings.speculation != "none":
+            raise ValueError(f"nobody drafts for speculation {settings.speculation!r}")
         self._speculation = (
             None
             if drafter is None

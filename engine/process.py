@@ -120,6 +120,7 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     from engine.core import EngineCore
     from engine.grammars import GrammarCompiler
     from engine.model_runner import ModelRunner
+    from engine.speculation.draft_model import load_draft_model
     from kv_store.base import ConnectorConfig
     from kv_store.registry import create_connector, create_store
 
@@ -147,6 +148,7 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
         compile_grammar=GrammarCompiler(
             Path(bootstrap.model_dir) / "tokenizer.json", runner.vocab_size, runner.eos_token_ids
         ),
+        drafter=load_draft_model(settings, runner),
     )
     socket.send(m.encode([core.ready()]))
     loop = _Loop(core, commands, socket, wakeup)

@@ -26,6 +26,7 @@ from engine.core import EngineCore
 from engine.embedded_model import ensure_model
 from engine.grammars import GrammarCompiler
 from engine.model_runner import ModelRunner
+from engine.speculation.draft_model import load_draft_model
 from kv_store.no_store import NoStore
 from protos.baton.v1 import inference_pb2
 from router.api.grpc_chat import conversation
@@ -147,6 +148,7 @@ class LocalEngine:
             time.monotonic,
             self._woken.set,
             compile_grammar=GrammarCompiler(model_dir / "tokenizer.json", runner.vocab_size, runner.eos_token_ids),
+            drafter=load_draft_model(settings, runner),
         )
         self._has_priorities = settings.queue_policy == "priority"
         limits = ModelLimits(

@@ -9,7 +9,7 @@ Each row draws with its request's own parameters, the tokens before it counted, 
 So the tokens are those that the request would have got one by one, greedy or drawn, with any seed. What was computed
 for `c` is overwritten by the next step: `num_computed_tokens` ends before it, and no block that holds it gets a name.
 
-`ngram` guesses. `record` decides how many tokens, by what became of the request's guesses so far and by
+`ngram` and `draft_model` guess. `record` decides how many tokens, by what became of the request's guesses so far and by
 how many requests share the step. `speculation` puts them
 together, `checks` makes the rows and takes what came of them.
 """

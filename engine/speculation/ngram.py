@@ -17,6 +17,8 @@ MAX_LENGTH = 6  # further ones do not count
 
 
 class NgramDrafter:
+    cost = 0.0
+
     def draft(self, lengths: Mapping[Request, int]) -> dict[Request, list[int]]:
         drafts = {}
         for request, length in lengths.items():

@@ -26,17 +26,18 @@ class DraftRecord:
         self.trials = self.trials * MEMORY + min(num_accepted + 1, num_drafted)
         self.num_idle = 0
 
-    def next_length(self, num_requests: int, most: int, free_rows: float) -> int:
+    def next_length(self, num_requests: int, most: int, free_rows: float, draft_cost: float = 0.0) -> int:
         """How many tokens to draft, `most` at most, in a step of `num_requests` that all do the same.
 
-        A step of n rows takes as long as `free_rows + n` of one row's own share. One more row pays as long as the
-        chance that its token is accepted is larger than what the step gives for one share without it.
+        A step of n rows costs `free_rows + n`, and to guess a token for each request `draft_cost` times what a step
+        without drafts costs. One more token for each pays as long as it brings more for its cost than the step without.
         """
         chance = rate = self.hits / self.trials
-        length, num_rows, expected = 0, float(num_requests), float(num_requests)
-        while length < most and chance > expected / (free_rows + num_rows):
+        length, expected, cost = 0, float(num_requests), free_rows + num_requests
+        more = num_requests + draft_cost * cost
+        while length < most and chance * num_requests / more > expected / cost:
             length += 1
-            num_rows += num_requests
+            cost += more
             expected += chance * num_requests
             chance *= rate
         if length:

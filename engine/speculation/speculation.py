@@ -14,6 +14,10 @@ FREE_ROWS = {"cpu": 4.0, "cuda": 64.0}
 
 
 class Drafter(Protocol):
+    @property
+    def cost(self) -> float:
+        """Of guessing a token for each request, as a share of a step of the model."""
+
     def draft(self, lengths: Mapping[Request, int]) -> dict[Request, list[int]]:
         """At most so many tokens for each request, which may follow its tokens."""
 
@@ -34,7 +38,7 @@ class Speculation:
             most = min(self._max_tokens, self._num_left(request) - 1)
             if not request.sampling_params.speculate or most < 1:
                 continue
-            if length := request.drafts.next_length(len(decodes), most, self._free_rows):
+            if length := request.drafts.next_length(len(decodes), most, self._free_rows, self._drafter.cost):
                 lengths[request] = length
         drafts = self._drafter.draft(lengths) if lengths else {}
         return {request: kept for request, draft in drafts.items() if (kept := self._before_end(request, draft))}

@@ -12,6 +12,7 @@ from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
 from engine.model_runner import ModelRunner
+from engine.speculation.speculation import Drafter
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 from tests.engine.fakes import add, assert_idle, run, tokens_of
@@ -27,14 +28,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-def engine(path: Path, num_blocks: int, **settings: object) -> EngineCore:
+def engine(path: Path, num_blocks: int, *, drafter: Drafter | None = None, **settings: object) -> EngineCore:
     values = {"dtype": "float32", "block_size": BLOCK_SIZE, "num_blocks": num_blocks, "num_threads": 1, **settings}
     checked = EngineSettings.model_validate(values)
     runner = ModelRunner(path, checked)
     runner.kv_cache.fill_(float("nan"))
     ticks = iter(range(10**9))
     connector = MemoryConnector(ConnectorConfig(epoch="e1", worker_id="test"))
-    return EngineCore(checked, runner, connector, lambda: float(next(ticks)), lambda: None)
+    return EngineCore(checked, runner, connector, lambda: float(next(ticks)), lambda: None, drafter=drafter)
 
 
 def prompts(family: str) -> list[list[int]]:

@@ -34,6 +34,8 @@ prompts = st.lists(st.integers(0, 20), min_size=1, max_size=30)
 class Oracle:
     """Knows the answers, and errs at every `errs_at`-th token of each."""
 
+    cost = 0.0
+
     def __init__(self, errs_at: int = 10**9) -> None:
         self.errs_at = errs_at
         self.lengths: list[int] = []

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 
+from common.config import EngineSettings
+from common.errors import StartupError
 from common.sampling import SamplingParams
 from engine import messages as m
+from engine.core import EngineCore
+from engine.model_runner import ModelRunner
+from engine.speculation.draft_model import ModelDrafter, load_draft_model
 from tests.engine.fakes import add, assert_idle, run, tokens_of
 from tests.engine.test_model_engine import KERNELS, engine
 from tests.engine.test_model_families import greedy_of_transformers, model
-from tests.engine.tiny_models import FAMILIES, VOCAB_SIZE
+from tests.engine.tiny_models import BLOCK_SIZE, FAMILIES, VOCAB_SIZE
+from tests.router.tiny_tokenizer import tokenizer_files
 
 QUICK = ("llama", "mistral", "gemma2")
 
@@ -65,3 +73,67 @@ def test_drawn_tokens(models: Path, kernels: str) -> None:
         answers.append(tokens_of(events))
     assert answers[0] == answers[1]
     assert num_drafted(events) > 0
+
+
+def drafting(path: Path, other: Path, draft_blocks: int = 32, num_blocks: int = 32) -> tuple[EngineCore, ModelDrafter]:
+    """The model of `path`, for which that of `other` drafts."""
+    values = {"dtype": "float32", "block_size": BLOCK_SIZE, "num_threads": 1, "max_model_len": 128}
+    runner = ModelRunner(other, EngineSettings.model_validate({**values, "num_blocks": draft_blocks}))
+    runner.kv_cache.fill_(float("nan"))
+    drafter = ModelDrafter(runner, VOCAB_SIZE, cost=0.05)
+    return engine(path, num_blocks, drafter=drafter, max_model_len=128, chunk_size=24), drafter
+
+
+def answers_of(core: EngineCore, drafter: ModelDrafter) -> tuple[dict[str, list[int]], int, int]:
+    """Tokens, and how many were drafted and accepted."""
+    for number, prompt in enumerate(prompts()):
+        add(core, str(number), prompt, params=SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+    events = run(core)
+    assert_idle(core)
+    assert drafter._blocks.check_integrity(one.request for one in drafter._followers.values()) == []
+    last = [e for e in events if isinstance(e, m.TokensGenerated) and e.finish_reason]
+    return tokens_of(events), sum(e.num_drafted_tokens for e in last), sum(e.num_accepted_tokens for e in last)
+
+
+def greedy(path: Path) -> dict[str, list[int]]:
+    return {str(n): greedy_of_transformers(path, tuple(prompt), 40) for n, prompt in enumerate(prompts())}
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(models: Path) -> None:
+    """Chunks, preemption of the model's requests, and the prefix cache of the draft model included."""
+    path = model(models, "llama")
+    core, drafter = drafting(path, path, num_blocks=11)
+    for _ in range(2):
+        tokens, num_drafted, num_accepted = answers_of(core, drafter)
+        assert tokens == greedy(path)
+        assert num_accepted == num_drafted > 60
+
+
+@pytest.mark.parametrize("draft_blocks", [8, 32])
+def test_a_model_that_drafts_wrongly_changes_nothing(models: Path, draft_blocks: int) -> None:
+    path = model(models, "llama")
+    core, drafter = drafting(path, model(models, "qwen3"), draft_blocks)
+    tokens, num_drafted, num_accepted = answers_of(core, drafter)
+    assert tokens == greedy(path)
+    assert 0 <= num_accepted < num_drafted
+
+
+def test_a_draft_model_has_the_models_tokenizer(models: Path, tmp_path: Path) -> None:
+    folders = []
+    for name in ("a", "b"):
+        folders.append(tmp_path / name)
+        shutil.copytree(model(models, "llama"), folders[-1])
+        (folders[-1] / "tokenizer.json").write_bytes(tokenizer_files()["tokenizer.json"])
+    values = {"model": str(folders[0]), "num_blocks": 16, "max_model_len": 64, "dtype": "float32", "num_threads": 1}
+    settings = EngineSettings.model_validate({**values, "speculation": str(folders[1])})
+    runner = ModelRunner(folders[0], settings)
+    drafter = load_draft_model(settings, runner)
+    assert drafter is not None
+    assert drafter.cost == 1.0
+    assert load_draft_model(settings.model_copy(update={"speculation": "ngram"}), runner) is None
+    other = json.loads((folders[1] / "tokenizer.json").read_text())
+    first, second, *_ = vocabulary = other["model"]["vocab"]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folders[1] / "tokenizer.json").write_text(json.dumps(other))
+    with pytest.raises(StartupError, match="has another tokenizer"):
+        load_draft_model(settings, runner)

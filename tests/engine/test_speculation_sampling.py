@@ -32,6 +32,8 @@ PROMPT = list(range(5, 26))
 class Recorded:
     """Drafts what an answer was, with an error at every `errs_at`-th token."""
 
+    cost = 0.0
+
     def __init__(self, answer: Sequence[int], errs_at: int) -> None:
         self.answer = answer
         self.errs_at = errs_at
@@ -105,6 +107,8 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
 class ChosenWords:
     """Drafts an answer rightly, and goes on with a token that no grammar of these tests allows."""
 
+    cost = 0.0
+
     def __init__(self, answer: Sequence[int]) -> None:
         self.answer = answer
 
@@ -150,6 +154,8 @@ class FixedOdds(FakeRunner):
 
 
 class Likeliest:
+    cost = 0.0
+
     def draft(self, lengths: Mapping[Request, int]) -> dict[Request, list[int]]:
         drafts = {}
         for request, length in lengths.items():
