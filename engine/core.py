@@ -277,8 +277,11 @@ class EngineCore:
     def load(self) -> WorkerLoad:
         scheduler, blocks, lookups = self.scheduler, self.blocks, self.remote_kv.lookups
         return WorkerLoad(
-            num_requests_running=scheduler.num_running,
-            num_requests_waiting=scheduler.num_waiting + len(lookups) + self._num_without_grammar,
+            num_requests_running=scheduler.num_running + scheduler.num_held_back,
+            num_requests_waiting=scheduler.num_waiting
+            - scheduler.num_held_back
+            + len(lookups)
+            + self._num_without_grammar,
             num_queued_prompt_tokens=scheduler.num_queued_prompt_tokens
             + lookups.num_prompt_tokens
             + (self._grammars.num_prompt_tokens if self._grammars is not None else 0),

@@ -35,6 +35,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in the order of admission
         self._room = room  # parked: WAITING_FOR_REMOTE_KV
+        self._num_held_back = 0  # at the last look into the queue
 
     # ------------------------------------------------------------------------------------------- requests
 
@@ -89,6 +90,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_held_back(self) -> int:
+        """Of `num_waiting`, those that wait for the KV of a request that runs: there is room for them."""
+        return min(self._num_held_back, len(self._waiting))
 
     @property
     def num_leases(self) -> int:
@@ -236,11 +242,13 @@ class Scheduler:
     def _next_waiting(self) -> Request | None:
         """The first in the queue that may be admitted; None if there is no place for one. Those that are held back keep
         theirs: nobody who came later takes it."""
-        for num_held, request in enumerate(self._waiting):
-            if self.num_running + num_held >= self.config.max_num_seqs:
+        self._num_held_back = 0
+        for request in self._waiting:
+            if self.num_running + self._num_held_back >= self.config.max_num_seqs:
                 return None
             if not self._is_held_back(request):
                 return request
+            self._num_held_back += 1
         return None
 
     def _is_held_back(self, request: Request) -> bool:

@@ -66,6 +66,7 @@ def test_when_the_first_ends_the_next_one_computes(end: str) -> None:
         add(core, name, PROMPT)
     core.step()
     assert used(core) == PROMPT_BLOCKS  # those of "a" alone
+    assert (core.load.num_requests_running, core.load.num_requests_waiting) == (3, 0)  # to routers they all run
     if end == "released":
         core.handle(m.Release("a"))
     elif end == "failed":
