@@ -3,9 +3,10 @@
     python -m bench.loading [--shape 1b] [--dtype bfloat16] [--repeats 3] [--folder DIR] [--json FILE]
 
 Writes a Llama of that shape with random bfloat16 weights, in shards of 1 GiB, into a folder that is removed afterwards.
-Each way loads it in a process of its own, in turn. Seconds are those of loading alone, without imports; memory is the
-most anonymous memory that loading added, beside what the weights take in that dtype. The page cache is warm: the files
-were just written, so what is measured is copying and packing, not the disk.
+Each way loads it in a process of its own, in turn. Seconds are those of loading alone, without imports. CPU
+seconds, the system's included, tell more on a machine that others use. Memory is the most anonymous memory that loading
+added, beside what the weights take in that dtype. The page cache is warm: the files were just written, so what is
+measured is copying and packing, not the disk.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ VOCAB_SIZE = {"135m": 49152, "1b": 128256, "8b": 128256}
 SHARD_BYTES = 1 << 30
 WAYS = ("readinto", "baton", "transformers")
 
-# Prints the seconds of one way, and the most anonymous memory that it added, in bytes.
+# Prints the seconds of one way, its CPU seconds, and the most anonymous memory that it added, in bytes.
 CHILD = """
-import sys, threading, time
+import os, sys, threading, time
 from pathlib import Path
 
 way, folder, dtype = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
@@ -42,6 +43,7 @@ torch.set_num_threads(int(sys.argv[4]))
 if way == "baton":
     from common.config import EngineSettings
     from engine.model_runner import ModelRunner
+    from transformers import LlamaConfig  # by which the runner reads config.json
 if way == "transformers":
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -56,7 +58,7 @@ def watch():
 before, peaks, done = anonymous(), [0], threading.Event()
 thread = threading.Thread(target=watch)
 thread.start()
-start = time.perf_counter()
+start, cpu_start = time.perf_counter(), sum(os.times()[:2])
 kept = []
 if way == "readinto":
     for file in sorted(folder.glob("*.safetensors")):
@@ -72,10 +74,10 @@ elif way == "baton":
     kept.append(ModelRunner(folder, EngineSettings.model_validate(settings)))
 else:
     kept.append(AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True))
-seconds = time.perf_counter() - start
+seconds, cpu_seconds = time.perf_counter() - start, sum(os.times()[:2]) - cpu_start
 done.set()
 thread.join()
-print(seconds, max(peaks) - before)
+print(seconds, cpu_seconds, max(peaks) - before)
 """
 
 
@@ -129,14 +131,14 @@ def write_model(folder: Path, shape: str) -> int:
     return sum(torch.Size(each).numel() for each in tensors.values())
 
 
-def load(way: str, folder: Path, dtype: str, threads: int) -> tuple[float, float]:
-    """Seconds, and bytes of anonymous memory, in a fresh process."""
+def load(way: str, folder: Path, dtype: str, threads: int) -> tuple[float, float, float]:
+    """Seconds, CPU seconds, and bytes of anonymous memory, in a fresh process."""
     command = [sys.executable, "-c", CHILD, way, str(folder), dtype, str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{way} failed: {done.stderr[-2000:]}")
-    seconds, num_bytes = map(float, done.stdout.split()[-2:])
-    return seconds, num_bytes
+    seconds, cpu_seconds, num_bytes = map(float, done.stdout.split()[-3:])
+    return seconds, cpu_seconds, num_bytes
 
 
 def main() -> None:
@@ -151,24 +153,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         num_weights = write_model(folder, args.shape)
-        runs: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+        runs: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
         for _ in range(args.repeats):
             for way in WAYS:
                 runs[way].append(load(way, folder, args.dtype, args.threads))
     weight_bytes = num_weights * (2 if args.dtype == "bfloat16" else 4)
     results = {
         way: {
-            "seconds": statistics.median(seconds for seconds, _ in each),
-            "peak_anonymous_bytes": max(num_bytes for _, num_bytes in each),
+            "seconds": statistics.median(seconds for seconds, _, _ in each),
+            "cpu_seconds": statistics.median(seconds for _, seconds, _ in each),
+            "peak_anonymous_bytes": max(num_bytes for _, _, num_bytes in each),
         }
         for way, each in runs.items()
     }
     print(f"{args.shape}: {num_weights / 1e9:.2f} G weights, {weight_bytes / 1e9:.2f} GB in {args.dtype}, medians")
     for way, measured in results.items():
         share = measured["peak_anonymous_bytes"] / weight_bytes
-        times = measured["seconds"] / results["readinto"]["seconds"]
+        times, cpu_times = (measured[kind] / results["readinto"][kind] for kind in ("seconds", "cpu_seconds"))
         print(
             f"{way:>12}: {measured['seconds']:7.2f} s, {times:5.2f} x readinto, "
+            f"{measured['cpu_seconds']:7.2f} s of CPU, {cpu_times:5.2f} x, "
             f"anonymous memory {measured['peak_anonymous_bytes'] / 1e9:.2f} GB = {share:.2f} x the weights"
         )
     if args.json:

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 
 #include "team.h"
 #include "vector.h"
@@ -76,23 +77,48 @@ inline int8_t nearest(float value, int lowest, int highest) {
     return int8_t(rounded < lowest ? lowest : rounded > highest ? highest : rounded);
 }
 
+// Words of 4 bytes, `word(row, i)` the i-th of a row: those of equal number become neighbours. A line of the cache of
+// each row at a time, so that what is read and written stays there.
+template <class Row, class Word>
+void transpose(int64_t words, const Row& row, uint8_t* to, const Word& word) {
+    for (int64_t start = 0; start < words; start += 16) {
+        const int64_t stop = std::min<int64_t>(start + 16, words);
+        for (int column = 0; column < PANEL; column++) {
+            const auto* from = row(column);
+            for (int64_t i = start; i < stop; i++) {
+                const auto value = from ? word(from, i) : decltype(word(from, i)){};
+                static_assert(sizeof value == 4);
+                std::memcpy(to + (i * PANEL + column) * 4, &value, 4);
+            }
+        }
+    }
+}
+
 // `row(i)`: the i-th of the panel's weight rows, or null behind the last.
 template <class T, class Row>
 void pack_panel(Kind kind, int64_t k, const Row& row, uint8_t* to) {
     auto at = [&](int column, int64_t i) { return i < k && row(column) ? widen(row(column)[i]) : 0.0f; };
     if (kind == F32) {
-        for (int64_t i = 0; i < k; i++)
-            for (int column = 0; column < PANEL; column++) reinterpret_cast<float*>(to)[i * PANEL + column] = at(column, i);
+        transpose(k, row, to, [](const T* from, int64_t i) { return widen(from[i]); });
         return;
     }
     if (kind == BF16) {
-        for (int64_t i = 0; i < k; i += 2)
-            for (int column = 0; column < PANEL; column++) {
-                bf16 pair[2];
-                narrow(&pair[0], at(column, i));
-                narrow(&pair[1], at(column, i + 1));
-                std::memcpy(to + (i / 2 * PANEL + column) * 4, pair, 4);
+        transpose(k / 2, row, to, [](const T* from, int64_t i) {
+            std::array<bf16, 2> pair;
+            if constexpr (std::is_same_v<T, bf16>) {
+                std::memcpy(&pair, from + 2 * i, sizeof pair);
+            } else {
+                narrow(&pair[0], from[2 * i]);
+                narrow(&pair[1], from[2 * i + 1]);
             }
+            return pair;
+        });
+        for (int column = 0; k % 2 && column < PANEL; column++) {
+            bf16 pair[2];
+            narrow(&pair[0], at(column, k - 1));
+            narrow(&pair[1], 0.0f);
+            std::memcpy(to + (k / 2 * PANEL + column) * 4, pair, 4);
+        }
         return;
     }
     const int group = kind == INT8 ? INT8_GROUP : INT4_GROUP;
