@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from baton.cli.options import SettingsCommand
 from baton.settings import UP_SETTINGS, WORKER_SETTINGS
 from common.config import DEFAULT_MODEL, AutoscalerSettings, RouterSettings, UpSettings, WorkerSettings
+from common.garbage import look_rarely
 from common.logs import setup_logging
 from common.types import WorkerRole
 from engine.device import choose_device
@@ -81,11 +82,12 @@ def router(settings: RouterSettings, *, file: tuple[str, Callable[[], RouterSett
     from router.server import run
 
     setup_logging("router", level=settings.log_level, log_format=settings.log_format)
-    run(
-        settings,
-        lambda http, grpc: print(f"ready http={http} grpc={grpc}", flush=True),
-        None if file is None else SettingsFile(*file),
-    )
+
+    def ready(http: str, grpc: str) -> None:
+        look_rarely()
+        print(f"ready http={http} grpc={grpc}", flush=True)
+
+    run(settings, ready, None if file is None else SettingsFile(*file))
     return 0
 
 
