@@ -104,20 +104,19 @@ class _Route:
 class _Pace:
     """How long a router waited for one stream's tokens after the first."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._asked_at = 0.0
         self.waited_s = 0.0
         self.num_tokens = 0
 
-    def came(self, num_tokens: int) -> None:
+    def came(self, num_tokens: int, now: float) -> None:
         if self.num_tokens:
-            self.waited_s += self._clock() - self._asked_at
+            self.waited_s += now - self._asked_at
         self.num_tokens += num_tokens
 
-    def asks(self) -> None:
+    def asks(self, now: float) -> None:
         """The caller has what came, and waits for more."""
-        self._asked_at = self._clock()
+        self._asked_at = now
 
 
 class _WorkerLostError(Exception):
@@ -173,7 +172,7 @@ class Dispatcher:
             try:
                 async with aclosing(self._attempt(request, decision, sent, progress, route)) as attempt:
                     async for new in attempt:
-                        sent.extend(token.token_id for token in new.tokens)
+                        sent += [token.token_id for token in new.tokens]
                         yield new
                         if new.finish_reason is not None:
                             return
@@ -318,7 +317,7 @@ class Dispatcher:
         decode, earlier = decision.decode, progress.report
         events = DecodeEvents(request, len(sent), progress.num_prompt_logprobs)
         call = self._open(request, decision, sent, timeout_s)
-        pace = _Pace(self._clock)
+        pace = _Pace()
         track, helpers = self._registry.track, () if decision.in_place else decision.prefill[:1]
         with (
             self._registry.sending(_counted(decision)),
@@ -329,7 +328,8 @@ class Dispatcher:
             try:
                 async with aclosing(MessageStream(call, decode_pb2.DecodeEvent, _is_last)) as received:
                     async for event in received:
-                        pace.came(len(event.tokens))
+                        now = self._clock()
+                        pace.came(len(event.tokens), now)
                         if event.HasField("report"):
                             num_retries = progress.report.num_retries
                             progress.report = events.report(event.report, earlier)
@@ -344,9 +344,10 @@ class Dispatcher:
                         if event.finish_reason:
                             new.finish_reason = finish_reason_of(event.finish_reason)
                             new.stop_token_id = event.stop_token_id if event.HasField("stop_token_id") else None
-                        if new.tokens and pace.num_tokens == len(new.tokens):
-                            until_first_token.close()
-                        self._mark(progress, len(new.tokens))
+                        if new.tokens:
+                            if pace.num_tokens == len(new.tokens):
+                                until_first_token.close()
+                            _mark(progress, len(new.tokens), now)
                         if new.finish_reason:
                             self._praise(decision, progress, len(request.prompt_token_ids), pace)
                         if new.tokens or new.finish_reason or scores:
@@ -355,7 +356,7 @@ class Dispatcher:
                             return
                         if event.offers_handover and (elsewhere := self._elsewhere(request, decode, route)):
                             raise _HandoverError(elsewhere)
-                        pace.asks()
+                        pace.asks(self._clock())
             except grpc.aio.AioRpcError as error:
                 failure = self._failure(request, decode, error)
                 if isinstance(failure, _WorkerLostError) and failure.code not in NO_FAULTS:
@@ -406,15 +407,6 @@ class Dispatcher:
             timeout=timeout_s,
         )
 
-    def _mark(self, progress: Progress, num_tokens: int) -> None:
-        if not num_tokens:
-            return
-        now = self._clock()
-        if progress.first_token_at is None:
-            progress.first_token_at = now
-        progress.last_token_at = now
-        progress.num_output_tokens += num_tokens
-
     def _failure(self, request: GenerationRequest, decode: Endpoint, error: grpc.aio.AioRpcError) -> Exception:
         """What a failed call means: the request's own fault, its deadline, or a worker to be replaced."""
         code, details = error.code(), error.details() or ""
@@ -430,6 +422,13 @@ class Dispatcher:
         gone = code is grpc.StatusCode.UNAVAILABLE
         reason = f"{decode.address}: {details[:MAX_WORDS]}"
         return _WorkerLostError(code.name, reason, gone=gone, retry_after_s=fault.retry_after_s)
+
+
+def _mark(progress: Progress, num_tokens: int, now: float) -> None:
+    if progress.first_token_at is None:
+        progress.first_token_at = now
+    progress.last_token_at = now
+    progress.num_output_tokens += num_tokens
 
 
 def _is_last(event: decode_pb2.DecodeEvent) -> bool:
