@@ -36,12 +36,12 @@ stream = client.chat.completions.create(model=MODEL, messages=ASK, temperature=0
 text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
 assert text == whole.choices[0].message.content, text
 
-for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+for choice, reason in (("required", "tool_calls"), ({"type": "function", "function": {"name": "weather"}}, "stop")):
     answer = client.chat.completions.create(
         model=MODEL, messages=ASK, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False, max_tokens=64
     )
     (call,) = answer.choices[0].message.tool_calls
-    assert (answer.choices[0].finish_reason, call.function.name) == ("tool_calls", "weather"), answer
+    assert (answer.choices[0].finish_reason, call.function.name) == (reason, "weather"), answer
     assert '"unit": "' in call.function.arguments, call
     results = [
         {"role": "assistant", "tool_calls": [call.model_dump()]},
