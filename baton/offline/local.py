@@ -110,7 +110,11 @@ class _Live:
                 completion_tokens=len(tokens),
                 cached_tokens=event.num_cached_tokens,
             ),
-            report=RequestReport(num_preemptions=event.num_preemptions),
+            report=RequestReport(
+                num_preemptions=event.num_preemptions,
+                num_drafted_tokens=event.num_drafted_tokens,
+                num_accepted_tokens=event.num_accepted_tokens,
+            ),
         )
         return Answer(self._index, self._candidate, request.prompt_token_ids, result)
 

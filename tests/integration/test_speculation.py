@@ -1,0 +1,46 @@
+"""1P1D with speculation: no answer changes, and its report says what was guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from common.sampling import SamplingOptions
+from tests.integration.ask import Salt
+from tests.integration.stack import Stack, running
+
+pytestmark = pytest.mark.timeout(600)
+
+LIST = "".join(f"- parcel {number}: paid, sent to depot {number % 4}\n" for number in range(8))
+DRAWN: list[SamplingOptions] = [
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.6, "seed": 5},
+    {"temperature": 0.0, "stop": ["parcel 5"]},
+    {"temperature": 0.0, "guided": {"regex": "(- parcel [0-9]: paid, sent to depot [0-9]\n)+"}},
+]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    stack = Stack(tmp_path_factory.mktemp("speculation"), "--speculation=ngram", "--min-remote-tokens=1")
+    with running(stack):
+        yield stack
+
+
+@pytest.mark.parametrize("options", DRAWN, ids=str)
+def test_no_answer_changes(stack: Stack, salt: Salt, options: SamplingOptions) -> None:
+    prompt = LIST * 2
+    with stack.client() as client:
+        results = [
+            client.generate(prompt, max_tokens=60, speculate=speculate, cache_salt=salt(), **options).result()
+            for speculate in (True, False)
+        ]
+    guessed, plain = results
+    assert guessed.token_ids == plain.token_ids
+    assert (guessed.text, guessed.finish_reason) == (plain.text, plain.finish_reason)
+    assert guessed.usage.completion_tokens == plain.usage.completion_tokens
+    assert [token.token_id for token in guessed.logprobs] == [token.token_id for token in plain.logprobs]
+    assert guessed.report.prefill_worker
+    assert guessed.report.num_drafted_tokens >= guessed.report.num_accepted_tokens > 0
+    assert plain.report.num_drafted_tokens == 0
