@@ -36,6 +36,7 @@ class RequestReport:
     decode_worker: str = ""
     num_blocks_moved: int = 0
     num_bytes_moved: int = 0
+    num_blocks_lent: int = 0  # that the prefill worker read from the decode worker's cache
     fallback_reason: str = ""  # empty if no KV had to be computed a second time
     num_retries: int = 0
     num_migrations: int = 0

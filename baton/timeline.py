@@ -86,6 +86,8 @@ def _facts(report: RequestReport, usage: Usage, finish_reason: FinishReason | No
         lines.append(f"prefill on {report.prefill_worker} → decode on {decode}")
         transfer = f"; {_ms(report.timings.transfer_ms)} of the handoff" if report.timings.transfer_ms > 0 else ""
         lines.append(f"{report.num_blocks_moved} KV blocks moved, {size}{transfer}")
+        if report.num_blocks_lent:
+            lines.append(f"{report.num_blocks_lent} KV blocks lent to the prefill worker")
     else:
         lines.append(f"prefill and decode on {decode}")
     if report.fallback_reason:

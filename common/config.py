@@ -150,6 +150,9 @@ class ConnectorSettings(Settings):
     )
     transfer_timeout_s: float = Field(10.0, gt=0, description="a KV block's transfer fails after this many seconds")
     verify_checksums: bool = Field(False, description="verify KV that moves from peer to peer (stores always do)")
+    lend_blocks: bool = Field(
+        True, description="decode workers lend prefill workers the blocks of a prompt that these lack (nixl)"
+    )
 
 
 class WorkerSettings(EngineSettings, ConnectorSettings, TlsSettings, HealthSettings, LogSettings):

@@ -127,6 +127,11 @@ worker_fallbacks = Counter("baton_worker_fallbacks", "Requests whose remote KV t
 worker_preemptions = Counter("baton_worker_preemptions", "Times that a request gave its KV blocks back.")
 worker_kv_blocks_moved = Counter("baton_worker_kv_blocks_moved", "KV blocks fetched from elsewhere.")
 worker_kv_blocks_lost = Counter("baton_worker_kv_blocks_lost", "KV blocks whose fetch failed.")
+worker_kv_blocks_lent = Counter(
+    "baton_worker_kv_blocks_lent",
+    "KV blocks that a prefill worker asked a decode worker for: read from its cache, or failed and computed.",
+    ["outcome"],
+)
 worker_kv_bytes_moved = Counter("baton_worker_kv_bytes_moved", "Bytes of KV blocks fetched from elsewhere.")
 worker_kv_cache_hits = Counter(
     "baton_worker_kv_cache_hits", "KV blocks of prompts that were found and not computed, by where.", ["tier"]

@@ -5,6 +5,10 @@ longer. However the request ends, the leg says `release` and half-closes: a stre
 prefill worker nothing of what is still being read, so it would keep the blocks for a while. A worker that fails
 before the first token is followed by the next in the list; when none is left, or the first token is known already,
 the engine computes the rest itself.
+
+A worker may ask for blocks that are here and that it lacks: it is lent them until it has ended the stream, or, if the
+stream breaks off, for as long as it may take to notice. One request lends to one worker: another one that is asked
+after a failure computes what it lacks.
 """
 
 from __future__ import annotations
@@ -23,7 +27,9 @@ from common.peers import milliseconds
 from decode_service.prefill_events import PrefillEvents
 from engine import messages as m
 from protos.baton.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
+from worker import convert
 from worker.engine_stream import EngineStream
+from worker.lease import lease_grace_s
 from worker.shell import Worker
 
 log = logging.getLogger(__name__)
@@ -58,6 +64,8 @@ class PrefillLeg:
         self._arrived: set[int] = set()
         self._has_first_token = False
         self._is_finished = False
+        self._borrower: asyncio.Queue[prefill_pb2.PrefillRequest | None] | None = None  # outbox to who is lent blocks
+        self._num_lent = 0
         self._task: asyncio.Task[None] | None = None
 
     def start(self, first_block: int, deadline: float | None) -> None:
@@ -73,6 +81,12 @@ class PrefillLeg:
         self._arrived.update(indexes)
         received = prefill_pb2.BlocksReceived(indexes=indexes)
         self._outbox.put_nowait(prefill_pb2.PrefillRequest(received=received))
+
+    def lend(self, published: m.BlocksPublished) -> None:
+        """Tells the worker that asked for them of blocks that are readable here, or never will be."""
+        if self._borrower is not None and not self._is_finished:
+            self._num_lent += len(published.blocks)
+            self._borrower.put_nowait(prefill_pb2.PrefillRequest(lent=convert.blocks_ready(published)))
 
     def finish(self) -> None:
         """Nothing more is needed: releases the blocks and half-closes the stream, which ends the lease.
@@ -153,12 +167,17 @@ class PrefillLeg:
         """One stream to one worker, from start to end."""
         outbox = self._outbox = asyncio.Queue()
         ready = self._worker.ready
+        lends = self._worker.settings.lend_blocks and ready.is_read_from_memory and self._borrower is None
+        num_lendable = first_block if lends else 0
         events = PrefillEvents(
             first_block=first_block,
             num_blocks=-(-len(self._request.prompt_token_ids) // ready.spec.block_size),
             vocab_size=ready.vocab_size,
+            num_lendable=num_lendable,
         )
-        outbox.put_nowait(prefill_pb2.PrefillRequest(start=self._start(first_block)))
+        start = self._start(first_block, ready.peer if num_lendable else b"")
+        outbox.put_nowait(prefill_pb2.PrefillRequest(start=start))
+        lease_s = lease_grace_s(self._worker.settings)  # of what is lent, after the stream
         # A request whose deadline passes is ended by its own call. This later deadline is for the case that it is not.
         timeout = None if deadline is None else max(deadline - asyncio.get_running_loop().time(), 0.0) + END_WAIT_S
         with self._worker.channels.calling(address) as channel:
@@ -168,8 +187,11 @@ class PrefillLeg:
                     async for event in received:
                         if not self._is_finished:
                             self._take_in(address, events, event)
+                lease_s = 0.0  # the worker ended it, and believes nothing that arrives after that
             finally:
                 outbox.put_nowait(None)  # the call's own task still waits for a message
+                if self._borrower is outbox:
+                    self._stream.end_loan(lease_s)
 
     async def _messages(
         self, outbox: asyncio.Queue[prefill_pb2.PrefillRequest | None]
@@ -179,7 +201,7 @@ class PrefillLeg:
             if not (self._is_finished and message.HasField("received")):
                 yield message
 
-    def _start(self, first_block: int) -> prefill_pb2.PrefillStart:
+    def _start(self, first_block: int, peer: bytes) -> prefill_pb2.PrefillStart:
         request, worker = self._request, self._worker
         return prefill_pb2.PrefillStart(
             request_id=request.request_id,
@@ -190,6 +212,7 @@ class PrefillLeg:
             priority=request.priority,
             first_block=first_block,
             connector=worker.settings.connector,
+            peer=peer,
         )
 
     def _take_in(self, address: str, events: PrefillEvents, event: prefill_pb2.PrefillEvent) -> None:
@@ -199,6 +222,10 @@ class PrefillLeg:
                     self._stream.send(m.AddPeer(peer))
             case "blocks_ready":
                 self._stream.send(self._announced(events, event.blocks_ready))
+            case "wanted":
+                command = events.wanted(self._stream.engine_id, event.wanted)
+                self._borrower = self._outbox
+                self._stream.send(command)
             case "first_token":
                 self._take_in_first_token(address, events, event.first_token)
 
@@ -213,6 +240,7 @@ class PrefillLeg:
         self.queue_ms = milliseconds(first.queue_ms)
         self._report.prefill_worker = address
         self._report.timings.prefill_ms = milliseconds(first.prefill_ms)
+        self._report.num_blocks_lent = min(first.num_blocks_lent, self._num_lent)
         self._usage.cached_tokens = min(first.num_cached_tokens, len(self._request.prompt_token_ids))
         # The engine first: the token's way to the client takes longer than the blocks' way here.
         self._stream.send(*announced, m.RemoteFirstToken(self._stream.engine_id, token))

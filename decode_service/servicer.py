@@ -143,6 +143,8 @@ class DecodeRun:
                 metrics.worker_kv_blocks_lost.inc(len(failed_indexes))
                 metrics.worker_kv_bytes_moved.inc(num_bytes)
                 self._leg.acknowledge(indexes)
+            case m.BlocksPublished():
+                self._leg.lend(event)
             case m.PrefillReceived(_, received_time):
                 self._marks.kv_complete = received_time
                 self._leg.finish()

@@ -175,6 +175,10 @@ class EngineCore:
             case m.StopPrefill(request_id):
                 self._drop_waiting(request_id)
                 self.scheduler.stop(request_id)
+            case m.LendBlocks(request_id, first, stop):
+                remote_kv.lend(request_id, first, stop)
+            case m.EndLoan(request_id):
+                remote_kv.end_loan(request_id)
             case m.AddPeer(peer):
                 remote_kv.add_peer(peer)
             case m.GetStatus(call_id):
@@ -330,6 +334,7 @@ class EngineCore:
             extra_keys=extra_keys(cache_salt=command.cache_salt),
             priority=command.priority,
             first_block=command.first_block,
+            num_lendable_blocks=command.num_lendable_blocks,
             min_remote_tokens=command.min_remote_tokens,
         )
         is_scored = command.mode is not m.RequestMode.LOCAL or len(command.output_token_ids) > 0

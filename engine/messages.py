@@ -52,11 +52,13 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     priority: int = 0
     output_token_ids: list[int] = []  # LOCAL and REMOTE: already generated elsewhere, and already with the client
     first_block: int = 0  # PREFILL: first index in the block table that has to be published
+    num_lendable_blocks: int = 0  # PREFILL: leading blocks that the decode worker lends if they are not here
     min_remote_tokens: int = 0  # REMOTE: see `common.prefill_place`
 
 
 class BlocksAnnounced(msgspec.Struct, tag=True, frozen=True):
-    """REMOTE: the prefill worker holds `blocks` ready; fetch what is missing. `failed_indexes` will never come."""
+    """REMOTE: the prefill worker holds `blocks` ready; fetch what is missing. `failed_indexes` will never come.
+    PREFILL: the same of the decode worker and the blocks that were asked for with `LoanNeeded`."""
 
     request_id: str
     blocks: list[BlockRef]
@@ -105,6 +107,22 @@ class AddPeer(msgspec.Struct, tag=True, frozen=True):
     peer: bytes
 
 
+class LendBlocks(msgspec.Struct, tag=True, frozen=True):
+    """REMOTE, once: the prefill worker lacks the blocks [first, stop) of the prompt. Answered by `BlocksPublished`.
+    Those that are here stay as they are until `EndLoan`, whatever becomes of the request."""
+
+    request_id: str
+    first: int
+    stop: int
+
+
+class EndLoan(msgspec.Struct, tag=True, frozen=True):
+    """The prefill worker reads nothing any more of what the request lent it, or believes nothing of it. Unknown ids are
+    ignored."""
+
+    request_id: str
+
+
 class GetStatus(msgspec.Struct, tag=True, frozen=True):
     call_id: int
 
@@ -123,6 +141,8 @@ Command = (
     | Release
     | StopPrefill
     | AddPeer
+    | LendBlocks
+    | EndLoan
     | GetStatus
     | GetBlocks
 )
@@ -158,8 +178,17 @@ class RemotePrefillNeeded(msgspec.Struct, tag=True, frozen=True):
     first_block: int
 
 
+class LoanNeeded(msgspec.Struct, tag=True, frozen=True):
+    """PREFILL: ask the decode worker to lend the blocks [first, stop) of the prompt. The request waits for what becomes
+    of each (`BlocksAnnounced`)."""
+
+    request_id: str
+    first: int
+    stop: int
+
+
 class BlocksPublished(msgspec.Struct, tag=True, frozen=True):
-    """PREFILL: announce these; `failed_indexes` will never come."""
+    """PREFILL, and REMOTE for what it lends: announce these; `failed_indexes` will never come."""
 
     request_id: str
     blocks: list[BlockRef]
@@ -169,7 +198,7 @@ class BlocksPublished(msgspec.Struct, tag=True, frozen=True):
 
 
 class BlocksFetched(msgspec.Struct, tag=True, frozen=True):
-    """REMOTE: these arrived and may be acknowledged. `failed_indexes` will be computed here."""
+    """These arrived; REMOTE: and may be acknowledged. `failed_indexes` will be computed here."""
 
     request_id: str
     indexes: list[int]
@@ -265,6 +294,7 @@ Event = (
     EngineReady
     | EngineFailed
     | RemotePrefillNeeded
+    | LoanNeeded
     | BlocksPublished
     | BlocksFetched
     | PrefillReceived

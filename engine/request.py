@@ -46,6 +46,7 @@ class Request:
     extra_keys: tuple[str, ...] = ()
     priority: int = 0  # lower is sooner
     first_block: int = 0  # PREFILL: first index that the decode worker lacks
+    num_lendable_blocks: int = 0  # PREFILL: leading blocks that the decode worker lends if they are not here
     min_remote_tokens: int = 0  # REMOTE: see `common.prefill_place`
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0

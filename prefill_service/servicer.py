@@ -17,32 +17,22 @@ from typing import Any
 import grpc
 
 from common import metrics
-from common.config import WorkerSettings
-from common.errors import IncompatibleError, InvalidArgumentError
+from common.errors import BatonError, IncompatibleError, InvalidArgumentError
 from common.grpc_options import LOSS_NOTICED_S
 from common.grpc_streams import uncancelled
 from common.sampling import SamplingParams
 from engine import messages as m
+from prefill_service.borrowing import Borrowing
 from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc
 from protos.convert import token_to_proto
 from worker import convert
 from worker.engine_stream import EngineStream, RequestEvent
+from worker.lease import lease_grace_s
 from worker.shell import Work, Worker, check_names, ends_counted, error_from
 
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-LEASE_MARGIN_S = 3.0  # what the other end's event loop and engine may take to act on what they have noticed
-
-
-def lease_grace_s(settings: WorkerSettings) -> float:
-    """How long blocks in memory outlive a stream that no decode worker ended.
-
-    Long enough for the decode worker to notice, and for each read that it began before that to have been done or given
-    up (with the same --transfer-timeout-s as here), even if it hangs and notices nothing.
-    """
-    return max(LOSS_NOTICED_S, settings.transfer_timeout_s) + LEASE_MARGIN_S
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
@@ -91,6 +81,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> None:
         """Serves one prompt until the decode worker releases its blocks, or half-closes without a word."""
         worker, begin = self._worker, time.monotonic()
+        borrowing = Borrowing(stream, start.peer, worker.settings.transfer_timeout_s)
         stream.send(
             m.AddRequest(
                 request_id=stream.engine_id,
@@ -100,24 +91,28 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 cache_salt=start.cache_salt,
                 priority=start.priority,
                 first_block=start.first_block,
+                num_lendable_blocks=start.first_block if start.peer and worker.ready.is_read_from_memory else 0,
             )
         )
         accepted = prefill_pb2.PrefillAccepted(worker_id=worker.worker_id, epoch=worker.epoch, peer=worker.ready.peer)
         await context.write(prefill_pb2.PrefillEvent(accepted=accepted))
         grace_s = lease_grace_s(worker.settings) if worker.ready.is_read_from_memory else 0.0
-        relay = asyncio.create_task(_relay(stream, context, begin, grace_s))
-        ended = asyncio.create_task(_read_to_end(context))
+        relay = asyncio.create_task(_relay(stream, borrowing, context, begin, grace_s))
+        ended = asyncio.create_task(_read_to_end(borrowing, context))
         try:
             await asyncio.wait((relay, ended), return_when=asyncio.FIRST_COMPLETED)
             if relay.done():
                 relay.result()  # only ever ends by raising
+            if ended.done() and isinstance(error := ended.exception(), BatonError):
+                raise error
         finally:
             relay.cancel()
+            borrowing.end()
             if not ended.cancel() and ended.exception() is None and ended.result():
                 stream.keep_s = 0.0
 
 
-async def _relay(stream: EngineStream, context: Context, begin: float, grace_s: float) -> None:
+async def _relay(stream: EngineStream, borrowing: Borrowing, context: Context, begin: float, grace_s: float) -> None:
     """Sends the engine's events for ever; raises `BatonError` if the engine gives the request up."""
     events: deque[RequestEvent] = deque()
     while True:
@@ -125,16 +120,21 @@ async def _relay(stream: EngineStream, context: Context, begin: float, grace_s: 
         if any(isinstance(event, m.BlocksPublished) and event.blocks for event in events):
             stream.keep_s = grace_s  # from now on somebody may read them
         match event := events.popleft():
+            case m.LoanNeeded():
+                await stream.deliver(context.write(borrowing.ask(event)))
             case m.BlocksPublished():
-                message = prefill_pb2.PrefillEvent(blocks_ready=_blocks_ready(event))
+                message = prefill_pb2.PrefillEvent(blocks_ready=convert.blocks_ready(event))
                 await stream.deliver(context.write(message))
             case m.TokensGenerated():
                 first_token = _first_token(event, time.monotonic() - begin)
+                first_token.num_blocks_lent = borrowing.num_read
                 if events and isinstance(published := events[0], m.BlocksPublished):
-                    first_token.blocks_ready.CopyFrom(_blocks_ready(published))  # spares a message between two tokens
+                    # Together, which spares a message between two tokens.
+                    first_token.blocks_ready.CopyFrom(convert.blocks_ready(published))
                     events.popleft()
                 await stream.deliver(context.write(prefill_pb2.PrefillEvent(first_token=first_token)))
-            case m.BlocksFetched():  # the prompt's beginning was in the store; nobody was promised these blocks
+            case m.BlocksFetched():  # of the prompt's beginning; nobody was promised these blocks
+                borrowing.count(event)
                 metrics.worker_kv_blocks_moved.inc(len(event.indexes))
                 metrics.worker_kv_blocks_lost.inc(len(event.failed_indexes))
                 metrics.worker_kv_bytes_moved.inc(event.num_bytes)
@@ -144,7 +144,7 @@ async def _relay(stream: EngineStream, context: Context, begin: float, grace_s: 
                 raise TypeError(f"a prefill has no event {type(event).__name__}")
 
 
-async def _read_to_end(context: Context) -> bool:
+async def _read_to_end(borrowing: Borrowing, context: Context) -> bool:
     """Whether the decode worker released its blocks. If the stream just ends, it did not: broken streams end so, too.
 
     Acknowledgements need no action: the lease is the whole stream.
@@ -152,16 +152,9 @@ async def _read_to_end(context: Context) -> bool:
     while (message := await uncancelled(context.read())) is not grpc.aio.EOF:
         if message.HasField("release"):
             return True
+        if message.HasField("lent"):
+            borrowing.take_in(message.lent)
     return False
-
-
-def _blocks_ready(event: m.BlocksPublished) -> prefill_pb2.BlocksReady:
-    return prefill_pb2.BlocksReady(
-        blocks=[convert.block_ref_message(ref) for ref in event.blocks],
-        failed_indexes=event.failed_indexes,
-        failure=event.failure,
-        publish_ms=event.elapsed_s * 1000,
-    )
 
 
 def _first_token(event: m.TokensGenerated, elapsed_s: float) -> prefill_pb2.FirstToken:

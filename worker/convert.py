@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from common.sampling import SamplingParams, resolve
 from common.validation import ModelLimits
+from engine import messages as m
 from kv_store.base import BlockRef
-from protos.baton.v1 import types_pb2
+from protos.baton.v1 import prefill_pb2, types_pb2
 from protos.messages import given_fields
 
 
@@ -45,4 +46,13 @@ def block_ref_message(ref: BlockRef) -> types_pb2.BlockRef:
         block_id=ref.block_id,
         checksums=ref.checksums,
         staged_slots=ref.staged_slots,
+    )
+
+
+def blocks_ready(event: m.BlocksPublished) -> prefill_pb2.BlocksReady:
+    return prefill_pb2.BlocksReady(
+        blocks=[block_ref_message(ref) for ref in event.blocks],
+        failed_indexes=event.failed_indexes,
+        failure=event.failure,
+        publish_ms=event.elapsed_s * 1000,
     )

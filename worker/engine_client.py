@@ -53,6 +53,7 @@ class EngineClient:
         self._epoch = epoch
         self._streams: dict[str, EngineStream] = {}
         self._kept: dict[str, asyncio.TimerHandle] = {}  # engine ids of streams that are gone: when to release them
+        self._loans: dict[str, asyncio.TimerHandle] = {}  # likewise, when what they lent is not read any more
         self._numbers = itertools.count(1)
         self._num_waiting = 0  # requests that the engine has not begun with
         self._num_waiting_tokens = 0
@@ -108,7 +109,7 @@ class EngineClient:
         system ends with that call, and is not waited for."""
         process, self._process = self._process, None
         self._tasks.cancel()
-        for timer in self._kept.values():
+        for timer in (*self._kept.values(), *self._loans.values()):
             timer.cancel()
         if process is not None and process.returncode is None:
             assert process.stdin is not None  # noqa: S101
@@ -188,6 +189,22 @@ class EngineClient:
     def _release_kept(self, engine_id: str) -> None:
         del self._kept[engine_id]
         self.release(engine_id)
+
+    def end_loan(self, engine_id: str, request_id: str, after_s: float) -> None:
+        """Blocks that a request lent are free after `after_s`, for which nobody waits either."""
+        if not after_s:
+            self._end_loan(engine_id)
+            return
+        log.warning(
+            "its prefill worker did not end the stream, keeping what it was lent for a while",
+            extra={"request_id": request_id, "keep_s": after_s},
+        )
+        self._loans[engine_id] = asyncio.get_running_loop().call_later(after_s, self._end_loan, engine_id)
+
+    def _end_loan(self, engine_id: str) -> None:
+        self._loans.pop(engine_id, None)
+        if not self.died.is_set() and self._socket is not None and not self._socket.closed:
+            self.send(m.EndLoan(engine_id))
 
     def release(self, engine_id: str) -> None:
         if not self.died.is_set():

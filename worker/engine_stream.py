@@ -24,6 +24,7 @@ class Engine(Protocol):
 
     def send(self, *commands: m.Command) -> None: ...
     def release(self, engine_id: str) -> None: ...
+    def end_loan(self, engine_id: str, request_id: str, after_s: float) -> None: ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,6 +35,7 @@ class HandoverDue:
 RequestEvent = (
     HandoverDue
     | m.RemotePrefillNeeded
+    | m.LoanNeeded
     | m.BlocksPublished
     | m.BlocksFetched
     | m.PrefillReceived
@@ -64,6 +66,10 @@ class EngineStream:
     def release(self) -> None:
         """Ends the request in the engine, whatever its state. Leaving `EngineClient.open` does it too."""
         self._engine.release(self.engine_id)
+
+    def end_loan(self, after_s: float) -> None:
+        """Ends what the request lent, in so many seconds; whether `EngineClient.open` has been left or not."""
+        self._engine.end_loan(self.engine_id, self.request_id, after_s)
 
     def put(self, event: RequestEvent) -> None:
         if self._is_unread:

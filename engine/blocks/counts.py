@@ -12,6 +12,7 @@ class CacheCounts:
     device_hits: int = 0  # of prompts when first admitted
     host_hits: int = 0
     store_hits: int = 0  # fetched
+    lent_hits: int = 0  # read from a decode worker's cache
     demoted: int = 0  # device to host memory
     promoted: int = 0  # host memory to device
     swapped_out: int = 0  # device to host memory, with their request
@@ -29,7 +30,12 @@ class CacheCounts:
         """Adds these to the metrics."""
         if self == CacheCounts():
             return
-        for tier, number in (("device", self.device_hits), ("host", self.host_hits), ("store", self.store_hits)):
+        for tier, number in (
+            ("device", self.device_hits),
+            ("host", self.host_hits),
+            ("store", self.store_hits),
+            ("decode", self.lent_hits),
+        ):
             metrics.worker_kv_cache_hits.labels(tier).inc(number)
         for move in ("demoted", "promoted", "swapped_out", "stored", "dropped"):
             metrics.worker_kv_tier_moves.labels(move).inc(getattr(self, move))

@@ -1,10 +1,10 @@
 """What a request that waits for KV knows about its blocks. Pure: it is told, and answers.
 
-Each block from `first_block` on is in one `BlockState`. The first ones may come from the store, the others from a
-prefill worker:
+Each block from `first_block` on is in one `BlockState`. The first ones may come from the store, the others from
+another worker: from a prefill worker, which computes them; or, for a prefill, from its decode worker, which has them:
 
-    | cached here | held by the store | asked of a prefill worker |
-    0        first_block          ask_from                  num_blocks
+    | cached here | held by the store | asked of another worker |
+    0        first_block          ask_from                num_blocks
 
 The wait is over when every block has arrived or is lost, the first token is known, and nothing is on its way any more.
 After a failure, or if no worker is asked, it is over as soon as nothing is on its way. What has not arrived by then is
@@ -27,11 +27,11 @@ class BlockState(Enum):
 
     MISSING = auto()  # nobody has announced it
     FROM_STORE = auto()  # being fetched from the store, which verifies what it gives
-    FROM_WORKER = auto()  # being fetched from a prefill worker that holds a lease on it
+    FROM_WORKER = auto()  # being fetched from another worker that holds a lease on it
     UNLEASED = auto()  # the same, but the lease has ended meanwhile: nobody can say which bytes arrive
     FOLLOWED = auto()  # another request has it fetched (`shared_fetches.py`)
     ARRIVED = auto()
-    LOST = auto()  # another prefill worker could announce it again
+    LOST = auto()  # another worker could announce it again
 
 
 _FETCHED_HERE = (BlockState.FROM_STORE, BlockState.FROM_WORKER, BlockState.UNLEASED)
@@ -41,9 +41,9 @@ _ON_ITS_WAY = (*_FETCHED_HERE, BlockState.FOLLOWED)
 @dataclass(slots=True)
 class KVWait:
     first_block: int
-    num_blocks: int  # of the whole prompt, its partial tail included; if no worker is asked, what the store held
-    ask_from: int = 0  # num_blocks if no prefill worker is asked
-    has_first_token: bool = False
+    num_blocks: int  # of the whole prompt, its partial tail included; without a prefill worker, what others have
+    ask_from: int = 0  # num_blocks if no worker is asked
+    has_first_token: bool = False  # or waits for none
     is_ended: bool = False  # nothing more will be announced
     is_let_down: bool = False  # a block that was followed does not come
     failure: str = ""  # the first reason why a block will be computed here
@@ -73,7 +73,7 @@ class KVWait:
             self._set(index, BlockState.FROM_STORE)
 
     def announce(self, refs: Sequence[BlockRef]) -> list[BlockRef]:
-        """Which of `refs`, announced by a prefill worker, to fetch now; they count as on their way from here on."""
+        """Which of `refs`, announced by another worker, to fetch now; they count as on their way from here on."""
         wanted = []
         for ref in refs:
             if self._waits_for(ref.index):
@@ -82,7 +82,7 @@ class KVWait:
         return wanted
 
     def unpublished(self, indexes: Iterable[int]) -> list[int]:
-        """Which of these blocks, which a prefill worker could not publish, are lost by that. A block that is on its way
+        """Which of these blocks, which another worker could not publish, are lost by that. A block that is on its way
         all the same, because another worker announced it or another request fetches it, may still arrive."""
         return [index for index in indexes if self._waits_for(index)]
 

@@ -15,6 +15,7 @@ from common.errors import BatonError
 from engine import messages as m
 from engine.blocks.block_manager import BlockManager
 from engine.blocks.host_tier import HostCopy
+from engine.remote_kv.loans import Loans
 from engine.remote_kv.lookups import Lookups
 from engine.remote_kv.publications import Publish
 from engine.remote_kv.transfers import Transfers, WrittenBlock
@@ -65,6 +66,7 @@ class RemoteKV:
         self.room = WaitingRoom(blocks, handoff_is_store=store is handoff)
         self.lookups = Lookups(store, blocks)
         self.transfers = Transfers(handoff, store, blocks, clock)
+        self.loans = Loans(blocks)
         self._handoff = handoff
         self._handoff_is_store = store is handoff
         self._blocks = blocks
@@ -78,6 +80,20 @@ class RemoteKV:
     def announced(self, message: m.BlocksAnnounced) -> None:
         self.transfers.fetch(message.request_id, self.room.announced(message.request_id, message.blocks))
         self.room.not_published(message.request_id, message.failed_indexes, message.failure)
+
+    def lend(self, request_id: str, first: int, stop: int) -> None:
+        """Makes blocks of the prompt readable for the prefill worker that was asked for the rest of it."""
+        lent = self.room.lendable(request_id, first, stop)
+        if lent:
+            self.loans.begin(request_id, lent)
+            self.transfers.publish(request_id, lent)
+        if missing := sorted({*range(first, stop)} - {block.index for block in lent}):
+            self._emit(m.BlocksPublished(request_id, [], missing, "the decode worker does not have it any more", 0.0))
+
+    def end_loan(self, request_id: str) -> None:
+        if request_id in self.loans:
+            self.transfers.release(request_id)
+            self.loans.end(request_id)
 
     def add_peer(self, peer: bytes) -> None:
         try:
@@ -139,6 +155,8 @@ class RemoteKV:
             self.transfers.fetch_stored(fetch.request_id, fetch.blocks)
         for ask in effects.asks:
             self._emit(m.RemotePrefillNeeded(ask.request_id, ask.first_block))
+        for loan in effects.loans:
+            self._emit(m.LoanNeeded(loan.request_id, loan.first, loan.stop))
         for request_id in effects.not_needed:
             self._emit(m.PrefillReceived(request_id, self._clock()))
 
@@ -182,6 +200,15 @@ class RemoteKV:
                     "reason": request.fallback_reason,
                     "num_computed_tokens": request.num_computed_tokens,
                     "num_prompt_tokens": request.num_prompt_tokens,
+                },
+            )
+        elif settled.num_not_lent:
+            log.warning(
+                "what its decode worker lends did not arrive, computing it here",
+                extra={
+                    "request_id": request.request_id,
+                    "reason": settled.lost_reason,
+                    "num_blocks": settled.num_not_lent,
                 },
             )
         elif settled.lost_reason:  # a lookup is a hint: what has gone since is computed like any other token

@@ -14,7 +14,7 @@ from engine.messages import RequestMode
 from engine.remote_kv.kv_wait import BlockState, KVWait, Parked
 from engine.remote_kv.shared_fetches import SharedFetches
 from engine.request import Request, RequestStatus
-from kv_store.base import BlockRef, FetchBlock
+from kv_store.base import BlockRef, FetchBlock, LocalBlock
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,12 +33,22 @@ class AskPrefill:
     first_block: int
 
 
+@dataclass(slots=True, frozen=True)
+class AskLoan:
+    """The decode worker of a prefill has to lend the blocks [first, stop) of the prompt."""
+
+    request_id: str
+    first: int
+    stop: int
+
+
 @dataclass(slots=True)
 class Effects:
     """What follows from requests that were parked, or that need not be."""
 
     store_fetches: list[StoreFetch] = field(default_factory=list)
     asks: list[AskPrefill] = field(default_factory=list)
+    loans: list[AskLoan] = field(default_factory=list)
     not_needed: list[str] = field(default_factory=list)  # ids of remote requests that ask no prefill worker
 
 
@@ -47,7 +57,8 @@ class Settled:
     """A request whose wait is over. It is RUNNING; or WAITING, without blocks, if it has to start again."""
 
     request: Request
-    lost_reason: str  # why blocks that the store or a prefill worker had are computed here; empty if all came
+    lost_reason: str  # why blocks that the store or another worker had are computed here; empty if all came
+    num_not_lent: int = 0  # blocks that a decode worker was to lend, and that did not arrive
 
     @property
     def starts_again(self) -> bool:
@@ -71,8 +82,8 @@ class WaitingRoom:
 
     def park(self, request: Request) -> bool:
         """Parks a newcomer, which has all its blocks, if its KV comes from elsewhere: the beginning from the store or
-        with what other requests fetch already, the rest from a prefill worker. Returns False if there is nothing to
-        wait for.
+        with what other requests fetch already, the rest from a prefill worker. A prefill asks its decode worker for
+        what that has beyond the beginning. Returns False if there is nothing to wait for.
 
         No worker is asked if so little is neither cached nor stored nor on its way that it is better computed here
         (`common.prefill_place`).
@@ -84,20 +95,23 @@ class WaitingRoom:
             limit = first_block
         ask_from = max(stored, self._fetches.known_until(request, first_block, limit))
         asks_worker = self._asks_worker(request, ask_from)
-        if not asks_worker and ask_from <= first_block:
+        known_until = max(ask_from, min(request.num_lendable_blocks, limit))
+        if not asks_worker and known_until <= first_block:
             if request.mode is RequestMode.REMOTE:
                 self._effects.not_needed.append(request.request_id)
             return False
         wait = KVWait(
             first_block,
-            num_blocks if asks_worker else ask_from,
+            num_blocks if asks_worker else known_until,
             ask_from,
-            has_first_token=request.num_output_tokens > 0,
+            has_first_token=request.num_output_tokens > 0 or not asks_worker,
         )
         parked = self._parked[request.request_id] = Parked(request, wait)
         request.status = RequestStatus.WAITING_FOR_REMOTE_KV
         if asks_worker:
             self._effects.asks.append(AskPrefill(request.request_id, ask_from))
+        elif known_until > ask_from:
+            self._effects.loans.append(AskLoan(request.request_id, ask_from, known_until))
         if missing := self._fetches.join(parked):
             wait.fetch_stored(missing)
             refs = [BlockRef(index=index, block_hash=request.block_hashes[index]) for index in missing]
@@ -127,6 +141,19 @@ class WaitingRoom:
         in_place = is_computed_in_place(num_missing, request.min_remote_tokens, size)
         return request.mode is RequestMode.REMOTE and not in_place
 
+    def lendable(self, request_id: str, first: int, stop: int) -> list[LocalBlock]:
+        """Which of the full blocks [first, stop) of a parked request's prompt are here."""
+        parked = self._parked.get(request_id)
+        if parked is None:
+            return []
+        request, wait = parked.request, parked.wait
+        stop = min(stop, wait.num_blocks, request.num_prompt_tokens // self._blocks.block_size)
+        return [
+            LocalBlock(index, request.block_ids[index], self._blocks.cache.name_in_prompt(request, index))
+            for index in range(first, stop)
+            if index < wait.first_block or wait.state(index) is BlockState.ARRIVED
+        ]
+
     def leave(self, request: Request) -> None:
         """The request has ended, parked or not. Call before it gives its blocks up."""
         if parked := self._parked.pop(request.request_id, None):
@@ -149,7 +176,7 @@ class WaitingRoom:
     # ---------------------------------------------------------------------------------------------- events
 
     def announced(self, request_id: str, refs: Sequence[BlockRef]) -> list[FetchBlock]:
-        """Blocks became readable at a prefill worker. Returns which to fetch, and whereto; hold them meanwhile.
+        """Blocks became readable at another worker. Returns which to fetch, and whereto; hold them meanwhile.
 
         A block under another name than this prompt's own is lost: a store would bring another prompt's bytes for it.
         """
@@ -159,11 +186,11 @@ class WaitingRoom:
         request, wait, name_of = parked.request, parked.wait, self._blocks.cache.name_in_prompt
         asked = [ref for ref in refs if wait.ask_from <= ref.index < wait.num_blocks]
         wrong = {ref.index for ref in asked if ref.block_hash != name_of(request, ref.index)}
-        self.not_published(request_id, wrong, "the prefill worker announced a block of another prompt")
+        self.not_published(request_id, wrong, "a block of another prompt was announced for it")
         return _into(request, wait.announce([ref for ref in asked if ref.index not in wrong]))
 
     def not_published(self, request_id: str, indexes: Iterable[int], failure: str) -> None:
-        """A prefill worker could not publish these."""
+        """Another worker could not publish these."""
         if parked := self._touched_one(request_id):
             self.lost(request_id, parked.wait.unpublished(indexes), failure)
 
@@ -255,22 +282,29 @@ class WaitingRoom:
             request.num_stored_blocks = 0
             request.status = RequestStatus.WAITING
             return Settled(request, "")
-        if wait.asks_worker and not wait.is_complete:
+        is_remote = request.mode is RequestMode.REMOTE
+        if is_remote and wait.asks_worker and not wait.is_complete:
             request.fallback_reason = wait.failure or "the prefill worker announced too few blocks"
         size = self._blocks.block_size
         num_ready = wait.num_ready_blocks
         arrived = wait.indexes(BlockState.ARRIVED)
         # Without a first token the prompt's last token is computed again: only a computed token gives logits.
         request.num_computed_tokens = min(num_ready * size, request.num_prompt_tokens, request.num_tokens - 1)
-        self._blocks.counts.store_hits += sum(index < wait.ask_from for index in arrived)
-        num_stored_tokens = min(min(num_ready, wait.ask_from) * size, request.num_prompt_tokens)
-        request.num_cached_tokens = max(request.num_cached_tokens, num_stored_tokens)
+        num_stored = sum(index < wait.ask_from for index in arrived)
+        self._blocks.counts.store_hits += num_stored
+        # What a prefill worker brings was computed for this request; what a decode worker lends was not.
+        num_found = min(num_ready, wait.ask_from) if is_remote else num_ready
+        request.num_cached_tokens = max(request.num_cached_tokens, min(num_found * size, request.num_prompt_tokens))
+        num_not_lent = 0
+        if not is_remote:
+            self._blocks.counts.lent_hits += len(arrived) - num_stored
+            num_not_lent = wait.num_blocks - wait.ask_from - (len(arrived) - num_stored)
         self._blocks.name_computed(request)
         # The worker that computed the others writes them to the store.
         names = [request.block_hashes[index] for index in arrived if index < len(request.block_hashes)]
         self._blocks.write_back.mark_stored(names)
         request.status = RequestStatus.RUNNING
-        return Settled(request, wait.failure if wait.count(BlockState.LOST) else "")
+        return Settled(request, wait.failure if wait.count(BlockState.LOST) else "", num_not_lent)
 
     def _touched_one(self, request_id: str) -> Parked | None:
         parked = self._parked.get(request_id)

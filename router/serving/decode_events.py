@@ -78,6 +78,7 @@ class DecodeEvents:
         report.prefill_worker = said.prefill_worker[:MAX_WORDS]
         report.fallback_reason = earlier.fallback_reason or said.fallback_reason[:MAX_WORDS]
         report.num_blocks_moved = min(said.num_blocks_moved + earlier.num_blocks_moved, MAX_COUNT)
+        report.num_blocks_lent = min(said.num_blocks_lent + earlier.num_blocks_lent, MAX_COUNT)
         report.num_bytes_moved = min(said.num_bytes_moved + earlier.num_bytes_moved, MAX_BYTES)
         report.num_retries = min(said.num_retries + earlier.num_retries, MAX_COUNT)
         report.num_drafted_tokens = min(said.num_drafted_tokens + earlier.num_drafted_tokens, MAX_COUNT)

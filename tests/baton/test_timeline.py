@@ -64,6 +64,11 @@ def test_drafts_are_told() -> None:
     assert render_timeline(report, USAGE).splitlines()[-1] == "  21 of 30 drafted tokens were right"
 
 
+def test_what_was_lent_is_told() -> None:
+    report = replace(REPORT, num_blocks_lent=15)
+    assert render_timeline(report, USAGE).splitlines()[-1] == "  15 KV blocks lent to the prefill worker"
+
+
 def test_picture_of_a_fallback_in_plain_ascii() -> None:
     report = RequestReport(
         timings=Timings(queue_ms=12_000, prefill_ms=500, first_decode_ms=20, ttft_ms=12_500, total_ms=12_520),

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -49,6 +49,8 @@ class Script(msgspec.Struct, frozen=True, omit_defaults=True):
     ignores_prefill: bool = False  # what a prefill worker says counts for nothing, until none is left
     num_tokens: int | None = None  # of the answer; the request's max_tokens if None
     floods: bool = False  # millions of tokens, at once
+    num_cached: int = 0  # leading blocks that the decode engine has and the prefill engine lacks
+    lends_nothing: bool = False  # the decode engine does not answer who asks for them
     is_garbage: bool = False  # the engine says what its front does not understand
 
     def salt(self) -> str:
@@ -88,6 +90,7 @@ class _Request:
     has_first_token: bool = False
     awaited: set[int] = field(default_factory=set)  # REMOTE: blocks whose fate is open
     is_running: bool = False
+    unlent: set[int] = field(default_factory=set)  # PREFILL: blocks that were asked of the decode worker
     fallback_reason: str = ""
 
     @property
@@ -107,6 +110,7 @@ class FakeEngine:
         self._epoch = bootstrap.epoch
         self._socket = socket
         self._requests: dict[str, _Request] = {}
+        self._loans: set[str] = set()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._last_load: WorkerLoad | None = None
@@ -158,6 +162,17 @@ class FakeEngine:
                 self._emit(m.Status(call_id, self._load(), ",".join(seen) or "ok"))
             case m.Release(request_id):
                 self._requests.pop(request_id, None)
+            case m.LendBlocks(request_id, first, stop) if request and not request.script.lends_nothing:
+                self._loans.add(request_id)
+                self._emit(m.BlocksPublished(request_id, self._refs(range(first, stop)), [], "", 0.001))
+            case m.EndLoan(request_id):
+                self._loans.discard(request_id)
+            case m.BlocksAnnounced(_, blocks, failed_indexes) if request and request.unlent:
+                if arrived := [ref.index for ref in blocks]:
+                    self._emit(m.BlocksFetched(command.request_id, arrived, [], "", 64 * len(arrived), 0.001))
+                request.unlent -= {*arrived, *failed_indexes}
+                if not request.unlent:
+                    self._later(0.0, command.request_id, lambda: self._prefill(request))
             case m.BlocksAnnounced() | m.RemoteFirstToken() if request and request.script.ignores_prefill:
                 pass
             case m.BlocksAnnounced() if request:
@@ -189,11 +204,14 @@ class FakeEngine:
         elif command.mode is m.RequestMode.PREFILL:
             if request.script.prefill_fails:
                 self._emit(m.RequestFailed(command.request_id, "INTERNAL", "the script says so"))
+            elif num_lendable := command.num_lendable_blocks:
+                request.unlent = set(range(num_lendable))
+                self._emit(m.LoanNeeded(command.request_id, 0, num_lendable))
             elif not request.script.prefill_stalls and request.script.stall_at != 0:
                 self._later(0.0, command.request_id, lambda: self._prefill(request))
         elif command.mode is m.RequestMode.REMOTE:
-            request.awaited = set(range(request.num_blocks))
-            self._emit(m.RemotePrefillNeeded(command.request_id, 0))
+            request.awaited = set(range(request.script.num_cached, request.num_blocks))
+            self._emit(m.RemotePrefillNeeded(command.request_id, request.script.num_cached))
         else:
             self._settle(request, is_local=True)
 
@@ -204,12 +222,14 @@ class FakeEngine:
     def _publish(self, request: _Request) -> None:
         request.is_leased = True
         indexes = range(request.command.first_block, request.num_blocks)
-        refs = [
+        refs = self._refs([index for index in indexes if index not in request.script.unpublished])
+        self._emit(m.BlocksPublished(request.command.request_id, refs, list(request.script.unpublished), "", 0.001))
+
+    def _refs(self, indexes: Iterable[int]) -> list[BlockRef]:
+        return [
             BlockRef(index=index, block_hash=bytes(16), peer="fake", epoch=self._epoch, block_id=index)
             for index in indexes
-            if index not in request.script.unpublished
         ]
-        self._emit(m.BlocksPublished(request.command.request_id, refs, list(request.script.unpublished), "", 0.001))
 
     def _fetched(self, request: _Request, arrived: list[int], lost: list[int]) -> None:
         if not arrived and not lost:
@@ -266,7 +286,7 @@ class FakeEngine:
 
     def _load(self) -> WorkerLoad:
         leased = [request for request in self._requests.values() if request.is_leased]
-        num_owned = sum(request.num_blocks for request in self._requests.values())
+        num_owned = sum(request.num_blocks for request in self._requests.values()) + len(self._loans)
         return WorkerLoad(
             num_requests_running=len(self._requests) - len(leased),
             num_blocks=NUM_BLOCKS,

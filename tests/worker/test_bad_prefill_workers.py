@@ -41,6 +41,7 @@ LIES: dict[str, list[prefill_pb2.PrefillEvent]] = {
     "first_token.token.token_id: 100 is outside": [token(VOCAB_SIZE)],
     "first_token.token.token_id: 4294967295 is outside": [token(2**32 - 1)],
     "first_token: came twice": [token(), token()],
+    "wanted: blocks 0 to 1 of 0": [Event(wanted=prefill_pb2.BlocksWanted(first=0, stop=1))],
     "top_logprobs: 5000 are too many": [
         Event(
             first_token=prefill_pb2.FirstToken(

@@ -27,6 +27,7 @@ class PrefillRequest(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     RECEIVED_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    LENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def start(self) -> Global___PrefillStart:
         """first message, once"""
@@ -39,18 +40,23 @@ class PrefillRequest(_message.Message):
     def release(self) -> Global___ReleaseBlocks:
         """last message"""
 
+    @_builtins.property
+    def lent(self) -> Global___BlocksReady:
+        """after `wanted`: each of those blocks once, in any number of messages"""
+
     def __init__(
         self,
         *,
         start: Global___PrefillStart | None = ...,
         received: Global___BlocksReceived | None = ...,
         release: Global___ReleaseBlocks | None = ...,
+        lent: Global___BlocksReady | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "received", b"received", "release", b"release", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lent", b"lent", "message", b"message", "received", b"received", "release", b"release", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "received", b"received", "release", b"release", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lent", b"lent", "message", b"message", "received", b"received", "release", b"release", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["start", "received", "release"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["start", "received", "release", "lent"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -68,6 +74,7 @@ class PrefillStart(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     fingerprint: _builtins.str
     """KVCacheSpec.fingerprint() of the caller; refused if it differs"""
@@ -77,6 +84,8 @@ class PrefillStart(_message.Message):
     """first index in the block table that the caller lacks"""
     connector: _builtins.str
     """the caller's connector name; refused if it differs"""
+    peer: _builtins.bytes
+    """the caller's KVConnector.describe() if it lends blocks before first_block"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -92,10 +101,11 @@ class PrefillStart(_message.Message):
         priority: _builtins.int = ...,
         first_block: _builtins.int = ...,
         connector: _builtins.str = ...,
+        peer: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "connector", b"connector", "fingerprint", b"fingerprint", "first_block", b"first_block", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "connector", b"connector", "fingerprint", b"fingerprint", "first_block", b"first_block", "peer", b"peer", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -149,6 +159,7 @@ class PrefillEvent(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     BLOCKS_READY_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___PrefillAccepted:
         """first event, once"""
@@ -159,18 +170,23 @@ class PrefillEvent(_message.Message):
     def first_token(self) -> Global___FirstToken:
         """once, the moment it is sampled; blocks_ready may still follow"""
 
+    @_builtins.property
+    def wanted(self) -> Global___BlocksWanted:
+        """once at most, and only if the caller gave its `peer`"""
+
     def __init__(
         self,
         *,
         accepted: Global___PrefillAccepted | None = ...,
         blocks_ready: Global___BlocksReady | None = ...,
         first_token: Global___FirstToken | None = ...,
+        wanted: Global___BlocksWanted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "blocks_ready", b"blocks_ready", "event", b"event", "first_token", b"first_token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "blocks_ready", b"blocks_ready", "event", b"event", "first_token", b"first_token", "wanted", b"wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "blocks_ready", b"blocks_ready", "event", b"event", "first_token", b"first_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "blocks_ready", b"blocks_ready", "event", b"event", "first_token", b"first_token", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "blocks_ready", "first_token"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "blocks_ready", "first_token", "wanted"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -203,6 +219,30 @@ class PrefillAccepted(_message.Message):
 Global___PrefillAccepted: _TypeAlias = PrefillAccepted  # noqa: Y015
 
 @_typing.final
+class BlocksWanted(_message.Message):
+    """The caller is asked to lend blocks [first, stop) of the block table, all of them before its `first_block`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    stop: _builtins.int
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        stop: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlocksWanted: _TypeAlias = BlocksWanted  # noqa: Y015
+
+@_typing.final
 class BlocksReady(_message.Message):
     """Blocks that became readable, or that never will."""
 
@@ -220,7 +260,7 @@ class BlocksReady(_message.Message):
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.BlockRef]: ...
     @_builtins.property
     def failed_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """could not be published; the caller computes these itself"""
+        """could not be published; who reads computes these itself"""
 
     def __init__(
         self,
@@ -247,10 +287,13 @@ class FirstToken(_message.Message):
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     PREFILL_MS_FIELD_NUMBER: _builtins.int
     BLOCKS_READY_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_LENT_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """found in the prefill worker's prefix cache"""
     queue_ms: _builtins.float
     prefill_ms: _builtins.float
+    num_blocks_lent: _builtins.int
+    """read from the caller's cache"""
     @_builtins.property
     def token(self) -> _types_pb2.SampledToken: ...
     @_builtins.property
@@ -265,10 +308,11 @@ class FirstToken(_message.Message):
         queue_ms: _builtins.float = ...,
         prefill_ms: _builtins.float = ...,
         blocks_ready: Global___BlocksReady | None = ...,
+        num_blocks_lent: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks_ready", b"blocks_ready", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_ready", b"blocks_ready", "num_cached_tokens", b"num_cached_tokens", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_ready", b"blocks_ready", "num_blocks_lent", b"num_blocks_lent", "num_cached_tokens", b"num_cached_tokens", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,6 +50,10 @@ class PrefillServiceServicer:
         `release` and half-closes when it reads nothing more, and the blocks are free at once. If the stream ends in
         any other way, blocks in a store are free at once; those that are read from memory are kept for as long as the
         caller may take to notice.
+
+        The other way round, the caller may lend blocks that it has and this worker lacks (`peer`, `wanted`, `lent`). They
+        stay readable until the stream has ended: at once if it ends with OK, as nothing that arrives after that is
+        believed here; else for as long as this worker may take to notice.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,6 +37,10 @@ class PrefillServiceStub:
     `release` and half-closes when it reads nothing more, and the blocks are free at once. If the stream ends in
     any other way, blocks in a store are free at once; those that are read from memory are kept for as long as the
     caller may take to notice.
+
+    The other way round, the caller may lend blocks that it has and this worker lacks (`peer`, `wanted`, `lent`). They
+    stay readable until the stream has ended: at once if it ends with OK, as nothing that arrives after that is
+    believed here; else for as long as this worker may take to notice.
     """
 
 @_typing.type_check_only
@@ -47,6 +51,10 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     `release` and half-closes when it reads nothing more, and the blocks are free at once. If the stream ends in
     any other way, blocks in a store are free at once; those that are read from memory are kept for as long as the
     caller may take to notice.
+
+    The other way round, the caller may lend blocks that it has and this worker lacks (`peer`, `wanted`, `lent`). They
+    stay readable until the stream has ended: at once if it ends with OK, as nothing that arrives after that is
+    believed here; else for as long as this worker may take to notice.
     """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -60,6 +68,10 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         `release` and half-closes when it reads nothing more, and the blocks are free at once. If the stream ends in
         any other way, blocks in a store are free at once; those that are read from memory are kept for as long as the
         caller may take to notice.
+
+        The other way round, the caller may lend blocks that it has and this worker lacks (`peer`, `wanted`, `lent`). They
+        stay readable until the stream has ended: at once if it ends with OK, as nothing that arrives after that is
+        believed here; else for as long as this worker may take to notice.
         """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

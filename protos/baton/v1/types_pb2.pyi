@@ -449,6 +449,7 @@ class RequestReport(_message.Message):
     ROUTING_FIELD_NUMBER: _builtins.int
     NUM_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_LENT_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     """address; empty if the decode worker prefilled in place"""
     decode_worker: _builtins.str
@@ -468,6 +469,8 @@ class RequestReport(_message.Message):
     """of the answer, guessed ahead (--speculation of the decode worker)"""
     num_accepted_tokens: _builtins.int
     """those of them that the model drew too"""
+    num_blocks_lent: _builtins.int
+    """that the prefill worker read from the decode worker's cache"""
     @_builtins.property
     def timings(self) -> Global___Timings: ...
     @_builtins.property
@@ -490,10 +493,11 @@ class RequestReport(_message.Message):
         routing: _abc.Iterable[_builtins.str] | None = ...,
         num_drafted_tokens: _builtins.int = ...,
         num_accepted_tokens: _builtins.int = ...,
+        num_blocks_lent: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "fallback_reason", b"fallback_reason", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_drafted_tokens", b"num_drafted_tokens", "num_handovers", b"num_handovers", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "num_retries", b"num_retries", "prefill_worker", b"prefill_worker", "routing", b"routing", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "fallback_reason", b"fallback_reason", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks_lent", b"num_blocks_lent", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_drafted_tokens", b"num_drafted_tokens", "num_handovers", b"num_handovers", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "num_retries", b"num_retries", "prefill_worker", b"prefill_worker", "routing", b"routing", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -501,7 +505,7 @@ Global___RequestReport: _TypeAlias = RequestReport  # noqa: Y015
 
 @_typing.final
 class BlockRef(_message.Message):
-    """One KV block that a producer holds ready. It stays readable until its Prefill stream ends."""
+    """One KV block that a producer holds ready. It stays readable until the Prefill stream ends."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
