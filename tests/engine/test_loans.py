@@ -352,7 +352,7 @@ def test_a_loan_ends_once_and_unknown_ones_are_ignored() -> None:
 Moment = st.integers(0, 12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cancel_at=st.none() | Moment, deliveries=st.lists(st.integers(0, 3), max_size=6), fails=st.booleans())
 def test_no_block_leaks_whenever_it_ends(cancel_at: int | None, deliveries: list[int], fails: bool) -> None:
     slow = SlowMemory(ConnectorConfig(epoch="prefill", worker_id="test-prefill"))
