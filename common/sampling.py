@@ -82,7 +82,8 @@ TokenBiases = Annotated[
 class TokenSequence:
     """Tokens, one after the other."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
+    # The edge makes these before the model and its vocabulary are known.
+    __pydantic_config__ = ConfigDict(extra="forbid", revalidate_instances="always")
 
     token_ids: Annotated[
         tuple[Annotated[int, Strict()], ...], Field(min_length=1, max_length=64), AfterValidator(_in_vocabulary)

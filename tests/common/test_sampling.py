@@ -89,6 +89,7 @@ def test_bad(name: str, value: object) -> None:
     [
         ([{"token_ids": [1]}, {"token_ids": [1000]}], "bad_words_ids[1].token_ids"),
         ([{"token_ids": []}], "bad_words_ids[0].token_ids"),
+        ([TokenSequence(token_ids=(2**40,))], "bad_words_ids[0].token_ids"),  # checked before, without a vocabulary
         ([{"token_ids": [1], "ids": [1]}], "bad_words_ids[0].ids"),
     ],
 )
