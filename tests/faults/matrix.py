@@ -193,8 +193,9 @@ _TABLE: dict[tuple[Process, Fault], Row] = {
     (Process.DECODE_ENGINE, Fault.CUT): always(ONE_LINK),
     **{(Process.STORE, fault): always(NO_PROCESS) for fault in (Fault.SIGKILL, Fault.SIGSTOP, Fault.CUT)},
     (Process.STORE, Fault.FULL_DISK): row(FALLBACK, FALLBACK, FALLBACK, FALLBACK, ANNOUNCED, UNTOUCHED),
+    # A prefill worker that computes what a bad file is named after announces that file, which its writer found there.
     (Process.STORE, Fault.CORRUPT_FILE): row(
-        same(Counted.LOST_BLOCKS), NO_FILE_YET, ANNOUNCED, LOST_BLOCKS, LOST_BLOCKS, UNTOUCHED
+        same(Counted.LOST_BLOCKS, may=(Counted.FALLBACK,)), NO_FILE_YET, ANNOUNCED, LOST_BLOCKS, LOST_BLOCKS, UNTOUCHED
     ),
 }
 
