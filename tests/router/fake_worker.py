@@ -244,7 +244,7 @@ class FakeWorker(
                 if self.spoil is not None:
                     self.spoil(event)
                 yield event
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the second if a message was being sent
             self.cancelled.set()
             raise
 
