@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -52,8 +52,7 @@ class EngineClient:
         self._worker_id = worker_id
         self._epoch = epoch
         self._streams: dict[str, EngineStream] = {}
-        self._kept: dict[str, asyncio.TimerHandle] = {}  # engine ids of streams that are gone: when to release them
-        self._loans: dict[str, asyncio.TimerHandle] = {}  # likewise, when what they lent is not read any more
+        self._kept: set[asyncio.TimerHandle] = set()  # when to let go of blocks that others may still read
         self._numbers = itertools.count(1)
         self._num_waiting = 0  # requests that the engine has not begun with
         self._num_waiting_tokens = 0
@@ -109,7 +108,7 @@ class EngineClient:
         system ends with that call, and is not waited for."""
         process, self._process = self._process, None
         self._tasks.cancel()
-        for timer in (*self._kept.values(), *self._loans.values()):
+        for timer in self._kept:
             timer.cancel()
         if process is not None and process.returncode is None:
             assert process.stdin is not None  # noqa: S101
@@ -183,12 +182,7 @@ class EngineClient:
             extra={"request_id": stream.request_id, "keep_s": stream.keep_s},
         )
         self.send(m.StopPrefill(stream.engine_id))
-        later = asyncio.get_running_loop().call_later(stream.keep_s, self._release_kept, stream.engine_id)
-        self._kept[stream.engine_id] = later
-
-    def _release_kept(self, engine_id: str) -> None:
-        del self._kept[engine_id]
-        self.release(engine_id)
+        self._later(stream.keep_s, self.release, stream.engine_id)
 
     def end_loan(self, engine_id: str, request_id: str, after_s: float) -> None:
         """Blocks that a request lent are free after `after_s`, for which nobody waits either."""
@@ -199,10 +193,17 @@ class EngineClient:
             "its prefill worker did not end the stream, keeping what it was lent for a while",
             extra={"request_id": request_id, "keep_s": after_s},
         )
-        self._loans[engine_id] = asyncio.get_running_loop().call_later(after_s, self._end_loan, engine_id)
+        self._later(after_s, self._end_loan, engine_id)
+
+    def _later(self, after_s: float, let_go: Callable[[str], None], engine_id: str) -> None:
+        def due() -> None:
+            self._kept.discard(timer)
+            let_go(engine_id)
+
+        timer = asyncio.get_running_loop().call_later(after_s, due)
+        self._kept.add(timer)
 
     def _end_loan(self, engine_id: str) -> None:
-        self._loans.pop(engine_id, None)
         if not self.died.is_set() and self._socket is not None and not self._socket.closed:
             self.send(m.EndLoan(engine_id))
 

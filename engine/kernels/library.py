@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
@@ -178,32 +179,28 @@ class Kernels:
 
     def head(self, head: PackedLinear, norm: torch.Tensor, eps: float, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[num_tokens, vocab_size]` of `hidden`, before its last norm; all float32 and contiguous."""
-        out = torch.empty(hidden.shape[0], head.out_features)
-        self.library.baton_head(
-            self.team,
-            byref(head.struct),
-            norm.data_ptr(),
-            eps,
-            hidden.data_ptr(),
-            hidden.shape[0],
-            out.data_ptr(),
-        )
-        return out
+        logits = torch.empty(hidden.shape[0], head.out_features)
+        return self._of_head(self.library.baton_head, head, norm, eps, hidden, logits)
 
     def best_tokens(self, head: PackedLinear, norm: torch.Tensor, eps: float, hidden: torch.Tensor) -> torch.Tensor:
         """Where the largest of each row of what `head` would give first stands, `[num_tokens]` int64. A NaN counts as
         the largest, as torch's argmax has it."""
         tokens = torch.empty(hidden.shape[0], dtype=torch.int64)
-        self.library.baton_best_tokens(
-            self.team,
-            byref(head.struct),
-            norm.data_ptr(),
-            eps,
-            hidden.data_ptr(),
-            hidden.shape[0],
-            tokens.data_ptr(),
-        )
-        return tokens
+        return self._of_head(self.library.baton_best_tokens, head, norm, eps, hidden, tokens)
+
+    def _of_head(
+        self,
+        function: Callable[..., object],
+        head: PackedLinear,
+        norm: torch.Tensor,
+        eps: float,
+        hidden: torch.Tensor,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """`out`, filled in by `function`."""
+        num_tokens = hidden.shape[0]
+        function(self.team, byref(head.struct), norm.data_ptr(), eps, hidden.data_ptr(), num_tokens, out.data_ptr())
+        return out
 
 
 class PackedLinear:

@@ -291,14 +291,13 @@ class WaitingRoom:
         # Without a first token the prompt's last token is computed again: only a computed token gives logits.
         request.num_computed_tokens = min(num_ready * size, request.num_prompt_tokens, request.num_tokens - 1)
         num_stored = sum(index < wait.ask_from for index in arrived)
+        num_lent = 0 if is_remote else len(arrived) - num_stored
         self._blocks.counts.store_hits += num_stored
+        self._blocks.counts.lent_hits += num_lent
         # What a prefill worker brings was computed for this request; what a decode worker lends was not.
         num_found = min(num_ready, wait.ask_from) if is_remote else num_ready
         request.num_cached_tokens = max(request.num_cached_tokens, min(num_found * size, request.num_prompt_tokens))
-        num_not_lent = 0
-        if not is_remote:
-            self._blocks.counts.lent_hits += len(arrived) - num_stored
-            num_not_lent = wait.num_blocks - wait.ask_from - (len(arrived) - num_stored)
+        num_not_lent = 0 if is_remote else wait.num_blocks - wait.ask_from - num_lent
         self._blocks.name_computed(request)
         # The worker that computed the others writes them to the store.
         names = [request.block_hashes[index] for index in arrived if index < len(request.block_hashes)]

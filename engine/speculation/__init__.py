@@ -10,6 +10,5 @@ So the tokens are those that the request would have got one by one, greedy or dr
 for `c` is overwritten by the next step: `num_computed_tokens` ends before it, and no block that holds it gets a name.
 
 `ngram` and `draft_model` guess. `record` decides how many tokens, by what became of the request's guesses so far and by
-how many requests share the step. `speculation` puts them
-together, `checks` makes the rows and takes what came of them.
+how many requests share the step. `speculation` puts them together, `checks` makes the rows and takes what came of them.
 """

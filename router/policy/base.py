@@ -29,9 +29,7 @@ class RoutingRequest:
     cached_blocks: Mapping[str, int] = field(default_factory=dict)  # by address: leading blocks that the worker has
     session: str = ""  # requests of one session belong together; empty: it belongs to none
     parameters: frozenset[str] = frozenset()  # of sampling, that not all versions of workers know
-    beside: tuple[str, str] | None = (
-        None  # `Endpoint.incarnation` of the decode worker with other answers to the prompt
-    )
+    beside: tuple[str, str] | None = None  # incarnation of the decode worker with other answers to the prompt
     in_place: bool = False  # the decode worker has to compute all of the prompt itself, whatever is cached
 
 
