@@ -20,6 +20,7 @@ class Timings:
     """Where the time went, in milliseconds. `protos/baton/v1/types.proto` says where each part starts and ends."""
 
     queue_ms: float = 0.0
+    prefill_queue_ms: float = 0.0  # a part of queue_ms
     prefill_ms: float = 0.0
     handoff_ms: float = 0.0
     transfer_ms: float = 0.0  # a part of handoff_ms
@@ -39,6 +40,8 @@ class RequestReport:
     num_blocks_lent: int = 0  # that the prefill worker read from the decode worker's cache
     fallback_reason: str = ""  # empty if no KV had to be computed a second time
     num_retries: int = 0
+    num_hedges: int = 0  # prefill workers asked beside one that was late
+    num_hedges_won: int = 0  # those of them that gave something first
     num_migrations: int = 0
     num_preemptions: int = 0
     num_drafted_tokens: int = 0  # of the answer, guessed ahead by the decode worker (--speculation)

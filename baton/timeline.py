@@ -95,6 +95,7 @@ def _facts(report: RequestReport, usage: Usage, finish_reason: FinishReason | No
     if report.num_drafted_tokens:
         lines.append(f"{report.num_accepted_tokens} of {report.num_drafted_tokens} drafted tokens were right")
     counts = [("retries", report.num_retries), ("migrations", report.num_migrations)]
+    counts += [("hedges", report.num_hedges), ("hedges won", report.num_hedges_won)]
     counts.append(("preemptions", report.num_preemptions))
     notable = ", ".join(f"{name}: {count}" for name, count in counts if count)
     return [*lines, notable] if notable else lines

@@ -190,6 +190,11 @@ class PolicySettings(Settings):
         None,
         description="fewest prompt tokens without KV for which a prefill worker is asked; one KV block if unset",
     )
+    hedge_prefill: bool = Field(
+        False,
+        description="ask a second prefill worker if the first is much later than others were for as long a prompt; "
+        "the first to answer goes on",
+    )
 
 
 class LimitSettings(Settings):

@@ -123,6 +123,12 @@ worker_engine_hangs = Counter("baton_worker_engine_hangs", "Engine processes kil
 worker_prefill_failures = Counter(
     "baton_worker_prefill_failures", "Prefill streams that failed under a decode worker, by gRPC status.", ["code"]
 )
+worker_hedges = Counter(
+    "baton_worker_hedges",
+    "Times that a prefill worker was late, and another one was asked beside it (or not, as too many were: refused).",
+    ["outcome"],
+)
+worker_hedges_won = Counter("baton_worker_hedges_won", "Those of them in which that other prefill worker was first.")
 worker_fallbacks = Counter("baton_worker_fallbacks", "Requests whose remote KV this decode worker had to compute.")
 worker_preemptions = Counter("baton_worker_preemptions", "Times that a request gave its KV blocks back.")
 worker_kv_blocks_moved = Counter("baton_worker_kv_blocks_moved", "KV blocks fetched from elsewhere.")

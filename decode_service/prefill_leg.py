@@ -1,14 +1,20 @@
-"""One request's way to a prefill worker and back: opens the stream, passes on what it announces, closes it.
+"""One request's way to a prefill worker and back: asks one, passes on what it announces, and lets it go.
 
-The stream is the lease on the prefill worker's blocks, so it stays open until the engine has what it needs, and not
-longer. However the request ends, the leg says `release` and half-closes: a stream that just breaks off tells a
-prefill worker nothing of what is still being read, so it would keep the blocks for a while. A worker that fails
-before the first token is followed by the next in the list; when none is left, or the first token is known already,
-the engine computes the rest itself.
+A worker that fails before the first token is followed by the next in the list; when none is left, or the first token is
+known already, the engine computes the rest itself. However the request ends, the stream is released
+(`prefill_stream.py`).
+
+A worker that is late is not given up: the next one is asked beside it (a hedge), once for each request. The first of
+the two that gives a block or the token goes on, and the other is released. Nothing of the other was passed on, so the
+engine sees one worker at a time, and one first token.
+
+    asked ──> late? ──> another one asked, too ──> first to give ──> its blocks and its token
+      │                                                  └──────────> the other: released
+      └─ fails: the next one, if there is no other
 
 A worker may ask for blocks that are here and that it lacks: it is lent them until it has ended the stream, or, if the
 stream breaks off, for as long as it may take to notice. One request lends to one worker: another one that is asked
-after a failure computes what it lacks.
+after a failure, or beside it, computes what it lacks.
 """
 
 from __future__ import annotations
@@ -16,17 +22,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections import deque
+from collections.abc import Sequence
 
 import grpc
 
 from common import metrics
 from common.errors import TransferError, UnavailableError
-from common.grpc_streams import MessageStream
 from common.peers import milliseconds
 from decode_service.prefill_events import PrefillEvents
+from decode_service.prefill_stream import END_WAIT_S, PrefillStream
 from engine import messages as m
-from protos.baton.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
+from protos.baton.v1 import decode_pb2, prefill_pb2, types_pb2
 from worker import convert
 from worker.engine_stream import EngineStream
 from worker.lease import lease_grace_s
@@ -35,7 +43,6 @@ from worker.shell import Worker
 log = logging.getLogger(__name__)
 
 DEADLINE_SLACK_S = 0.05  # gRPC's clock and the event loop's may differ by so much
-END_WAIT_S = 2.0  # for a prefill worker to end the stream; it does so at once
 
 
 class PrefillLeg:
@@ -60,16 +67,19 @@ class PrefillLeg:
         self._worker = worker
         self._request = request
         self._stream = stream
-        self._outbox: asyncio.Queue[prefill_pb2.PrefillRequest | None] = asyncio.Queue()
+        self._asked: list[PrefillStream] = []  # open, and one of them may give: two while a hedge is undecided
+        self._giver: PrefillStream | None = None  # the one whose word is passed on
+        self._hedge: PrefillStream | None = None
         self._arrived: set[int] = set()
         self._has_first_token = False
         self._is_finished = False
-        self._borrower: asyncio.Queue[prefill_pb2.PrefillRequest | None] | None = None  # outbox to who is lent blocks
+        self._borrower: PrefillStream | None = None  # to whom blocks are or were lent
         self._num_lent = 0
         self._task: asyncio.Task[None] | None = None
 
     def start(self, first_block: int, deadline: float | None) -> None:
         """Asks the workers in turn. `deadline` is in the event loop's time; None for none."""
+        self._worker.hedges.request()
         self._task = asyncio.create_task(self._run(first_block, deadline))
         self._task.add_done_callback(self._ended)
 
@@ -79,27 +89,27 @@ class PrefillLeg:
 
     def acknowledge(self, indexes: Sequence[int]) -> None:
         self._arrived.update(indexes)
-        received = prefill_pb2.BlocksReceived(indexes=indexes)
-        self._outbox.put_nowait(prefill_pb2.PrefillRequest(received=received))
+        if self._giver is not None:
+            received = prefill_pb2.BlocksReceived(indexes=indexes)
+            self._giver.send(prefill_pb2.PrefillRequest(received=received))
 
     def lend(self, published: m.BlocksPublished) -> None:
         """Tells the worker that asked for them of blocks that are readable here, or never will be."""
-        if self._borrower is not None and not self._is_finished:
+        if self._borrower is not None and not self._borrower.is_released:
             self._num_lent += len(published.blocks)
-            self._borrower.put_nowait(prefill_pb2.PrefillRequest(lent=convert.blocks_ready(published)))
+            self._borrower.send(prefill_pb2.PrefillRequest(lent=convert.blocks_ready(published)))
 
     def finish(self) -> None:
         """Nothing more is needed: releases the blocks and half-closes the stream, which ends the lease.
 
         By now the engine reads none of them, or has been told that nobody waits for them.
         """
-        if not self._is_finished:
-            self._is_finished = True
-            self._outbox.put_nowait(prefill_pb2.PrefillRequest(release=prefill_pb2.ReleaseBlocks()))
-            self._outbox.put_nowait(None)
+        self._is_finished = True
+        for stream in self._asked:
+            stream.release()
 
     async def end(self) -> None:
-        """After `finish`: returns once the stream has ended. Cancels it if that takes too long."""
+        """After `finish`: returns once each stream has ended. Cancels those for which that takes too long."""
         if self._task is None:
             return
         done, _ = await asyncio.wait((self._task,), timeout=END_WAIT_S)
@@ -126,33 +136,65 @@ class PrefillLeg:
             self._stream.send(m.RemotePrefillFailed(self._stream.engine_id, reason))
 
     async def _run(self, first_block: int, deadline: float | None) -> None:
-        for number, address in enumerate(self._request.prefill_addresses):
-            if self._is_finished:
-                return
-            try:
-                await self._run_on(address, self._first_missing(first_block), deadline)
-                if self._is_finished:
-                    return
-                raise TransferError("ended its stream before all blocks were here")
-            except (grpc.aio.AioRpcError, TransferError) as error:
-                if self._is_finished or self._is_late(deadline):
-                    return  # nobody waits any more: not the worker's failure
-                self._note_failure(address, error)
-                self._stream.send(m.PrefillLeaseEnded(self._stream.engine_id, self._failures[-1]))
-            if self._has_first_token:
-                break
-            if number + 1 < len(self._request.prefill_addresses):
-                self._report.num_retries += 1
+        addresses = deque(self._request.prefill_addresses)
+        try:
+            while addresses and not (self._has_first_token or self._is_over(deadline)):
+                self._report.num_retries += bool(self._failures)
+                await self._ask_next(addresses, first_block, deadline)
+        finally:
+            for stream in self._asked:
+                stream.task.cancel()
+                await stream.end()
+        if self._is_over(deadline):
+            return
         reason = self._failures[-1] if self._failures else "no prefill worker"
         self._stream.send(m.RemotePrefillFailed(self._stream.engine_id, reason))
+
+    async def _ask_next(self, addresses: deque[str], first_block: int, deadline: float | None) -> None:
+        """Asks the first of `addresses`, and the one after it if that one is late. Returns when both are done with."""
+        self._giver = None
+        first_block = self._first_missing(first_block)
+        self._open(addresses.popleft(), first_block, deadline)
+        late_s = self._request.hedge_after_s if self._request.HasField("hedge_after_s") and addresses else None
+        while self._asked:
+            tasks = [stream.task for stream in self._asked]
+            done, _ = await asyncio.wait(tasks, timeout=late_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done and self._may_hedge():
+                self._hedge = self._open(addresses.popleft(), first_block, deadline)
+                self._note_hedge(self._asked[0].address, self._hedge.address)
+            late_s = None
+            for stream in [stream for stream in self._asked if stream.task.done()]:
+                self._asked.remove(stream)
+                self._close(stream, deadline)
+
+    def _may_hedge(self) -> bool:
+        if self._giver is not None or self._hedge is not None or self._is_finished:
+            return False
+        is_allowed = self._worker.hedges.spend(time.monotonic())
+        metrics.worker_hedges.labels("asked" if is_allowed else "refused").inc()
+        return is_allowed
+
+    def _close(self, stream: PrefillStream, deadline: float | None) -> None:
+        """What the end of a stream means; raises what is a defect of ours."""
+        try:
+            stream.task.result()
+            if self._is_finished:
+                return
+            raise TransferError("ended its stream before all blocks were here")
+        except (grpc.aio.AioRpcError, TransferError) as error:
+            if not self._is_over(deadline):  # else it may be no failure of the worker
+                self._note_failure(stream.address, error)
+                self._stream.send(m.PrefillLeaseEnded(self._stream.engine_id, self._failures[-1]))
 
     def _first_missing(self, first_block: int) -> int:
         while first_block in self._arrived:
             first_block += 1
         return first_block
 
-    def _is_late(self, deadline: float | None) -> bool:
-        return deadline is not None and asyncio.get_running_loop().time() >= deadline - DEADLINE_SLACK_S
+    def _is_over(self, deadline: float | None) -> bool:
+        """Whether nobody waits any more."""
+        is_late = deadline is not None and asyncio.get_running_loop().time() >= deadline - DEADLINE_SLACK_S
+        return self._is_finished or is_late
 
     def _note_failure(self, address: str, error: grpc.aio.AioRpcError | TransferError) -> None:
         code = error.code().name if isinstance(error, grpc.aio.AioRpcError) else "OK"
@@ -163,9 +205,20 @@ class PrefillLeg:
             "prefill worker failed", extra={"request_id": self._request.request_id, "address": address, "reason": words}
         )
 
-    async def _run_on(self, address: str, first_block: int, deadline: float | None) -> None:
-        """One stream to one worker, from start to end."""
-        outbox = self._outbox = asyncio.Queue()
+    def _note_hedge(self, address: str, beside: str) -> None:
+        self._report.num_hedges += 1
+        log.warning(
+            "prefill worker is late, asking another one beside it",
+            extra={
+                "request_id": self._request.request_id,
+                "address": address,
+                "beside": beside,
+                "after_s": self._request.hedge_after_s,
+            },
+        )
+
+    def _open(self, address: str, first_block: int, deadline: float | None) -> PrefillStream:
+        """Begins one stream to one worker."""
         ready = self._worker.ready
         lends = self._worker.settings.lend_blocks and ready.is_read_from_memory and self._borrower is None
         num_lendable = first_block if lends else 0
@@ -175,31 +228,19 @@ class PrefillLeg:
             vocab_size=ready.vocab_size,
             num_lendable=num_lendable,
         )
-        start = self._start(first_block, ready.peer if num_lendable else b"")
-        outbox.put_nowait(prefill_pb2.PrefillRequest(start=start))
-        lease_s = lease_grace_s(self._worker.settings)  # of what is lent, after the stream
         # A request whose deadline passes is ended by its own call. This later deadline is for the case that it is not.
         timeout = None if deadline is None else max(deadline - asyncio.get_running_loop().time(), 0.0) + END_WAIT_S
-        with self._worker.channels.calling(address) as channel:
-            call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(self._messages(outbox), timeout=timeout)
-            try:
-                async with contextlib.aclosing(MessageStream(call, prefill_pb2.PrefillEvent)) as received:
-                    async for event in received:
-                        if not self._is_finished:
-                            self._take_in(address, events, event)
-                lease_s = 0.0  # the worker ended it, and believes nothing that arrives after that
-            finally:
-                outbox.put_nowait(None)  # the call's own task still waits for a message
-                if self._borrower is outbox:
-                    self._stream.end_loan(lease_s)
+        start = self._start(first_block, ready.peer if num_lendable else b"")
+        stream = PrefillStream(self._worker, address, start, events, self._take_in, timeout)
+        stream.task.add_done_callback(lambda _: self._end_loan(stream))
+        self._asked.append(stream)
+        return stream
 
-    async def _messages(
-        self, outbox: asyncio.Queue[prefill_pb2.PrefillRequest | None]
-    ) -> AsyncIterator[prefill_pb2.PrefillRequest]:
-        """Until None. Releasing acknowledges the last blocks as well, so then they need no message."""
-        while (message := await outbox.get()) is not None:
-            if not (self._is_finished and message.HasField("received")):
-                yield message
+    def _end_loan(self, stream: PrefillStream) -> None:
+        """A worker that ended the stream itself believes nothing that arrives after that."""
+        if self._borrower is stream:
+            is_ended = not stream.task.cancelled() and stream.task.exception() is None
+            self._stream.end_loan(0.0 if is_ended else lease_grace_s(self._worker.settings))
 
     def _start(self, first_block: int, peer: bytes) -> prefill_pb2.PrefillStart:
         request, worker = self._request, self._worker
@@ -215,31 +256,60 @@ class PrefillLeg:
             peer=peer,
         )
 
-    def _take_in(self, address: str, events: PrefillEvents, event: prefill_pb2.PrefillEvent) -> None:
+    def _take_in(self, stream: PrefillStream, event: prefill_pb2.PrefillEvent) -> None:
         match event.WhichOneof("event"):
             case "accepted":
-                if peer := events.peer(event.accepted):
+                if peer := stream.events.peer(event.accepted):
                     self._stream.send(m.AddPeer(peer))
             case "blocks_ready":
-                self._stream.send(self._announced(events, event.blocks_ready))
+                announced = self._announced(stream, event.blocks_ready)
+                self._go_on_with(stream)
+                self._stream.send(announced)
             case "wanted":
-                command = events.wanted(self._stream.engine_id, event.wanted)
-                self._borrower = self._outbox
-                self._stream.send(command)
+                self._lend_to(stream, event.wanted)
             case "first_token":
-                self._take_in_first_token(address, events, event.first_token)
+                self._take_in_first_token(stream, event.first_token)
 
-    def _announced(self, events: PrefillEvents, ready: prefill_pb2.BlocksReady) -> m.BlocksAnnounced:
+    def _go_on_with(self, giver: PrefillStream) -> None:
+        """It gave something, so another one that was asked beside it is let go."""
+        if self._giver is giver:
+            return
+        self._giver = giver
+        if self._hedge in self._asked:
+            is_won = giver is self._hedge
+            self._report.num_hedges_won += is_won
+            metrics.worker_hedges_won.inc(is_won)
+            extra = {"request_id": self._request.request_id, "address": giver.address, "is_won": is_won}
+            log.info("one of two prefill workers gave something", extra=extra)
+        for stream in self._asked:
+            if stream is not giver:
+                stream.release()
+                self._worker.finish_later(stream.end())
+        self._asked = [giver]
+
+    def _lend_to(self, stream: PrefillStream, wanted: prefill_pb2.BlocksWanted) -> None:
+        command = stream.events.wanted(self._stream.engine_id, wanted)
+        if self._borrower is None:
+            self._borrower = stream
+            self._stream.send(command)
+        else:  # it was asked beside another one, which came first with this, too
+            refused = range(command.first, command.stop)
+            lent = prefill_pb2.BlocksReady(failed_indexes=refused, failure="another prefill worker has been lent them")
+            stream.send(prefill_pb2.PrefillRequest(lent=lent))
+
+    def _announced(self, stream: PrefillStream, ready: prefill_pb2.BlocksReady) -> m.BlocksAnnounced:
         self.publish_ms = milliseconds(ready.publish_ms)
-        return events.announced(self._stream.engine_id, ready)
+        return stream.events.announced(self._stream.engine_id, ready)
 
-    def _take_in_first_token(self, address: str, events: PrefillEvents, first: prefill_pb2.FirstToken) -> None:
-        token = events.first_token(first)
-        announced = [self._announced(events, first.blocks_ready)] if first.HasField("blocks_ready") else []
+    def _take_in_first_token(self, stream: PrefillStream, first: prefill_pb2.FirstToken) -> None:
+        token = stream.events.first_token(first)
+        announced = [self._announced(stream, first.blocks_ready)] if first.HasField("blocks_ready") else []
+        self._go_on_with(stream)
         self._has_first_token = True
         self.queue_ms = milliseconds(first.queue_ms)
-        self._report.prefill_worker = address
+        self._report.prefill_worker = stream.address
         self._report.timings.prefill_ms = milliseconds(first.prefill_ms)
+        self._report.timings.prefill_queue_ms = self.queue_ms
         self._report.num_blocks_lent = min(first.num_blocks_lent, self._num_lent)
         self._usage.cached_tokens = min(first.num_cached_tokens, len(self._request.prompt_token_ids))
         # The engine first: the token's way to the client takes longer than the blocks' way here.

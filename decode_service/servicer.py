@@ -7,6 +7,7 @@ stream that is the lease; without, or when none of them can, the engine computes
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             worker.check_tokens("output_token_ids", [*request.prompt_token_ids, *request.output_token_ids])
         if len(request.prefill_addresses) > MAX_PREFILL_ADDRESSES:
             raise InvalidArgumentError("prefill_addresses", f"must have at most {MAX_PREFILL_ADDRESSES} entries")
+        if not 0 <= request.hedge_after_s < math.inf:
+            raise InvalidArgumentError("hedge_after_s", "must be a number of seconds, 0 or more")
         params = convert.sampling_params(
             request.sampling_params, worker.limits, num_prompt_tokens=len(request.prompt_token_ids)
         )

@@ -39,6 +39,7 @@ def policy_of(settings: RouterSettings) -> Policy:
         prefill=settings.prefill_policy,
         decode=settings.decode_policy,
         min_remote_tokens=settings.min_remote_tokens or 0,
+        hedges=settings.hedge_prefill,
         seed=secrets.randbits(64),
     )
 

@@ -154,6 +154,14 @@ ROWS: dict[str, list[Panel]] = {
             "ops",
             ((rate("baton_worker_prefill_failures_total", DECODE, "code"), "{{code}}"),),
         ),
+        Panel(
+            "Prefill asked twice (hedges)",
+            "ops",
+            (
+                (rate("baton_worker_hedges_total", DECODE, "outcome"), "{{outcome}}"),
+                (rate("baton_worker_hedges_won_total", DECODE), "won"),
+            ),
+        ),
     ],
     "KV plane": [
         Panel("Bytes moved", "Bps", ((rate("baton_worker_kv_bytes_moved_total", WORKERS, "pod"), "{{pod}}"),)),

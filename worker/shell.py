@@ -24,6 +24,7 @@ from common.errors import (
     error_of,
 )
 from common.grpc_transport import Channels
+from common.retry_budget import RetryBudget
 from common.types import WorkerRole, WorkerState
 from common.validation import ModelLimits, check_priority, check_prompt
 from engine.messages import EngineReady, RequestFailed
@@ -42,6 +43,7 @@ class Work:
 
 
 STORED_POLL_S = 0.02
+HEDGE_RATIO, HEDGES_PER_S, HEDGE_WINDOW_S = 0.1, 1.0, 16.0  # of the prompts that prefill workers are asked for
 MAX_NAME_CHARS = 4096  # a router makes it of a tenant and a salt; JSON may write one of their characters as twelve
 
 
@@ -78,6 +80,7 @@ class Worker:
         self.state = WorkerState.READY
         self.engine = EngineClient(settings, role.value, model_dir, self.worker_id, self.epoch)
         self.channels = ChannelPool(Channels(settings))
+        self.hedges = RetryBudget(ratio=HEDGE_RATIO, floor_per_s=HEDGES_PER_S, window_s=HEDGE_WINDOW_S)
         self.drain_requested = asyncio.Event()
         self.drain_timeout = settings.drain_timeout
         self.active: set[Work] = set()

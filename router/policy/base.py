@@ -42,6 +42,8 @@ class RoutingDecision:
     min_remote_tokens: int = 0  # the decode worker asks for no fewer missing tokens, see `common.prefill_place`
     num_cached_tokens: int = 0  # that the decode worker is thought to have
     num_missing_tokens: int = 0  # that the worker which computes the prompt is thought to lack
+    prefill_cost: float = 0.0  # tokens that the first of `prefill` computes until it is done with the prompt
+    may_hedge: bool = False  # the second of `prefill` may be asked beside the first, if that is late
 
 
 class Policy(Protocol):

@@ -23,16 +23,23 @@ _RANKINGS: dict[str, Callable[[int], Ranking]] = {
 
 
 def create_policy(
-    name: str, *, prefill: str | None = None, decode: str | None = None, min_remote_tokens: int = 0, seed: int = 0
+    name: str,
+    *,
+    prefill: str | None = None,
+    decode: str | None = None,
+    min_remote_tokens: int = 0,
+    hedges: bool = False,
+    seed: int = 0,
 ) -> Policy:
     """`name` is for both roles, `prefill` and `decode` for one. Raises `ConfigError` for a name that there is not.
-    `min_remote_tokens`: `common.prefill_place`. `seed`: what decides lots."""
+    `min_remote_tokens`: `common.prefill_place`. `hedges`: a second prefill worker may be asked if the first is late.
+    `seed`: what decides lots."""
     rankings = [
         _ranking(field, given or name, seed)
         for field, given in (("prefill_policy" if prefill else "policy", prefill),
                              ("decode_policy" if decode else "policy", decode))
     ]  # fmt: skip
-    return RoutingPolicy(rankings[0], rankings[1], min_remote_tokens=min_remote_tokens)
+    return RoutingPolicy(rankings[0], rankings[1], min_remote_tokens=min_remote_tokens, hedges=hedges)
 
 
 def _ranking(field: str, name: str, seed: int) -> Ranking:

@@ -17,17 +17,19 @@ from router.policy.place import MOVE_COST, Place, place_of
 
 MAX_PREFILL_WORKERS = 3  # named to the decode worker, the first to be tried first
 LOAD_COST = 64  # tokens, of one request that runs on a decode worker; one that waits counts four times (`load_score`)
+HEDGE_QUEUE = 1024  # tokens, beside one prompt's, that a worker which is asked beside a late one may have to do
 MAX_NAMED = 4  # workers in the line that explains a choice
 
 
 class RoutingPolicy:
     """`Policy`, with a ranking for each role."""
 
-    def __init__(self, prefill: Ranking, decode: Ranking, *, min_remote_tokens: int = 0) -> None:
-        """`min_remote_tokens`: see `common.prefill_place`."""
+    def __init__(self, prefill: Ranking, decode: Ranking, *, min_remote_tokens: int = 0, hedges: bool = False) -> None:
+        """`min_remote_tokens`: see `common.prefill_place`. `hedges`: a second prefill worker may be asked."""
         self._prefill = prefill
         self._decode = decode
         self._min_remote_tokens = min_remote_tokens
+        self._hedges = hedges
         self._rotation = 0
 
     def pick(self, request: RoutingRequest, endpoints: Sequence[Endpoint]) -> RoutingDecision:
@@ -75,6 +77,8 @@ class RoutingPolicy:
             min_remote_tokens=place.min_remote_tokens,
             num_cached_tokens=decode.num_cached_tokens,
             num_missing_tokens=computing.num_missing_tokens,
+            prefill_cost=asked[0].candidate.wait + asked[0].candidate.work if asked else 0.0,
+            may_hedge=self._hedges and not place.in_place and _may_hedge(asked),
         )
 
     def _rotated(self, endpoints: Sequence[Endpoint]) -> list[Endpoint]:
@@ -148,6 +152,12 @@ def _helps(endpoint: Endpoint, decode: Endpoint) -> bool:
     if not endpoint.can_prefill or endpoint.address == decode.address:
         return False
     return decode.role is not WorkerRole.BOTH or endpoint.role is WorkerRole.PREFILL
+
+
+def _may_hedge(asked: Sequence[Ranked]) -> bool:
+    """A second worker is only asked if it has little to do: if all are behind, computing prompts twice would put them
+    further behind."""
+    return len(asked) > 1 and asked[1].candidate.wait <= asked[1].candidate.work + HEDGE_QUEUE
 
 
 def _choice(role: str, ranked: Sequence[Ranked]) -> str:

@@ -81,6 +81,8 @@ class DecodeEvents:
         report.num_blocks_lent = min(said.num_blocks_lent + earlier.num_blocks_lent, MAX_COUNT)
         report.num_bytes_moved = min(said.num_bytes_moved + earlier.num_bytes_moved, MAX_BYTES)
         report.num_retries = min(said.num_retries + earlier.num_retries, MAX_COUNT)
+        report.num_hedges = min(said.num_hedges + earlier.num_hedges, MAX_COUNT)
+        report.num_hedges_won = min(said.num_hedges_won + earlier.num_hedges_won, MAX_COUNT)
         report.num_drafted_tokens = min(said.num_drafted_tokens + earlier.num_drafted_tokens, MAX_COUNT)
         report.num_accepted_tokens = min(said.num_accepted_tokens + earlier.num_accepted_tokens, MAX_COUNT)
         report.num_preemptions = min(said.num_preemptions + earlier.num_preemptions, MAX_COUNT)

@@ -38,6 +38,7 @@ from common.errors import (
 from common.grpc_status import error_of_call
 from common.grpc_streams import MessageStream
 from common.peers import MAX_WORDS
+from common.retry_budget import RetryBudget
 from common.sampling import SamplingParams, parameters
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
@@ -48,8 +49,8 @@ from router.fleet.registry import Registry
 from router.policy.base import Policy, RoutingDecision, RoutingRequest
 from router.serving.decisions import Decisions, bounded_reasons
 from router.serving.decode_events import DecodeEvents, FalseEventError
+from router.serving.prefill_times import PrefillTimes
 from router.serving.request import GenerationRequest
-from router.serving.retry_budget import RetryBudget
 
 log = logging.getLogger(__name__)
 
@@ -155,6 +156,7 @@ class Dispatcher:
         self._limits = limits or DispatchLimits()
         self._budget = budget or RetryBudget()
         self._decisions = decisions or Decisions()
+        self._prefill_times = PrefillTimes()
         self._clock = clock
 
     async def run(self, request: GenerationRequest, progress: Progress) -> AsyncGenerator[NewTokens, None]:
@@ -331,13 +333,9 @@ class Dispatcher:
                         now = self._clock()
                         pace.came(len(event.tokens), now)
                         if event.HasField("report"):
-                            num_retries = progress.report.num_retries
-                            progress.report = events.report(event.report, earlier)
+                            before, progress.report = progress.report, events.report(event.report, earlier)
                             progress.usage = events.usage(event.usage)
-                            num_new = progress.report.num_retries - num_retries
-                            for failed in decision.prefill[: max(num_new, 0)]:
-                                self._budget.spend(self._clock())
-                                self._registry.track.failed(failed.incarnation, self._clock())
+                            self._blame(decision, before, progress.report)
                         scores = events.prompt_logprobs(event) if event.prompt_logprobs else []
                         progress.num_prompt_logprobs += len(scores)
                         new = NewTokens(events.tokens(event), prompt_logprobs=scores)
@@ -370,12 +368,27 @@ class Dispatcher:
                 raise _WorkerLostError("INTERNAL", f"{decode.address} {error}", gone=False) from error
         raise _WorkerLostError("UNAVAILABLE", "the stream ended without a finish reason", gone=True)
 
+    def _blame(
+        self, decision: RoutingDecision, before: types_pb2.RequestReport, after: types_pb2.RequestReport
+    ) -> None:
+        """Prefill workers that the decode worker could not go on with; asking others comes from the budget."""
+        now = self._clock()
+        num_failed = max(after.num_retries - before.num_retries, 0)
+        num_late = max(after.num_hedges_won - before.num_hedges_won, 0)
+        for endpoint in [*decision.prefill[:num_failed], *decision.prefill[: min(num_late, 1)]]:
+            self._registry.track.failed(endpoint.incarnation, now)
+        for _ in range(min(num_failed + max(after.num_hedges - before.num_hedges, 0), len(decision.prefill))):
+            self._budget.spend(now)
+
     def _praise(self, decision: RoutingDecision, progress: Progress, num_prompt_tokens: int, pace: _Pace) -> None:
         """The answer is complete: its workers did well, but for a prefill worker that the decode worker blames."""
         now, track, report = self._clock(), self._registry.track, progress.report
         decode, cached = decision.decode.incarnation, progress.usage.cached_tokens
         track.succeeded(decode, now, pace.num_tokens, pace.waited_s)
         track.answered(decode, now, prompt=num_prompt_tokens, cached=cached, output=pace.num_tokens)
+        if decision.prefill and report.prefill_worker == decision.prefill[0].address:
+            elapsed_ms = report.timings.prefill_queue_ms + report.timings.prefill_ms
+            self._prefill_times.came(decision.prefill_cost, elapsed_ms / 1000)
         for endpoint in decision.prefill:
             if endpoint.address == report.prefill_worker:
                 track.succeeded(endpoint.incarnation, now)
@@ -392,6 +405,8 @@ class Dispatcher:
             raise _WorkerLostError("UNAVAILABLE", f"{address} is no worker any more", gone=True) from None
         # The others are asked if the first one fails. Without them the decode worker computes the prompt.
         num_named = None if self._budget.allows(self._clock()) else 1
+        may_hedge = decision.may_hedge and num_named is None
+        hedge_after_s = self._prefill_times.late_s(decision.prefill_cost) if may_hedge else None
         return stub.Decode(
             decode_pb2.DecodeRequest(
                 request_id=request.request_id,
@@ -403,6 +418,7 @@ class Dispatcher:
                 prefill_addresses=[endpoint.address for endpoint in decision.prefill[:num_named]],
                 output_token_ids=sent,
                 min_remote_tokens=decision.min_remote_tokens,
+                hedge_after_s=hedge_after_s,
             ),
             timeout=timeout_s,
         )

@@ -24,6 +24,7 @@ from common.errors import (
     UnavailableError,
 )
 from common.grpc_status import error_of_call
+from common.retry_budget import RetryBudget
 from common.types import WorkerRole
 from protos.baton.v1 import embed_pb2, embed_pb2_grpc
 from router.fleet.endpoint import Endpoint
@@ -35,7 +36,6 @@ from router.serving.demand import Demand
 from router.serving.fair_queue import FairQueue, name_of
 from router.serving.quotas import Quotas
 from router.serving.request import Prompt
-from router.serving.retry_budget import RetryBudget
 
 MAX_INPUTS = 2048
 MAX_AT_ONCE = 16  # inputs of one request that workers have at a time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +24,11 @@ class Case:
     answer: tuple[int, ...]
 
 
-def tiny_fleet(folder: Path, *flags: str, prefill: int, decode: int) -> Fleet:
+def tiny_fleet(folder: Path, *flags: str, prefill: int, decode: int, router_flags: Sequence[str] = ()) -> Fleet:
     model_dir = folder / "model"
     write_tiny_model(model_dir)
-    return Fleet(folder, f"--model={model_dir}", "--num-blocks=2048", *flags, prefill=prefill, decode=decode)
+    flags = (f"--model={model_dir}", "--num-blocks=2048", *flags)
+    return Fleet(folder, *flags, prefill=prefill, decode=decode, router_flags=router_flags)
 
 
 def make_cases(fleet: Fleet, num_tokens: int) -> list[Case]:

@@ -275,3 +275,24 @@ def test_a_policy_for_each_role() -> None:
     assert [where(pick(text, 1000, cached, policy=policy)) for _ in range(2)] == ["a <- p", "b <- p"]
     with pytest.raises(ConfigError, match="decode_policy: 'best' is not one of"):
         create_policy("least_load", decode="best")
+
+
+@pytest.mark.parametrize(
+    ("second", "may_hedge"),
+    [("q prefill 1/0 9/9", True), ("q prefill 1/0 9/9 queued=1124", True), ("q prefill 1/0 9/9 queued=1125", False),
+     ("q prefill 1/0 9/9 state=draining", False)],
+)  # fmt: skip
+def test_only_a_worker_that_has_little_to_do_is_asked_beside_a_late_one(second: str, may_hedge: bool) -> None:
+    """A prompt of 100 tokens; the first worker has 50 before it."""
+    request = RoutingRequest(num_prompt_tokens=100, fingerprint="f")
+    endpoints = fleet(f"d decode 0/0 9/9\np prefill 0/0 9/9 queued=50\n{second}")
+    decision = create_policy("least_load", hedges=True).pick(request, endpoints)
+    assert (decision.prefill[0].address, decision.prefill_cost) == ("p", 150)
+    assert decision.may_hedge is may_hedge
+    assert not create_policy("least_load").pick(request, endpoints).may_hedge
+
+
+def test_no_hedge_in_place() -> None:
+    request = RoutingRequest(num_prompt_tokens=10, fingerprint="f")
+    endpoints = fleet("d decode 0/0 9/9\np prefill 0/0 9/9\nq prefill 0/0 9/9")
+    assert not create_policy("least_load", hedges=True).pick(request, endpoints).may_hedge

@@ -394,6 +394,7 @@ class Timings(_message.Message):
     TOTAL_MS_FIELD_NUMBER: _builtins.int
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     TRANSFER_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_QUEUE_MS_FIELD_NUMBER: _builtins.int
     queue_ms: _builtins.float
     """waiting for a scheduler: decode's admission and prefill's queue"""
     prefill_ms: _builtins.float
@@ -410,6 +411,8 @@ class Timings(_message.Message):
     """completion tokens after the first, over the time after the first"""
     transfer_ms: _builtins.float
     """of handoff_ms, what the connector took to move the last blocks"""
+    prefill_queue_ms: _builtins.float
+    """of queue_ms, prefill's queue"""
     def __init__(
         self,
         *,
@@ -421,10 +424,11 @@ class Timings(_message.Message):
         total_ms: _builtins.float = ...,
         tokens_per_second: _builtins.float = ...,
         transfer_ms: _builtins.float = ...,
+        prefill_queue_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_decode_ms", b"first_decode_ms", "handoff_ms", b"handoff_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "tokens_per_second", b"tokens_per_second", "total_ms", b"total_ms", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_decode_ms", b"first_decode_ms", "handoff_ms", b"handoff_ms", "prefill_ms", b"prefill_ms", "prefill_queue_ms", b"prefill_queue_ms", "queue_ms", b"queue_ms", "tokens_per_second", b"tokens_per_second", "total_ms", b"total_ms", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -450,6 +454,8 @@ class RequestReport(_message.Message):
     NUM_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_LENT_FIELD_NUMBER: _builtins.int
+    NUM_HEDGES_FIELD_NUMBER: _builtins.int
+    NUM_HEDGES_WON_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     """address; empty if the decode worker prefilled in place"""
     decode_worker: _builtins.str
@@ -471,6 +477,10 @@ class RequestReport(_message.Message):
     """those of them that the model drew too"""
     num_blocks_lent: _builtins.int
     """that the prefill worker read from the decode worker's cache"""
+    num_hedges: _builtins.int
+    """prefill workers asked beside one that was late"""
+    num_hedges_won: _builtins.int
+    """those of them that gave something first"""
     @_builtins.property
     def timings(self) -> Global___Timings: ...
     @_builtins.property
@@ -494,10 +504,12 @@ class RequestReport(_message.Message):
         num_drafted_tokens: _builtins.int = ...,
         num_accepted_tokens: _builtins.int = ...,
         num_blocks_lent: _builtins.int = ...,
+        num_hedges: _builtins.int = ...,
+        num_hedges_won: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "fallback_reason", b"fallback_reason", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks_lent", b"num_blocks_lent", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_drafted_tokens", b"num_drafted_tokens", "num_handovers", b"num_handovers", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "num_retries", b"num_retries", "prefill_worker", b"prefill_worker", "routing", b"routing", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "fallback_reason", b"fallback_reason", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks_lent", b"num_blocks_lent", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_drafted_tokens", b"num_drafted_tokens", "num_handovers", b"num_handovers", "num_hedges", b"num_hedges", "num_hedges_won", b"num_hedges_won", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "num_retries", b"num_retries", "prefill_worker", b"prefill_worker", "routing", b"routing", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,5 @@
-"""Keeps retries, of decode and of prefill workers, from becoming the load. A token bucket; pure, time comes in."""
+"""Keeps retries and hedges, of decode and of prefill workers, from becoming the load. A token bucket; pure, time comes
+in."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from __future__ import annotations
 class RetryBudget:
     """Retries may add `ratio` of the requests' number, plus `floor_per_s`; unspent ones are kept for `window_s`.
 
-    One budget for all requests of a router. It starts full, so that the first lost worker costs no request.
+    One budget for all requests of a router, and one for the hedges of a decode worker. It starts full, so that the
+    first lost worker costs no request.
     """
 
     def __init__(self, *, ratio: float = 0.2, floor_per_s: float = 10.0, window_s: float = 10.0) -> None:

@@ -1,0 +1,86 @@
+"""One stream to one prefill worker, from its start to its end. The stream is the lease on what the worker announces.
+
+However the request ends, the stream says `release` and half-closes: one that just breaks off tells a prefill worker
+nothing of what is still being read, so it would keep the blocks for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from common.grpc_streams import MessageStream
+from decode_service.prefill_events import PrefillEvents
+from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc
+from worker.shell import Worker
+
+log = logging.getLogger(__name__)
+
+END_WAIT_S = 2.0  # for a prefill worker to end the stream; it does so at once
+
+
+class PrefillStream:
+    """`task` ends with the stream, and has its failure: `grpc.aio.AioRpcError`, or `TransferError` for what must not
+    be said. All is called from the same event loop."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        address: str,
+        start: prefill_pb2.PrefillStart,
+        events: PrefillEvents,
+        take_in: Callable[[PrefillStream, prefill_pb2.PrefillEvent], None],
+        timeout: float | None,
+    ) -> None:
+        """Opens it. `take_in` gets each event that comes before the release, and may raise `TransferError`. `timeout`:
+        seconds that all of it may take."""
+        self.address = address
+        self.events = events
+        self.is_released = False
+        self._worker = worker
+        self._request_id = start.request_id
+        self._take_in = take_in
+        self._outbox: asyncio.Queue[prefill_pb2.PrefillRequest | None] = asyncio.Queue()
+        self.send(prefill_pb2.PrefillRequest(start=start))
+        self.task = asyncio.create_task(self._run(timeout))
+
+    def send(self, message: prefill_pb2.PrefillRequest) -> None:
+        """After the release, or the end, nobody reads it any more."""
+        self._outbox.put_nowait(message)
+
+    def release(self) -> None:
+        """Nothing of it is read any more: its blocks are free, and the worker ends the stream."""
+        if not self.is_released:
+            self.is_released = True
+            self.send(prefill_pb2.PrefillRequest(release=prefill_pb2.ReleaseBlocks()))
+            self._outbox.put_nowait(None)
+
+    async def end(self) -> None:
+        """After `release`: returns once the stream has ended. Cancels it if that takes too long."""
+        done, _ = await asyncio.wait((self.task,), timeout=END_WAIT_S)
+        if not done:
+            extra = {"request_id": self._request_id, "address": self.address}
+            log.warning("a prefill worker does not end its stream, cancelling it", extra=extra)
+            self.task.cancel()
+            await asyncio.wait((self.task,))
+        if not self.task.cancelled():
+            self.task.exception()  # as nobody else asks for it
+
+    async def _run(self, timeout: float | None) -> None:
+        with self._worker.channels.calling(self.address) as channel:
+            call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(self._messages(), timeout=timeout)
+            try:
+                async with contextlib.aclosing(MessageStream(call, prefill_pb2.PrefillEvent)) as received:
+                    async for event in received:
+                        if not self.is_released:
+                            self._take_in(self, event)
+            finally:
+                self._outbox.put_nowait(None)  # the call's own task still waits for a message
+
+    async def _messages(self) -> AsyncIterator[prefill_pb2.PrefillRequest]:
+        """Until None. Releasing acknowledges the last blocks as well, so then they need no message."""
+        while (message := await self._outbox.get()) is not None:
+            if not (self.is_released and message.HasField("received")):
+                yield message

@@ -1,0 +1,255 @@
+"""A prefill worker that is late: the next one is asked beside it, and the first to give something goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from common import metrics
+from common.types import WorkerRole
+from protos.baton.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
+from tests.worker.fake_engine import Script, answer_to
+from tests.worker.fronts import Front, front, read, request_of, until
+from worker import shell
+
+pytestmark = pytest.mark.usefixtures("fake_engines")
+
+PROMPT = list(range(80, 94))
+NUM_BLOCKS = 4
+LATE_S = 0.01
+
+
+class Prefill(prefill_pb2_grpc.PrefillServiceServicer):
+    """Accepts, and gives what it is told to give, when it is told to."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.num_asked = 0
+        self.heard: list[prefill_pb2.PrefillRequest] = []
+        self.has_ended = False
+        self._says: asyncio.Queue[prefill_pb2.PrefillEvent | None] = asyncio.Queue()
+
+    def says(self, **event: object) -> None:
+        self._says.put_nowait(prefill_pb2.PrefillEvent(**event))  # type: ignore[arg-type]
+
+    def gives(self, *indexes: int, token: bool = False) -> None:
+        refs = [types_pb2.BlockRef(index=index, block_hash=bytes(16)) for index in indexes]
+        ready = prefill_pb2.BlocksReady(blocks=refs)
+        if token:
+            first = types_pb2.SampledToken(token_id=answer_to(PROMPT, 1)[0])
+            self.says(first_token=prefill_pb2.FirstToken(token=first, blocks_ready=ready))
+        else:
+            self.says(blocks_ready=ready)
+
+    def gives_all(self) -> None:
+        self.gives(*range(NUM_BLOCKS), token=True)
+
+    def fails(self) -> None:
+        self._says.put_nowait(None)
+
+    def heard_of(self, kind: str) -> list[prefill_pb2.PrefillRequest]:
+        return [message for message in self.heard if message.HasField(kind)]  # type: ignore[arg-type]
+
+    async def Prefill(self, request_iterator, context):  # noqa: N802
+        self.num_asked += 1
+        self.says(accepted=prefill_pb2.PrefillAccepted(worker_id="p", epoch="e"))
+        speaking = asyncio.create_task(self._speak(context))
+        try:
+            async for message in request_iterator:
+                self.heard.append(message)
+        finally:
+            speaking.cancel()
+            self.has_ended = True
+
+    async def _speak(self, context: grpc.aio.ServicerContext) -> None:
+        while (event := await self._says.get()) is not None:
+            await context.write(event)
+        await context.abort(grpc.StatusCode.INTERNAL, "it was told to fail")
+
+
+@asynccontextmanager
+async def serving(*workers: Prefill) -> AsyncIterator[list[Prefill]]:
+    server = [grpc.aio.server() for _ in workers]
+    for one, worker in zip(server, workers, strict=True):
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(worker, one)
+        worker.address = f"127.0.0.1:{one.add_insecure_port('127.0.0.1:0')}"
+        await one.start()
+    try:
+        yield list(workers)
+    finally:
+        for one in server:
+            await one.stop(None)
+
+
+def hedged(
+    *workers: Prefill | Front, script: Script | None = None, late_s: float = LATE_S, **fields: object
+) -> decode_pb2.DecodeRequest:
+    return request_of(PROMPT, list(workers), script, hedge_after_s=late_s, **fields)
+
+
+def hedges(outcome: str) -> float:
+    return metrics.worker_hedges.labels(outcome)._value.get()
+
+
+async def test_the_second_one_goes_on_if_the_first_stalls(decode: Front, prefill: Front) -> None:
+    num_asked, num_won = hedges("asked"), metrics.worker_hedges_won._value.get()
+    async with serving(Prefill()) as (stalled,):
+        told = await read(decode.decode.Decode(hedged(stalled, prefill)))
+        await until(lambda: stalled.has_ended, "the first stream has ended")
+        assert stalled.heard_of("release")
+    report = told.report
+    assert told.token_ids == answer_to(PROMPT, 5)
+    assert (report.num_hedges, report.num_hedges_won, report.num_retries) == (1, 1, 0)
+    assert (report.prefill_worker, report.fallback_reason) == (prefill.address, "")
+    assert (hedges("asked"), metrics.worker_hedges_won._value.get()) == (num_asked + 1, num_won + 1)
+    await decode.settled()
+    await prefill.settled()
+
+
+@pytest.mark.parametrize("token_first", [True, False])
+async def test_the_first_one_goes_on_if_it_gives_something_before_the_second(decode: Front, token_first: bool) -> None:
+    async with serving(Prefill(), Prefill()) as (late, other):
+        call = decode.decode.Decode(hedged(late, other))
+        await until(lambda: other.num_asked, "the second one is asked")
+        late.gives(*() if token_first else (0, 1), token=token_first)
+        await until(lambda: other.has_ended, "the second one is released")
+        other.gives_all()
+        late.gives(*range(NUM_BLOCKS) if token_first else (2, 3), token=not token_first)
+        told = await read(call)
+        assert other.heard_of("release")
+    assert told.token_ids == answer_to(PROMPT, 5)
+    assert (told.report.num_hedges, told.report.num_hedges_won) == (1, 0)
+    assert told.report.prefill_worker == late.address
+    assert len(decode.told("RemoteFirstToken")) == 1
+    indexes = [ref["index"] for command in decode.told("BlocksAnnounced") for ref in command["blocks"]]
+    assert sorted(indexes) == list(range(NUM_BLOCKS))  # of one worker
+    await decode.settled()
+
+
+async def test_what_both_give_at_once_counts_once(decode: Front) -> None:
+    async with serving(Prefill(), Prefill()) as workers:
+        call = decode.decode.Decode(hedged(*workers))
+        await until(lambda: workers[1].num_asked, "the second one is asked")
+        for worker in workers:
+            worker.gives_all()
+        told = await read(call)
+        await until(lambda: all(worker.has_ended for worker in workers), "both streams have ended")
+    assert told.token_ids == answer_to(PROMPT, 5)
+    assert len(decode.told("RemoteFirstToken")) == len(decode.told("BlocksAnnounced")) == 1
+    await decode.settled()
+
+
+async def test_who_has_given_a_block_is_not_late(decode: Front) -> None:
+    async with serving(Prefill(), Prefill()) as (slow, other):
+        slow.gives(0)  # as soon as it is asked
+        call = decode.decode.Decode(hedged(slow, other, late_s=0.2))
+        await until(lambda: decode.told("BlocksAnnounced"), "a block")
+        await asyncio.sleep(0.3)
+        slow.gives(1, 2, 3, token=True)
+        told = await read(call)
+        assert other.num_asked == 0
+    assert told.report.num_hedges == 0
+
+
+async def test_nobody_else_is_asked_unless_the_router_says_when(decode: Front) -> None:
+    async with serving(Prefill(), Prefill()) as (slow, other):
+        call = decode.decode.Decode(request_of(PROMPT, [slow, other]))
+        await until(lambda: slow.num_asked, "it is asked")
+        await asyncio.sleep(0.05)
+        assert other.num_asked == 0
+        slow.gives_all()
+        assert (await read(call)).report.num_hedges == 0
+
+
+async def test_one_other_is_asked_at_most(decode: Front) -> None:
+    async with serving(Prefill(), Prefill(), Prefill()) as workers:
+        call = decode.decode.Decode(hedged(*workers))
+        await until(lambda: workers[1].num_asked, "the second one is asked")
+        await asyncio.sleep(0.05)
+        workers[0].gives_all()
+        await read(call)
+        assert [worker.num_asked for worker in workers] == [1, 1, 0]
+
+
+async def test_no_more_are_asked_than_the_budget_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shell, "HEDGE_RATIO", 0.0)
+    monkeypatch.setattr(shell, "HEDGES_PER_S", 1e-3)
+    monkeypatch.setattr(shell, "HEDGE_WINDOW_S", 1e3)  # one, and the next in a quarter of an hour
+    async with front(WorkerRole.DECODE, tmp_path) as decode:
+        for num_hedges in (1, 0):
+            async with serving(Prefill(), Prefill()) as (late, other):
+                num_refused = hedges("refused")
+                call = decode.decode.Decode(hedged(late, other, request_id=f"r{num_hedges}"))
+                await until(lambda other=other, n=num_refused: other.num_asked or hedges("refused") > n, "it is late")
+                late.gives_all()
+                told = await read(call)
+                assert (told.report.num_hedges, other.num_asked) == (num_hedges, num_hedges)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+async def test_one_that_fails_leaves_it_to_the_other(decode: Front, failing: int) -> None:
+    async with serving(Prefill(), Prefill(), Prefill()) as workers:
+        call = decode.decode.Decode(hedged(*workers))
+        await until(lambda: workers[1].num_asked, "the second one is asked")
+        workers[failing].fails()
+        await until(lambda: decode.told("PrefillLeaseEnded"), "it has failed")
+        workers[1 - failing].gives_all()
+        told = await read(call)
+        assert workers[2].num_asked == 0
+    assert told.report.prefill_worker == workers[1 - failing].address
+    assert (told.report.num_hedges, told.report.num_hedges_won, told.report.num_retries) == (1, failing == 0, 0)
+    assert told.report.fallback_reason == ""
+    await decode.settled()
+
+
+async def test_if_both_fail_a_third_one_is_asked(decode: Front) -> None:
+    async with serving(Prefill(), Prefill(), Prefill()) as workers:
+        call = decode.decode.Decode(hedged(*workers))
+        await until(lambda: workers[1].num_asked, "the second one is asked")
+        for worker in workers[:2]:
+            worker.fails()
+        await until(lambda: workers[2].num_asked, "the third one is asked")
+        workers[2].gives_all()
+        told = await read(call)
+    assert (told.report.prefill_worker, told.report.num_retries) == (workers[2].address, 1)
+    assert (told.report.num_hedges, told.report.num_hedges_won) == (1, 0)
+
+
+async def test_who_asks_first_is_lent_the_blocks(decode: Front) -> None:
+    async with serving(Prefill(), Prefill()) as workers:
+        call = decode.decode.Decode(hedged(*workers, script=Script(num_cached=2)))
+        await until(lambda: workers[1].num_asked, "the second one is asked")
+        for worker in reversed(workers):
+            worker.says(wanted=prefill_pb2.BlocksWanted(first=0, stop=2))
+            await until(lambda worker=worker: worker.heard_of("lent"), "an answer")
+        refused, lent = (worker.heard_of("lent")[0].lent for worker in workers)
+        assert (list(refused.failed_indexes), len(refused.blocks)) == ([0, 1], 0)
+        assert [ref.index for ref in lent.blocks] == [0, 1]
+        workers[0].gives(2, 3, token=True)
+        told = await read(call)
+    assert (told.report.num_hedges_won, told.report.num_blocks_lent) == (0, 0)
+    await decode.settled()
+    assert len(decode.told("LendBlocks")) == len(decode.told("EndLoan")) == 1
+
+
+async def test_a_cancelled_request_releases_both(decode: Front) -> None:
+    async with serving(Prefill(), Prefill()) as workers:
+        call = decode.decode.Decode(hedged(*workers))
+        await until(lambda: workers[1].num_asked, "the second one is asked")
+        call.cancel()
+        await until(lambda: all(worker.has_ended for worker in workers), "both streams have ended")
+        assert all(worker.heard_of("release") for worker in workers)
+    await decode.settled()
+
+
+@pytest.mark.parametrize("late_s", [-1.0, math.nan, math.inf])
+async def test_a_time_that_is_none_is_refused(decode: Front, late_s: float) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="hedge_after_s: must be a number of seconds") as failed:
+        await read(decode.decode.Decode(hedged(late_s=late_s)))
+    assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
