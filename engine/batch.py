@@ -70,11 +70,3 @@ class SequenceInput:
     sample: SampleInput | None = None
     num_pooled: int = 0  # asks for hidden states of so many of the new tokens, the last ones, instead of a token
     score: ScoreInput | None = None
-
-
-@dataclass(slots=True, frozen=True)
-class BlockCopy:
-    """Copy one whole block inside the cache (copy-on-write), before the step's forward pass."""
-
-    source: int
-    target: int

@@ -7,63 +7,29 @@ never waits for a transfer: a request that needs remote KV is not scheduled unti
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from itertools import islice
-from typing import Protocol
+from collections.abc import Callable
 
-import torch
-
-from common.block_hash import extra_keys, root_hash
+from common.block_hash import root_hash
 from common.config import EngineSettings
-from common.errors import InvalidArgumentError
-from common.sampling import SamplingParams
-from common.types import FinishReason, KVCacheSpec, SampledToken, WorkerLoad
+from common.types import FinishReason, WorkerLoad
 from engine import messages as m
-from engine.batch import BlockCopy, SampleInput, Scored, SequenceInput, StepOutput
 from engine.blocks.block_manager import BlockManager
 from engine.blocks.host_cache import allocate_host_cache, copy_blocks
 from engine.blocks.host_tier import HostCopy
+from engine.forward_pass import ForwardPass, Runner
 from engine.grammars import Compiler, Grammars
-from engine.guide_state import GuideError
-from engine.pooling import embedding, take_pooled
-from engine.prompt_scores import MAX_EVENT_TOKENS, next_scores
+from engine.intake import Intake
+from engine.integrity import IntegrityReport
+from engine.pooling import embedding
 from engine.remote_kv import RemoteKV
-from engine.request import Request, RequestStatus
 from engine.schedule import NewToken, SchedulerConfig, SchedulerOutput
 from engine.scheduler import Scheduler
-from engine.speculation.checks import accepted_tokens, check_rows
 from engine.speculation.ngram import NgramDrafter
-from engine.speculation.speculation import Drafter, Speculation, count_draft
+from engine.speculation.speculation import Drafter, Speculation
 from kv_store.base import KVConnector
 from kv_store.no_store import NoStore
 
 log = logging.getLogger(__name__)
-
-INTEGRITY_SHARE = 0.05  # most of the engine's time that status calls may take for integrity checks
-INTEGRITY_AGE_S = 1.0  # oldest result of an integrity check that a status call gets
-
-
-class Runner(Protocol):
-    """The model on its device. `engine.model_runner.ModelRunner`, or a fake in tests."""
-
-    spec: KVCacheSpec
-    kv_cache: torch.Tensor  # [num_blocks, *spec.block_shape]
-    num_blocks: int
-    max_model_len: int
-    vocab_size: int
-    hidden_size: int
-    window: int  # tokens that the layer which sees the most sees; 0: all
-    eos_token_ids: list[int]
-    dtype_reason: str
-    device: torch.device
-    device_reason: str
-
-    def execute(
-        self,
-        sequences: Sequence[SequenceInput],
-        copies: Sequence[BlockCopy] = (),
-        between_layers: Callable[[], None] = ...,
-    ) -> list[StepOutput]: ...
 
 
 class EngineCore:
@@ -90,8 +56,6 @@ class EngineCore:
         self._read_commands = read_commands
         self._events: list[m.Event] = []
         self._has_newcomers = False  # in the scheduler's queue, since it last admitted any
-        self._integrity_result = ""
-        self._integrity_due = 0.0  # no status call checks again before this time
         self._host_cache = allocate_host_cache(settings, runner.spec, runner.kv_cache.device)
         self.blocks = BlockManager(
             runner.num_blocks,
@@ -102,8 +66,15 @@ class EngineCore:
             keep_evicted=settings.host_cache_gb > 0,
             has_store=not isinstance(store, NoStore),
         )
-        self._grammars = None if compile_grammar is None else Grammars(compile_grammar, clock, wake)
-        self.remote_kv = RemoteKV(connector, store, self.blocks, clock, lambda event: self._events.append(event))
+        self.remote_kv = RemoteKV(connector, store, self.blocks, clock, self._emit)
+        self._intake = Intake(
+            self.remote_kv,
+            None if compile_grammar is None else Grammars(compile_grammar, clock, wake),
+            max_model_len=runner.max_model_len,
+            hidden_size=runner.hidden_size,
+            clock=clock,
+            emit=self._emit,
+        )
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=settings.max_num_seqs,
@@ -120,6 +91,8 @@ class EngineCore:
             self.blocks,
             self.remote_kv.room,
         )
+        self._integrity = IntegrityReport(self.scheduler.check_integrity, clock)
+        self._forward = ForwardPass(runner, self.scheduler.config.eos_token_ids, self.scheduler.stop, self._emit)
         if drafter is None and settings.speculation == "ngram":
             drafter = NgramDrafter()
         if drafter is None and settings.speculation != "none":
@@ -154,9 +127,11 @@ class EngineCore:
         remote_kv = self.remote_kv
         match command:
             case m.AddRequest():
-                self._add(command)
+                self._intake.add(command)
+                self._admit_answered()
             case m.Embed():
-                self._embed(command)
+                self._intake.embed(command)
+                self._admit_answered()
             case m.BlocksAnnounced():
                 remote_kv.announced(command)
             case m.RemoteFirstToken(request_id, token):
@@ -169,11 +144,11 @@ class EngineCore:
             case m.RemotePrefillFailed(request_id, reason):
                 remote_kv.room.failed(request_id, reason)
             case m.Release(request_id):
-                self._drop_waiting(request_id)
+                self._intake.drop(request_id)
                 self.scheduler.release(request_id)
                 remote_kv.transfers.release(request_id)
             case m.StopPrefill(request_id):
-                self._drop_waiting(request_id)
+                self._intake.drop(request_id)
                 self.scheduler.stop(request_id)
             case m.LendBlocks(request_id, first, stop):
                 remote_kv.lend(request_id, first, stop)
@@ -182,7 +157,7 @@ class EngineCore:
             case m.AddPeer(peer):
                 remote_kv.add_peer(peer)
             case m.GetStatus(call_id):
-                self._events.append(m.Status(call_id, self.load, self._integrity()))
+                self._events.append(m.Status(call_id, self.load, self._integrity.get()))
             case m.GetBlocks():
                 self._events.append(m.BlocksListed(b"".join(self.blocks.names())))
         self._take_back()
@@ -247,7 +222,7 @@ class EngineCore:
         written = output.written_blocks(self.blocks.block_size)
         self.blocks.hold(written)
         try:
-            tokens = self._compute(output, between_layers or self.take_in_transfers)
+            tokens = self._forward.compute(output, between_layers or self.take_in_transfers)
         finally:
             for block_id in written:
                 self.blocks.unhold(block_id)
@@ -264,6 +239,9 @@ class EngineCore:
         self.remote_kv.take_in(self._read_commands)
         self._take_back()
 
+    def _emit(self, event: m.Event) -> None:
+        self._events.append(event)
+
     def take_events(self) -> list[m.Event]:
         """Events since the last call."""
         events, self._events = self._events, []
@@ -275,20 +253,15 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or len(self.remote_kv.lookups) > 0 or self._num_without_grammar > 0
+        return self.scheduler.has_work or len(self._intake) > 0
 
     @property
     def load(self) -> WorkerLoad:
-        scheduler, blocks, lookups = self.scheduler, self.blocks, self.remote_kv.lookups
+        scheduler, blocks, intake = self.scheduler, self.blocks, self._intake
         return WorkerLoad(
             num_requests_running=scheduler.num_running + scheduler.num_held_back,
-            num_requests_waiting=scheduler.num_waiting
-            - scheduler.num_held_back
-            + len(lookups)
-            + self._num_without_grammar,
-            num_queued_prompt_tokens=scheduler.num_queued_prompt_tokens
-            + lookups.num_prompt_tokens
-            + (self._grammars.num_prompt_tokens if self._grammars is not None else 0),
+            num_requests_waiting=scheduler.num_waiting - scheduler.num_held_back + len(intake),
+            num_queued_prompt_tokens=scheduler.num_queued_prompt_tokens + intake.num_prompt_tokens,
             num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_empty_blocks,
             num_cached_blocks=blocks.num_cached_blocks,
@@ -296,98 +269,16 @@ class EngineCore:
             num_unstored_blocks=len(blocks.write_back),
         )
 
-    def _integrity(self) -> str:
-        """What is wrong, or "ok". A check takes time in proportion to blocks and requests, and anybody may ask for the
-        status. So no status call checks again until the last check took only `INTEGRITY_SHARE` of the time since."""
-        start = self._clock()
-        if start >= self._integrity_due:
-            self._integrity_result = "; ".join(self.scheduler.check_integrity()[:5]) or "ok"
-            end = self._clock()
-            self._integrity_due = end + min((end - start) / INTEGRITY_SHARE, INTEGRITY_AGE_S)
-        return self._integrity_result
-
     def close(self) -> None:
         for connector in self._connectors:
             connector.close()
-        if self._grammars is not None:
-            self._grammars.close()
+        self._intake.close()
 
-    # ------------------------------------------------------------------------------------------- commands
-
-    def _add(self, command: m.AddRequest) -> None:
-        num_tokens = len(command.prompt_token_ids) + len(command.output_token_ids)
-        if not command.prompt_token_ids:
-            self._fail(command.request_id, "INVALID_ARGUMENT", "is empty", "prompt_token_ids")
-            return
-        if num_tokens >= self._runner.max_model_len:
-            limit = self._runner.max_model_len
-            reason = f"{num_tokens} tokens leave no room in a context of {limit}"
-            self._fail(command.request_id, "INVALID_ARGUMENT", reason, "prompt_token_ids")
-            return
-        request = Request(
-            request_id=command.request_id,
-            token_ids=[*command.prompt_token_ids, *command.output_token_ids],
-            num_prompt_tokens=len(command.prompt_token_ids),
-            sampling_params=command.sampling_params,
-            arrival_time=self._clock(),
-            mode=command.mode,
-            extra_keys=extra_keys(cache_salt=command.cache_salt),
-            priority=command.priority,
-            first_block=command.first_block,
-            num_lendable_blocks=command.num_lendable_blocks,
-            min_remote_tokens=command.min_remote_tokens,
-        )
-        is_scored = command.mode is not m.RequestMode.LOCAL or len(command.output_token_ids) > 0
-        if command.sampling_params.prompt_logprobs is not None and not is_scored:
-            request.num_unscored_tokens = request.num_prompt_tokens - 1
-            request.needs_every_token = request.num_unscored_tokens > 0
-        guided = command.sampling_params.guided
-        if guided is None:
-            self.remote_kv.lookups.start(request)
-        elif self._grammars is None:
-            self._fail(command.request_id, "INTERNAL", "this engine has no grammars")
-        else:
-            self._grammars.start(request, guided)
-        self._admit_answered()
-
-    def _drop_waiting(self, request_id: str) -> None:
-        """A request that is not in the queue yet has ended."""
-        self.remote_kv.lookups.drop(request_id)
-        if self._grammars is not None:
-            self._grammars.drop(request_id)
-
-    @property
-    def _num_without_grammar(self) -> int:
-        return len(self._grammars) if self._grammars is not None else 0
-
-    def _embed(self, command: m.Embed) -> None:
-        if command.dimensions > self._runner.hidden_size:
-            reason = f"must be at most {self._runner.hidden_size}, the model's, not {command.dimensions}"
-            self._fail(command.request_id, "INVALID_ARGUMENT", reason, "dimensions")
-            return
-        request = Request(
-            request_id=command.request_id,
-            token_ids=list(command.prompt_token_ids),
-            num_prompt_tokens=len(command.prompt_token_ids),
-            sampling_params=SamplingParams(),
-            arrival_time=self._clock(),
-            extra_keys=extra_keys(cache_salt=command.cache_salt),
-            embed=command,
-            needs_every_token=command.pooling is m.Pooling.MEAN,
-        )
-        self.remote_kv.lookups.start(request)
-        self._admit_answered()
+    # ------------------------------------------------------------------------------------------ internals
 
     def _admit_answered(self) -> None:
-        """Requests that waited for their grammar are looked up in the store; those that waited for that join the
-        queue."""
-        for answered in self._grammars.take_answered() if self._grammars is not None else ():
-            if not answered.failure:
-                self.remote_kv.lookups.start(answered.request)
-            else:
-                field = "sampling_params.guided" if answered.grpc_code == InvalidArgumentError.grpc_code else ""
-                self._fail(answered.request.request_id, answered.grpc_code, answered.failure, field)
-        for request in self.remote_kv.lookups.take_answered():
+        """Requests that wait for nothing before the queue join it."""
+        for request in self._intake.take_ready():
             self.scheduler.add(request)
             self._has_newcomers = True
 
@@ -395,9 +286,6 @@ class EngineCore:
         """Requests that waited for KV go on."""
         for request in self.remote_kv.take_settled():
             self.scheduler.take_back(request)
-
-    def _fail(self, request_id: str, grpc_code: str, reason: str, field: str = "") -> None:
-        self._events.append(m.RequestFailed(request_id, grpc_code, reason, field))
 
     def _report_embeddings(self, output: SchedulerOutput) -> None:
         for request in output.num_tokens:
@@ -408,100 +296,8 @@ class EngineCore:
             self._events.append(m.Embedded(request.request_id, values, request.num_cached_tokens, queue_s))
             self.scheduler.release(request.request_id)
 
-    # ----------------------------------------------------------------------------------------------- step
-
     def _copy(self, copies: list[HostCopy]) -> None:
         copy_blocks(copies, self._runner.kv_cache, self._host_cache)
-
-    def _compute(self, output: SchedulerOutput, between_layers: Callable[[], None]) -> list[list[SampledToken]]:
-        strays = self._follow_grammars(output)
-        sequences = [self._sequence(request, num_new) for request, num_new in output.num_tokens.items()]
-        eos = self.scheduler.config.eos_token_ids
-        checks = {request: check_rows(request, draft, eos) for request, draft in output.drafts.items()}
-        rows = [*sequences, *(row for each in checks.values() for row in each)]
-        try:
-            results = self._runner.execute(rows, between_layers=between_layers)
-        except Exception:
-            # One batch is lost, not the worker: its requests fail with their ids, all others go on.
-            log.exception("a step failed", extra={"num_requests": len(sequences)})
-            for request in list(output.num_tokens):
-                self.scheduler.stop(request.request_id)  # blocks of a prefill that were announced may be being read
-                self._fail(request.request_id, "INTERNAL", "the engine failed to compute this request")
-            return [[] for _ in sequences]
-        drawn = iter(results[len(sequences) :])
-        further = {request: list(islice(drawn, len(each))) for request, each in checks.items()}
-        tokens = []
-        for request, sequence, result in zip(output.num_tokens, sequences, results, strict=False):
-            token = self._take(request, result)
-            tokens.append([] if token is None else [token])
-            if request in strays:
-                self.scheduler.stop(request.request_id)
-                self._fail(request.request_id, "INTERNAL", strays[request])
-            elif token is None and sequence.sample is not None:
-                self._end_without_token(request)
-            elif token is not None and checks.get(request):
-                tokens[-1] = accepted_tokens(token, checks[request], further[request])
-                count_draft(request, len(checks[request]), len(tokens[-1]) - 1)
-        return tokens
-
-    def _take(self, request: Request, result: StepOutput) -> SampledToken | None:
-        """The token, if there is one; what else came is kept with the request or reported."""
-        if not isinstance(result, Scored):
-            return take_pooled(request, result)
-        if request.status is RequestStatus.RUNNING:  # else it was aborted in mid-step
-            for start in range(0, len(result.scores), MAX_EVENT_TOKENS):
-                scores = result.scores[start : start + MAX_EVENT_TOKENS]
-                self._events.append(m.PromptScored(request.request_id, scores))
-            request.num_unscored_tokens -= len(result.scores)
-            request.needs_every_token = request.num_unscored_tokens > 0
-        return result.token
-
-    def _follow_grammars(self, output: SchedulerOutput) -> dict[Request, str]:
-        """Guides take in the tokens that came. Returns requests whose tokens, sampled elsewhere, are not in their
-        grammar, and why."""
-        strays = {}
-        for request, num_new in output.num_tokens.items():
-            if request.guide is not None and num_new == request.num_missing_tokens:
-                try:
-                    request.guide.follow(request.token_ids, request.num_prompt_tokens)
-                except GuideError as error:
-                    strays[request] = str(error)
-        return strays
-
-    def _end_without_token(self, request: Request) -> None:
-        """What it asks for leaves no token."""
-        self.scheduler.stop(request.request_id)
-        guide = request.guide
-        field = "sampling_params.allowed_token_ids" if guide is None else "sampling_params.guided"
-        reason = (guide and guide.failure) or "what it allows next is banned by other parameters"
-        self._fail(request.request_id, "INVALID_ARGUMENT", f"the answer cannot go on: {reason}", field)
-
-    def _sequence(self, request: Request, num_new: int) -> SequenceInput:
-        start = request.num_computed_tokens
-        is_last = num_new == request.num_missing_tokens
-        if request.embed is not None:
-            num_pooled = num_new if request.embed.pooling is m.Pooling.MEAN else int(is_last)
-            return SequenceInput(
-                token_ids=request.token_ids[start : start + num_new],
-                num_computed_tokens=start,
-                block_ids=request.block_ids,
-                num_pooled=num_pooled,
-            )
-        return SequenceInput(
-            token_ids=request.token_ids[start : start + num_new],
-            num_computed_tokens=start,
-            block_ids=request.block_ids,
-            sample=self._sample(request) if is_last else None,
-            score=next_scores(request, num_new),
-        )
-
-    def _sample(self, request: Request) -> SampleInput:
-        return SampleInput(
-            params=request.sampling_params,
-            num_output_tokens=request.num_output_tokens,
-            changes=request.logit_changes(self.scheduler.config.eos_token_ids),
-            guide=request.guide,
-        )
 
     def _report_token(self, new: NewToken, *, is_relayed: bool = False) -> None:
         request, reason = new.request, new.finish_reason

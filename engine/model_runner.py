@@ -16,7 +16,7 @@ from common.sampling import SamplingParams
 from common.types import KVCacheSpec, SampledToken
 from engine.attention.base import AttentionShape
 from engine.attention.registry import attention_backend
-from engine.batch import BlockCopy, Pooled, SampleInput, Scored, SequenceInput, StepOutput
+from engine.batch import Pooled, SampleInput, Scored, SequenceInput, StepOutput
 from engine.blocks.host_memory import available_bytes
 from engine.checkpoints.gguf_file import read_gguf
 from engine.checkpoints.gguf_tensors import PLAIN
@@ -122,16 +122,13 @@ class ModelRunner:
     def execute(
         self,
         sequences: Sequence[SequenceInput],
-        copies: Sequence[BlockCopy] = (),
         between_layers: Callable[[], None] = _nothing,
     ) -> list[StepOutput]:
-        """One engine step: copies blocks in order, computes all new tokens, samples and scores if asked.
+        """One engine step: computes all new tokens, samples and scores if asked.
 
         The result has one entry per sequence, None if it asked for nothing. `between_layers` is called after each
         layer, or after some short ones; it may not touch this runner.
         """
-        for copy in copies:
-            self.kv_cache[copy.target].copy_(self.kv_cache[copy.source])
         result: list[StepOutput] = [None] * len(sequences)
         wanted, states, pooled, scores = self._forward(sequences, between_layers)
         for index, one in pooled.items():

@@ -13,18 +13,19 @@ One step, in order: `schedule` -> the engine carries out copies and the forward 
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from common.types import FinishReason, SampledToken
 from engine.blocks.block_manager import BlockManager
+from engine.equal_prompts import EqualPrompts
+from engine.integrity import problems
 from engine.messages import RequestMode
+from engine.preemption import victim
 from engine.remote_kv import Publish, WaitingRoom, next_publication
 from engine.request import Request, RequestStatus
 from engine.schedule import NewToken, SchedulerConfig, SchedulerOutput, StepResult
-
-_NO_DRAFTS: Mapping[Request, Sequence[int]] = MappingProxyType({})
+from engine.waiting_queue import WaitingQueue
 
 
 class Scheduler:
@@ -32,10 +33,10 @@ class Scheduler:
         self.config = config
         self.blocks = blocks
         self.requests: dict[str, Request] = {}  # every request that is not finished, or that is leased
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []  # in the order of admission
         self._room = room  # parked: WAITING_FOR_REMOTE_KV
-        self._num_held_back = 0  # at the last look into the queue
+        self._equal_prompts = EqualPrompts(blocks, room)
+        self._waiting = WaitingQueue(config.queue_policy, self._equal_prompts)
+        self._running: list[Request] = []  # in the order of admission
 
     # ------------------------------------------------------------------------------------------- requests
 
@@ -43,21 +44,12 @@ class Scheduler:
         if request.request_id in self.requests:
             raise ValueError(f"request {request.request_id} exists already")
         self.requests[request.request_id] = request
-        index = len(self._waiting)
-        if self.config.queue_policy == "priority":
-            while index and self._goes_before(request, self._waiting[index - 1]):
-                index -= 1
-        self._waiting.insert(index, request)
-
-    @staticmethod
-    def _goes_before(newcomer: Request, other: Request) -> bool:
-        """Nobody goes before one that had begun already."""
-        return other.scheduled_time is None and newcomer.queue_time < other.queue_time
+        self._waiting.add(request)
 
     def take_back(self, request: Request) -> None:
         """A request that was parked goes on with the KV that came, or starts again."""
         if request.status is RequestStatus.WAITING:
-            self._waiting.appendleft(request)
+            self._waiting.put_first(request)
         else:
             self._running.append(request)
 
@@ -94,7 +86,7 @@ class Scheduler:
     @property
     def num_held_back(self) -> int:
         """Of `num_waiting`, those that wait for the KV of a request that runs: there is room for them."""
-        return min(self._num_held_back, len(self._waiting))
+        return self._waiting.num_held_back
 
     @property
     def num_leases(self) -> int:
@@ -113,7 +105,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------- schedule
 
-    def schedule(self, now: float, drafts: Mapping[Request, Sequence[int]] = _NO_DRAFTS) -> SchedulerOutput:
+    def schedule(self, now: float, drafts: Mapping[Request, Sequence[int]] = MappingProxyType({})) -> SchedulerOutput:
         """Fills one step's token budget. `drafts`: tokens that may follow, of some of `decodes`."""
         output = SchedulerOutput()
         budget = self.config.max_num_batched_tokens
@@ -138,19 +130,21 @@ class Scheduler:
             return 0
         num_new = self.chunk_size(request, budget)
         if request.num_missing_tokens > 1 and self.blocks.cache.is_enabled and not request.needs_every_token:
-            self._adopt(request, output)
-            num_new = self._up_to_known(request, self.chunk_size(request, budget), output)
+            before = request.num_computed_tokens
+            self.blocks.adopt_computed(request)  # by others, since the last step
+            output.publishes += self._publish(request) if request.num_computed_tokens > before else []
+            num_new = self._equal_prompts.up_to_known(request, self.chunk_size(request, budget), output.names)
         if num_new <= 0:
             return 0
         while not self.blocks.append(request, request.num_computed_tokens + num_new):
-            victim = self._victim(request, output)
-            if victim is None:
+            other = victim(request, self._running, output.num_tokens, self.config.queue_policy)
+            if other is None:
                 return 0
-            self._preempt(victim, output)
-            if victim is request:
+            self._preempt(other, output)
+            if other is request:
                 return 0
         output.num_tokens[request] = num_new
-        output.names.update(self._names(request, num_new))
+        output.names.update(self._equal_prompts.names(request, num_new))
         return num_new
 
     def _schedule_drafts(self, drafts: Mapping[Request, Sequence[int]], budget: int, output: SchedulerOutput) -> int:
@@ -163,50 +157,6 @@ class Scheduler:
                 num_drafted += len(kept)
         return num_drafted
 
-    def _adopt(self, request: Request, output: SchedulerOutput) -> None:
-        """Takes over what others have computed or fetched since the last step."""
-        before = request.num_computed_tokens
-        self.blocks.adopt_computed(request)
-        if request.num_computed_tokens > before:
-            output.publishes += self._publish(request)
-
-    def _up_to_known(self, request: Request, num_new: int, output: SchedulerOutput) -> int:
-        """`num_new`, cut before the first block that is here already or that another request computes in this step.
-
-        The request takes that block over in the next step, which costs nothing, so equal prompts that come together are
-        computed once.
-        """
-        size = self.blocks.block_size
-        start, last = request.num_computed_tokens, (request.num_tokens - 1) // size
-        for index in range(start // size, min((start + num_new - 1) // size + 1, last)):
-            name = request.block_hashes[index]
-            if name in output.names or (index * size > start and self.blocks.cache.find(name) is not None):
-                return max(index * size - start, 0)
-        return num_new
-
-    def _names(self, request: Request, num_new: int) -> Sequence[bytes]:
-        """Names of the blocks that the request's next `num_new` tokens complete."""
-        if num_new == 1 or not self.blocks.cache.is_enabled:
-            return ()
-        size, start = self.blocks.block_size, request.num_computed_tokens
-        return request.block_hashes[start // size : (start + num_new) // size]
-
-    def _victim(self, needy: Request, output: SchedulerOutput) -> Request | None:
-        """The request that gives its blocks back for `needy`: the last admitted one that is not in this step already;
-        by priority, the one that would be the last in the queue, maybe `needy` itself.
-
-        A prefill is never preempted: its decode worker may be reading its blocks, and it needs no more of them.
-        """
-        able = (one for one in reversed(self._running) if one.mode is not RequestMode.PREFILL)
-        victims = (one for one in able if one not in output.num_tokens)
-        if self.config.queue_policy == "priority":
-            victim = max(victims, key=lambda one: one.queue_time, default=None)
-        else:
-            victim = next(victims, None)
-        if victim is not None:
-            return victim
-        return needy if needy in self._running and needy.mode is not RequestMode.PREFILL else None
-
     def _preempt(self, request: Request, output: SchedulerOutput) -> None:
         self._running.remove(request)
         request.num_preemptions += 1
@@ -216,7 +166,7 @@ class Scheduler:
             self.blocks.free(request)
             request.num_computed_tokens = 0
             request.status = RequestStatus.PREEMPTED
-        self._waiting.appendleft(request)
+        self._waiting.put_first(request)
         output.preempted.append(request)
 
     # ------------------------------------------------------------------------------------------ admission
@@ -225,7 +175,7 @@ class Scheduler:
         """In mid-step: parks newcomers from the queue's head. Stops if a block would be copied to host memory: a device
         copies after the step, and a fetch into the block does not wait for that."""
         output = SchedulerOutput()
-        while (request := self._next_waiting()) and not self.blocks.may_demote(request.num_tokens):
+        while (request := self._first_waiting()) and not self.blocks.may_demote(request.num_tokens):
             if self._admit_one(request, 0, output, now) is None:
                 break
         output.host_copies = self.blocks.take_copies()
@@ -233,48 +183,14 @@ class Scheduler:
 
     def _admit(self, budget: int, output: SchedulerOutput, now: float) -> None:
         """Takes requests from the queue while there is room, in its order; the first that does not fit stops it."""
-        while (request := self._next_waiting()) is not None:
+        while (request := self._first_waiting()) is not None:
             num_tokens = self._admit_one(request, budget, output, now)
             if num_tokens is None:
                 return
             budget -= num_tokens
 
-    def _next_waiting(self) -> Request | None:
-        """The first in the queue that may be admitted; None if there is no place for one. Those that are held back keep
-        theirs: nobody who came later takes it."""
-        self._num_held_back = 0
-        for request in self._waiting:
-            if self.num_running + self._num_held_back >= self.config.max_num_seqs:
-                return None
-            if not self._is_held_back(request):
-                return request
-            self._num_held_back += 1
-        return None
-
-    def _is_held_back(self, request: Request) -> bool:
-        """Whether the next block that the request lacks is being computed, or fetched, for another one.
-
-        To wait for it without blocks of its own costs no time. Nobody waits for a request that does not go on: as
-        soon as that one is preempted or ends, the first of those held back computes the block.
-        """
-        if request.status is RequestStatus.SWAPPED or request.mode is RequestMode.PREFILL:
-            return False  # a prefill's blocks are announced as soon as each is there
-        if request.needs_every_token or not self.blocks.cache.is_enabled:
-            return False
-        is_newcomer = request.status is RequestStatus.WAITING
-        if is_newcomer and self._room.follows_only(request):
-            return True
-        if is_newcomer and request.mode is RequestMode.REMOTE:
-            return False  # a prefill worker computes what it lacks
-        names = self.blocks.cache.findable(request)
-        size = self.blocks.block_size
-        for other in self._running:
-            index = other.num_computed_tokens // size
-            if other.num_missing_tokens > 1 and index < min(len(names), other.num_tokens // size):
-                name = other.block_hashes[index]
-                if names[index] == name and self.blocks.cache.find(name) is None:
-                    return True
-        return False
+    def _first_waiting(self) -> Request | None:
+        return self._waiting.first(self._running, self.config.max_num_seqs - self.num_running)
 
     def _admit_one(self, request: Request, budget: int, output: SchedulerOutput, now: float) -> int | None:
         """Admits a request of the queue. Returns the tokens that it got in this step, or None if it has to wait."""
@@ -376,19 +292,6 @@ class Scheduler:
         self.blocks.free(request)
         del self.requests[request.request_id]
 
-    # ------------------------------------------------------------------------------------------ integrity
-
     def check_integrity(self) -> list[str]:
-        """What is wrong with blocks or queues; empty if every block is free, cached or owned by a live request."""
-        problems = self.blocks.check_integrity(self.requests.values())
-        queued = [*self._waiting, *self._running]
-        num_queued = Counter(map(id, queued))
-        for request in self.requests.values():
-            num_places = num_queued[id(request)] + (request in self._room)
-            if num_places != (request.status is not RequestStatus.FINISHED_LEASED):
-                problems.append(f"request {request.request_id} ({request.status}) is in {num_places} queues")
-            if request.status is RequestStatus.WAITING and request.block_ids:
-                problems.append(f"request {request.request_id} waits with blocks")
-        known = set(map(id, self.requests.values()))
-        problems += [f"request {one.request_id} is queued, but unknown" for one in queued if id(one) not in known]
-        return problems + self._room.check_integrity(self.requests)
+        """What is wrong with blocks or queues; empty if nothing is."""
+        return problems(self.requests, [*self._waiting, *self._running], self._room, self.blocks)

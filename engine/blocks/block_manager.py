@@ -26,7 +26,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
-from engine.batch import BlockCopy
 from engine.blocks.block_news import BlockNews
 from engine.blocks.counts import CacheCounts
 from engine.blocks.host_tier import HostCopy, HostTier
@@ -281,31 +280,7 @@ class BlockManager:
         """See `HostTier.take_copies`."""
         return self.host.take_copies()
 
-    # ---------------------------------------------------------------------------------- copy on write, holds
-
-    def fork(self, parent: Request, child: Request) -> None:
-        """Gives `child` the same blocks as `parent`; the first to write into one copies it."""
-        if child.block_ids:
-            raise ValueError(f"request {child.request_id} already has blocks")
-        for block_id in parent.block_ids:
-            self._share(block_id)
-        child.block_ids = list(parent.block_ids)
-        child.num_computed_tokens = parent.num_computed_tokens
-
-    def copy_on_write(self, request: Request, index: int) -> BlockCopy | None:
-        """Makes block `index` safe to write; the copy to carry out first, or None if the block is not shared.
-
-        Raises `MemoryError` if no block is left; callers make room first.
-        """
-        source = request.block_ids[index]
-        if self._blocks[source].ref_cnt == 1:
-            return None
-        if not self.num_available_blocks:
-            raise MemoryError("no KV block is left for a copy-on-write")
-        target = self._take()
-        request.block_ids[index] = target
-        self._drop(source)
-        return BlockCopy(source, target)
+    # ----------------------------------------------------------------------------------------------- holds
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """References of a transfer: the blocks stay owned until `unhold`, whatever becomes of their request."""

@@ -17,7 +17,7 @@ from common.config import EngineSettings
 from common.sampling import SamplingParams
 from common.types import KVCacheSpec, SampledToken
 from engine import messages as m
-from engine.batch import BlockCopy, Pooled, Scored, SequenceInput, StepOutput
+from engine.batch import Pooled, Scored, SequenceInput, StepOutput
 from engine.core import EngineCore
 from engine.speculation.speculation import Drafter
 from kv_store.base import ConnectorConfig, KVConnector
@@ -63,14 +63,11 @@ class FakeRunner:
     def execute(
         self,
         sequences: Sequence[SequenceInput],
-        copies: Sequence[BlockCopy] = (),
         between_layers: Callable[[], None] = lambda: None,
     ) -> list[StepOutput]:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device is on fire")
-        for copy in copies:
-            self.kv_cache[copy.target].copy_(self.kv_cache[copy.source])
         self.num_tokens_per_step.append(sum(len(sequence.token_ids) for sequence in sequences))
         for sequence in sequences:
             self._write(sequence)

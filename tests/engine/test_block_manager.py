@@ -9,7 +9,6 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from common.block_hash import block_hashes, extra_keys, root_hash
 from common.sampling import SamplingParams
-from engine.batch import BlockCopy
 from engine.blocks.block_manager import BlockManager
 from engine.blocks.counts import CacheCounts
 from engine.blocks.host_tier import HostCopy, HostCopyKind
@@ -211,27 +210,6 @@ def test_of_equal_blocks_the_first_keeps_the_name() -> None:
     assert blocks.num_empty_blocks == 7
     blocks.free(first)
     assert blocks.num_cached_blocks == 1
-
-
-def test_fork_then_write_copies_once() -> None:
-    blocks = manager()
-    parent = computed(blocks, list(range(6)))
-    child = make_request(list(range(6)), "child")
-    blocks.fork(parent, child)
-    shared = parent.block_ids[1]
-    copy = blocks.copy_on_write(child, 1)
-    assert copy == BlockCopy(shared, child.block_ids[1])
-    assert child.block_ids[0] == parent.block_ids[0]
-    assert blocks.copy_on_write(parent, 1) is None
-    assert blocks.check_integrity([parent, child]) == []
-
-
-def test_copy_on_write_without_room_says_so() -> None:
-    blocks = manager(num_blocks=1)
-    parent, child = computed(blocks, [1, 2]), make_request([1, 2], "child")
-    blocks.fork(parent, child)
-    with pytest.raises(MemoryError, match="copy-on-write"):
-        blocks.copy_on_write(child, 0)
 
 
 def test_swap_out_and_in() -> None:
@@ -446,34 +424,8 @@ class Lifecycle(RuleBasedStateMachine):
     def append(self, name: str, num_more: int) -> None:
         request = self.requests[name]
         if request.block_ids and self.blocks.append(request, request.num_tokens + num_more):
-            index = (request.num_tokens - 1) // 4
-            if request.num_tokens % 4:
-                if self.blocks.num_available_blocks == 0:
-                    return  # no room to write safely
-                self.write_into(request, index)
             request.token_ids += [2] * num_more
             self.compute(request)
-
-    @rule(target=live, name=live)
-    def fork(self, name: str) -> str:
-        self.number += 1
-        parent = self.requests[name]
-        child = make_request(list(parent.token_ids), str(self.number))
-        self.blocks.fork(parent, child)
-        self.requests[child.request_id] = child
-        return child.request_id
-
-    @rule(name=live)
-    def write(self, name: str) -> None:
-        request = self.requests[name]
-        if request.block_ids and self.blocks.num_available_blocks:
-            self.write_into(request, len(request.block_ids) - 1)
-
-    def write_into(self, request: Request, index: int) -> None:
-        copy = self.blocks.copy_on_write(request, index)
-        self.carry_out()
-        if copy is not None:
-            self.device[copy.target] = self.device[copy.source]
 
     @rule(name=live)
     def swap(self, name: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.batch import BlockCopy, SequenceInput
+from engine.batch import SequenceInput
 from tests.engine.tiny_models import (
     SHAPES,
     Progress,
@@ -98,21 +98,6 @@ def test_a_sequence_without_sample_gives_no_token(model_dir: Path) -> None:
     check(model_dir, second)
     assert runner.execute([silent]) == [None]
     assert runner.execute([]) == []
-
-
-def test_a_copied_block_serves_both_sequences(model_dir: Path) -> None:
-    runner = make_runner(model_dir)
-    (sequence,) = random_sequences([30], num_blocks=8)
-    advance(runner, [sequence], [20])
-    fork = Progress([*sequence.token_ids[:20], 7, 8, 9], [sequence.blocks[0], 60])
-    fork.num_computed = 20
-    inputs = [sequence.step(10), fork.step(3)]
-    for progress, token in zip(
-        (sequence, fork), runner.execute(inputs, [BlockCopy(sequence.blocks[1], 60)]), strict=True
-    ):
-        progress.took(token)
-    check(model_dir, sequence)
-    check(model_dir, fork)
 
 
 def test_weights_of_another_dtype_are_converted(tmp_path: Path) -> None:

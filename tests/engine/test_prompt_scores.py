@@ -67,7 +67,7 @@ def test_they_are_transformers_logprobs(
 ) -> None:
     """Beside requests that want none, with all cached that may be, in slices and events that cut chunks."""
     monkeypatch.setattr(prompt_scores, "MAX_LOGITS", 5 * VOCAB_SIZE)
-    monkeypatch.setattr("engine.core.MAX_EVENT_TOKENS", 7)
+    monkeypatch.setattr("engine.forward_pass.MAX_EVENT_TOKENS", 7)
     path = model(models, family)
     core = engine(path, 64, max_model_len=128, chunk_size=24, kernels=kernels)
     for _ in range(2):

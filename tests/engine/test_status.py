@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-from engine import messages as m
-from engine.core import INTEGRITY_AGE_S, INTEGRITY_SHARE, EngineCore
+from engine.integrity import CHECK_SHARE, MAX_AGE_S, IntegrityReport
 from tests.engine.fakes import add, make_core
 
 
@@ -39,38 +38,28 @@ def test_an_integrity_check_is_linear_in_waiting_requests() -> None:
     assert costs[1] <= 2.5 * costs[0], "it would be four times as many if each request looked at each"
 
 
-def statuses(core: EngineCore, times: int) -> list[str]:
-    for call_id in range(times):
-        core.handle(m.GetStatus(call_id))
-    return [event.integrity for event in core.take_events() if isinstance(event, m.Status)]
-
-
 def test_many_status_calls_share_a_check() -> None:
-    core, _ = make_core()
     now, check_s, num_checks = 1e6, 0.004, 0
-    check = core.scheduler.check_integrity
+    problems: list[str] = []
 
-    def counted() -> list[str]:
+    def check() -> list[str]:
         nonlocal now, num_checks
         num_checks += 1
         now += check_s
-        return check()
+        return problems
 
-    core._clock = lambda: now
-    core.scheduler.check_integrity = counted  # type: ignore[method-assign]
-    add(core, "a", list(range(9)))
-    core.step()
-    assert statuses(core, 100) == ["ok"] * 100
+    report = IntegrityReport(check, lambda: now)
+    assert [report.get() for _ in range(100)] == ["ok"] * 100
     assert num_checks == 1
-    core.scheduler.requests["a"].block_ids.pop()
-    now += 0.9 * check_s / INTEGRITY_SHARE
-    assert statuses(core, 1) == ["ok"]
-    now += 0.2 * check_s / INTEGRITY_SHARE
-    assert "ref_cnt" in statuses(core, 1)[0]
+    problems.append("block 1 has no owner")
+    now += 0.9 * check_s / CHECK_SHARE
+    assert report.get() == "ok"
+    now += 0.2 * check_s / CHECK_SHARE
+    assert report.get() == "block 1 has no owner"
     assert num_checks == 2
     check_s = 100.0
     now += 1.0
-    statuses(core, 1)
-    now += INTEGRITY_AGE_S
-    statuses(core, 1)
+    report.get()
+    now += MAX_AGE_S
+    report.get()
     assert num_checks == 4, "no result is older than that, however long a check takes"
