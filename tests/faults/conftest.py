@@ -27,6 +27,7 @@ from tests.kv_store.lmcache_process import LMCacheProcess
 from tests.nixl import skip_without_nixl
 
 HOSTS = ["router", "prefill-0", "prefill-1", "decode-0", "decode-1", "client"]
+NUM_CALIBRATIONS = 4  # prompts: more than pairs of workers that have to connect
 HASTY_TIMEOUT_S = 8  # --request-timeout of the router that is asked over REST for deadlines
 FLAGS = (
     f"--chunk-size={CHUNK_SIZE}",
@@ -153,13 +154,17 @@ def _opened(connector: str, reference: Reference, folder: Path) -> Iterator[Stag
 
 
 def _chunk_cpu_s(stage: Stage) -> float:
-    """What a chunk costs here, in seconds of processor time."""
+    """What a chunk costs here, in seconds of processor time: the least of some prompts, since the first ones connect
+    workers with each other, too."""
     engines = [watch.engine_pid(member) for member in stage.fleet.members if member.role == "prefill"]
-    before = sum(map(watch.cpu_s, engines))
-    told = stage.answer("calibrate")
-    assert told.token_ids == stage.reference.token_ids, told
-    assert told.num_blocks_moved == len(stage.reference.prompt) // 16, f"KV does not move here: {told}"
-    return (sum(map(watch.cpu_s, engines)) - before) / NUM_CHUNKS
+    costs = []
+    for _ in range(NUM_CALIBRATIONS):
+        before = sum(map(watch.cpu_s, engines))
+        told = stage.answer("calibrate")
+        costs.append((sum(map(watch.cpu_s, engines)) - before) / NUM_CHUNKS)
+        assert told.token_ids == stage.reference.token_ids, told
+        assert told.num_blocks_moved == len(stage.reference.prompt) // 16, f"KV does not move here: {told}"
+    return min(costs)
 
 
 _SUMMARY: dict[tuple[str, str], dict[str, str]] = {}  # what of which fault by which connector; moment: how it went

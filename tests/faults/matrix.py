@@ -154,8 +154,8 @@ PREFILL_LOST = row(PREFILL_RETRY, PREFILL_RETRY, PREFILL_RETRY, PREFILL_RETRY, R
 PREFILL_LOST_P2P = row(PREFILL_RETRY, PREFILL_RETRY, PREFILL_RETRY_P2P, PREFILL_RETRY_P2P, FALLBACK_P2P, UNTOUCHED)
 DECODE_LOST = row(RETRY, RETRY, RETRY, RETRY, MIGRATION, MIGRATION)
 
-# Its front passes the first token on, should that come before the engine is given up.
-DECODE_HANGS = row(MOVED, MOVED, MOVED, MOVED, MIGRATION, MIGRATION)
+# The front passes the first token on, should that come before it knows that its engine is gone, or gives it up.
+DECODE_ENGINE_LOST = row(MOVED, MOVED, MOVED, MOVED, MIGRATION, MIGRATION)
 
 # A decode worker that is cut off, or goes on, notices that its prefill worker has gone, and counts that before it ends
 # the request.
@@ -188,8 +188,8 @@ _TABLE: dict[tuple[Process, Fault], Row] = {
     (Process.PREFILL_ENGINE, Fault.CUT): always(ONE_LINK),
     (Process.DECODE_FRONT, Fault.SIGKILL): DECODE_LOST,
     **{(Process.DECODE_FRONT, fault): DECODE_MISSED for fault in (Fault.SIGSTOP, Fault.CUT)},
-    (Process.DECODE_ENGINE, Fault.SIGKILL): DECODE_LOST,
-    (Process.DECODE_ENGINE, Fault.SIGSTOP): DECODE_HANGS,
+    (Process.DECODE_ENGINE, Fault.SIGKILL): DECODE_ENGINE_LOST,
+    (Process.DECODE_ENGINE, Fault.SIGSTOP): DECODE_ENGINE_LOST,
     (Process.DECODE_ENGINE, Fault.CUT): always(ONE_LINK),
     **{(Process.STORE, fault): always(NO_PROCESS) for fault in (Fault.SIGKILL, Fault.SIGSTOP, Fault.CUT)},
     (Process.STORE, Fault.FULL_DISK): row(FALLBACK, FALLBACK, FALLBACK, FALLBACK, ANNOUNCED, UNTOUCHED),

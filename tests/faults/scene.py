@@ -24,7 +24,7 @@ from tests.faults.matrix import Moment
 from tests.integration.stack import Fleet, Member, wait_for
 from tests.kv_store.lmcache_process import LMCacheProcess
 
-CHUNK_SIZE = 160  # tokens
+CHUNK_SIZE = 320  # tokens; takes longer than workers wait between two reports of their load, on fast CPUs too
 NUM_CHUNKS = 5
 TOKEN_BYTES = 16 * 2 * 2 * 48 * 4  # KV of one token of the reference model: layers, K and V, heads, dimensions, float32
 NUM_TOKENS_MID_DECODE = 8
@@ -142,6 +142,7 @@ class Scene:
         self._freeze([engine])
         self._settle_news(self.prefill)
         self._prove(watch.load(self.prefill).num_queued_tokens > 0, "all chunks are computed")
+        self._prove(self.client.told.num_tokens == 0, "there is a token")
 
     def _reach_mid_decode(self) -> None:
         self.client.ask(self.ask)
