@@ -7,6 +7,7 @@ from pathlib import Path
 
 import uvloop
 
+from common.allocator import keep_few_arenas
 from common.config import WorkerSettings
 from common.errors import StartupError
 from common.logs import setup_logging
@@ -27,6 +28,7 @@ _SERVICES: dict[WorkerRole, list[AddService]] = {
 
 def main(settings: WorkerSettings, role: WorkerRole) -> int:
     """Serves until it is told to end; prints `ready grpc=ADDRESS role=ROLE` once it answers."""
+    keep_few_arenas()
     setup_logging(role.value, level=settings.log_level, log_format=settings.log_format)
     if settings.connector == "memory":
         raise StartupError("connector: memory works inside one process only; workers need shared_storage or another")

@@ -29,7 +29,7 @@ from common.errors import BatonError
 from common.sampling import SamplingParams
 from common.types import SampledToken
 from engine import messages as m
-from engine.batch import BlockCopy, SequenceInput, StepOutput
+from engine.batch import SequenceInput, StepOutput
 from engine.core import EngineCore
 from engine.kernels.library import Kernels
 from engine.model_runner import ModelRunner
@@ -81,12 +81,11 @@ class _FillingRunner(ModelRunner):
     def execute(
         self,
         sequences: Sequence[SequenceInput],
-        copies: Sequence[BlockCopy] = (),
         between_layers: Callable[[], None] = lambda: None,
     ) -> list[StepOutput]:
         if self.is_filling:
             return [SampledToken(100) if sequence.sample else None for sequence in sequences]
-        return super().execute(sequences, copies, between_layers)
+        return super().execute(sequences, between_layers)
 
 
 class BatonEngine:

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
+from common.allocator import keep_few_arenas
 from common.config import RouterSettings
 from common.errors import StartupError
 from common.grpc_calls import Context, handle_call, send
@@ -212,6 +213,7 @@ async def _discover(settings: RouterSettings, registry: Registry) -> None:
 
 def run(settings: RouterSettings, ready: Ready | None = None, file: SettingsFile | None = None) -> None:
     """`serve`, on the fastest event loop there is."""
+    keep_few_arenas()
     allow_open_files(2 * settings.max_connections + OTHER_OPEN_FILES)
     try:
         import uvloop
