@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.processes import Child, Ended, Event, Events, Finished, Ready, Signalled, start
-from baton.restarts import WINDOW_S, Restarts
 from baton.settings import PREFIX
 from common.errors import BatonError, StartupError
+from common.restarts import WINDOW_S, Restarts
 
 log = logging.getLogger(__name__)
 

@@ -81,6 +81,7 @@ def plan(settings: UpSettings, kv_dir: Path) -> Stack:
         http_listen=f"{host}:{settings.http_port}",
         grpc_listen=f"{host}:{settings.grpc_port}",
         **{name: getattr(settings, name) for name in (*PolicySettings.model_fields, *LimitSettings.model_fields)},
+        processes=settings.router_processes,
         drain_timeout=settings.drain_timeout,
         log_level=settings.log_level,
         log_format=settings.log_format,

@@ -24,6 +24,7 @@ def comma_separated(value: object) -> object:
 
 
 Addresses = Annotated[tuple[str, ...], BeforeValidator(comma_separated)]
+MAX_PROCESSES = 64  # of one router
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(gt=0)]
 
@@ -220,6 +221,12 @@ class RouterSettings(PolicySettings, LimitSettings, TlsSettings, HealthSettings,
     decode: Addresses = Field((), description="decode workers, spelled likewise (a worker of both roles in both)")
     http_listen: str = Field("127.0.0.1:8000", description="REST address; port 0 takes a free one")
     grpc_listen: str = Field("127.0.0.1:50051", description="gRPC address; port 0 takes a free one")
+    processes: int = Field(
+        1,
+        ge=1,
+        le=MAX_PROCESSES,
+        description="router processes that share both ports (Linux only); limits hold for all of them together",
+    )
     tls_client_ca: str | None = Field(
         None, description="CA (PEM) of clients' certificates; --tls-ca's are taken, too; clients need none if unset"
     )
@@ -329,6 +336,9 @@ class UpSettings(EngineSettings, ConnectorSettings, PolicySettings, LimitSetting
     host: str = Field("127.0.0.1", description="address that the router listens on")
     http_port: Port = Field(8000, description="REST port; 0 takes a free one")
     grpc_port: Port = Field(50051, description="gRPC port; 0 takes a free one")
+    router_processes: int = Field(
+        1, ge=1, le=MAX_PROCESSES, description="processes of the router (Linux only), as `baton router --processes`"
+    )
     drain_timeout: float = Field(30.0, ge=0, description="seconds that Ctrl-C or SIGTERM waits for answers to end")
     start_timeout: float = Field(120.0, gt=0, description="seconds that the stack may take to become ready")
     max_restarts: int = Field(

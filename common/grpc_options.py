@@ -16,6 +16,8 @@ CLIENT_KEEPALIVE_TIMEOUT_MS = 10_000
 
 Options = list[tuple[str, int | str]]
 
+REUSE_PORT = "grpc.so_reuseport"
+
 MAX_PEERS = 1024  # connections of a fleet's processes to one of them
 MAX_HEALTH_CALLS = 256  # at a time
 MAX_PENDING_CALLS = 8 * 2**10  # of one method, that came while the event loop was busy: some 16 KiB each
@@ -64,8 +66,14 @@ def _server(
         ("grpc.http2.min_ping_interval_without_data_ms", min_ping_ms),
         ("grpc.http2.max_ping_strikes", 4),
         ("grpc.keepalive_permit_without_calls", 1),  # connections without calls are pinged: their peers may be gone
-        ("grpc.so_reuseport", 0),  # a taken port is an error, not a share of its connections
+        (REUSE_PORT, 0),  # a taken port is an error, not a share of its connections
     ]
+
+
+def sharing(options: Options, shared_port: bool) -> Options:
+    """Of a server. If its port is shared, each of the processes of this user that listen on it gets its part of the
+    connections."""
+    return [(name, int(shared_port) if name == REUSE_PORT else value) for name, value in options]
 
 
 # Between the processes of a fleet.
@@ -101,9 +109,11 @@ HEALTH_SERVER_OPTIONS: Options = [
 ]
 
 
-def client_server_options(*, max_message_bytes: int, max_connections: int, max_streams: int) -> Options:
+def client_server_options(
+    *, max_message_bytes: int, max_connections: int, max_streams: int, shared_port: bool = False
+) -> Options:
     """Of a port that anybody may reach. `max_streams`: calls in one connection at a time."""
-    return [
+    options = [
         *_server(
             CLIENT_KEEPALIVE_TIME_MS,
             CLIENT_KEEPALIVE_TIMEOUT_MS,
@@ -114,3 +124,4 @@ def client_server_options(*, max_message_bytes: int, max_connections: int, max_s
         ),
         ("grpc.max_connection_idle_ms", 120_000),  # a client without a call connects again when it has one
     ]
+    return sharing(options, shared_port)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import grpc
 
 from common.config import TlsSettings
-from common.grpc_options import CHANNEL_OPTIONS, HEALTH_SERVER_OPTIONS, MAX_HEALTH_CALLS, Options
+from common.grpc_options import CHANNEL_OPTIONS, HEALTH_SERVER_OPTIONS, MAX_HEALTH_CALLS, Options, sharing
 from common.grpc_server import make_server
 from common.tls import TlsFiles, peer_files
 
@@ -70,12 +70,14 @@ class Channels:
         return grpc.aio.secure_channel(address, channel_credentials(self._tls), options=self._options)
 
 
-def health_server(address: str, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
+def health_server(
+    address: str, interceptors: Sequence[grpc.aio.ServerInterceptor] = (), *, shared_port: bool = False
+) -> grpc.aio.Server:
     """A server for health checks alone, in plain text: kubelets' gRPC probes speak no TLS and have no certificate.
 
     Raises RuntimeError if the address is taken. The caller adds the servicer.
     """
-    server = make_server(HEALTH_SERVER_OPTIONS, interceptors, MAX_HEALTH_CALLS)
+    server = make_server(sharing(HEALTH_SERVER_OPTIONS, shared_port), interceptors, MAX_HEALTH_CALLS)
     if server.add_insecure_port(address) == 0:
         raise RuntimeError(f"cannot bind {address}")
     return server

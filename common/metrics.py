@@ -6,12 +6,23 @@ millisecond to the longest request anyone waits for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 from prometheus_client import Counter, Gauge, Histogram
 
 LATENCY_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0,
 )  # fmt: skip
 TOKEN_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+def _gauge(
+    name: str, about: str, labels: Sequence[str] = (), *, of_several: Literal["livesum", "livemax"] = "livesum"
+) -> Gauge:
+    """`of_several`: what a router of several processes shows of their values."""
+    return Gauge(name, about, labels, multiprocess_mode=of_several)
+
 
 file_reloads = Counter(
     "baton_file_reloads", "Times that changed certificates or API keys were read, by outcome.", ["what", "outcome"]
@@ -26,8 +37,8 @@ router_unauthenticated = Counter(
 router_refused = Counter(
     "baton_router_refused", "Calls and connections that were refused because of a limit of the router.", ["limit"]
 )
-router_requests_running = Gauge("baton_router_requests_running", "Requests that a client is waiting for.")
-router_requests_queued = Gauge("baton_router_requests_queued", "Requests that wait in the router for their turn.")
+router_requests_running = _gauge("baton_router_requests_running", "Requests that a client is waiting for.")
+router_requests_queued = _gauge("baton_router_requests_queued", "Requests that wait in the router for their turn.")
 router_prompt_tokens = Histogram("baton_router_prompt_tokens", "Prompt tokens of a request.", buckets=TOKEN_BUCKETS)
 router_output_tokens = Histogram("baton_router_output_tokens", "Tokens of an answer.", buckets=TOKEN_BUCKETS)
 router_cached_tokens = Counter("baton_router_cached_prompt_tokens", "Prompt tokens found in a prefix cache.")
@@ -56,7 +67,9 @@ router_retries_refused = Counter(
     "baton_router_retries_refused", "Requests that failed because the retry budget was spent."
 )
 router_fallbacks = Counter("baton_router_fallbacks", "Answers for which the decode worker computed KV itself.")
-router_endpoints = Gauge("baton_router_endpoints", "Workers as this router sees them.", ["role", "state"])
+router_endpoints = _gauge(
+    "baton_router_endpoints", "Workers as this router sees them.", ["role", "state"], of_several="livemax"
+)
 router_false_workers = Counter(
     "baton_router_false_workers",
     "Times that a worker said what cannot be, by what it spoke of: itself (info), its KV (blocks), or an "
@@ -66,47 +79,52 @@ router_false_workers = Counter(
 router_block_resyncs = Counter(
     "baton_router_block_resyncs", "Times that a stream of a worker's KV blocks broke, or lacked a message."
 )
-router_known_blocks = Gauge("baton_router_known_blocks", "KV blocks that this router knows to be on some worker.")
+router_known_blocks = _gauge(
+    "baton_router_known_blocks", "KV blocks that this router knows to be on some worker.", of_several="livemax"
+)
+router_process_restarts = Counter(
+    "baton_router_process_restarts", "Processes of this router that took the place of one that ended."
+)
 router_decisions = Counter("baton_router_decisions", "Routing decisions, by where the prompt is computed.", ["prefill"])
 router_expected_cached_tokens = Counter(
     "baton_router_expected_cached_tokens", "Prompt tokens that the chosen decode workers were thought to have."
 )
-router_endpoint_requests = Gauge(
+router_endpoint_requests = _gauge(
     "baton_router_endpoint_requests", "Requests that this router has running on a decode worker.", ["address"]
 )
 
 # -------------------------------------------------------------------------------------------- autoscaler
 
-prefill_queued_tokens = Gauge("baton_prefill_queued_tokens", "Prompt tokens not computed yet, all prefill workers.")
-prefill_queued_tokens_per_pod = Gauge(
+prefill_queued_tokens = _gauge("baton_prefill_queued_tokens", "Prompt tokens not computed yet, all prefill workers.")
+prefill_queued_tokens_per_pod = _gauge(
     "baton_prefill_queued_tokens_per_pod", "Prompt tokens not computed yet, mean of the ready prefill workers."
 )
-prefill_arrival_tokens = Gauge(
+prefill_arrival_tokens = _gauge(
     "baton_prefill_arrival_tokens_per_second", "Prompt tokens that arrive at the routers in a second."
 )
-decode_kv_usage = Gauge("baton_decode_kv_usage", "Share of KV blocks in use, mean of the ready decode workers.")
-decode_kv_used_pods = Gauge("baton_decode_kv_used_pods", "Share of KV blocks in use, summed over decode workers.")
-decode_requests = Gauge("baton_decode_requests", "Requests running and waiting, all decode workers.")
-decode_requests_per_pod = Gauge(
+decode_kv_usage = _gauge("baton_decode_kv_usage", "Share of KV blocks in use, mean of the ready decode workers.")
+decode_kv_used_pods = _gauge("baton_decode_kv_used_pods", "Share of KV blocks in use, summed over decode workers.")
+decode_requests = _gauge("baton_decode_requests", "Requests running and waiting, all decode workers.")
+decode_requests_per_pod = _gauge(
     "baton_decode_requests_per_pod", "Requests running and waiting, mean of the ready decode workers."
 )
-desired_replicas = Gauge("baton_desired_replicas", "Workers that the planner wants.", ["role"])
-needed_replicas = Gauge("baton_needed_replicas", "Workers that the load asks for, before limits and delays.", ["role"])
-autoscaler_workers = Gauge("baton_autoscaler_workers", "Workers as the autoscaler sees them.", ["role", "state"])
-autoscaler_held_requests = Gauge(
+desired_replicas = _gauge("baton_desired_replicas", "Workers that the planner wants.", ["role"])
+needed_replicas = _gauge("baton_needed_replicas", "Workers that the load asks for, before limits and delays.", ["role"])
+autoscaler_workers = _gauge("baton_autoscaler_workers", "Workers as the autoscaler sees them.", ["role", "state"])
+autoscaler_held_requests = _gauge(
     "baton_autoscaler_held_requests", "Requests that routers hold until a first worker is ready."
 )
-autoscaler_leads = Gauge("baton_autoscaler_leads", "1 if this replica sets replicas and deletion costs.")
+autoscaler_leads = _gauge("baton_autoscaler_leads", "1 if this replica sets replicas and deletion costs.")
 autoscaler_scalings = Counter("baton_autoscaler_scalings", "Changes of replicas made.", ["role", "direction"])
 autoscaler_failures = Counter("baton_autoscaler_failures", "What the cluster refused.", ["action"])
 
 # ------------------------------------------------------------------------------------------------ worker
 
-worker_requests_running = Gauge("baton_worker_requests_running", "Requests in the engine, or waiting for remote KV.")
-worker_requests_waiting = Gauge("baton_worker_requests_waiting", "Requests that wait for room in the engine.")
-worker_queued_prompt_tokens = Gauge("baton_worker_queued_prompt_tokens", "Prompt tokens whose KV is not computed yet.")
-worker_kv_blocks = Gauge("baton_worker_kv_blocks", "KV blocks that are empty, cached or owned.", ["state"])
-worker_leases = Gauge("baton_worker_leases", "Finished prefills whose blocks are held for a decode worker.")
+worker_requests_running = _gauge("baton_worker_requests_running", "Requests in the engine, or waiting for remote KV.")
+worker_requests_waiting = _gauge("baton_worker_requests_waiting", "Requests that wait for room in the engine.")
+worker_queued_prompt_tokens = _gauge("baton_worker_queued_prompt_tokens", "Prompt tokens whose KV is not computed yet.")
+worker_kv_blocks = _gauge("baton_worker_kv_blocks", "KV blocks that are empty, cached or owned.", ["state"])
+worker_leases = _gauge("baton_worker_leases", "Finished prefills whose blocks are held for a decode worker.")
 worker_leases_kept = Counter(
     "baton_worker_leases_kept",
     "Prefill streams that ended otherwise than by their decode worker's word, and whose blocks were kept for a while.",
@@ -162,8 +180,8 @@ worker_handoff = Histogram(
 
 # ---------------------------------------------------------------------------------------------- KV store
 
-kv_store_bytes = Gauge("baton_kv_store_bytes", "Bytes in --kv-dir as of this worker's last pass (with a size limit).")
-kv_store_runs = Gauge("baton_kv_store_runs", "Files of KV blocks in --kv-dir, as of this worker's last pass.")
+kv_store_bytes = _gauge("baton_kv_store_bytes", "Bytes in --kv-dir as of this worker's last pass (with a size limit).")
+kv_store_runs = _gauge("baton_kv_store_runs", "Files of KV blocks in --kv-dir, as of this worker's last pass.")
 kv_store_evicted_runs = Counter("baton_kv_store_evicted_runs", "Files of KV blocks that this worker evicted.")
 kv_store_evicted_bytes = Counter("baton_kv_store_evicted_bytes", "Bytes of KV blocks that this worker evicted.")
 kv_store_failed_blocks = Counter(

@@ -17,7 +17,7 @@ from common.watched_files import WatchedFiles
 from router.policy.base import Policy
 from router.policy.registry import create_policy
 from router.serving.dispatch import Dispatcher
-from router.serving.fair_queue import FairQueue
+from router.serving.fair_queue import Places
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def policy_of(settings: RouterSettings) -> Policy:
 class Reload:
     """Looks at the file when it is asked to."""
 
-    def __init__(self, settings: RouterSettings, file: SettingsFile, dispatcher: Dispatcher, queue: FairQueue) -> None:
+    def __init__(self, settings: RouterSettings, file: SettingsFile, dispatcher: Dispatcher, queue: Places) -> None:
         """`settings` are those that the router runs with. Raises `StartupError` if the file has others by now that
         cannot be used."""
         self._settings = settings

@@ -44,14 +44,13 @@ from router.fleet.discovery.follow import fixed, follow
 from router.fleet.registry import Registry
 from router.reload import Reload, SettingsFile, policy_of
 from router.serving.admission import Admission
-from router.serving.decisions import Decisions
-from router.serving.demand import Demand, DemandService
+from router.serving.demand import DemandService
 from router.serving.dispatch import Dispatcher, DispatchLimits
 from router.serving.embedding import Embedder
-from router.serving.fair_queue import FairQueue
 from router.serving.front import Front
 from router.serving.gate import MESSAGE_BYTES, MIB, Gate, GateLimits
 from router.serving.generation import Generation
+from router.serving.part import Part
 from router.serving.preparation import Preparation
 from router.serving.quotas import Quotas
 from router.serving.threads import TextThreads
@@ -72,6 +71,7 @@ CHECK_HEALTH_S = 1.0
 CHECK_SETTINGS_S = 1.0
 MAX_OPEN_CALLS = 256  # at a time, of those that need no key: health, demand, and reflection if there are no keys
 MAX_OPEN_READS = 16
+JOIN_WAIT_S = 5.0  # for the first worker, before a process takes the place of another one
 OTHER_OPEN_FILES = 1024  # workers' connections, and connections that are about to be refused
 
 
@@ -81,9 +81,11 @@ async def serve(
     stop: asyncio.Event | None = None,
     limits: DispatchLimits | None = None,
     file: SettingsFile | None = None,
+    part: Part | None = None,
 ) -> None:
     """Runs until SIGTERM, SIGINT or `stop`, then drains: no new requests, running ones get `drain_timeout` seconds.
-    What may change meanwhile is read again when `file` changes, at once with SIGHUP.
+    What may change meanwhile is read again when `file` changes, at once with SIGHUP. `part` is what this process has in
+    common with others of its router.
 
     Raises `StartupError` with one line if it cannot listen, or cannot use certificates or keys.
     """
@@ -92,13 +94,13 @@ async def serve(
     keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file is not None else None
     vital = VitalTasks()
     registry = Registry(fixed(settings.prefill), fixed(settings.decode), Channels(settings), vital)
-    decisions, quotas = Decisions(), Quotas(settings.limits_file)
-    queue = FairQueue(settings.max_running, max_waiting=settings.max_queued, max_wait_s=settings.max_queue_wait)
-    dispatcher = Dispatcher(registry, policy_of(settings), limits=limits, decisions=decisions)
+    part = part or Part(settings)
+    demand, queue, quotas = part.demand, part.queue, Quotas(settings.limits_file, ledger=part.ledger)
+    dispatcher = Dispatcher(registry, policy_of(settings), limits=limits, decisions=part.decisions)
+    await part.start(vital)
     reload = None if file is None else Reload(settings, file, dispatcher, queue)
-    demand = Demand()
     threads, grammar_threads = TextThreads(), TextThreads(1, what="grammars wait to be parsed")
-    gate = Gate(_gate_limits(settings))
+    gate = Gate(_gate_limits(settings), ledger=part.ledger)
     front = Front(
         Admission(
             registry,
@@ -116,32 +118,37 @@ async def serve(
             max_answer_tokens=settings.max_answer_tokens,
         ),
         Generation(dispatcher, demand, quotas, queue),
-        decisions,
         Embedder(registry, demand, quotas, queue),
+        part,
     )
     health = Health()
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(threads.close)
         stack.callback(grammar_threads.close)
-        http_socket = stack.enter_context(contextlib.closing(listen(settings.http_listen)))
+        if part.is_replacement:
+            await _join(settings, registry, vital, stack)
+        shared = part.is_one_of_several
+        http_socket = stack.enter_context(contextlib.closing(listen(part.http_listen, shared=shared)))
         interceptors = [] if keys is None else [KeyInterceptor(keys)]
         grpc_server = make_server(
             client_server_options(
                 max_message_bytes=gate.limits.max_message_bytes,
-                max_connections=settings.max_connections,
+                max_connections=part.max_connections,
                 max_streams=settings.max_requests + MAX_OPEN_CALLS,  # so that too many are refused, not left to wait
+                shared_port=shared,
             ),
             interceptors,
             max_calls=2 * (settings.max_requests + MAX_OPEN_CALLS),  # with those about to be refused
         )
-        grpc_port = _bind(grpc_server, settings.grpc_listen, tls)
+        grpc_port = _bind(grpc_server, part.grpc_listen, tls)
         _add_services(grpc_server, front, registry, health)
-        probed = _bind_health(settings.health_listen, health)
-        stack.push_async_callback(registry.close)
-        registry.start()
+        probed = _bind_health(part.health_listen, health, shared=shared)
+        if not part.is_replacement:
+            stack.push_async_callback(registry.close)
+            registry.start()
 
         app = LimitMiddleware(make_app(front), gate)
-        connections = Connections(settings.max_connections, settings.receive_timeout)
+        connections = Connections(part.max_connections, settings.receive_timeout)
         web_config = uvicorn.Config(
             app if keys is None else KeyMiddleware(app, keys),
             log_config=None,
@@ -156,6 +163,7 @@ async def serve(
         )
         web = _WebServer(web_config)
         with stop_signals(stop), hang_up_signal(reload):
+            part.takes_signals()
             _set_health(health, front)
             await grpc_server.start()
             if probed is not None:
@@ -173,7 +181,8 @@ async def serve(
             vital.start(_watch_health(health, front, on_ready), name="health")
             if reload is not None:
                 vital.start(_watch_settings(reload), name="settings")
-            vital.start(_discover(settings, registry), name="discovery")
+            if not part.is_replacement:
+                vital.start(_discover(settings, registry), name="discovery")
             try:
                 await vital.failed_or(stop)
                 await _drain(front, health, grpc_server, settings.drain_timeout)
@@ -202,6 +211,19 @@ def _bytes(mib: float | None) -> int | None:
     return None if mib is None else max(1, int(mib * MIB))
 
 
+async def _join(
+    settings: RouterSettings, registry: Registry, vital: VitalTasks, stack: contextlib.AsyncExitStack
+) -> None:
+    """Other processes of the router serve: this one listens once it knows a worker, or when it has waited for one."""
+    stack.push_async_callback(registry.close)
+    registry.start()
+    vital.start(_discover(settings, registry), name="discovery")
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(JOIN_WAIT_S):
+            while registry.not_ready():
+                await registry.changed(JOIN_WAIT_S)
+
+
 async def _discover(settings: RouterSettings, registry: Registry) -> None:
     """Keeps the registry's workers what discovery finds, until cancelled. Raises `StartupError`."""
     try:
@@ -211,16 +233,27 @@ async def _discover(settings: RouterSettings, registry: Registry) -> None:
     await asyncio.Event().wait()  # every worker is fixed
 
 
-def run(settings: RouterSettings, ready: Ready | None = None, file: SettingsFile | None = None) -> None:
-    """`serve`, on the fastest event loop there is."""
+def run(
+    settings: RouterSettings,
+    ready: Ready | None = None,
+    file: SettingsFile | None = None,
+    part: Part | None = None,
+) -> None:
+    """`serve`, on the fastest event loop there is; in several processes if the settings say so and this is not `part`
+    of them."""
+    if part is None and settings.processes > 1:
+        from router.processes import parent  # it starts processes that do what this module does
+
+        parent.run(settings, ready, file)
+        return
     keep_few_arenas()
     allow_open_files(2 * settings.max_connections + OTHER_OPEN_FILES)
     try:
         import uvloop
     except ImportError:  # not available on Windows
-        asyncio.run(serve(settings, ready, file=file))
+        asyncio.run(serve(settings, ready, file=file, part=part))
     else:
-        uvloop.run(serve(settings, ready, file=file))
+        uvloop.run(serve(settings, ready, file=file, part=part))
 
 
 class _WebServer(uvicorn.Server):
@@ -245,11 +278,11 @@ def _bind(server: grpc.aio.Server, address: str, tls: TlsFiles | None) -> int:
     return port
 
 
-def _bind_health(address: str | None, health: Health) -> grpc.aio.Server | None:
+def _bind_health(address: str | None, health: Health, *, shared: bool) -> grpc.aio.Server | None:
     if address is None:
         return None
     try:
-        server = health_server(address)
+        server = health_server(address, shared_port=shared)
     except RuntimeError as error:
         raise StartupError(f"health_listen: cannot bind {address}: is the port taken?") from error
     add_service(server, HEALTH, health, _open_gate(MESSAGE_BYTES), endless=True)
@@ -258,7 +291,7 @@ def _bind_health(address: str | None, health: Health) -> grpc.aio.Server | None:
 
 def _add_services(server: grpc.aio.Server, front: Front, registry: Registry, health: Health) -> None:
     admission = front.admission
-    demand, fleet = DemandService(admission.demand), FleetService(registry)
+    demand, fleet = DemandService(admission.demand), FleetService(registry, front.part)
     size = admission.gate.limits.max_message_bytes
     open_gate = _open_gate(size)
     add_service(server, INFERENCE, InferenceService(front), admission.gate, admission.max_request_bytes)
@@ -298,7 +331,7 @@ def _open_gate(max_message_bytes: int) -> Gate:
 
 
 def _set_health(health: Health, front: Front) -> None:
-    inference = NOT_SERVING if front.admission.not_ready() else SERVING
+    inference = NOT_SERVING if front.not_ready() else SERVING
     health.set("", inference)
     health.set(INFERENCE.full_name, inference)
     for service in (ROUTER, DEMAND):

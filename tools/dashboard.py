@@ -88,6 +88,7 @@ ROWS: dict[str, list[Panel]] = {
                 (rate("baton_router_retries_refused_total", ROUTER), "retry budget spent"),
                 (rate("baton_router_false_workers_total", ROUTER, "about"), "a worker said what cannot be: {{about}}"),
                 (rate("baton_router_block_resyncs_total", ROUTER), "a worker's blocks asked for anew"),
+                (rate("baton_router_process_restarts_total", ROUTER), "a process of a router started again"),
             ),
             "Nobody notices these but in latency; a spent retry budget is an error that a client saw.",
         ),

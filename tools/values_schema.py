@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.settings import WORKER_SETTINGS, with_connectors
-from common.config import AutoscalerSettings, ConnectorSettings, RouterSettings, Settings
+from common.config import MAX_PROCESSES, AutoscalerSettings, ConnectorSettings, RouterSettings, Settings
 from tools.generated import main
 
 Schema = dict[str, Any]
@@ -27,7 +27,7 @@ _OWNED = {
     "external_metrics_listen", "external_metrics_service", "keda_listen", "namespace", "leader_elect", "lease_name",
     "apply", "prefill_workload", "decode_workload", "deletion_costs", "external_metrics_cert", "external_metrics_key",
     "tls_cert", "tls_key", "tls_ca", "tls_server_name", "tls_client_ca", "health_listen", "api_keys_file",
-    "limits_file",
+    "limits_file", "processes",
     "prefill_min", "prefill_max", "decode_min", "decode_max", "target_queued_tokens", "target_prefill_rate",
     "target_kv_usage", "target_requests",
 }  # fmt: skip
@@ -203,6 +203,7 @@ def values_schema() -> Schema:
         ),
         router=obj(
             replicas=integer(0),
+            processes={"type": "integer", "minimum": 1, "maximum": MAX_PROCESSES},
             settings=ref("routerSettings"),
             drainTimeoutSeconds=SECONDS,
             preStopSeconds=integer(1),

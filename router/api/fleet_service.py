@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import grpc
 
@@ -12,15 +14,34 @@ from protos.baton.v1 import router_pb2, worker_pb2, worker_pb2_grpc
 from protos.convert import role_to_proto, state_to_proto
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
+from router.fleet.track_record import Traffic
+from router.serving.part import Part
+from router.serving.question import Question
 
 STATUS_TIMEOUT_S = 2.0
+BREAKERS = ("closed", "half open", "slow", "open")  # what keeps more requests away comes later
+
+
+@dataclass(slots=True, frozen=True)
+class WorkerView:
+    """What one process of a router knows of a worker."""
+
+    address: str
+    breaker: str
+    num_known_blocks: int
+    prompt_tokens: float
+    cached_tokens: float
+    output_tokens: float
 
 
 class FleetService:
     """Workers are asked by one call at a time: others that come meanwhile get what it gets."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, part: Part) -> None:
         self._registry = registry
+        self._part = part
+        self._question = Question("workers", WorkerView, self._views)
+        part.answers(self._question)
         self._asking: asyncio.Task[router_pb2.GetFleetResponse] | None = None
 
     async def GetFleet(  # noqa: N802
@@ -35,16 +56,40 @@ class FleetService:
             ask_worker(endpoint, self._registry.info(endpoint.address), self._registry.channel(endpoint.address))
             for endpoint in self._registry.endpoints()
         ]
-        workers = await asyncio.gather(*asked)
-        now, registry = time.monotonic(), self._registry
-        known = {endpoint.address: endpoint.incarnation for endpoint in registry.endpoints()}
+        views, workers = await asyncio.gather(self._part.ask(self._question), asyncio.gather(*asked))
         for worker in workers:
-            incarnation = known.get(worker.address, (worker.address, ""))
-            traffic = registry.track.traffic(incarnation, now)
-            worker.breaker = registry.track.state(incarnation, now)
-            worker.num_known_blocks = registry.blocks.index.num_blocks(worker.address)
-            worker.hit_rate, worker.tokens_per_second = traffic.hit_rate, traffic.tokens_per_second
+            _add_views(worker, [view for view in views if view.address == worker.address])
         return router_pb2.GetFleetResponse(workers=workers)
+
+    def _views(self, _limit: int, _tenant: str | None) -> list[WorkerView]:
+        now, registry = time.monotonic(), self._registry
+        views = []
+        for endpoint in registry.endpoints():
+            traffic = registry.track.traffic(endpoint.incarnation, now)
+            views.append(
+                WorkerView(
+                    endpoint.address,
+                    registry.track.state(endpoint.incarnation, now),
+                    registry.blocks.index.num_blocks(endpoint.address),
+                    traffic.prompt,
+                    traffic.cached,
+                    traffic.output,
+                )
+            )
+        return views
+
+
+def _add_views(worker: router_pb2.FleetWorker, views: Iterable[WorkerView]) -> None:
+    """Of all processes: what they sent there is summed, and of breakers the one that lets least through is told."""
+    traffic = Traffic()
+    worker.breaker = BREAKERS[0]
+    for view in views:
+        worker.breaker = max(worker.breaker, view.breaker, key=BREAKERS.index)
+        worker.num_known_blocks = max(worker.num_known_blocks, view.num_known_blocks)
+        traffic.prompt += view.prompt_tokens
+        traffic.cached += view.cached_tokens
+        traffic.output += view.output_tokens
+    worker.hit_rate, worker.tokens_per_second = traffic.hit_rate, traffic.tokens_per_second
 
 
 async def ask_worker(

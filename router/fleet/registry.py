@@ -286,9 +286,8 @@ class Registry:
     def _count_requests(self, address: str, change: int) -> None:
         """An address that is no worker's any more leaves the metrics with its last request."""
         self._num_running[address] += change
-        if self._num_running[address] or address in self._workers:
-            metrics.router_endpoint_requests.labels(address).set(self._num_running[address])
-        else:
+        metrics.router_endpoint_requests.labels(address).set(self._num_running[address])
+        if not self._num_running[address] and address not in self._workers:
             del self._num_running[address]
             metrics.router_endpoint_requests.remove(address)
 

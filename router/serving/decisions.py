@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.policy.base import RoutingDecision
+from router.serving.question import Question
 from router.serving.request import GenerationRequest
 
 MAX_DECISIONS = 512  # kept
@@ -34,6 +35,7 @@ class Decision:
 class Decisions:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
+        self.question = Question("decisions", Decision, self.latest)
         self._kept: deque[tuple[str, Decision]] = deque(maxlen=MAX_DECISIONS)  # with their tenants
 
     def add(self, request: GenerationRequest, decision: RoutingDecision, cause: str) -> None:

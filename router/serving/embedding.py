@@ -33,7 +33,7 @@ from router.policy.base import RoutingRequest
 from router.policy.least_load import load_score
 from router.policy.routing import unusable
 from router.serving.demand import Demand
-from router.serving.fair_queue import FairQueue, name_of
+from router.serving.fair_queue import FairQueue, Places, name_of
 from router.serving.quotas import Quotas
 from router.serving.request import Prompt
 
@@ -74,7 +74,7 @@ class Embedder:
         registry: Registry,
         demand: Demand,
         quotas: Quotas | None = None,
-        queue: FairQueue | None = None,
+        queue: Places | None = None,
         budget: RetryBudget | None = None,
     ) -> None:
         self._registry = registry

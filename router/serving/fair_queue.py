@@ -20,8 +20,10 @@ import math
 import time
 from bisect import insort
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Protocol
 
 from common import metrics
 from common.errors import DeadlineError, OverloadedError
@@ -49,6 +51,23 @@ class _Tenant:
 def name_of(key: str, tenant: str) -> str:
     """Whose turn it is: a tenant's, or a key's that has none."""
     return f"tenant {tenant}" if tenant else f"key {key}"
+
+
+class Places(Protocol):
+    """`FairQueue`, or another process's."""
+
+    def change(self, max_running: int | None, *, max_waiting: int, max_wait_s: float) -> None: ...
+
+    def place(
+        self,
+        tenant: str,
+        cost: float,
+        left_s: float = math.inf,
+        *,
+        priority: int = 0,
+        weight: float = 1.0,
+        request_priority: int = 0,
+    ) -> AbstractAsyncContextManager[None]: ...
 
 
 class FairQueue:

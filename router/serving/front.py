@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.serving.admission import Admission
-from router.serving.decisions import Decisions
+from router.serving.decisions import Decision
 from router.serving.embedding import Embedder
 from router.serving.generation import Generation
+from router.serving.part import Part
 from router.serving.preparation import Preparation
 
 
@@ -21,5 +22,14 @@ class Front:
     admission: Admission
     preparation: Preparation
     generation: Generation
-    decisions: Decisions
     embedder: Embedder
+    part: Part
+
+    def not_ready(self) -> str:
+        """Why the router takes no request now; empty if it does."""
+        return self.part.not_ready(self.admission.not_ready())
+
+    async def latest_decisions(self, limit: int, tenant: str | None) -> list[Decision]:
+        """The newest first; with `tenant` only those of its requests."""
+        made = await self.part.ask(self.part.decisions.question, limit, tenant)
+        return sorted(made, key=lambda decision: decision.time, reverse=True)[:limit]

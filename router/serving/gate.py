@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 from common import metrics
 from common.errors import OverloadedError
+from router.serving.ledger import Ledger, LocalLedger
 
 MIB = 2**20
 MIN_DELAY_S = 1.0
@@ -34,17 +35,23 @@ class GateLimits:
 class Gate:
     """Shared by all calls of one kind."""
 
-    def __init__(self, limits: GateLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limits: GateLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        ledger: Ledger | None = None,
+    ) -> None:
+        """`ledger` holds what is in flight."""
         self.limits = limits or GateLimits()
+        self._ledger = ledger or LocalLedger()
         self._clock = clock
         self._num_refused = 0.0  # of late: as many are forgotten in a second as there are places
         self._refused_at = clock()
         self._max_per_key = self.limits.max_requests_per_key or max(1, self.limits.max_requests // 2)
-        self._by_key: Counter[str] = Counter()
-        self._num_requests = 0
-        self._num_bytes = 0
         # gRPC takes memory for a whole message once it is asked to read it, and says its size only afterwards.
-        num_reads = max(1, self.limits.max_buffered_bytes // self.limits.max_message_bytes)
+        num_reads = max(
+            1, self.limits.max_buffered_bytes // self.limits.max_message_bytes // self._ledger.num_processes
+        )
         self._reads = asyncio.Semaphore(num_reads)
         self._reads_by_key: defaultdict[str, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(max(1, num_reads // 2))
@@ -54,21 +61,19 @@ class Gate:
     def requests(self, key: str, num: int = 1) -> Iterator[None]:
         """Around all work for `num` requests. `key` is empty if no keys are asked for. Raises `OverloadedError`."""
         limits = self.limits
-        if self._num_requests + num > limits.max_requests:
+        ledger, of_key = self._ledger, f"requests of key {key}"
+        if not ledger.take("requests", num, limits.max_requests):
             raise self._too_much("requests", f"the router has {limits.max_requests} requests in flight")
-        if key and self._by_key[key] + num > self._max_per_key:
-            raise self._too_much("key", f"this key has {self._max_per_key} requests in flight, the most for one")
-        self._num_requests += num
-        if key:
-            self._by_key[key] += num
         try:
-            yield
+            if key and not ledger.take(of_key, num, self._max_per_key):
+                raise self._too_much("key", f"this key has {self._max_per_key} requests in flight, the most for one")
+            try:
+                yield
+            finally:
+                if key:
+                    ledger.give(of_key, num)
         finally:
-            self._num_requests -= num
-            if key:
-                self._by_key[key] -= num
-                if not self._by_key[key]:
-                    del self._by_key[key]
+            ledger.give("requests", num)
 
     @contextlib.asynccontextmanager
     async def reading(self, key: str) -> AsyncIterator[None]:
@@ -86,12 +91,11 @@ class Gate:
         try:
             yield held
         finally:
-            self._num_bytes -= held.num
+            self._ledger.give("bytes", held.num)
 
     def hold(self, num: int) -> None:
-        if self._num_bytes + num > self.limits.max_buffered_bytes:
-            raise self._too_much("bytes", f"the router holds {self._num_bytes} bytes of requests")
-        self._num_bytes += num
+        if not self._ledger.take("bytes", num, self.limits.max_buffered_bytes):
+            raise self._too_much("bytes", f"the router holds {self._ledger.total('bytes')} bytes of requests")
 
     def _too_much(self, reason: str, message: str) -> OverloadedError:
         """With a delay that spreads those who are refused: in a second, no more come again than there are places."""

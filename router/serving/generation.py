@@ -17,7 +17,7 @@ from router.serving.answer_parts import PartsParser
 from router.serving.answer_text import AnswerText
 from router.serving.demand import Demand
 from router.serving.dispatch import Dispatcher, NewTokens, Progress
-from router.serving.fair_queue import FairQueue, name_of
+from router.serving.fair_queue import FairQueue, Places, name_of
 from router.serving.quotas import Quotas
 from router.serving.request import GenerationRequest, Output
 
@@ -28,7 +28,7 @@ class Generation:
     """Shared by both interfaces of a router."""
 
     def __init__(
-        self, dispatcher: Dispatcher, demand: Demand, quotas: Quotas | None = None, queue: FairQueue | None = None
+        self, dispatcher: Dispatcher, demand: Demand, quotas: Quotas | None = None, queue: Places | None = None
     ) -> None:
         self._dispatcher = dispatcher
         self._demand = demand

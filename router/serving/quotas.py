@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pydantic
@@ -29,6 +28,7 @@ from common import metrics
 from common.config import Settings
 from common.errors import InvalidArgumentError, OverloadedError, StartupError
 from common.watched_files import WatchedFiles, read_file
+from router.serving.ledger import Ledger, LocalLedger
 from router.serving.token_bucket import TokenBucket
 
 BURST_S = 2.0  # a rate's worth of so many seconds may come at once
@@ -71,13 +71,18 @@ def read_limits(path: str) -> LimitsFile:
 class Quotas:
     """Shared by all requests of a router. State is kept for names of the limits file and of keys alone."""
 
-    def __init__(self, path: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Without a `path` nothing is limited. Raises `StartupError`."""
+    def __init__(
+        self,
+        path: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        ledger: Ledger | None = None,
+    ) -> None:
+        """Without a `path` nothing is limited. `ledger` holds what was taken. Raises `StartupError`."""
         self._watched = None if path is None else WatchedFiles("limits", [path], lambda: read_limits(path))
         self._file = LimitsFile() if self._watched is None else self._watched.current()
         self._clock = clock
         self._buckets: dict[tuple[str, str, str], TokenBucket] = {}
-        self._streams: Counter[tuple[str, str]] = Counter()
+        self._ledger = ledger or LocalLedger()
 
     def tenant(self, name: str) -> TenantLimits:
         return self._file.tenants.get(name, NO_TENANT_LIMITS)
@@ -117,37 +122,41 @@ class Quotas:
             for kind, name, limits in self._limits_of(key, tenant)
             if limits.streams is not None
         ]
-        for (kind, name), most in owners:
+        for (kind, _), most in owners:
             if num > most:
                 raise InvalidArgumentError(field, f"{num} answers: this {kind} may have {most} at a time")
-            if self._streams[kind, name] + num > most:
-                metrics.router_refused.labels("streams").inc()
-                words = f"this {kind} has {self._streams[kind, name]} answers in flight, and may have {most}"
-                raise OverloadedError(words, STREAMS_RETRY_S)
-        for owner, _ in owners:
-            self._streams[owner] += num
-        try:
+        with contextlib.ExitStack() as taken:
+            for (kind, name), most in owners:
+                entry = f"streams of {kind} {name}"
+                if not self._ledger.take(entry, num, most):
+                    metrics.router_refused.labels("streams").inc()
+                    words = f"this {kind} has {self._ledger.total(entry)} answers in flight, and may have {most}"
+                    raise OverloadedError(words, STREAMS_RETRY_S)
+                taken.callback(self._ledger.give, entry, num)
             yield
-        finally:
-            for owner, _ in owners:
-                self._streams[owner] -= num
-                if not self._streams[owner]:
-                    del self._streams[owner]
 
     def _charge(self, field: str, what: str, key: str, tenant: str, num: int) -> None:
+        limits = self._limits_of(key, tenant)
+        if not limits:
+            return
         now = self._clock()
-        found = self._buckets_of(field, key, tenant, now)
-        for kind, bucket in found:
-            if (wait_s := bucket.wait_s(num, now)) > 0:
-                metrics.router_refused.labels(what).inc()
-                raise OverloadedError(f"this {kind} may ask for {bucket.rate:g} {what} a second", wait_s)
-        for _, bucket in found:
-            bucket.take(num, now)
+        with self._ledger.locked():
+            found = self._buckets_of(field, limits, now)
+            for kind, bucket in found:
+                if (wait_s := bucket.wait_s(num, now)) > 0:
+                    metrics.router_refused.labels(what).inc()
+                    raise OverloadedError(f"this {kind} may ask for {bucket.rate:g} {what} a second", wait_s)
+            for _, bucket in found:
+                bucket.take(num, now)
 
     def _take(self, field: str, key: str, tenant: str, num: int) -> None:
+        limits = self._limits_of(key, tenant)
+        if not limits:
+            return
         now = self._clock()
-        for _, bucket in self._buckets_of(field, key, tenant, now):
-            bucket.take(num, now)
+        with self._ledger.locked():
+            for _, bucket in self._buckets_of(field, limits, now):
+                bucket.take(num, now)
 
     def _limits_of(self, key: str, tenant: str) -> list[tuple[str, str, Limits]]:
         if self._watched is None:
@@ -158,17 +167,23 @@ class Quotas:
             found.append(("tenant", tenant, file.tenants[tenant]))
         return found
 
-    def _buckets_of(self, field: str, key: str, tenant: str, now: float) -> list[tuple[str, TokenBucket]]:
+    def _buckets_of(
+        self, field: str, all_limits: list[tuple[str, str, Limits]], now: float
+    ) -> list[tuple[str, TokenBucket]]:
+        """Inside of the ledger's lock."""
         found = []
-        for kind, name, limits in self._limits_of(key, tenant):
+        for kind, name, limits in all_limits:
             rate: float | None = getattr(limits, field)
             if rate is None:
-                self._buckets.pop((field, kind, name), None)
+                if self._buckets.pop((field, kind, name), None) is not None:
+                    self._ledger.forget_state(f"{field} of {kind} {name}")
                 continue
             burst = max(rate * BURST_S, 1.0)
             bucket = self._buckets.get((field, kind, name))
             if bucket is None:
-                bucket = self._buckets[field, kind, name] = TokenBucket(rate, burst)
+                bucket = self._buckets[field, kind, name] = TokenBucket(
+                    rate, burst, self._ledger.state(f"{field} of {kind} {name}")
+                )
             elif bucket.rate != rate:
                 bucket.change(rate, burst, now)
             found.append((kind, bucket))

@@ -232,8 +232,8 @@ def test_a_router_that_ends_is_not_started_again(tmp_path: Path) -> None:
 
 
 def test_a_signal_drains_while_a_worker_waits_for_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.restarts.FIRST_DELAY_S", 600.0)
-    monkeypatch.setattr("baton.restarts.MAX_DELAY_S", 600.0)
+    monkeypatch.setattr("common.restarts.FIRST_DELAY_S", 600.0)
+    monkeypatch.setattr("common.restarts.MAX_DELAY_S", 600.0)
     stack = stack_of(tmp_path, max_restarts=1)
 
     def work(_: Addresses) -> int:

@@ -25,6 +25,7 @@ def test_plan_of_two_prefill_one_decode_and_one_of_both_roles() -> None:
         http_port=0,
         num_blocks=9,
         min_remote_tokens=64,
+        router_processes=2,
     )
     commands = stack_plan.plan(settings, Path("/kv")).commands
     assert list(commands) == ["prefill-1", "prefill-2", "decode-1", "worker-1", "router"]
@@ -38,7 +39,7 @@ def test_plan_of_two_prefill_one_decode_and_one_of_both_roles() -> None:
     both = addresses["worker-1"]
     assert f"--prefill={addresses['prefill-1']},{addresses['prefill-2']},{both}" in commands["router"]
     assert f"--decode={addresses['decode-1']},{both}" in commands["router"]
-    assert {"--http-listen=127.0.0.1:0", "--min-remote-tokens=64"} <= set(commands["router"])
+    assert {"--http-listen=127.0.0.1:0", "--min-remote-tokens=64", "--processes=2"} <= set(commands["router"])
 
 
 def write_model(folder: Path) -> None:

@@ -169,6 +169,11 @@ def test_routers_wait_for_workers_where_there_may_be_none(values: dict[str, obje
     assert settings_of(objects, "demo-baton-router").get("worker_wait") == wait
 
 
+def test_routers_have_as_many_processes_as_asked_for() -> None:
+    assert settings_of(render({"router.processes": 3}), "demo-baton-router")["processes"] == 3
+    assert helm("template", "demo", str(CHART), *arguments({"router.processes": 0})).returncode != 0
+
+
 # ------------------------------------------------------------------------------------------- the processes
 
 

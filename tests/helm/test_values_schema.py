@@ -47,5 +47,5 @@ def test_settings_are_offered_unless_the_chart_decides_them() -> None:
     assert set(RouterSettings.model_fields) - router == {
         "prefill", "decode", "http_listen", "grpc_listen", "drain_timeout", "log_level", "log_format",
         "tls_cert", "tls_key", "tls_ca", "tls_server_name", "tls_client_ca", "health_listen", "api_keys_file",
-        "limits_file",
+        "limits_file", "processes",
     }  # fmt: skip

@@ -5,6 +5,7 @@
 {{- if .Values.limits }}{{- $_ := set $settings "limits_file" "/etc/baton-limits/limits.yaml" }}{{ end -}}
 {{- $_ := set $settings "http_listen" "0.0.0.0:8000" -}}
 {{- $_ := set $settings "grpc_listen" "0.0.0.0:50051" -}}
+{{- if gt (int .Values.router.processes) 1 }}{{- $_ := set $settings "processes" (int .Values.router.processes) }}{{ end -}}
 {{- $_ := set $settings "drain_timeout" .Values.router.drainTimeoutSeconds -}}
 {{- $_ := set $settings "prefill" (include "baton.discovery" (dict "root" . "component" "prefill")) -}}
 {{- $_ := set $settings "decode" (include "baton.discovery" (dict "root" . "component" "decode")) -}}

@@ -11,7 +11,7 @@ from contextlib import aclosing
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
@@ -331,7 +331,7 @@ class _Gateway:
         return json_response({"text": text})
 
     async def health(self, _request: Request) -> Response:
-        if reason := self._front.admission.not_ready():
+        if reason := self._front.not_ready():
             return json_response({"status": "unavailable", "reason": reason}, status=503, headers={"Retry-After": "1"})
         return json_response({"status": "ok"})
 
@@ -342,7 +342,7 @@ class _Gateway:
             raise InvalidArgumentError("limit", f"must be a number from 1 to {MAX_DECISIONS}")
         client = current_client.get()
         tenant = None if client is None or client.is_operator else client.tenant
-        made = self._front.decisions.latest(int(given), tenant)
+        made = await self._front.latest_decisions(int(given), tenant)
         return json_response({"decisions": [dataclasses.asdict(decision) for decision in made]})
 
     async def version(self, _request: Request) -> Response:
@@ -352,7 +352,7 @@ class _Gateway:
         return Response(docs_page(request.app.openapi()), media_type="text/html")
 
     async def metrics(self, _request: Request) -> Response:
-        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+        return Response(self._front.part.metrics_page(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _request_id(request: Request, body: TextBody | EmbeddingsBody) -> str:

@@ -22,8 +22,9 @@ INTERVAL_S = 5
 GIVE_UP_S = 30  # since the client's host was last heard of
 
 
-def listen(address: str) -> socket.socket:
-    """A listening socket on `host:port`; port 0 takes a free one. Raises `StartupError`."""
+def listen(address: str, *, shared: bool = False) -> socket.socket:
+    """A listening socket on `host:port`; port 0 takes a free one. A `shared` one gets its part of the connections, the
+    others go to other processes of this user. Raises `StartupError`."""
     host, _, port = address.rpartition(":")
     try:
         infos = socket.getaddrinfo(
@@ -33,6 +34,8 @@ def listen(address: str) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             _notice_the_vanished(listener)
             listener.bind(target)
             listener.listen(1024)

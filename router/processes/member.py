@@ -1,0 +1,198 @@
+"""One process of a router that has several. Its parent (`router.processes.parent`) starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import socket
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from common import metrics
+from common.config import RouterSettings
+from common.errors import BatonError, ConfigError, UnavailableError
+from common.garbage import look_rarely
+from common.logs import setup_logging
+from common.tasks import VitalTasks
+from router.processes import scrape
+from router.processes.messages import Answer, Ask, Beat, Failed, Link, Placed, Refused
+from router.processes.remote_queue import RemoteQueue
+from router.processes.shared_demand import SharedDemand
+from router.processes.shared_ledger import SharedLedger
+from router.reload import SettingsFile
+from router.serving.part import Part
+from router.serving.question import Question, T
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+ASK_TIMEOUT_S = 5.0  # the parent waits for each process for less
+SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+NOT_READY, PID = "not ready", "pid"  # in the ledger
+
+
+@dataclass(slots=True, frozen=True)
+class Place:
+    """What a process is told when it is started."""
+
+    number: int  # from 0
+    num_processes: int
+    directory: str  # of the ledger and of metrics
+    epoch: str  # of the router, to whoever watches its demand
+    http_listen: str
+    grpc_listen: str
+    health_listen: str | None
+    is_replacement: bool
+
+
+class Member(Part):
+    is_one_of_several = True
+
+    def __init__(self, settings: RouterSettings, place: Place, parent: socket.socket) -> None:
+        super().__init__(settings)
+        self._place = place
+        self._socket = parent
+        self._link: Link | None = None
+        self._vital = VitalTasks()
+        self._is_ready = False
+        self._questions: dict[str, Question[Any]] = {}
+        self._asked: dict[int, asyncio.Future[list[bytes]]] = {}
+        self._numbers = itertools.count()
+        self.is_replacement = place.is_replacement
+        self.http_listen, self.grpc_listen, self.health_listen = (
+            place.http_listen,
+            place.grpc_listen,
+            place.health_listen,
+        )
+        self.max_connections = -(-settings.max_connections // place.num_processes)
+        self.shared = SharedLedger(place.directory, place.num_processes, place.number)
+        self.ledger = self.shared
+        self.demand = self._demand = SharedDemand(self.shared, place.epoch)
+        self.remote_queue = RemoteQueue(settings.max_running, lambda message: self.link.send(message))
+        self.queue = self.remote_queue
+        self.answers(self.decisions.question)
+
+    @property
+    def link(self) -> Link:
+        assert self._link is not None  # noqa: S101 - `start` comes first
+        return self._link
+
+    async def start(self, vital: VitalTasks) -> None:
+        self._vital = vital
+        self._link = Link(*await asyncio.open_unix_connection(sock=self._socket.dup()))
+        self.shared.put({PID: os.getpid()})
+        vital.start(self._follow(), name="parent")
+        vital.start(self._demand.keep_shared(), name="demand")
+
+    def takes_signals(self) -> None:
+        """The parent has them wait until then: one that comes while Python starts would end the process."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        if self._place.is_replacement:
+            metrics.router_process_restarts.inc()
+        self._vital.start(self._beat(), name="signs of life")
+
+    def ready(self) -> None:
+        self._is_ready = True
+        self.link.send(Beat(True))
+
+    def not_ready(self, own_reason: str) -> str:
+        """All processes tell the same: a client, or a probe, does not choose which one it reaches."""
+        self.shared.put({NOT_READY: 1.0 if own_reason else 0.0})
+        others = sum(self.shared.by_process(NOT_READY))
+        return own_reason or ("another process of this router is not ready" if others else "")
+
+    def metrics_page(self) -> bytes:
+        return scrape.page(self._place.directory, lambda: [os.getppid(), *filter(None, self.shared.by_process(PID))])
+
+    def answers(self, question: Question[T]) -> None:
+        self._questions[question.name] = question
+
+    async def ask(self, question: Question[T], limit: int = 0, tenant: str | None = None) -> list[T]:
+        number = next(self._numbers)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.link.send(Ask(number, question.name, limit, tenant))
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                contents = await answer
+        except TimeoutError:
+            raise UnavailableError("the router's other processes do not answer") from None
+        finally:
+            del self._asked[number]
+        return [one for content in contents for one in msgspec.msgpack.decode(content, type=list[question.kind])]  # type: ignore[name-defined]
+
+    async def _follow(self) -> None:
+        async for message in self.link.messages():
+            match message:
+                case Placed() | Refused():
+                    self.remote_queue.heard(message)
+                case Ask():
+                    question = self._questions.get(message.what)
+                    told = [] if question is None else question.tell(message.limit, message.tenant)
+                    self.link.send(Answer(message.number, [msgspec.msgpack.encode(told)]))
+                case Answer():
+                    answer = self._asked.get(message.number)
+                    if answer is not None and not answer.done():
+                        answer.set_result(message.contents)
+        log.critical("the router's parent process is gone, this one ends at once")
+        os._exit(1)
+
+    async def _beat(self) -> None:
+        while True:
+            self.link.send(Beat(self._is_ready))
+            await asyncio.sleep(BEAT_S)
+
+
+@dataclass(slots=True)
+class _FirstAsBefore:
+    """A settings file that cannot be used keeps no process from taking the place of another: it goes on with the
+    settings of before."""
+
+    settings: RouterSettings
+    file: SettingsFile
+    has_begun: bool = field(default=False)
+
+    def load(self) -> RouterSettings:
+        if self.has_begun:
+            return self.file.load()
+        self.has_begun = True
+        try:
+            return self.file.load()
+        except ConfigError as error:
+            log.warning("the settings file cannot be used: the old ones stay", extra={"reason": error.message})
+            return self.settings
+
+
+def main(settings: RouterSettings, file: SettingsFile | None, place: Place, parent: socket.socket) -> None:
+    """The process. It ends with code 0 if it drained, else with 1."""
+    from router.server import run
+
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # Values of workers that are gone stay on the page, as 0: no file of metrics loses a line.
+    warnings.filterwarnings("ignore", message="Removal of labels has not been implemented")
+    setup_logging(f"router-{place.number + 1}", level=settings.log_level, log_format=settings.log_format)
+    if file is not None and place.is_replacement:
+        file = SettingsFile(file.path, _FirstAsBefore(settings, file).load)
+    member = Member(settings, place, parent)
+
+    def ready(_http: str, _grpc: str) -> None:
+        look_rarely()
+        member.ready()
+
+    try:
+        run(settings, ready, file, member)
+    except BatonError as error:
+        _say_last(parent, error.message)
+        raise SystemExit(1) from None
+
+
+def _say_last(parent: socket.socket, reason: str) -> None:
+    """Past the event loop, which has ended."""
+    content = msgspec.msgpack.encode(Failed(reason))
+    parent.setblocking(True)
+    parent.sendall(len(content).to_bytes(4, "big") + content)

@@ -1,0 +1,108 @@
+"""What the parent and a process of its say to each other, over a pair of sockets that dies with either."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import msgspec
+
+HEAD_BYTES = 4
+
+
+class Beat(msgspec.Struct, tag=True):
+    """A process's sign of life, once a second from when it listens, and at once when it can serve."""
+
+    is_ready: bool
+
+
+class Failed(msgspec.Struct, tag=True):
+    """It ends, for this reason."""
+
+    reason: str
+
+
+class Enter(msgspec.Struct, tag=True):
+    """A request wants a place in the queue (`FairQueue.place`)."""
+
+    number: int
+    tenant: str
+    cost: float
+    left_s: float
+    priority: int
+    weight: float
+    request_priority: int
+
+
+class Placed(msgspec.Struct, tag=True):
+    number: int
+
+
+class Refused(msgspec.Struct, tag=True):
+    """`retry_after_s` is None if its deadline passed, and not the queue's."""
+
+    number: int
+    reason: str
+    retry_after_s: float | None
+
+
+class Leave(msgspec.Struct, tag=True):
+    """It needs its place no more, or does not wait for one any more."""
+
+    number: int
+
+
+class Bounds(msgspec.Struct, tag=True):
+    """Other ones for the queue, from the settings file."""
+
+    max_running: int | None
+    max_waiting: int
+    max_wait_s: float
+
+
+class Ask(msgspec.Struct, tag=True):
+    """What all processes together are to be asked: the parent hands it on to each."""
+
+    number: int
+    what: str
+    limit: int = 0
+    tenant: str | None = None
+
+
+class Answer(msgspec.Struct, tag=True):
+    """Of one process; to who asked, of all of them."""
+
+    number: int
+    contents: list[bytes]
+
+
+Message = Beat | Failed | Enter | Placed | Refused | Leave | Bounds | Ask | Answer
+_DECODER = msgspec.msgpack.Decoder(Message)
+
+
+class Link:
+    """One end."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    def send(self, message: Message) -> None:
+        """To be lost if the other end is gone: whoever follows the link hears of that."""
+        content = msgspec.msgpack.encode(message)
+        self._writer.write(len(content).to_bytes(HEAD_BYTES, "big") + content)
+
+    async def flushed(self) -> None:
+        await self._writer.drain()
+
+    async def messages(self) -> AsyncIterator[Message]:
+        """Until the other end is gone."""
+        try:
+            while True:
+                head = await self._reader.readexactly(HEAD_BYTES)
+                yield _DECODER.decode(await self._reader.readexactly(int.from_bytes(head, "big")))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,337 @@
+"""A router of several processes (`--processes`), seen from their parent. It serves no request itself: it holds the
+ports and the one queue, starts the processes, starts again those that end, and hands questions from one to all.
+
+      parent ── holds the ports, queue, questions, life ──> process 1 ... N, each a whole router on the same ports
+         └───── ledger of limits and demand, files of metrics: memory that all of them share ─────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import multiprocessing
+import os
+import secrets
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.context import SpawnProcess
+
+from common.config import RouterSettings
+from common.errors import BatonError, OverloadedError, StartupError
+from common.restarts import WINDOW_S, Restarts
+from common.tasks import VitalTasks
+from router.processes import scrape
+from router.processes.member import SIGNALS, Place
+from router.processes.member import main as member_main
+from router.processes.messages import Answer, Ask, Beat, Bounds, Enter, Failed, Leave, Link, Placed, Refused
+from router.processes.ports import held
+from router.processes.shared_ledger import SharedLedger
+from router.reload import SettingsFile
+from router.serving.fair_queue import FairQueue
+from router.stop_signals import hang_up_signal, stop_signals
+
+log = logging.getLogger(__name__)
+
+MAX_RESTARTS = 5  # of each process, in WINDOW_S
+SILENT_BEATS = 20  # seconds without a sign of life, after which a process is killed
+ANSWER_TIMEOUT_S = 2.0
+KILL_GRACE_S = 5.0  # beyond the drain timeout
+
+Ready = Callable[[str, str], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Child:
+    process: SpawnProcess
+    link: Link
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    listens: bool = False
+    is_ready: bool = False
+    num_silent: int = 0  # seconds since its last sign of life, as this process counts them
+    reason: str = ""  # why it ends, in its own words or in ours
+    turns: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # requests that wait, or have a place
+    asked: dict[int, asyncio.Future[list[bytes]]] = field(default_factory=dict)
+
+    def why(self) -> str:
+        code = self.process.exitcode
+        ended = f"ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        return self.reason or ended
+
+
+def run(settings: RouterSettings, ready: Ready | None = None, file: SettingsFile | None = None) -> None:
+    """Until SIGTERM or SIGINT, and then until all processes have drained. Raises `StartupError`."""
+    asyncio.run(serve(settings, ready, file))
+
+
+async def serve(settings: RouterSettings, ready: Ready | None = None, file: SettingsFile | None = None) -> None:
+    """Calls `ready` once, when each process can serve."""
+    with contextlib.ExitStack() as stack:
+        http_listen = stack.enter_context(held(settings.http_listen, "http_listen"))
+        grpc_listen = stack.enter_context(held(settings.grpc_listen, "grpc_listen"))
+        health_listen = settings.health_listen
+        if health_listen is not None:
+            health_listen = stack.enter_context(held(health_listen, "health_listen"))
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-router-"))
+        stack.callback(_restore, scrape.VARIABLE, os.environ.get(scrape.VARIABLE))
+        os.environ[scrape.VARIABLE] = directory
+        place = Place(
+            number=0,
+            num_processes=settings.processes,
+            directory=directory,
+            epoch=secrets.token_hex(8),
+            http_listen=http_listen,
+            grpc_listen=grpc_listen,
+            health_listen=health_listen,
+            is_replacement=False,
+        )
+        scheme = "http" if settings.tls_cert is None else "https"
+        tell = (lambda: ready(f"{scheme}://{http_listen}", grpc_listen)) if ready else (lambda: None)
+        await _Parent(settings, file, place, tell).serve()
+
+
+def _restore(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+class _Parent:
+    def __init__(
+        self, settings: RouterSettings, file: SettingsFile | None, place: Place, ready: Callable[[], None]
+    ) -> None:
+        self._settings = settings
+        self._file = file
+        self._place = place
+        self._ready = ready
+        self._was_ready = False
+        self._is_draining = False
+        self._ledger = SharedLedger(place.directory, place.num_processes)
+        self._queue = FairQueue(
+            settings.max_running, max_waiting=settings.max_queued, max_wait_s=settings.max_queue_wait
+        )
+        self._restarts = Restarts(MAX_RESTARTS)
+        self._children: dict[int, _Child] = {}
+        self._vital = VitalTasks()
+        self._numbers = itertools.count()
+        self._answering: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        stop = asyncio.Event()
+        with stop_signals(stop), hang_up_signal(None if self._file is None else self):
+            for number in range(self._place.num_processes):
+                self._vital.start(self._keep(number), name=f"process {number + 1}")
+            self._vital.start(self._watch_silence(), name="signs of life")
+            try:
+                await self._vital.failed_or(stop)
+                in_time = await self._drain()
+            finally:
+                self._vital.let_end()
+                for child in self._children.values():
+                    child.process.kill()
+                await self._vital.close()
+                self._ledger.close()
+        self._vital.raise_failure()
+        if not in_time:
+            raise StartupError("processes of the router did not end in time, and were killed")
+        log.info("router ended")
+
+    def look(self) -> None:
+        """SIGHUP: the processes read the settings file again."""
+        for child in self._children.values():
+            if child.listens:
+                _signal(child, signal.SIGHUP)
+
+    async def _drain(self) -> bool:
+        """All processes at once; whether they ended in time."""
+        self._is_draining = True
+        self._vital.let_end()
+        for child in self._children.values():
+            child.process.terminate()
+        try:
+            async with asyncio.timeout(self._settings.drain_timeout + KILL_GRACE_S):
+                for child in list(self._children.values()):
+                    await child.gone.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # ------------------------------------------------------------------------------------------- life
+
+    async def _keep(self, number: int) -> None:
+        """One process after another in one place. Raises `StartupError` if the first could not listen, or if they end
+        too often."""
+        has_listened = False
+        while True:
+            child = await self._start(number, is_replacement=has_listened)
+            pid = child.process.pid
+            try:
+                await self._follow(child)
+            finally:
+                child.gone.set()
+                del self._children[number]
+            self._ledger.process_ended(number)
+            if pid is not None:
+                scrape.keep_totals(self._place.directory, pid)
+            if self._is_draining:
+                return
+            has_listened |= child.listens
+            if not has_listened:
+                raise StartupError(child.why())
+            delay_s = self._restarts.delay_s(str(number), time.monotonic())
+            what = {"number": number + 1, "pid": pid, "reason": child.why()}
+            if delay_s is None:
+                often = f"{MAX_RESTARTS + 1} times in {WINDOW_S / 60:g} minutes"
+                raise StartupError(f"process {number + 1} of the router went away {often}: {child.why()}")
+            log.warning("a process of the router went away, starting another one", extra={**what, "delay_s": delay_s})
+            await asyncio.sleep(delay_s)
+
+    async def _start(self, number: int, *, is_replacement: bool) -> _Child:
+        place = Place(
+            number=number,
+            num_processes=self._place.num_processes,
+            directory=self._place.directory,
+            epoch=self._place.epoch,
+            http_listen=self._place.http_listen,
+            grpc_listen=self._place.grpc_listen,
+            health_listen=self._place.health_listen,
+            is_replacement=is_replacement,
+        )
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = multiprocessing.get_context("spawn").Process(
+                target=member_main, args=(self._settings, self._file, place, theirs), name=f"router-{number + 1}"
+            )
+            # It has no handlers while Python starts. Signals wait until it has: `Member.takes_signals`.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            try:
+                process.start()
+            except OSError as error:
+                ours.close()
+                raise StartupError(f"a process of the router cannot be started: {error}") from error
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        child = self._children[number] = _Child(process, Link(*await asyncio.open_unix_connection(sock=ours)))
+        return child
+
+    async def _follow(self, child: _Child) -> None:
+        """Until it has ended."""
+        try:
+            async for message in child.link.messages():
+                self._heard(child, message)
+            # Its end of the link closes with it, unless something is wrong with it.
+            await _ended(child.process, KILL_GRACE_S)
+        finally:
+            child.link.close()
+            if child.process.is_alive():
+                child.process.kill()
+            for turn in child.turns.values():
+                turn.cancel()
+            await asyncio.gather(*child.turns.values(), return_exceptions=True)
+            for answer in child.asked.values():
+                answer.cancel()
+        await _ended(child.process, None)
+
+    def _heard(self, child: _Child, message: object) -> None:
+        match message:
+            case Beat():
+                child.num_silent, child.listens, child.is_ready = 0, True, message.is_ready
+                self._tell_ready()
+            case Failed():
+                child.reason = message.reason
+            case Enter():
+                turn = child.turns[message.number] = asyncio.create_task(self._take_turn(child, message))
+                turn.add_done_callback(lambda _: child.turns.pop(message.number, None))
+            case Leave():
+                if (turn_of := child.turns.get(message.number)) is not None:
+                    turn_of.cancel()
+            case Bounds():
+                self._queue.change(message.max_running, max_waiting=message.max_waiting, max_wait_s=message.max_wait_s)
+            case Ask():
+                task = asyncio.create_task(self._ask_all(child, message))
+                self._answering.add(task)
+                task.add_done_callback(self._answering.discard)
+            case Answer():
+                answer = child.asked.get(message.number)
+                if answer is not None and not answer.done():
+                    answer.set_result(message.contents)
+
+    def _tell_ready(self) -> None:
+        children = self._children.values()
+        if self._was_ready or len(children) < self._place.num_processes or not all(one.is_ready for one in children):
+            return
+        self._was_ready = True
+        log.info("router listens", extra={"http": self._place.http_listen, "grpc": self._place.grpc_listen})
+        self._ready()
+
+    async def _watch_silence(self) -> None:
+        """Counted in beats of this process: if the machine stood still, so did they."""
+        while True:
+            await asyncio.sleep(1.0)
+            for child in self._children.values():
+                child.num_silent += child.listens
+                if child.num_silent > SILENT_BEATS and not self._is_draining:
+                    child.reason = f"gave no sign of life for {SILENT_BEATS} s, and was killed"
+                    child.process.kill()
+
+    # --------------------------------------------------------------------------------- queue, questions
+
+    async def _take_turn(self, child: _Child, enter: Enter) -> None:
+        """Ends when it is cancelled: the request needs its place no more, or waits no more, or its process is gone."""
+        place = self._queue.place(
+            enter.tenant,
+            enter.cost,
+            enter.left_s,
+            priority=enter.priority,
+            weight=enter.weight,
+            request_priority=enter.request_priority,
+        )
+        try:
+            async with place:
+                child.link.send(Placed(enter.number))
+                await asyncio.Event().wait()
+        except OverloadedError as error:
+            child.link.send(Refused(enter.number, error.reason, error.retry_after_s))
+        except BatonError as error:
+            child.link.send(Refused(enter.number, error.reason, None))
+
+    async def _ask_all(self, asker: _Child, ask: Ask) -> None:
+        number = next(self._numbers)
+        answers = []
+        for child in self._children.values():
+            if child.listens:
+                answer = child.asked[number] = asyncio.get_running_loop().create_future()
+                answers.append(answer)
+                child.link.send(Ask(number, ask.what, ask.limit, ask.tenant))
+        done, late = await asyncio.wait(answers, timeout=ANSWER_TIMEOUT_S)
+        if late:
+            log.warning("a process of the router was asked and did not answer", extra={"about": ask.what})
+        for child in self._children.values():
+            child.asked.pop(number, None)
+        contents = [content for answer in done if not answer.cancelled() for content in answer.result()]
+        asker.link.send(Answer(ask.number, contents))
+
+
+async def _ended(process: SpawnProcess, timeout_s: float | None) -> None:
+    """Returns when it has, or when `timeout_s` has passed."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process.sentinel, ended.set)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await ended.wait()
+    except TimeoutError:
+        return
+    finally:
+        loop.remove_reader(process.sentinel)
+    process.join()
+
+
+def _signal(child: _Child, number: signal.Signals) -> None:
+    if child.process.pid is not None and child.process.is_alive():
+        os.kill(child.process.pid, number)

@@ -1,0 +1,72 @@
+"""The queue of a router of several processes is one, in their parent. A place there is asked for and given back by
+message. If no limit is set, nothing waits and nothing is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+from collections.abc import AsyncIterator, Callable
+
+from common import metrics
+from common.errors import DeadlineError, OverloadedError
+from router.processes.messages import Bounds, Enter, Leave, Message, Placed, Refused
+
+
+class RemoteQueue:
+    """`FairQueue`, as one process sees it."""
+
+    def __init__(self, max_running: int | None, send: Callable[[Message], None]) -> None:
+        self._is_limited = max_running is not None
+        self._send = send
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+
+    def change(self, max_running: int | None, *, max_waiting: int, max_wait_s: float) -> None:
+        """Each process that reads the settings file says so: the parent hears the same from all."""
+        self._is_limited = max_running is not None
+        self._send(Bounds(max_running, max_waiting, max_wait_s))
+
+    def heard(self, message: Placed | Refused) -> None:
+        """The parent's answer. Nobody waits for it any more if a request was cancelled meanwhile."""
+        turn = self._waiting.get(message.number)
+        if turn is None or turn.done():
+            return
+        if isinstance(message, Placed):
+            turn.set_result(None)
+        elif message.retry_after_s is None:
+            turn.set_exception(DeadlineError(message.reason))
+        else:
+            metrics.router_refused.labels("queue").inc()
+            turn.set_exception(OverloadedError(message.reason, message.retry_after_s))
+
+    @contextlib.asynccontextmanager
+    async def place(
+        self,
+        tenant: str,
+        cost: float,
+        left_s: float = math.inf,
+        *,
+        priority: int = 0,
+        weight: float = 1.0,
+        request_priority: int = 0,
+    ) -> AsyncIterator[None]:
+        """As `FairQueue.place`."""
+        if not self._is_limited:
+            yield
+            return
+        number = next(self._numbers)
+        turn = self._waiting[number] = asyncio.get_running_loop().create_future()
+        metrics.router_requests_queued.set(len(self._waiting))
+        self._send(Enter(number, tenant, cost, left_s, priority, weight, request_priority))
+        try:
+            try:
+                await turn
+            finally:
+                del self._waiting[number]
+                metrics.router_requests_queued.set(len(self._waiting))
+            yield
+        finally:
+            self._send(Leave(number))

@@ -1,0 +1,80 @@
+"""The metrics of all processes of a router as one page.
+
+prometheus_client's multi-process mode keeps each process's metrics in files: counters and histograms are summed over
+them, gauges as each says (`multiprocess_mode`). What a process counted stays when it has ended, in files of process 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector, generate_latest
+from prometheus_client.mmap_dict import MmapedDict
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+"""Names the files' directory; to be set before a process starts."""
+_START_TIME = "process_start_time_seconds"  # the earliest; all others are summed
+
+
+def page(directory: str, pids: Callable[[], Iterable[int]]) -> bytes:
+    """For Prometheus. `pids` are of the processes whose CPU time, memory and open files are summed."""
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, directory)  # type: ignore[no-untyped-call]
+    registry.register(_Processes(pids))
+    with _locked(directory):
+        return generate_latest(registry)
+
+
+def keep_totals(directory: str, pid: int) -> None:
+    """Of a process that has ended: what it counted is added to what others did before it. Its gauges go."""
+    with _locked(directory):
+        for path in Path(directory).glob(f"*_{pid}.db"):
+            kind = path.name.removesuffix(f"_{pid}.db")
+            if not kind.startswith("gauge"):
+                kept = MmapedDict(str(path.with_name(f"{kind}_0.db")))  # type: ignore[no-untyped-call]
+                for key, value, *_ in MmapedDict.read_all_values_from_file(str(path)):  # type: ignore[no-untyped-call]
+                    before, _ = kept.read_value(key)  # type: ignore[no-untyped-call]
+                    kept.write_value(key, before + value, 0.0)  # type: ignore[no-untyped-call]
+                kept.close()  # type: ignore[no-untyped-call]
+            path.unlink()
+
+
+@contextlib.contextmanager
+def _locked(directory: str) -> Iterator[None]:
+    """Nobody reads the files while totals move from one to another."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+class _Processes(Collector):
+    def __init__(self, pids: Callable[[], Iterable[int]]) -> None:
+        self._pids = pids
+
+    def collect(self) -> Iterable[Metric]:
+        found: dict[str, Metric] = {}
+        for pid in self._pids():
+            for metric in _process(pid):
+                whole = found.setdefault(metric.name, metric)
+                if whole is metric:
+                    continue
+                pairs = zip(whole.samples, metric.samples, strict=True)
+                whole.samples = [one._replace(value=_merged(metric.name, one.value, more.value)) for one, more in pairs]
+        return found.values()
+
+
+def _process(pid: int) -> Iterable[Metric]:
+    return ProcessCollector(pid=lambda: pid, registry=None).collect()
+
+
+def _merged(name: str, one: float, other: float) -> float:
+    return min(one, other) if name == _START_TIME else one + other

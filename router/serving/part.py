@@ -1,0 +1,56 @@
+"""What one process of a router has in common with the others: nothing, as long as it is the only one.
+
+`router.processes.member` is the same for a router of several processes (`--processes`).
+"""
+
+from __future__ import annotations
+
+from prometheus_client import generate_latest
+
+from common.config import RouterSettings
+from common.tasks import VitalTasks
+from router.serving.decisions import Decisions
+from router.serving.demand import Demand
+from router.serving.fair_queue import FairQueue, Places
+from router.serving.ledger import Ledger, LocalLedger
+from router.serving.question import Question, T
+
+
+class Part:
+    """Of a router of one process."""
+
+    is_one_of_several = False
+    is_replacement = False  # others serve already: this one should not be asked before it can answer
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.http_listen = settings.http_listen
+        self.grpc_listen = settings.grpc_listen
+        self.health_listen = settings.health_listen
+        self.max_connections = settings.max_connections
+        self.ledger: Ledger = LocalLedger()
+        self.demand = Demand()
+        self.decisions = Decisions()
+        self.queue: Places = FairQueue(
+            settings.max_running, max_waiting=settings.max_queued, max_wait_s=settings.max_queue_wait
+        )
+
+    async def start(self, vital: VitalTasks) -> None:
+        """Before anything else is asked of it."""
+
+    def takes_signals(self) -> None:
+        """Signals have their handlers from now on."""
+
+    def not_ready(self, own_reason: str) -> str:
+        """Why the router takes no request, of which this process has `own_reason`; both are empty if it does."""
+        return own_reason
+
+    def metrics_page(self) -> bytes:
+        """For Prometheus."""
+        return generate_latest()
+
+    def answers(self, question: Question[T]) -> None:
+        """This process can be asked it."""
+
+    async def ask(self, question: Question[T], limit: int = 0, tenant: str | None = None) -> list[T]:
+        """What all processes of the router tell."""
+        return question.tell(limit, tenant)

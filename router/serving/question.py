@@ -1,0 +1,16 @@
+"""What each process of a router can tell of itself, and a router as a whole is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, frozen=True)
+class Question(Generic[T]):
+    name: str
+    kind: type[T]  # of each thing that is told: a dataclass
+    tell: Callable[[int, str | None], list[T]]  # a limit, and whose they have to be

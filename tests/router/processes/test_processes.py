@@ -1,0 +1,204 @@
+"""A router of two processes behind one port, with real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from protos.baton.v1 import demand_pb2, demand_pb2_grpc, router_pb2, router_pb2_grpc
+from tests.router.fake_worker import FakeWorker
+from tests.router.processes.running import REQUEST, RunningProcesses, running, sockets, start
+
+COMPLETIONS = "/v1/completions"
+
+
+async def ask(client: httpx.AsyncClient) -> int:
+    return (await client.post(COMPLETIONS, json=REQUEST)).status_code
+
+
+async def stream(client: httpx.AsyncClient) -> AsyncIterator[str]:
+    """The status of an answer that has begun, and then the whole of what came."""
+    async with client.stream("POST", COMPLETIONS, json={**REQUEST, "stream": True}) as response:
+        yield str(response.status_code)
+        yield (await response.aread()).decode()
+
+
+async def begin(client: httpx.AsyncClient, num: int) -> tuple[list[AsyncIterator[str]], list[str]]:
+    streams = [stream(client) for _ in range(num)]
+    return streams, await asyncio.gather(*(anext(one) for one in streams))
+
+
+async def until(router: RunningProcesses, name: str, value: float, **labels: str) -> None:
+    async with asyncio.timeout(60):
+        while await router.metric(name, **labels) != value:  # noqa: ASYNC110 (of other processes)
+            await asyncio.sleep(0.05)
+
+
+async def test_two_processes_are_one_router(worker: FakeWorker, tmp_path: Path) -> None:
+    limits = tmp_path / "limits.yaml"
+    limits.write_text("default: {streams: 8}")
+    async with running(decode=[worker.address], limits_file=str(limits)) as router, router.client() as client:
+        pids = router.pids()
+        assert len(pids) == 2
+        # Connections reach both.
+        before = [sockets(pid) for pid in pids]
+        opened = [await asyncio.open_connection("127.0.0.1", router.port) for _ in range(40)]
+        async with asyncio.timeout(20):
+            while sum(sockets(pid) for pid in pids) < sum(before) + 40:  # noqa: ASYNC110 (of other processes)
+                await asyncio.sleep(0.01)
+        assert min(sockets(pid) - was for pid, was in zip(pids, before, strict=True)) > 4
+        for _, writer in opened:
+            writer.close()
+        # Metrics, demand, decisions and the fleet are told as one's.
+        assert [await ask(client) for _ in range(24)] == [200] * 24
+        assert await router.metric("baton_router_requests_total", interface="rest", outcome="ok") == 24
+        assert await router.metric("baton_router_request_seconds_count") == 24
+        assert await router.metric("baton_router_request_seconds_bucket", le="+Inf") == 24
+        assert await router.metric("baton_router_endpoints", state="ready") == 1
+        assert await router.metric("process_cpu_seconds_total") > 0
+        decisions = (await client.get("/decisions?limit=100")).json()["decisions"]
+        assert len(decisions) == 24
+        assert [one["time"] for one in decisions] == sorted((one["time"] for one in decisions), reverse=True)
+        epochs = set()
+        for _ in range(4):  # whichever process is reached
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            async with grpc.aio.insecure_channel(router.grpc_address, options=options) as channel:
+                async with asyncio.timeout(10):
+                    async for demand in demand_pb2_grpc.DemandServiceStub(channel).WatchDemand(
+                        demand_pb2.WatchDemandRequest()
+                    ):
+                        epochs.add(demand.epoch)
+                        if (demand.num_requests_total, demand.num_requests_running) == (24, 0):
+                            break
+                fleet = await router_pb2_grpc.RouterServiceStub(channel).GetFleet(router_pb2.GetFleetRequest())
+                assert [(one.address, one.breaker) for one in fleet.workers] == [(worker.address, "closed")]
+                assert fleet.workers[0].tokens_per_second > 0
+        assert len(epochs) == 1
+        # A limit is one for both.
+        worker.delay_s = 0.05
+        streams, statuses = await begin(client, 20)
+        assert sorted(statuses) == ["200"] * 8 + ["429"] * 12
+        assert await router.metric("baton_router_requests_running") == 8
+        # Both drain.
+        router.process.send_signal(signal.SIGTERM)
+        texts = await asyncio.gather(*(anext(one) for one in streams))
+        assert sum("[DONE]" in text for text in texts) == 8
+        assert await router.ended() == 0, router.errors.decode()
+        assert b"Traceback" not in router.errors
+
+
+@pytest.mark.slow
+async def test_a_killed_process_is_replaced(worker: FakeWorker, tmp_path: Path) -> None:
+    limits = tmp_path / "limits.yaml"
+    limits.write_text("default: {streams: 8}")
+    async with running(decode=[worker.address], limits_file=str(limits)) as router, router.client() as client:
+        assert [await ask(client) for _ in range(8)] == [200] * 8
+        worker.delay_s = 0.2
+        streams, statuses = await begin(client, 8)
+        assert statuses == ["200"] * 8
+        pids = router.pids()
+        os.kill(pids[0], signal.SIGKILL)
+        results = await asyncio.gather(*(anext(one) for one in streams), return_exceptions=True)
+        num_cut = sum(isinstance(one, Exception) for one in results)
+        assert num_cut < 8  # those of the other one ended well
+        worker.delay_s = 0
+        answered = 0
+        for _ in range(20):  # the other one answers meanwhile
+            answered += await ask(client) == 200
+        assert answered == 20
+        await until(router, "baton_router_process_restarts_total", 1)
+        assert len(router.pids()) == 2
+        assert pids[1] in router.pids()
+        # What the dead one counted stays, and what it had in flight is free.
+        assert await router.metric("baton_router_requests_total", outcome="ok") == 8 + (8 - num_cut) + 20
+        assert await router.metric("baton_router_requests_running") == 0
+        worker.delay_s = 0.02
+        streams, statuses = await begin(client, 9)
+        assert sorted(statuses) == ["200"] * 8 + ["429"]
+        await asyncio.gather(*(anext(one) for one in streams))
+        router.process.send_signal(signal.SIGTERM)
+        assert await router.ended() == 0
+        assert b"a process of the router went away, starting another one" in router.errors
+        assert b"ended by SIGKILL" in router.errors
+
+
+@pytest.mark.slow
+async def test_a_process_that_ends_too_often_ends_the_router(worker: FakeWorker) -> None:
+    rarely = "router.processes.parent.MAX_RESTARTS = 1; common.restarts.FIRST_DELAY_S = 0.01"
+    async with running(rarely, decode=[worker.address]) as router:
+        os.kill(router.pids()[-1], signal.SIGKILL)
+        await until(router, "baton_router_process_restarts_total", 1)
+        os.kill(router.pids()[-1], signal.SIGKILL)  # the one that took its place
+        assert await router.ended() == 1
+        assert b"StartupError: process " in router.errors
+        assert b"of the router went away 2 times in 10 minutes: ended by SIGKILL" in router.errors
+
+
+@pytest.mark.slow
+async def test_a_taken_port_is_an_error(worker: FakeWorker) -> None:
+    async with running(decode=[worker.address]) as router:
+        for field, address in (("http_listen", f"127.0.0.1:{router.port}"), ("grpc_listen", router.grpc_address)):
+            for processes in (1, 2):
+                process = await start(decode=[worker.address], processes=processes, **{field: address})
+                _, errors = await asyncio.wait_for(process.communicate(), 60)
+                assert process.returncode == 1
+                assert b"StartupError" in errors
+                assert f"cannot listen on {address}".encode() in errors
+
+
+@pytest.mark.slow
+async def test_what_no_process_can_start_with_ends_the_router(worker: FakeWorker) -> None:
+    process = await start(decode=[worker.address], limits_file="/nowhere")
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 1
+    assert b"StartupError: limits_file: cannot read /nowhere" in errors
+
+
+@pytest.mark.slow
+async def test_the_queue_is_one(worker: FakeWorker) -> None:
+    worker.delay_s = 0.03
+    async with running(decode=[worker.address], max_running=3, max_queued=4) as router, router.client() as client:
+        streams = [asyncio.create_task(ask(client)) for _ in range(12)]
+        statuses = await asyncio.gather(*streams)
+        assert sorted(statuses) == [200] * 7 + [429] * 5
+        assert await router.metric("baton_router_refused_total", limit="queue") == 5
+        assert await router.metric("baton_router_requests_queued") == 0
+
+
+@pytest.mark.slow
+async def test_a_process_that_hangs_is_killed_and_replaced(worker: FakeWorker) -> None:
+    async with running(decode=[worker.address]) as router:
+        stopped, other = router.pids()
+        os.kill(stopped, signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            while len(pids := router.pids()) != 2 or stopped in pids:  # noqa: ASYNC110 (of other processes)
+                await asyncio.sleep(0.1)
+        assert other in pids
+        await until(router, "baton_router_process_restarts_total", 1)
+        router.process.terminate()
+        assert await router.ended() == 0
+        assert b"gave no sign of life for 20 s" in router.errors
+
+
+@pytest.mark.slow
+async def test_processes_end_with_their_parent(worker: FakeWorker) -> None:
+    async with running(decode=[worker.address]) as router:
+        pids = router.pids()
+        router.process.kill()
+        async with asyncio.timeout(20):
+            while any(_lives(pid) for pid in pids):  # noqa: ASYNC110 (of other processes)
+                await asyncio.sleep(0.05)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
