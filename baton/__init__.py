@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from baton.offline.llm import LLM
     from baton.offline.params import SamplingParams
     from common.beam_search import BeamSearchParams
+    from common.cache_hints import Retain
 
-__all__ = ["LLM", "AsyncClient", "BeamSearchParams", "Client", "Message", "SamplingParams", "Tool"]
+__all__ = ["LLM", "AsyncClient", "BeamSearchParams", "Client", "Message", "Retain", "SamplingParams", "Tool"]
 
 _PLACES = {
     "AsyncClient": "baton.async_client",
@@ -21,6 +22,7 @@ _PLACES = {
     "Client": "baton.client",
     "LLM": "baton.offline.llm",
     "Message": "baton.messages",
+    "Retain": "common.cache_hints",
     "SamplingParams": "baton.offline.params",
     "Tool": "baton.messages",
 }

@@ -18,18 +18,23 @@ import grpc
 
 from baton.client import result_of, to_baton_error
 from baton.messages import Tool
-from baton.report import Chunk, ModelCard, Result
+from baton.report import Chunk, ModelCard, Prefix, Result
 from baton.requests import (
     Messages,
+    PrefixOptions,
     call_hints,
     chat_messages,
     chunk_of,
     embed_message,
+    prefix_message,
+    prefix_of,
+    retain_message,
     sampling_message,
     template_options,
     tool_choice_message,
     tool_messages,
 )
+from common.cache_hints import Retain
 from common.errors import ConfigError
 from common.grpc_options import CLIENT_CHANNEL_OPTIONS
 from common.grpc_streams import MessageStream
@@ -141,6 +146,7 @@ class AsyncClient:
         model: str = "",
         request_id: str = "",
         cache_salt: str = "",
+        retain: Retain | None = None,
         priority: int = 0,
         session: str = "",
         explain: bool = False,
@@ -154,6 +160,7 @@ class AsyncClient:
             prompt_token_ids=() if isinstance(prompt, str) else prompt,
             sampling_params=sampling_message(sampling),
             cache_salt=cache_salt,
+            retain=retain_message(retain),
             priority=priority,
         )
         metadata = (*self._metadata, *call_hints(session, explain=explain))
@@ -171,6 +178,7 @@ class AsyncClient:
         model: str = "",
         request_id: str = "",
         cache_salt: str = "",
+        retain: Retain | None = None,
         priority: int = 0,
         session: str = "",
         explain: bool = False,
@@ -187,6 +195,7 @@ class AsyncClient:
             chat_template_kwargs=template_options(chat_template_kwargs),
             sampling_params=sampling_message(sampling),
             cache_salt=cache_salt,
+            retain=retain_message(retain),
             priority=priority,
         )
         metadata = (*self._metadata, *call_hints(session, explain=explain))
@@ -218,6 +227,20 @@ class AsyncClient:
             self._inference.Embed(request, timeout=self._timeout, metadata=self._metadata)
         )
         return [list(one.values) for one in response.embeddings]
+
+    async def retain_prefix(self, seconds: float, **prefix: Unpack[PrefixOptions]) -> Prefix:
+        """As `Client.retain_prefix`."""
+        request = inference_pb2.RetainPrefixRequest(prefix=prefix_message(prefix), seconds=seconds)
+        call = self._inference.RetainPrefix(request, timeout=self._timeout, metadata=self._metadata)
+        response: inference_pb2.PrefixResponse = await self._answered(call)
+        return prefix_of(response)
+
+    async def evict_prefix(self, **prefix: Unpack[PrefixOptions]) -> Prefix:
+        """As `Client.evict_prefix`."""
+        request = inference_pb2.EvictPrefixRequest(prefix=prefix_message(prefix))
+        call = self._inference.EvictPrefix(request, timeout=self._timeout, metadata=self._metadata)
+        response: inference_pb2.PrefixResponse = await self._answered(call)
+        return prefix_of(response)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         request = inference_pb2.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)

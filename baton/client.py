@@ -20,18 +20,23 @@ import grpc
 from google.protobuf.message import Message
 
 from baton.messages import Calls, Tool
-from baton.report import Chunk, FleetWorker, ModelCard, RequestReport, Result, Usage
+from baton.report import Chunk, FleetWorker, ModelCard, Prefix, RequestReport, Result, Usage
 from baton.requests import (
     Messages,
+    PrefixOptions,
     call_hints,
     chat_messages,
     chunk_of,
     embed_message,
+    prefix_message,
+    prefix_of,
+    retain_message,
     sampling_message,
     template_options,
     tool_choice_message,
     tool_messages,
 )
+from common.cache_hints import Retain
 from common.errors import (
     BatonError,
     ConfigError,
@@ -148,6 +153,7 @@ class Client:
         model: str = "",
         request_id: str = "",
         cache_salt: str = "",
+        retain: Retain | None = None,
         priority: int = 0,
         session: str = "",
         explain: bool = False,
@@ -164,6 +170,7 @@ class Client:
             prompt_token_ids=() if isinstance(prompt, str) else prompt,
             sampling_params=sampling_message(sampling),
             cache_salt=cache_salt,
+            retain=retain_message(retain),
             priority=priority,
         )
         metadata = (*self._metadata, *call_hints(session, explain=explain))
@@ -180,6 +187,7 @@ class Client:
         model: str = "",
         request_id: str = "",
         cache_salt: str = "",
+        retain: Retain | None = None,
         priority: int = 0,
         session: str = "",
         explain: bool = False,
@@ -199,6 +207,7 @@ class Client:
             chat_template_kwargs=template_options(chat_template_kwargs),
             sampling_params=sampling_message(sampling),
             cache_salt=cache_salt,
+            retain=retain_message(retain),
             priority=priority,
         )
         metadata = (*self._metadata, *call_hints(session, explain=explain))
@@ -226,6 +235,17 @@ class Client:
             cache_salt=cache_salt,
         )
         return [list(one.values) for one in self._ask(self._inference.Embed, request).embeddings]
+
+    def retain_prefix(self, seconds: float, **prefix: Unpack[PrefixOptions]) -> Prefix:
+        """Has all workers that have a prompt's KV evict it after others, for so long; 0: no longer. Which prompt:
+        `prompt` or `messages`, and what else requests have beside them."""
+        request = inference_pb2.RetainPrefixRequest(prefix=prefix_message(prefix), seconds=seconds)
+        return prefix_of(self._ask(self._inference.RetainPrefix, request))
+
+    def evict_prefix(self, **prefix: Unpack[PrefixOptions]) -> Prefix:
+        """Has all workers forget a prompt's KV, in the store too."""
+        request = inference_pb2.EvictPrefixRequest(prefix=prefix_message(prefix))
+        return prefix_of(self._ask(self._inference.EvictPrefix, request))
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         request = inference_pb2.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)

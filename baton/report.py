@@ -110,3 +110,23 @@ class FleetWorker:
 class ModelCard:
     id: str
     max_model_len: int  # tokens, prompt and answer together
+
+
+@dataclass(slots=True, frozen=True)
+class PrefixOnWorker:
+    """What one worker did with a prompt's KV blocks. Numbers are of blocks that it had."""
+
+    address: str
+    num_device_blocks: int
+    num_host_blocks: int  # in host memory, and not on the device
+    num_stored_blocks: int  # evicting: deleted from the store
+    error: str  # why it did nothing, or not all
+
+
+@dataclass(slots=True, frozen=True)
+class Prefix:
+    """What became of a prompt's full KV blocks."""
+
+    num_tokens: int
+    num_blocks: int
+    workers: tuple[PrefixOnWorker, ...]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
 from baton.messages import Message, Tool, ToolCallDelta
-from baton.report import Chunk
+from baton.report import Chunk, Prefix, PrefixOnWorker
+from common.cache_hints import MAX_RETAIN_S, Retain, check_retain
 from common.errors import InvalidArgumentError
 from common.sampling import SamplingOptions
 from protos.baton.v1 import embed_pb2, inference_pb2, types_pb2
@@ -57,6 +58,14 @@ def _plain(value: object) -> object:
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
+def retain_message(retain: Retain | None) -> types_pb2.Retain | None:
+    """Raises `InvalidArgumentError`."""
+    if retain is None:
+        return None
+    check_retain(retain, MAX_RETAIN_S)
+    return types_pb2.Retain(seconds=retain.seconds, num_tokens=retain.num_tokens)
+
+
 def chat_messages(messages: Messages) -> list[inference_pb2.ChatMessage]:
     if isinstance(messages, str):
         messages = [("user", messages)]
@@ -99,6 +108,43 @@ def tool_choice_message(choice: str) -> inference_pb2.ToolChoice:
 
 def template_options(options: Mapping[str, object] | None) -> str:
     return "" if options is None else json.dumps(options)
+
+
+class PrefixOptions(TypedDict, total=False):
+    """Which prompt is meant: one of `prompt` and `messages`, as requests have them."""
+
+    prompt: str | Sequence[int]
+    messages: Messages
+    tools: Sequence[Tool]
+    chat_template_kwargs: Mapping[str, object] | None
+    num_tokens: int  # so many of its first tokens; 0: all
+    cache_salt: str
+    model: str
+
+
+def prefix_message(options: PrefixOptions) -> inference_pb2.Prefix:
+    prompt, messages = options.get("prompt", ""), options.get("messages", ())
+    return inference_pb2.Prefix(
+        model=options.get("model", ""),
+        prompt=prompt if isinstance(prompt, str) else "",
+        prompt_token_ids=() if isinstance(prompt, str) else prompt,
+        messages=chat_messages(messages),
+        tools=tool_messages(options.get("tools", ())),
+        chat_template_kwargs=template_options(options.get("chat_template_kwargs")),
+        cache_salt=options.get("cache_salt", ""),
+        num_tokens=options.get("num_tokens", 0),
+    )
+
+
+def prefix_of(message: inference_pb2.PrefixResponse) -> Prefix:
+    return Prefix(
+        message.num_tokens,
+        message.num_blocks,
+        tuple(
+            PrefixOnWorker(one.address, one.num_device_blocks, one.num_host_blocks, one.num_stored_blocks, one.error)
+            for one in message.workers
+        ),
+    )
 
 
 def embed_message(

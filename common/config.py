@@ -107,6 +107,10 @@ class EngineSettings(ModelSettings):
         "chunk", description="when prefill announces KV blocks: chunk by chunk, or all at the end (to measure overlap)"
     )
     enable_prefix_caching: bool = Field(True, description="reuse KV blocks of equal prefixes")
+    retain_share: float = Field(
+        0.5, ge=0, le=1, description="share of the KV blocks that requests may have retained (docs/cache-hints.md)"
+    )
+    retain_tenant_share: float = Field(0.25, ge=0, le=1, description="the same of each tenant's requests")
     speculation: str = Field(
         "none",
         description="guess tokens of answers, several of which one step checks; no answer changes: none, "
@@ -254,6 +258,9 @@ class RouterSettings(PolicySettings, LimitSettings, TlsSettings, HealthSettings,
         "logprobs / 4 rounded up; prompt tokens whose logprobs are asked for count likewise. A request that asks for "
         "more is refused, one without max_tokens ends there. If unset, what one answer may need in the model's "
         "context, and 2^20 at least",
+    )
+    max_retain: float = Field(
+        3600.0, ge=0, description="seconds for which a request may have its prompt's KV retained; 0: not at all"
     )
     max_connections: Positive = Field(1024, description="connections of clients, of REST and of gRPC each")
     receive_timeout: float = Field(

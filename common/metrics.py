@@ -166,6 +166,15 @@ worker_kv_tier_moves = Counter(
     "computed and written to the store (stored), or gone before the store had them (dropped).",
     ["move"],
 )
+worker_kv_retentions = Counter(
+    "baton_worker_kv_retentions",
+    "KV blocks that hints asked to retain (retained), that were not or no longer, as tenants may have so many "
+    "(outbid), or that were evicted all the same as no other was left (yielded).",
+    ["event"],
+)
+worker_kv_retained_blocks = Gauge(
+    "baton_worker_kv_retained_blocks", "KV blocks that are evicted after others, because a hint asks for it."
+)
 worker_queue = Histogram(
     "baton_worker_queue_seconds", "From a request at the engine to its first step.", buckets=LATENCY_BUCKETS
 )
@@ -203,6 +212,6 @@ worker_grammar_seconds = Counter(
 ENGINE_METRICS: tuple[Counter | Gauge, ...] = (
     kv_store_bytes, kv_store_runs, kv_store_evicted_runs, kv_store_evicted_bytes, kv_store_failed_blocks,
     kv_store_failed_lookups, worker_fallbacks, worker_kv_cache_hits, worker_kv_tier_moves,
-    worker_grammars, worker_grammar_seconds, worker_draft_tokens,
+    worker_grammars, worker_grammar_seconds, worker_draft_tokens, worker_kv_retentions, worker_kv_retained_blocks,
 )  # fmt: skip
 """Those that an engine process counts, and its front shows."""

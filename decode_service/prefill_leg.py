@@ -250,6 +250,8 @@ class PrefillLeg:
             prompt_token_ids=request.prompt_token_ids,
             sampling_params=request.sampling_params,
             cache_salt=request.cache_salt,
+            retain=request.retain if request.HasField("retain") else None,
+            tenant=request.tenant,
             priority=request.priority,
             first_block=first_block,
             connector=worker.settings.connector,

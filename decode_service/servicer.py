@@ -23,7 +23,7 @@ from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from protos.convert import finish_reason_to_proto, token_to_proto
 from worker import convert
 from worker.engine_stream import EngineStream, HandoverDue
-from worker.shell import Work, Worker, check_names, ends_counted, error_from
+from worker.shell import Work, Worker, check_hint, check_names, ends_counted, error_from
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -50,6 +50,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         worker, num_outputs = self._worker, len(request.output_token_ids)
         worker.check_fingerprint(request.fingerprint)
         check_names(request.request_id, request.cache_salt)
+        check_hint(convert.retain_of(request), request.tenant)
         worker.check_priority(request.priority)
         worker.check_tokens("prompt_token_ids", request.prompt_token_ids)
         if num_outputs:
@@ -119,6 +120,8 @@ class DecodeRun:
                 sampling_params=self._params,
                 mode=m.RequestMode.REMOTE if is_remote else m.RequestMode.LOCAL,
                 cache_salt=request.cache_salt,
+                retain=convert.retain_of(request),
+                tenant=request.tenant,
                 priority=request.priority,
                 min_remote_tokens=request.min_remote_tokens,
             )

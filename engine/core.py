@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from common import metrics
 from common.block_hash import root_hash
 from common.config import EngineSettings
 from common.types import FinishReason, WorkerLoad
@@ -16,6 +17,7 @@ from engine import messages as m
 from engine.blocks.block_manager import BlockManager
 from engine.blocks.host_cache import allocate_host_cache, copy_blocks
 from engine.blocks.host_tier import HostCopy
+from engine.cache_hints import CacheHints
 from engine.forward_pass import ForwardPass, Runner
 from engine.grammars import Compiler, Grammars
 from engine.intake import Intake
@@ -65,6 +67,8 @@ class EngineCore:
             num_host_blocks=len(self._host_cache),
             keep_evicted=settings.host_cache_gb > 0,
             has_store=not isinstance(store, NoStore),
+            retain_share=settings.retain_share,
+            retain_tenant_share=settings.retain_tenant_share,
         )
         self.remote_kv = RemoteKV(connector, store, self.blocks, clock, self._emit)
         self._intake = Intake(
@@ -75,6 +79,7 @@ class EngineCore:
             clock=clock,
             emit=self._emit,
         )
+        self._hints = CacheHints(self.blocks, self.remote_kv, self._emit)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=settings.max_num_seqs,
@@ -158,6 +163,8 @@ class EngineCore:
                 remote_kv.add_peer(peer)
             case m.GetStatus(call_id):
                 self._events.append(m.Status(call_id, self.load, self._integrity.get()))
+            case m.HintCache():
+                self._hints.handle(command, self._clock())
             case m.GetBlocks():
                 self._events.append(m.BlocksListed(b"".join(self.blocks.names())))
         self._take_back()
@@ -182,6 +189,8 @@ class EngineCore:
         self.remote_kv.give_up_overdue()
         self._take_back()
         now = self._clock()
+        self.blocks.expire_retention(now)
+        self._hints.report(now)
         self.remote_kv.age_stored(now)
         if not self.scheduler.has_work:
             self.remote_kv.write_back_from_host(self._copy)
@@ -197,6 +206,7 @@ class EngineCore:
                 extra={"request_id": request.request_id, "num_preemptions": request.num_preemptions},
             )
         self.blocks.take_counts().report()
+        metrics.worker_kv_retained_blocks.set(len(self.blocks.retention))
         self.take_in_transfers()  # P2P publications are ready at once
         return output
 

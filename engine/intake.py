@@ -58,6 +58,8 @@ class Intake:
             arrival_time=self._clock(),
             mode=command.mode,
             extra_keys=extra_keys(cache_salt=command.cache_salt),
+            retain=command.retain,
+            tenant=command.tenant,
             priority=command.priority,
             first_block=command.first_block,
             num_lendable_blocks=command.num_lendable_blocks,

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
+from common.cache_hints import Retain
 from common.metric_relay import Change
 from common.sampling import SamplingParams
 from common.types import FinishReason, KVCacheSpec, SampledToken, WorkerLoad
@@ -49,6 +50,8 @@ class AddRequest(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     sampling_params: SamplingParams
     mode: RequestMode = RequestMode.LOCAL
     cache_salt: str = ""
+    retain: Retain | None = None
+    tenant: str = ""  # whose share of what may be retained its prompt's blocks take
     priority: int = 0
     output_token_ids: list[int] = []  # LOCAL and REMOTE: already generated elsewhere, and already with the client
     first_block: int = 0  # PREFILL: first index in the block table that has to be published
@@ -131,6 +134,21 @@ class GetBlocks(msgspec.Struct, tag=True, frozen=True):
     """Answered by `BlocksListed`."""
 
 
+class CacheAction(StrEnum):
+    RETAIN = "retain"  # evict these after others for a time
+    EVICT = "evict"  # forget these now, in every tier
+
+
+class HintCache(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Does something with the blocks of these names, a prompt's from its first one on. Answered by `CacheHinted`."""
+
+    call_id: int
+    action: CacheAction
+    block_hashes: list[bytes]
+    tenant: str = ""  # RETAIN: whose share of what may be retained they take
+    seconds: float = 0.0  # RETAIN: from now on; 0: no longer
+
+
 Command = (
     AddRequest
     | Embed
@@ -145,6 +163,7 @@ Command = (
     | EndLoan
     | GetStatus
     | GetBlocks
+    | HintCache
 )
 
 # ------------------------------------------------------------------------------------------------ events
@@ -290,6 +309,16 @@ class Status(msgspec.Struct, tag=True, frozen=True):
     integrity: str  # "ok", or what is wrong
 
 
+class CacheHinted(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """What became of a `HintCache`."""
+
+    call_id: int
+    num_device_blocks: int = 0  # of these names, that the device had; RETAIN: before the first that is not here
+    num_host_blocks: int = 0  # the same, that only host memory had
+    num_stored_blocks: int = 0  # EVICT: that the store had
+    store_failure: str = ""  # EVICT: why the store may still have some
+
+
 Event = (
     EngineReady
     | EngineFailed
@@ -308,6 +337,7 @@ Event = (
     | Alive
     | MetricsChanged
     | Status
+    | CacheHinted
 )
 
 _encoder = msgspec.msgpack.Encoder()

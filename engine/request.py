@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from common.cache_hints import Retain
 from common.sampling import SamplingParams
 from common.types import PRIORITY_S, FinishReason
 from engine.guide_state import GuideState
@@ -44,6 +45,8 @@ class Request:
     arrival_time: float  # seconds, on the clock that the caller passes everywhere
     mode: RequestMode = RequestMode.LOCAL
     extra_keys: tuple[str, ...] = ()
+    retain: Retain | None = None
+    tenant: str = ""  # whose share of what may be retained its prompt's blocks take
     priority: int = 0  # lower is sooner
     first_block: int = 0  # PREFILL: first index that the decode worker lacks
     num_lendable_blocks: int = 0  # PREFILL: leading blocks that the decode worker lends if they are not here

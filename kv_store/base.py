@@ -81,6 +81,14 @@ class Lookup:
     is_certain: bool = False  # the store has answered: if there are more blocks, it lacks the next one
 
 
+@dataclass(slots=True)
+class Eviction:
+    """The answer to `evict`. A connector's own thread may set it; it then calls `wake`."""
+
+    num_blocks: int | None = None  # that the store had; None until it is done. Set last
+    failure: str = ""  # why it may have some still
+
+
 class TransferKind(StrEnum):
     PUBLISH = "publish"
     FETCH = "fetch"
@@ -165,6 +173,13 @@ class KVConnector(ABC):
         """`lookup` for callers that cannot wait: answered now, or soon. A store that `lookup` may have to wait for
         answers from a thread of its own, within a bounded time whatever the store does."""
         return Lookup(self.lookup(block_hashes), is_certain=True)
+
+    def touch(self, block_hashes: Sequence[bytes]) -> None:  # noqa: B027
+        """A store that evicts counts these as used now, as far as it has them and can. A hint: it never waits."""
+
+    def evict(self, block_hashes: Sequence[bytes]) -> Eviction:  # noqa: ARG002
+        """A store forgets these blocks. Never waits: the answer comes now, or later."""
+        return Eviction(0, f"{self.name} evicts nothing on request" if self.is_store else "")
 
     @abstractmethod
     def publish(self, job_id: int, blocks: Sequence[LocalBlock]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from common.types import KVCacheSpec
-from kv_store.base import FetchBlock, KVConnector, LocalBlock, TransferKind, TransferResult
+from kv_store.base import Eviction, FetchBlock, KVConnector, LocalBlock, TransferKind, TransferResult
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,9 @@ class NoStore(KVConnector):
 
     def lookup(self, block_hashes: Sequence[bytes]) -> int:  # noqa: ARG002
         return 0
+
+    def evict(self, block_hashes: Sequence[bytes]) -> Eviction:  # noqa: ARG002
+        return Eviction(0)
 
     def publish(self, job_id: int, blocks: Sequence[LocalBlock]) -> None:
         for block in blocks:

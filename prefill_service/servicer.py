@@ -28,7 +28,7 @@ from protos.convert import token_to_proto
 from worker import convert
 from worker.engine_stream import EngineStream, RequestEvent
 from worker.lease import lease_grace_s
-from worker.shell import Work, Worker, check_names, ends_counted, error_from
+from worker.shell import Work, Worker, check_hint, check_names, ends_counted, error_from
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         worker, num_tokens = self._worker, len(start.prompt_token_ids)
         worker.check_fingerprint(start.fingerprint)
         check_names(start.request_id, start.cache_salt)
+        check_hint(convert.retain_of(start), start.tenant)
         worker.check_priority(start.priority)
         worker.check_tokens("prompt_token_ids", start.prompt_token_ids)
         num_blocks = -(-num_tokens // worker.ready.spec.block_size)
@@ -89,6 +90,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 sampling_params=params,
                 mode=m.RequestMode.PREFILL,
                 cache_salt=start.cache_salt,
+                retain=convert.retain_of(start),
+                tenant=start.tenant,
                 priority=start.priority,
                 first_block=start.first_block,
                 num_lendable_blocks=start.first_block if start.peer and worker.ready.is_read_from_memory else 0,

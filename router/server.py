@@ -51,6 +51,7 @@ from router.serving.front import Front
 from router.serving.gate import MESSAGE_BYTES, MIB, Gate, GateLimits
 from router.serving.generation import Generation
 from router.serving.part import Part
+from router.serving.prefix_hints import PrefixHints
 from router.serving.preparation import Preparation
 from router.serving.quotas import Quotas
 from router.serving.threads import TextThreads
@@ -116,9 +117,11 @@ async def serve(
             threads=threads,
             grammar_threads=grammar_threads,
             max_answer_tokens=settings.max_answer_tokens,
+            max_retain_s=settings.max_retain,
         ),
         Generation(dispatcher, demand, quotas, queue),
         Embedder(registry, demand, quotas, queue),
+        PrefixHints(registry),
         part,
     )
     health = Health()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from common.cache_hints import Retain
 from common.sampling import SamplingParams, resolve
 from common.validation import ModelLimits
 from engine import messages as m
 from kv_store.base import BlockRef
-from protos.baton.v1 import prefill_pb2, types_pb2
+from protos.baton.v1 import decode_pb2, prefill_pb2, types_pb2
 from protos.messages import given_fields
 
 
@@ -23,6 +24,12 @@ def sampling_params(
         default_max_tokens=SamplingParams().max_tokens,
         name=lambda field: f"sampling_params.{field}",
     )
+
+
+def retain_of(message: decode_pb2.DecodeRequest | prefill_pb2.PrefillStart) -> Retain | None:
+    if not message.HasField("retain"):
+        return None
+    return Retain(message.retain.seconds, message.retain.num_tokens)
 
 
 def block_ref(message: types_pb2.BlockRef) -> BlockRef:

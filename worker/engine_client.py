@@ -58,6 +58,7 @@ class EngineClient:
         self._num_waiting_tokens = 0
         self._asked: tuple[int, asyncio.Future[m.Status]] | None = None  # the status call under way
         self._asked_next: asyncio.Future[m.Status] | None = None  # whose callers came after it had begun
+        self._hints: dict[int, asyncio.Future[m.CacheHinted]] = {}  # by call id: calls under way
         self._load_changed = asyncio.Condition()
         self._relay = MetricRelay(metrics.ENGINE_METRICS)
         self._failure = ""  # the engine's own last word
@@ -246,6 +247,24 @@ class EngineClient:
         if self._asked_next is not None:
             self._ask_status(self._asked_next)
 
+    async def hint_cache(
+        self, action: m.CacheAction, block_hashes: list[bytes], *, tenant: str, seconds: float
+    ) -> m.CacheHinted:
+        """Raises `UnavailableError` if no answer comes."""
+        call_id = next(self._numbers)
+        future: asyncio.Future[m.CacheHinted] = asyncio.get_running_loop().create_future()
+        self._hints[call_id] = future
+        try:
+            self.send(
+                m.HintCache(call_id=call_id, action=action, block_hashes=block_hashes, tenant=tenant, seconds=seconds)
+            )
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                return await future
+        except TimeoutError:
+            raise UnavailableError(f"the engine gave no answer within {STATUS_TIMEOUT_S:.0f} s") from None
+        finally:
+            del self._hints[call_id]
+
     async def load_change(self, timeout_s: float) -> None:
         """Returns when the load has changed, or after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
@@ -289,6 +308,9 @@ class EngineClient:
                 self._relay.apply(changes)
             case m.Status():
                 self._take_in_status(event)
+            case m.CacheHinted(call_id=call_id):
+                if (future := self._hints.get(call_id)) and not future.done():
+                    future.set_result(event)
             case _:
                 if stream := self._streams.get(event.request_id):
                     self._begun(stream)

@@ -14,6 +14,7 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from common import metrics
+from common.cache_hints import MAX_RETAIN_S, Retain, check_retain
 from common.config import WorkerSettings
 from common.errors import (
     BatonError,
@@ -185,6 +186,14 @@ def check_names(request_id: str, cache_salt: str) -> None:
             raise InvalidArgumentError(field, f"must have at most {MAX_NAME_CHARS} characters, not {len(text)}")
     if not request_id.isprintable():
         raise InvalidArgumentError("request_id", "must be printable")
+
+
+def check_hint(retain: Retain | None, tenant: str) -> None:
+    """Raises `InvalidArgumentError`."""
+    if retain is not None:
+        check_retain(retain, MAX_RETAIN_S)
+    if len(tenant) > MAX_NAME_CHARS:
+        raise InvalidArgumentError("tenant", f"must have at most {MAX_NAME_CHARS} characters, not {len(tenant)}")
 
 
 @contextlib.contextmanager

@@ -10,20 +10,27 @@ from typing import Any
 
 import grpc
 
-from common.block_hash import root_hash
+from common.block_hash import HASH_BYTES, root_hash
+from common.cache_hints import MAX_RETAIN_S, check_retain_s
 from common.errors import InvalidArgumentError
 from common.model_files import tokenizer_files
 from common.types import WorkerLoad
 from common.version import VERSION
+from engine import messages as m
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from protos.convert import SAMPLING_PARAMETERS, role_to_proto, state_to_proto
 from protos.messages import message_of
-from worker.shell import Worker
+from worker.shell import Worker, check_hint
 
 HEARTBEAT_S = 1.0  # load is repeated at least this often
 
 NUM_PROMPT_WATCHERS = 64  # routers and autoscalers that get each report of the load at once;
 MAX_REPORTS_PER_S = 1000  # more of them take turns
+
+_ACTIONS = {
+    worker_pb2.CACHE_ACTION_RETAIN: m.CacheAction.RETAIN,
+    worker_pb2.CACHE_ACTION_EVICT: m.CacheAction.EVICT,
+}
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -91,6 +98,33 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     stored=change.stored,
                     removed=change.removed,
                 )
+
+    async def HintCache(  # noqa: N802
+        self,
+        request: worker_pb2.HintCacheRequest,
+        context: Context,  # noqa: ARG002
+    ) -> worker_pb2.HintCacheResponse:
+        worker, names = self._worker, request.block_hashes
+        worker.check_fingerprint(request.fingerprint)
+        if request.action not in _ACTIONS:
+            raise InvalidArgumentError("action", f"{request.action} is not known")
+        if len(names) % HASH_BYTES or len(names) // HASH_BYTES > worker.ready.max_model_len:
+            raise InvalidArgumentError("block_hashes", f"must have {HASH_BYTES} bytes for each block of one prompt")
+        if request.seconds:
+            check_retain_s(request.seconds, MAX_RETAIN_S, "seconds")
+        check_hint(None, request.tenant)
+        hinted = await worker.engine.hint_cache(
+            _ACTIONS[request.action],
+            [names[start : start + HASH_BYTES] for start in range(0, len(names), HASH_BYTES)],
+            tenant=request.tenant,
+            seconds=request.seconds,
+        )
+        return worker_pb2.HintCacheResponse(
+            num_device_blocks=hinted.num_device_blocks,
+            num_host_blocks=hinted.num_host_blocks,
+            num_stored_blocks=hinted.num_stored_blocks,
+            store_failure=hinted.store_failure,
+        )
 
     async def GetStatus(  # noqa: N802
         self,

@@ -9,14 +9,14 @@ A block is in exactly one of three states:
     allocate/append: empty or cached (evicting) -> owned      match: cached -> owned
     free:            owned -> cached (has a name) or empty    reset: cached -> empty
 
-Eviction takes the cached block that requests gave up the longest ago. `free` returns a request's blocks last one
-first, so that of equally old blocks the one furthest from the root goes first, also of a request that gave up the first
-ones while it ran; a transfer that held a block meanwhile
-changes nothing about that.
+Eviction takes the cached block that requests gave up the longest ago, a retained one (`Retention`) only if no other
+is left. `free` returns a request's blocks last one first, so that of equally old blocks the one furthest from the root
+goes first, also of a request that gave up the first ones while it ran; a transfer that held a block meanwhile changes
+nothing about that.
 
-Four rooms beside it know the rest: `PrefixCache` the names of blocks, `HostTier` what host memory holds, `WriteBack`
-what the store still lacks, `BlockNews` what routers have not heard yet. This file tells them what becomes of a block. A
-lookup goes on from the device to host memory, block by block.
+Five rooms beside it know the rest: `PrefixCache` the names of blocks, `HostTier` what host memory holds, `WriteBack`
+what the store still lacks, `BlockNews` what routers have not heard yet, `Retention` which names are evicted last. This
+file tells them what becomes of a block. A lookup goes on from the device to host memory, block by block.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from itertools import takewhile
 
 from engine.blocks.block_news import BlockNews
 from engine.blocks.counts import CacheCounts
 from engine.blocks.host_tier import HostCopy, HostTier
 from engine.blocks.prefix_cache import PrefixCache
+from engine.blocks.retention import Retention
 from engine.blocks.write_back import NoWriteBack, WriteBack
 from engine.request import Request
 
@@ -54,20 +56,26 @@ class BlockManager:
         num_host_blocks: int = 0,
         keep_evicted: bool = False,
         has_store: bool = False,
+        retain_share: float = 1.0,
+        retain_tenant_share: float = 1.0,
     ) -> None:
-        """`num_host_blocks` are for swapped requests and, with `keep_evicted`, for what the device evicts."""
+        """`num_host_blocks` are for swapped requests and, with `keep_evicted`, for what the device evicts. The shares
+        are of `num_blocks`, and say how many names may be retained, for all tenants and for each."""
         self.block_size = block_size
         self._blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
         self._empty = deque(range(num_blocks))
-        self._evictable: dict[int, int] = {}  # cached blocks: freed_at
-        self._eviction_order: list[tuple[int, int]] = []  # heap of (freed_at, block), those not evictable any more too
+        self._evictable: dict[int, tuple[bool, int]] = {}  # cached blocks: (whether retained, freed_at)
+        self._eviction_order: list[tuple[tuple[bool, int], int]] = []  # heap of these, those not evictable any more too
         self._num_frees = 0
         self._held: Counter[int] = Counter()  # references of transfers
         self.counts = CacheCounts()
         self._num_dropped_before = 0  # in the counts that were taken
         self.cache = PrefixCache(block_size, root_hash, is_enabled=enable_prefix_caching)
         self.news = BlockNews()
-        self.host = HostTier(num_host_blocks, self.counts, self._left_host, keep_evicted=keep_evicted)
+        self.retention = Retention(int(num_blocks * retain_share), int(num_blocks * retain_tenant_share))
+        self.host = HostTier(
+            num_host_blocks, self.counts, self._left_host, self.retention.__contains__, keep_evicted=keep_evicted
+        )
         self.write_back = (
             WriteBack(block_size, self.cache, self.host, self.counts)
             if has_store and enable_prefix_caching
@@ -117,7 +125,7 @@ class BlockManager:
         """How many of the request's leading full blocks are here, on the device or in host memory."""
         names = self.cache.findable(request)
         for num_found, name in enumerate(names):
-            if name not in self.cache and name not in self.host:
+            if not self._is_here(name):
                 return num_found
         return len(names)
 
@@ -178,6 +186,26 @@ class BlockManager:
         self._eviction_order.clear()
         self.host.pool.clear()
         self.write_back.clear()
+        self.retention.clear()
+
+    def evict(self, names: Iterable[bytes]) -> tuple[int, int]:
+        """Forgets these names; blocks in use stay in use, unfindable. Returns how many the device had, and how many
+        only host memory."""
+        num_device = num_host = 0
+        for name in names:
+            block_id, was_in_host = self.cache.find(name), self.host.forget(name)
+            if block_id is not None:
+                self.cache.remove(block_id)
+                if self._evictable.pop(block_id, None) is not None:
+                    self._empty.append(block_id)
+            elif not was_in_host:
+                continue
+            num_device += block_id is not None
+            num_host += block_id is None
+            self.retention.forget(name)
+            self.news.gone(name)
+            self.write_back.gone(name)
+        return num_device, num_host
 
     def load_for_write_back(self, group_tokens: int) -> None:
         """Copies up a run of blocks that only host memory has and the store lacks, in the place of what would be
@@ -188,6 +216,46 @@ class BlockManager:
             block = self._blocks[self.cache[name]]
             block.freed_at = 0  # no request asked for it
             self._drop(block.block_id)
+
+    # ------------------------------------------------------------------------------------------- retention
+
+    def count_here(self, names: Sequence[bytes]) -> tuple[int, int]:
+        """Of the leading names that are here, how many are on the device, and how many only in host memory."""
+        here = list(takewhile(self._is_here, names))
+        num_device = sum(name in self.cache for name in here)
+        return num_device, len(here) - num_device
+
+    def retain(self, tenant: str, names: Sequence[bytes], seconds: float) -> None:
+        """Blocks of these names, a prompt's from its first one on, are evicted after all others for some time. What
+        comes after one that is not here is not retained."""
+        here = list(takewhile(self._is_here, names))
+        changed, num_lost = self.retention.retain(tenant, here, seconds)
+        self.counts.retained += len(here)
+        self.counts.outbid += num_lost
+        self._reorder(changed)
+
+    def end_retention(self, tenant: str, names: Sequence[bytes]) -> None:
+        """The tenant wants blocks of these names retained no longer."""
+        self._reorder(self.retention.release(tenant, names))
+
+    def expire_retention(self, now: float) -> None:
+        self._reorder(self.retention.expire(now))
+
+    def _retain_prompt(self, request: Request) -> None:
+        if (asked := request.retain) is not None:
+            num_tokens = min(asked.num_tokens or request.num_prompt_tokens, request.num_prompt_tokens)
+            self.retain(request.tenant, request.block_hashes[: num_tokens // self.block_size], asked.seconds)
+
+    def _reorder(self, names: Iterable[bytes]) -> None:
+        """Whether these are retained has changed."""
+        for name in names:
+            found = self.cache.find(name)
+            if found in self._evictable:
+                self._make_evictable(self._blocks[found])
+            self.host.pool.reorder(name)
+
+    def _is_here(self, name: bytes) -> bool:
+        return name in self.cache or name in self.host
 
     # ------------------------------------------------------------------------------------ allocate and free
 
@@ -223,7 +291,8 @@ class BlockManager:
             self._drop(request.block_ids.pop())
 
     def free(self, request: Request) -> None:
-        """Gives up all of the request's blocks, on the device and in host memory."""
+        """Gives up all of the request's blocks, on the device and in host memory; retains those that it asked for."""
+        self._retain_prompt(request)
         self._give_up(request)
         self.host.pool.free(request.host_block_ids)
         request.host_block_ids = []
@@ -310,8 +379,8 @@ class BlockManager:
 
     def _next_evicted(self) -> int:
         while True:
-            freed_at, block_id = heapq.heappop(self._eviction_order)
-            if self._evictable.get(block_id) == freed_at:
+            order, block_id = heapq.heappop(self._eviction_order)
+            if self._evictable.get(block_id) == order:
                 del self._evictable[block_id]
                 return block_id
 
@@ -360,10 +429,11 @@ class BlockManager:
 
     def _make_evictable(self, block: KVBlock) -> None:
         if len(self._eviction_order) > 2 * len(self._blocks):  # most of it is out of date
-            self._eviction_order = [(freed_at, block_id) for block_id, freed_at in self._evictable.items()]
+            self._eviction_order = [(order, block_id) for block_id, order in self._evictable.items()]
             heapq.heapify(self._eviction_order)
-        self._evictable[block.block_id] = block.freed_at
-        heapq.heappush(self._eviction_order, (block.freed_at, block.block_id))
+        order = self.cache.name_of(block.block_id) in self.retention, block.freed_at
+        self._evictable[block.block_id] = order
+        heapq.heappush(self._eviction_order, (order, block.block_id))
 
     def _name(self, block_id: int, name: bytes) -> None:
         if self.cache.put(block_id, name):
@@ -382,6 +452,7 @@ class BlockManager:
         """Neither tier has it any more."""
         self.news.gone(name)
         self.write_back.gone(name)
+        self.counts.yielded += self.retention.forget(name)
 
     # ------------------------------------------------------------------------------------------ integrity
 
@@ -402,5 +473,9 @@ class BlockManager:
                 problems.append(f"{name} is in {sum(places)} free lists with ref_cnt {block.ref_cnt}")
             if places[1] and not self.cache.has_name(block.block_id):
                 problems.append(f"{name} is cached without a name")
+        for block_id, order in self._evictable.items():
+            if order != (self.cache.name_of(block_id) in self.retention, self._blocks[block_id].freed_at):
+                problems.append(f"block {block_id} is out of the order of eviction")
         problems += self.cache.check_integrity() + self.write_back.check_integrity()
+        problems += self.retention.check_integrity(self.names())
         return problems + self.host.pool.check_integrity(host_used)

@@ -18,6 +18,9 @@ class CacheCounts:
     swapped_out: int = 0  # device to host memory, with their request
     stored: int = 0  # computed here and written to the store
     dropped: int = 0  # computed here, and gone or failed before the store had them
+    retained: int = 0  # asked for by a hint
+    outbid: int = 0  # not retained, or no longer, as tenants may have so many
+    yielded: int = 0  # retained, and evicted all the same as nothing else was left
 
     def take(self) -> CacheCounts:
         """What was counted since the last call."""
@@ -39,3 +42,5 @@ class CacheCounts:
             metrics.worker_kv_cache_hits.labels(tier).inc(number)
         for move in ("demoted", "promoted", "swapped_out", "stored", "dropped"):
             metrics.worker_kv_tier_moves.labels(move).inc(getattr(self, move))
+        for event in ("retained", "outbid", "yielded"):
+            metrics.worker_kv_retentions.labels(event).inc(getattr(self, event))

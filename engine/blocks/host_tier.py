@@ -37,11 +37,18 @@ class HostCopy:
 
 class HostTier:
     def __init__(
-        self, num_blocks: int, counts: CacheCounts, on_gone: Callable[[bytes], None], *, keep_evicted: bool
+        self,
+        num_blocks: int,
+        counts: CacheCounts,
+        on_gone: Callable[[bytes], None],
+        is_retained: Callable[[bytes], bool],
+        *,
+        keep_evicted: bool,
     ) -> None:
         """`keep_evicted`: it caches what the device evicts, besides swapped requests. `on_gone` hears of each name that
         made room here."""
-        self.pool = HostBlocks(num_blocks)
+        self.pool = HostBlocks(num_blocks, is_retained)
+        self._is_retained = is_retained
         self._counts = counts
         self._on_gone = on_gone
         self.keeps_evicted = keep_evicted
@@ -59,16 +66,24 @@ class HostTier:
         return copies
 
     def demote(self, block_id: int, name: bytes) -> bool:
-        """Makes host memory hold an evicted block. Returns False if it has no room."""
+        """Makes host memory hold an evicted block. Returns False if it has no room: what is retained makes
+        none for what is not."""
         if name in self.pool:
             self.pool.touch(name)
             return True
-        host_block = self._take() if self.keeps_evicted else None
+        host_block = self._take(spare_retained=not self._is_retained(name)) if self.keeps_evicted else None
         if host_block is None:
             return False
         self.pool.keep(name, host_block)
         self._copies.append(HostCopy(HostCopyKind.DEMOTE, block_id, host_block))
         self._counts.demoted += 1
+        return True
+
+    def forget(self, name: bytes) -> bool:
+        """Takes a name away. Returns whether it was here."""
+        if name not in self.pool:
+            return False
+        self.pool.free([self.pool.take_named(name)])
         return True
 
     def promote(self, names: Sequence[bytes], take: Callable[[], int], put: Callable[[int, bytes], None]) -> None:
@@ -104,8 +119,8 @@ class HostTier:
         self._copies += [HostCopy(HostCopyKind.SWAP_IN, block_id, host_block) for block_id, host_block in pairs]
         self.pool.free(host_blocks)
 
-    def _take(self) -> int | None:
-        taken = self.pool.take()
+    def _take(self, *, spare_retained: bool = False) -> int | None:
+        taken = self.pool.take(spare_retained=spare_retained)
         if taken is None:
             return None
         host_block, gone = taken

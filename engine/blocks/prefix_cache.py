@@ -37,6 +37,10 @@ class PrefixCache:
     def has_name(self, block_id: int) -> bool:
         return block_id in self._names
 
+    def name_of(self, block_id: int) -> bytes:
+        """Of a block that has a name."""
+        return self._names[block_id]
+
     def put(self, block_id: int, name: bytes) -> bool:
         """Names a block. Returns False and changes nothing if the block has a name or the name has a block."""
         if block_id in self._names or name in self._by_name:

@@ -21,7 +21,7 @@ from engine.remote_kv.publications import Publish
 from engine.remote_kv.transfers import Transfers, WrittenBlock
 from engine.remote_kv.waiting_room import Settled, WaitingRoom
 from engine.request import Request
-from kv_store.base import BlockRef, KVConnector, TransferKind, TransferResult
+from kv_store.base import BlockRef, Eviction, KVConnector, TransferKind, TransferResult
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +68,14 @@ class RemoteKV:
         self.transfers = Transfers(handoff, store, blocks, clock)
         self.loans = Loans(blocks)
         self._handoff = handoff
+        self._store = store
         self._handoff_is_store = store is handoff
         self._blocks = blocks
         self._clock = clock
         self._emit = emit
         self._verify_time = clock() + VERIFY_STORED_S
         self._write_failure = ""  # the last one logged
+        self._evicted_late: set[bytes] = set()  # names that are being written and should not be in the store
 
     # ---------------------------------------------------------------------------------- messages from the front
 
@@ -143,10 +145,18 @@ class RemoteKV:
             self._write_back()
 
     def age_stored(self, now: float) -> None:
-        """Every `VERIFY_STORED_S`, what the store took has to be verified when it is used next."""
+        """Every `VERIFY_STORED_S`, what the store took has to be verified when it is used next. What is retained counts
+        as used."""
         if now >= self._verify_time:
             self._blocks.write_back.age()
             self._verify_time = now + VERIFY_STORED_S
+            if names := self._blocks.retention.names():
+                self._store.touch(list(names))
+
+    def evict_stored(self, names: Sequence[bytes]) -> Eviction:
+        """The store forgets these; what is being written at the moment, as soon as that has ended."""
+        self._evicted_late.update(filter(self.transfers.is_writing, names))
+        return self._store.evict(names)
 
     def start(self) -> None:
         """Carries out what follows from requests that the scheduler parked."""
@@ -225,6 +235,9 @@ class RemoteKV:
     def _take_in_written(self, written: WrittenBlock) -> None:
         is_stored = written.error is None
         self._blocks.write_back.end(written.block_hash, is_stored=is_stored, is_new=written.num_bytes > 0)
+        if written.block_hash in self._evicted_late:
+            self._evicted_late.remove(written.block_hash)
+            self._store.evict([written.block_hash])
         if written.error is not None and written.error != self._write_failure:
             log.warning("the store does not take computed KV", extra={"reason": written.error})
         self._write_failure = written.error or ""

@@ -100,6 +100,10 @@ class Transfers:
         self._writing.update((block.block_id, block.block_hash) for block in blocks)
         self._store.publish(self._start("", [block.block_id for block in blocks]), blocks)
 
+    def is_writing(self, name: bytes) -> bool:
+        """Whether a block of that name is on its way to the store."""
+        return name in self._writing.values()
+
     def poll(self) -> Iterator[EndedTransfer | WrittenBlock]:
         """What ended, block by block. None of these blocks is held any more."""
         now = self._clock()

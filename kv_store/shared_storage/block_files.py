@@ -109,6 +109,31 @@ class BlockFiles:
         """Whether all are there; notes that they are in use, as far as that is so."""
         return all(map(self._is_used, block_hashes))
 
+    def touch(self, block_hashes: Iterable[bytes]) -> None:
+        """Notes that those which are there are in use."""
+        for block_hash in block_hashes:
+            self._is_used(block_hash)
+
+    def forget(self, block_hashes: Iterable[bytes]) -> set[bytes]:
+        """Deletes the names of these blocks, and runs that no other block needs. Returns those that were there. Raises
+        `OSError`."""
+        found: set[bytes] = set()
+        unnamed: set[int] = set()  # inodes of runs
+        for block_hash in block_hashes:
+            path = self.layout.block(block_hash)
+            try:
+                stat = os.stat(path)
+            except FileNotFoundError:
+                continue
+            found.add(block_hash)
+            unlink(path)
+            if stat.st_nlink == 2:  # what is left is its name under runs/
+                unnamed.add(stat.st_ino)
+        for entry in entries(self.layout.runs) if unnamed else ():
+            if entry.inode() in unnamed:
+                unlink(entry.path)
+        return found
+
     def write(self, blocks: Sequence[BlockData]) -> list[int | TransferError]:
         """Stores blocks, in the order of a prompt. For each: the bytes written, 0 if it was there already, or why
         it could not be written (`FullDiskError` if that is the reason)."""

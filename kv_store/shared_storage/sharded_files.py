@@ -53,6 +53,14 @@ class ShardedFiles:
         """One stat if we wrote it ourselves; each other degree costs one more, and some if it has a folder."""
         return self.own.contains(block_hash) or any(_holds(sources, block_hash) for sources in self._others)
 
+    def forget(self, block_hashes: Sequence[bytes]) -> int:
+        """Deletes these blocks, of whatever degree. Returns how many there were. Raises `OSError`."""
+        found = self.own.forget(block_hashes)
+        for sources in self._others:
+            for source in sources:
+                found |= source.files.forget(block_hashes)
+        return len(found)
+
     def read(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[TransferError | None]:
         outcomes = self.own.read(wanted)
         for sources in self._others:

@@ -8,11 +8,12 @@ from contextlib import aclosing
 
 import grpc
 
+from common.cache_hints import Retain
 from common.errors import InvalidArgumentError
 from common.validation import check_messages, check_model
-from protos.baton.v1 import embed_pb2, inference_pb2, types_pb2
+from protos.baton.v1 import embed_pb2, inference_pb2, types_pb2, worker_pb2
 from protos.convert import finish_reason_to_proto, token_to_proto
-from protos.messages import given_fields
+from protos.messages import given_fields, message_of
 from router.api.api_keys import current_client
 from router.api.grpc_chat import conversation
 from router.fleet.registry import ServedModel
@@ -103,6 +104,59 @@ class InferenceService:
             given.append(list(one.token_ids) or one.text)
         return await self._front.preparation.prompts(model, given, "inputs")
 
+    async def RetainPrefix(  # noqa: N802
+        self, request: inference_pb2.RetainPrefixRequest, context: Context
+    ) -> inference_pb2.PrefixResponse:
+        action = worker_pb2.CACHE_ACTION_RETAIN
+        return await self._hint(request.prefix, context, action, seconds=request.seconds)
+
+    async def EvictPrefix(  # noqa: N802
+        self, request: inference_pb2.EvictPrefixRequest, context: Context
+    ) -> inference_pb2.PrefixResponse:
+        return await self._hint(request.prefix, context, worker_pb2.CACHE_ACTION_EVICT)
+
+    async def _hint(
+        self,
+        prefix: inference_pb2.Prefix,
+        context: Context,
+        action: worker_pb2.CacheAction.ValueType,
+        seconds: float | None = None,
+    ) -> inference_pb2.PrefixResponse:
+        front, client = self._front, current_client.get()
+        with front.admission.running("grpc", context.time_remaining(), client):
+            model = await front.admission.serving()
+            check_model(prefix.model, model.limits)
+            try:
+                hint = front.preparation.prefix_hint(
+                    model,
+                    await self._prefix_prompt(model, prefix),
+                    num_tokens=prefix.num_tokens,
+                    cache_salt=prefix.cache_salt,
+                    seconds=seconds,
+                    client=client,
+                )
+            except InvalidArgumentError as error:
+                field = error.field if error.field == "seconds" else f"prefix.{error.field}"
+                raise InvalidArgumentError(field, error.reason) from error
+            hinted = await front.prefix_hints.give(hint, action)
+        workers = [message_of(one, inference_pb2.PrefixOnWorker) for one in hinted.workers]
+        return inference_pb2.PrefixResponse(num_tokens=hinted.num_tokens, num_blocks=hinted.num_blocks, workers=workers)
+
+    async def _prefix_prompt(self, model: ServedModel, prefix: inference_pb2.Prefix) -> Prompt:
+        if not prefix.messages:
+            for field in ("tools", "chat_template_kwargs"):
+                if getattr(prefix, field):
+                    raise InvalidArgumentError(field, "is for messages")
+            generate = inference_pb2.GenerateRequest(prompt=prefix.prompt, prompt_token_ids=prefix.prompt_token_ids)
+            return await self._prompt(model, generate)
+        if prefix.prompt or prefix.prompt_token_ids:
+            raise InvalidArgumentError("messages", "set one of prompt, prompt_token_ids and messages")
+        check_messages(len(prefix.messages), model.limits, "messages")
+        chat = inference_pb2.ChatRequest(
+            messages=prefix.messages, tools=prefix.tools, chat_template_kwargs=prefix.chat_template_kwargs
+        )
+        return await self._front.preparation.chat_prompt(model, conversation(chat))
+
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, _context: Context
     ) -> inference_pb2.TokenizeResponse:
@@ -153,6 +207,7 @@ class InferenceService:
             model_name=request.model,
             request_id=request.request_id,
             cache_salt=request.cache_salt,
+            retain=_retain(request),
             priority=request.priority,
             arrived_at=arrived_at,
             timeout_s=context.time_remaining(),
@@ -165,6 +220,10 @@ class InferenceService:
             async with aclosing(self._front.generation.generate(generation)) as outputs:
                 async for output in outputs:
                     yield _response(generation, output)
+
+
+def _retain(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest) -> Retain | None:
+    return Retain(request.retain.seconds, request.retain.num_tokens) if request.HasField("retain") else None
 
 
 def _metadata(context: Context) -> dict[str, str]:

@@ -49,6 +49,7 @@ from router.fleet.registry import Registry
 from router.policy.base import Policy, RoutingDecision, RoutingRequest
 from router.serving.decisions import Decisions, bounded_reasons
 from router.serving.decode_events import DecodeEvents, FalseEventError
+from router.serving.fair_queue import name_of
 from router.serving.prefill_times import PrefillTimes
 from router.serving.request import GenerationRequest
 
@@ -414,6 +415,8 @@ class Dispatcher:
                 prompt_token_ids=request.prompt_token_ids,
                 sampling_params=message_of(request.sampling_params, types_pb2.SamplingParams),
                 cache_salt=request.cache_salt,
+                retain=None if request.retain is None else message_of(request.retain, types_pb2.Retain),
+                tenant=name_of(request.client, request.tenant),
                 priority=request.priority,
                 prefill_addresses=[endpoint.address for endpoint in decision.prefill[:num_named]],
                 output_token_ids=sent,

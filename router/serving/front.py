@@ -12,6 +12,7 @@ from router.serving.decisions import Decision
 from router.serving.embedding import Embedder
 from router.serving.generation import Generation
 from router.serving.part import Part
+from router.serving.prefix_hints import PrefixHints
 from router.serving.preparation import Preparation
 
 
@@ -23,6 +24,7 @@ class Front:
     preparation: Preparation
     generation: Generation
     embedder: Embedder
+    prefix_hints: PrefixHints
     part: Part
 
     def not_ready(self) -> str:

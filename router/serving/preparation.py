@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from common.cache_hints import Retain, check_num_tokens, check_retain, check_retain_s
 from common.errors import InvalidArgumentError
 from common.guided import Guided, check_grammar
 from common.sampling import MAX_LOGPROBS, FieldName, Given, SamplingParams, TokenSequence, resolve
@@ -29,7 +30,9 @@ from router.serving.answer_parts import Reading
 from router.serving.clients import ApiClient, CallHints
 from router.serving.conversation import Conversation, texts_of
 from router.serving.embedding import MAX_DIMENSIONS, MAX_INPUTS, EmbedRequest
+from router.serving.fair_queue import name_of
 from router.serving.forced_calls import forced_guide, forced_reading
+from router.serving.prefix_hints import PrefixHint
 from router.serving.request import GenerationRequest, Prompt, new_request_id
 from router.serving.threads import SHORT, TextThreads
 
@@ -52,12 +55,15 @@ class Preparation:
         threads: TextThreads,
         grammar_threads: TextThreads | None = None,
         max_answer_tokens: int | None = None,
+        max_retain_s: float = math.inf,
     ) -> None:
         """`control_tokens`: whether text of control tokens in messages becomes control tokens. `max_answer_tokens`: of
         all answers to one body, and of prompts whose logprobs are asked for, each four logprobs beside a token counted
-        as one more; None: as many as one answer may need, and MAX_ANSWER_TOKENS at least."""
+        as one more; None: as many as one answer may need, and MAX_ANSWER_TOKENS at least. `max_retain_s`: for so long
+        a request may have its prompt's KV retained."""
         self._request_timeout_s = request_timeout_s
         self._max_answer_tokens = max_answer_tokens
+        self._max_retain_s = max_retain_s
         self._control_tokens = control_tokens
         self._threads = threads
         self._grammar_threads = grammar_threads or threads
@@ -156,6 +162,7 @@ class Preparation:
         model_name: str = "",
         request_id: str = "",
         cache_salt: str = "",
+        retain: Retain | None = None,
         priority: int = 0,
         arrived_at: float,
         timeout_s: float | None = None,
@@ -173,6 +180,8 @@ class Preparation:
             check_request_id(request_id)
         check_cache_salt(cache_salt)
         check_priority(priority)
+        if retain is not None:
+            check_retain(retain, self._max_retain_s)
         if prompt.guided is not None:
             sampling, name = _with_calls(sampling, prompt.guided, name)
         num_logprobs = _num_logprobs(sampling, "logprobs")
@@ -212,6 +221,7 @@ class Preparation:
             prompt_token_ids=prompt.token_ids,
             sampling_params=params,
             cache_salt=client.cache_salt(cache_salt) if client else cache_salt,
+            retain=retain,
             priority=priority,
             arrived_at=arrived_at,
             deadline=arrived_at + min(self._request_timeout_s, math.inf if timeout_s is None else timeout_s),
@@ -222,6 +232,30 @@ class Preparation:
             prompt_field=prompt.field,
             reading=prompt.reading if prompt.guided is not None else _reading(prompt.reading, params.guided),
             sampling_field=name,
+        )
+
+    def prefix_hint(
+        self,
+        model: ServedModel,
+        prompt: Prompt,
+        *,
+        num_tokens: int = 0,
+        cache_salt: str = "",
+        seconds: float | None = None,
+        client: ApiClient | None = None,
+    ) -> PrefixHint:
+        """Of the prompt's first `num_tokens`; 0: of all. `seconds`: to retain them for, if that is what is asked; 0: no
+        longer."""
+        check_cache_salt(cache_salt)
+        check_num_tokens(num_tokens, "num_tokens")
+        if seconds:
+            check_retain_s(seconds, self._max_retain_s, "seconds")
+        return PrefixHint(
+            model=model,
+            token_ids=prompt.token_ids[: num_tokens or len(prompt.token_ids)],
+            cache_salt=client.cache_salt(cache_salt) if client else cache_salt,
+            seconds=seconds or 0.0,
+            tenant=name_of(client.name, client.tenant) if client else name_of("", ""),
         )
 
     def embed_request(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass, field, replace
 
+from common.cache_hints import Retain
 from common.guided import Guided
 from common.sampling import FieldName, SamplingParams
 from common.types import FinishReason, SampledToken
@@ -39,6 +40,7 @@ class GenerationRequest:
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     cache_salt: str = ""
+    retain: Retain | None = None
     priority: int = 0
     arrived_at: float
     deadline: float  # time.monotonic() at which the client gives up

@@ -117,6 +117,23 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
         status = status_pb2.Status(code=grpc.StatusCode[code].value[0], message="why", details=[packed])
         context.abort_with_status(rpc_status.to_status(status))
 
+    def RetainPrefix(  # noqa: N802
+        self, request: inference_pb2.RetainPrefixRequest, context: Context
+    ) -> inference_pb2.PrefixResponse:
+        return self._prefix(request)
+
+    def EvictPrefix(  # noqa: N802
+        self, request: inference_pb2.EvictPrefixRequest, context: Context
+    ) -> inference_pb2.PrefixResponse:
+        return self._prefix(request)
+
+    def _prefix(self, request: Any) -> inference_pb2.PrefixResponse:
+        self.requests.append(request)
+        worker = inference_pb2.PrefixOnWorker(
+            address="d:1", num_device_blocks=1, num_host_blocks=2, num_stored_blocks=3, error="why"
+        )
+        return inference_pb2.PrefixResponse(num_tokens=64, num_blocks=4, workers=[worker])
+
     def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:

@@ -9,9 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 import baton
+from baton.async_client import AsyncClient
 from baton.cli.main import main
 from baton.client import CancelledError, Client
-from baton.report import ModelCard, Usage
+from baton.messages import Tool
+from baton.report import ModelCard, Prefix, PrefixOnWorker, Usage
+from common.cache_hints import Retain
 from common.errors import (
     BatonError,
     DeadlineError,
@@ -24,6 +27,7 @@ from common.errors import (
     UnavailableError,
 )
 from common.types import FinishReason, SampledToken, TokenLogprob, WorkerRole, WorkerState
+from protos.baton.v1 import inference_pb2
 from tests.baton.fake_router import FakeRouter, fake_router
 
 
@@ -58,14 +62,20 @@ def test_result_reads_what_has_not_arrived(client: Client) -> None:
 
 
 def test_what_is_not_set_is_not_sent(client: Client, router: tuple[FakeRouter, str]) -> None:
-    client.generate([3, 4], temperature=0.0, stop=["x"], logit_bias={5: -1.0}, cache_salt="s").result()
+    client.generate(
+        [3, 4], temperature=0.0, stop=["x"], logit_bias={5: -1.0}, cache_salt="s", retain=Retain(60, 2)
+    ).result()
     request = router[0].requests[-1]
+    assert (request.retain.seconds, request.retain.num_tokens) == (60, 2)
     assert list(request.prompt_token_ids) == [3, 4]
     assert request.cache_salt == "s"
     assert {field.name for field, _ in request.sampling_params.ListFields()} == {"temperature", "stop", "logit_bias"}
     client.chat([("system", "be brief"), ("user", "hi")]).result()
     request = router[0].requests[-1]
     assert [(one.role, one.content) for one in request.messages] == [("system", "be brief"), ("user", "hi")]
+    assert not request.HasField("retain")
+    with pytest.raises(InvalidArgumentError, match=r"^retain.seconds"):
+        client.generate("x", retain=Retain(-1))
     assert not request.sampling_params.ListFields()
 
 
@@ -266,3 +276,21 @@ def test_a_mapping_is_typed_as_pairs(
     assert main(["generate", "one", "--router", router[1], "--logit-bias", bias]) == 2
     assert "--logit-bias" in capsys.readouterr().err
     assert router[0].requests == []
+
+
+async def test_both_clients_say_which_prefix_is_meant(client: Client, router: tuple[FakeRouter, str]) -> None:
+    tool = Tool("f")
+    told = Prefix(64, 4, (PrefixOnWorker("d:1", 1, 2, 3, "why"),))
+    async with AsyncClient(router[1], timeout=30) as other:
+        assert client.retain_prefix(60, prompt=[1, 2], num_tokens=1, cache_salt="s", model="m") == told
+        assert await other.retain_prefix(60, prompt=[1, 2], num_tokens=1, cache_salt="s", model="m") == told
+        options = {"enable_thinking": False}
+        assert client.evict_prefix(messages="hi", tools=[tool], chat_template_kwargs=options) == told
+        assert await other.evict_prefix(messages="hi", tools=[tool], chat_template_kwargs=options) == told
+    first, same, second, same_second = router[0].requests
+    assert (first, second) == (same, same_second)
+    prefix = inference_pb2.Prefix(prompt_token_ids=[1, 2], num_tokens=1, cache_salt="s", model="m")
+    assert first == inference_pb2.RetainPrefixRequest(prefix=prefix, seconds=60)
+    assert [(one.role, one.content) for one in second.prefix.messages] == [("user", "hi")]
+    assert [one.name for one in second.prefix.tools] == ["f"]
+    assert second.prefix.chat_template_kwargs == '{"enable_thinking": false}'

@@ -384,7 +384,16 @@ class Lifecycle(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = BlockManager(12, 4, ROOT, num_host_blocks=6, keep_evicted=True, has_store=True)
+        self.blocks = BlockManager(
+            12,
+            4,
+            ROOT,
+            num_host_blocks=6,
+            keep_evicted=True,
+            has_store=True,
+            retain_share=0.5,
+            retain_tenant_share=0.34,
+        )
         self.device: list[object] = [None] * 12
         self.in_host: list[object] = [None] * 6
         self.requests: dict[str, Request] = {}
@@ -479,6 +488,24 @@ class Lifecycle(RuleBasedStateMachine):
             for start in range(0, len(names), 16):
                 change(names[start : start + 16])
         assert self.heard == self.blocks.names()
+
+    @rule(name=live, tenant=st.sampled_from("ab"), seconds=st.integers(0, 20))
+    def retain(self, name: str, tenant: str, seconds: int) -> None:
+        self.blocks.retain(tenant, self.requests[name].block_hashes, seconds)
+
+    @rule(name=live, first=st.integers(0, 3))
+    def evict(self, name: str, first: int) -> None:
+        names = self.requests[name].block_hashes[first:]
+        self.blocks.evict(names)
+        assert not self.blocks.names() & set(names)
+
+    @rule(name=live, tenant=st.sampled_from("ab"))
+    def end_retention(self, name: str, tenant: str) -> None:
+        self.blocks.end_retention(tenant, self.requests[name].block_hashes)
+
+    @rule(seconds=st.integers(0, 10))
+    def wait(self, seconds: int) -> None:
+        self.blocks.expire_retention(self.blocks.retention.now + seconds)
 
     @rule()
     def reset(self) -> None:

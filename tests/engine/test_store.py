@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -19,6 +20,7 @@ from prometheus_client import Counter
 
 from common import metrics
 from common.block_hash import block_hashes, extra_keys, root_hash
+from common.cache_hints import Retain
 from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
@@ -115,6 +117,21 @@ def test_what_is_gone_since_the_lookup_is_computed(tmp_path: Path) -> None:
         assert runner.num_tokens_per_step[0] == 30
         assert all(event.fallback_reason == "" for event in events if isinstance(event, m.TokensGenerated))
         assert_idle(core)
+
+
+@pytest.mark.parametrize("retains", [True, False])
+def test_what_is_retained_counts_as_used(tmp_path: Path, retains: bool) -> None:
+    with engine(tmp_path) as (core, _):
+        add(core, "a", PROMPT, max_tokens=2, retain=Retain(10_000.0) if retains else None)
+        run(core)
+        (stored,) = tmp_path.glob("*/runs/*.run")
+        os.utime(stored, (1000.0, 1000.0))
+        for _ in range(int(2 * VERIFY_STORED_S)):  # the clock goes on by a second each time that it is read
+            core.step()
+        give_up = time.monotonic() + (PATIENCE_S if retains else 0.05)
+        while stored.stat().st_mtime == 1000.0 and time.monotonic() < give_up:
+            time.sleep(0.002)
+        assert (stored.stat().st_mtime > 1000.0) is retains
 
 
 class LateLookups(SharedStorageConnector):

@@ -98,7 +98,7 @@ class TestRuns:
             use()
             return time.time() - run.stat().st_mtime
 
-        for use in (lambda: read(files, [2]), lambda: write(files, [1])):
+        for use in (lambda: read(files, [2]), lambda: write(files, [1]), lambda: files.touch([name_of(2), name_of(9)])):
             assert age_after(use, USE_INTERVAL_S * 10) < USE_INTERVAL_S
             assert age_after(use, USE_INTERVAL_S / 2) >= USE_INTERVAL_S / 2
         assert age_after(lambda: files.contains(name_of(1)), USE_INTERVAL_S * 10) >= USE_INTERVAL_S

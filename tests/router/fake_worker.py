@@ -81,6 +81,7 @@ class FakeWorker(
         self.is_older = False  # a version that does not tell of blocks, and does not know some parameters
         # What was seen.
         self.requests: list[decode_pb2.DecodeRequest] = []
+        self.hints: list[worker_pb2.HintCacheRequest] = []
         self.embedded: list[embed_pb2.EmbedTokensRequest] = []
         self.most_embedding = 0  # at a time
         self._num_embedding = 0
@@ -202,6 +203,16 @@ class FakeWorker(
         self._num_embedding -= 1
         tokens = request.prompt_token_ids
         return embed_pb2.EmbedTokensResponse(values=[len(tokens), tokens[0], 0.5], cached_tokens=1)
+
+    async def HintCache(  # noqa: N802
+        self, request: worker_pb2.HintCacheRequest, context: Context
+    ) -> worker_pb2.HintCacheResponse:
+        """As if it had all blocks on its device, but for the first, and said that of more than it was asked for."""
+        self.hints.append(request)
+        await self._refuse(context)
+        return worker_pb2.HintCacheResponse(
+            num_device_blocks=len(request.block_hashes) // 16 - 1, num_host_blocks=1, num_stored_blocks=10**9
+        )
 
     async def _refuse(self, context: Context) -> None:
         if isinstance(self.refuse, BatonError):

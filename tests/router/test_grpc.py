@@ -88,6 +88,17 @@ async def test_a_seed_is_drawn_only_where_it_matters(router: RunningRouter, work
     assert seeds[2:] == [-5, 0]
 
 
+async def test_what_is_to_be_retained_reaches_the_worker(router: RunningRouter, worker: FakeWorker) -> None:
+    retain = types_pb2.Retain(seconds=60, num_tokens=5)
+    await collect(router, inference_pb2.GenerateRequest(prompt="x", retain=retain))
+    chat = inference_pb2.ChatRequest(messages=[inference_pb2.ChatMessage(role="user", content="Hi")], retain=retain)
+    assert [response async for response in router.inference.Chat(chat)]
+    await collect(router, inference_pb2.GenerateRequest(prompt="x"))
+    assert [request.retain for request in worker.requests[:2]] == [retain, retain]
+    assert not worker.requests[2].HasField("retain")
+    assert {request.tenant for request in worker.requests} == {"key "}
+
+
 P = types_pb2.SamplingParams
 BAD = [
     (inference_pb2.GenerateRequest(), "prompt"),
@@ -98,6 +109,10 @@ BAD = [
     (inference_pb2.GenerateRequest(prompt="a", request_id="ü"), "request_id"),
     (inference_pb2.GenerateRequest(prompt="a", cache_salt="s" * 300), "cache_salt"),
     (inference_pb2.GenerateRequest(prompt="a", priority=-101), "priority"),
+    (inference_pb2.GenerateRequest(prompt="a", retain=types_pb2.Retain()), "retain.seconds"),
+    (inference_pb2.GenerateRequest(prompt="a", retain=types_pb2.Retain(seconds=float("nan"))), "retain.seconds"),
+    (inference_pb2.GenerateRequest(prompt="a", retain=types_pb2.Retain(seconds=3601)), "retain.seconds"),
+    (inference_pb2.GenerateRequest(prompt="a", retain=types_pb2.Retain(seconds=1, num_tokens=-1)), "retain.num_tokens"),
     (inference_pb2.GenerateRequest(prompt="a", sampling_params=P(temperature=-1)), "sampling_params.temperature"),
     (
         inference_pb2.GenerateRequest(prompt="a", sampling_params=P(temperature=float("nan"))),

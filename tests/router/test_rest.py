@@ -100,6 +100,7 @@ async def test_extensions_reach_the_worker(router: RunningRouter, worker: FakeWo
         "repetition_penalty": 1.5,
         "priority": 0,
         "request_id": "mine-1",
+        "retain": {"seconds": 90.5, "num_tokens": 7},
     }
     answer = await router.openai.chat.completions.create(
         model="tiny", messages=MESSAGES, extra_body=extensions, user="u", metadata={"a": "b"}, store=False
@@ -109,6 +110,7 @@ async def test_extensions_reach_the_worker(router: RunningRouter, worker: FakeWo
     assert (params.top_k, params.min_p, params.ignore_eos, params.min_tokens) == (5, 0.25, True, 2)
     assert (list(params.stop_token_ids), params.repetition_penalty) == ([9], 1.5)
     assert (request.cache_salt, request.priority, request.request_id) == ("tenant", 0, "mine-1")
+    assert (request.retain.seconds, request.retain.num_tokens) == (90.5, 7)
     assert answer.id == "chatcmpl-mine-1"
 
 
@@ -222,6 +224,11 @@ BAD_CHAT = [
     ({"request_id": "a b"}, "request_id"),
     ({"cache_salt": "s" * 300}, "cache_salt"),
     ({"priority": -101}, "priority"),
+    ({"retain": 60}, "retain"),
+    ({"retain": {}}, "retain.seconds"),
+    ({"retain": {"seconds": 0}}, "retain.seconds"),
+    ({"retain": {"seconds": 3601}}, "retain.seconds"),
+    ({"retain": {"seconds": 1, "num_tokens": -1}}, "retain.num_tokens"),
     ({"priority": 2**31}, "priority"),
     ({"seed": 2**63}, "seed"),
     ({"min_tokens": 5, "max_tokens": 2}, "min_tokens"),

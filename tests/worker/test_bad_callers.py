@@ -43,6 +43,8 @@ BAD_DECODES: list[tuple[str, dict[str, object]]] = [
     ("request_id", {"request_id": "a\nforged log line"}),
     ("cache_salt", {"cache_salt": "x" * 5000}),
     ("priority", {"priority": -3}),
+    ("retain.seconds", {"retain": types_pb2.Retain(seconds=math.inf)}),
+    ("tenant", {"tenant": "x" * 5000}),
 ]
 
 
@@ -70,6 +72,7 @@ async def test_decode_requests_that_no_router_sends(start_worker: StartWorker) -
         ("prompt_token_ids", {"prompt_token_ids": [VOCAB_SIZE]}),
         ("request_id", {"request_id": "x" * 5000}),
         ("priority", {"priority": 7}),
+        ("retain.seconds", {"retain": types_pb2.Retain(seconds=-1.0)}),
         ("sampling_params.logit_bias", {"sampling_params": types_pb2.SamplingParams(logit_bias={-1: 1.0})}),
     ],
 )
@@ -116,3 +119,23 @@ async def test_a_drain_takes_a_number_of_seconds(start_worker: StartWorker, time
     with pytest.raises(grpc.aio.AioRpcError, match="timeout_s"):
         await worker.worker.Drain(worker_pb2.DrainRequest(timeout_s=timeout_s))
     assert await is_well(worker)
+
+
+async def test_hints_about_caches(start_worker: StartWorker) -> None:
+    worker = await start_worker()
+    good = {"action": worker_pb2.CACHE_ACTION_EVICT, "block_hashes": bytes(32)}
+    told = await worker.worker.HintCache(worker_pb2.HintCacheRequest(**good))  # type: ignore[arg-type]
+    assert (told.num_device_blocks, told.store_failure) == (2, "it is a fake")
+    for field, changes in (
+        ("action", {"action": 0}),
+        ("block_hashes", {"block_hashes": bytes(17)}),
+        ("seconds", {"seconds": math.inf}),
+        ("tenant", {"tenant": "x" * 5000}),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await worker.worker.HintCache(worker_pb2.HintCacheRequest(**{**good, **changes}))  # type: ignore[arg-type]
+        assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (failed.value.details() or "").startswith(f"{field}: ")
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await worker.worker.HintCache(worker_pb2.HintCacheRequest(**good, fingerprint="another"))  # type: ignore[arg-type]
+    assert failed.value.code() is grpc.StatusCode.FAILED_PRECONDITION

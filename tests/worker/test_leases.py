@@ -35,6 +35,15 @@ async def test_a_handoff(prefill: Front, decode: Front) -> None:
     ]
 
 
+async def test_both_workers_hear_what_to_retain(prefill: Front, decode: Front) -> None:
+    retain = types_pb2.Retain(seconds=60, num_tokens=8)
+    await read(decode.decode.Decode(request_of(PROMPT, [prefill], retain=retain, tenant="tenant t")))
+    await read(decode.decode.Decode(request_of(PROMPT, [prefill])))
+    for one in (prefill, decode):
+        told = [(command["retain"], command["tenant"]) for command in one.told("AddRequest")]
+        assert told == [({"seconds": 60.0, "num_tokens": 8}, "tenant t"), (None, "")]
+
+
 async def test_the_first_token_does_not_wait_for_blocks(prefill: Front, decode: Front) -> None:
     call = decode.decode.Decode(request_of(PROMPT, [prefill], Script(late_blocks_s=3600)))
     told = await read(call, num_tokens=1)

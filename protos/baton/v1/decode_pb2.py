@@ -26,7 +26,7 @@ _sym_db = _symbol_database.Default()
 from protos.baton.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xa9\x02\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x31\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x19\n\x11prefill_addresses\x18\x07 \x03(\t\x12\x18\n\x10output_token_ids\x18\x08 \x03(\r\x12\x19\n\x11min_remote_tokens\x18\t \x01(\r\x12\x1a\n\rhedge_after_s\x18\n \x01(\x01H\x00\x88\x01\x01\x42\x10\n\x0e_hedge_after_s\"\xab\x02\n\x0b\x44\x65\x63odeEvent\x12&\n\x06tokens\x18\x01 \x03(\x0b\x32\x16.baton.v1.SampledToken\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0foffers_handover\x18\x05 \x01(\x08\x12\'\n\x06report\x18\x06 \x01(\x0b\x32\x17.baton.v1.RequestReport\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.baton.v1.Usage\x12/\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x16.baton.v1.SampledTokenB\x10\n\x0e_stop_token_idJ\x04\x08\x04\x10\x05\x32K\n\rDecodeService\x12:\n\x06\x44\x65\x63ode\x12\x17.baton.v1.DecodeRequest\x1a\x15.baton.v1.DecodeEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xdb\x02\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x31\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x19\n\x11prefill_addresses\x18\x07 \x03(\t\x12\x18\n\x10output_token_ids\x18\x08 \x03(\r\x12\x19\n\x11min_remote_tokens\x18\t \x01(\r\x12\x1a\n\rhedge_after_s\x18\n \x01(\x01H\x00\x88\x01\x01\x12 \n\x06retain\x18\x0b \x01(\x0b\x32\x10.baton.v1.Retain\x12\x0e\n\x06tenant\x18\x0c \x01(\tB\x10\n\x0e_hedge_after_s\"\xab\x02\n\x0b\x44\x65\x63odeEvent\x12&\n\x06tokens\x18\x01 \x03(\x0b\x32\x16.baton.v1.SampledToken\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0foffers_handover\x18\x05 \x01(\x08\x12\'\n\x06report\x18\x06 \x01(\x0b\x32\x17.baton.v1.RequestReport\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.baton.v1.Usage\x12/\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x16.baton.v1.SampledTokenB\x10\n\x0e_stop_token_idJ\x04\x08\x04\x10\x05\x32K\n\rDecodeService\x12:\n\x06\x44\x65\x63ode\x12\x17.baton.v1.DecodeRequest\x1a\x15.baton.v1.DecodeEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,9 +34,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.decode_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DECODEREQUEST']._serialized_start=58
-  _globals['_DECODEREQUEST']._serialized_end=355
-  _globals['_DECODEEVENT']._serialized_start=358
-  _globals['_DECODEEVENT']._serialized_end=657
-  _globals['_DECODESERVICE']._serialized_start=659
-  _globals['_DECODESERVICE']._serialized_end=734
+  _globals['_DECODEREQUEST']._serialized_end=405
+  _globals['_DECODEEVENT']._serialized_start=408
+  _globals['_DECODEEVENT']._serialized_end=707
+  _globals['_DECODESERVICE']._serialized_start=709
+  _globals['_DECODESERVICE']._serialized_end=784
 # @@protoc_insertion_point(module_scope)

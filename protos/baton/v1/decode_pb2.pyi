@@ -34,6 +34,8 @@ class DecodeRequest(_message.Message):
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MIN_REMOTE_TOKENS_FIELD_NUMBER: _builtins.int
     HEDGE_AFTER_S_FIELD_NUMBER: _builtins.int
+    RETAIN_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     fingerprint: _builtins.str
     """as the router knows the worker; refused if it differs"""
@@ -43,6 +45,8 @@ class DecodeRequest(_message.Message):
     """fewest missing prompt tokens to ask prefill for; 0: one KV block"""
     hedge_after_s: _builtins.float
     """Seconds after which the next prefill worker is asked beside one that has given no block and no token. Unset: never."""
+    tenant: _builtins.str
+    """whose share of what may be retained that takes"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -57,6 +61,10 @@ class DecodeRequest(_message.Message):
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """already sent to the client by an earlier decode worker"""
 
+    @_builtins.property
+    def retain(self) -> _types_pb2.Retain:
+        """on this worker and the prefill worker"""
+
     def __init__(
         self,
         *,
@@ -70,10 +78,12 @@ class DecodeRequest(_message.Message):
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         min_remote_tokens: _builtins.int = ...,
         hedge_after_s: _builtins.float | None = ...,
+        retain: _types_pb2.Retain | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s", "hedge_after_s", b"hedge_after_s", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s", "hedge_after_s", b"hedge_after_s", "retain", b"retain", "sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s", "cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "hedge_after_s", b"hedge_after_s", "min_remote_tokens", b"min_remote_tokens", "output_token_ids", b"output_token_ids", "prefill_addresses", b"prefill_addresses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s", "cache_salt", b"cache_salt", "fingerprint", b"fingerprint", "hedge_after_s", b"hedge_after_s", "min_remote_tokens", b"min_remote_tokens", "output_token_ids", b"output_token_ids", "prefill_addresses", b"prefill_addresses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__hedge_after_s: _TypeAlias = _typing.Literal["hedge_after_s"]  # noqa: Y015
     _WhichOneofArgType__hedge_after_s: _TypeAlias = _typing.Literal["_hedge_after_s", b"_hedge_after_s"]  # noqa: Y015

@@ -50,6 +50,16 @@ class InferenceServiceStub:
                 request_serializer=baton_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
                 _registered_method=True)
+        self.RetainPrefix = channel.unary_unary(
+                '/baton.v1.InferenceService/RetainPrefix',
+                request_serializer=baton_dot_v1_dot_inference__pb2.RetainPrefixRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_inference__pb2.PrefixResponse.FromString,
+                _registered_method=True)
+        self.EvictPrefix = channel.unary_unary(
+                '/baton.v1.InferenceService/EvictPrefix',
+                request_serializer=baton_dot_v1_dot_inference__pb2.EvictPrefixRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_inference__pb2.PrefixResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/baton.v1.InferenceService/Tokenize',
                 request_serializer=baton_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -91,6 +101,21 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RetainPrefix(self, request, context):
+        """Has the KV blocks of a prompt evicted after others for some time, on all workers that have them now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EvictPrefix(self, request, context):
+        """Has all workers forget the KV blocks of a prompt, on the device, in host memory and in the store. Requests that use
+        them now go on, and may bring them back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -126,6 +151,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Embed,
                     request_deserializer=baton_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
                     response_serializer=baton_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'RetainPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetainPrefix,
+                    request_deserializer=baton_dot_v1_dot_inference__pb2.RetainPrefixRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_inference__pb2.PrefixResponse.SerializeToString,
+            ),
+            'EvictPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.EvictPrefix,
+                    request_deserializer=baton_dot_v1_dot_inference__pb2.EvictPrefixRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_inference__pb2.PrefixResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -224,6 +259,60 @@ class InferenceService:
             '/baton.v1.InferenceService/Embed',
             baton_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
             baton_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetainPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.InferenceService/RetainPrefix',
+            baton_dot_v1_dot_inference__pb2.RetainPrefixRequest.SerializeToString,
+            baton_dot_v1_dot_inference__pb2.PrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EvictPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.InferenceService/EvictPrefix',
+            baton_dot_v1_dot_inference__pb2.EvictPrefixRequest.SerializeToString,
+            baton_dot_v1_dot_inference__pb2.PrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

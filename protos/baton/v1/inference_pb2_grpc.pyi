@@ -38,6 +38,12 @@ class InferenceServiceStub:
     """Answers a conversation, with the model's own chat template."""
     Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
     """Vectors of the model's hidden states."""
+    RetainPrefix: _grpc.UnaryUnaryMultiCallable[_inference_pb2.RetainPrefixRequest, _inference_pb2.PrefixResponse]
+    """Has the KV blocks of a prompt evicted after others for some time, on all workers that have them now."""
+    EvictPrefix: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EvictPrefixRequest, _inference_pb2.PrefixResponse]
+    """Has all workers forget the KV blocks of a prompt, on the device, in host memory and in the store. Requests that use
+    them now go on, and may bring them back.
+    """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
@@ -51,6 +57,12 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Answers a conversation, with the model's own chat template."""
     Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
     """Vectors of the model's hidden states."""
+    RetainPrefix: _aio.UnaryUnaryMultiCallable[_inference_pb2.RetainPrefixRequest, _inference_pb2.PrefixResponse]  # type: ignore[assignment]
+    """Has the KV blocks of a prompt evicted after others for some time, on all workers that have them now."""
+    EvictPrefix: _aio.UnaryUnaryMultiCallable[_inference_pb2.EvictPrefixRequest, _inference_pb2.PrefixResponse]  # type: ignore[assignment]
+    """Has all workers forget the KV blocks of a prompt, on the device, in host memory and in the store. Requests that use
+    them now go on, and may bring them back.
+    """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
@@ -79,6 +91,24 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
         """Vectors of the model's hidden states."""
+
+    @_abc_1.abstractmethod
+    def RetainPrefix(
+        self,
+        request: _inference_pb2.RetainPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.PrefixResponse, _abc.Awaitable[_inference_pb2.PrefixResponse]]:
+        """Has the KV blocks of a prompt evicted after others for some time, on all workers that have them now."""
+
+    @_abc_1.abstractmethod
+    def EvictPrefix(
+        self,
+        request: _inference_pb2.EvictPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.PrefixResponse, _abc.Awaitable[_inference_pb2.PrefixResponse]]:
+        """Has all workers forget the KV blocks of a prompt, on the device, in host memory and in the store. Requests that use
+        them now go on, and may bring them back.
+        """
 
     @_abc_1.abstractmethod
     def Tokenize(

@@ -74,6 +74,8 @@ class PrefillStart(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
+    RETAIN_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     fingerprint: _builtins.str
@@ -84,12 +86,16 @@ class PrefillStart(_message.Message):
     """first index in the block table that the caller lacks"""
     connector: _builtins.str
     """the caller's connector name; refused if it differs"""
+    tenant: _builtins.str
+    """whose share of what may be retained that takes"""
     peer: _builtins.bytes
     """the caller's KVConnector.describe() if it lends blocks before first_block"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sampling_params(self) -> _types_pb2.SamplingParams: ...
+    @_builtins.property
+    def retain(self) -> _types_pb2.Retain: ...
     def __init__(
         self,
         *,
@@ -101,11 +107,13 @@ class PrefillStart(_message.Message):
         priority: _builtins.int = ...,
         first_block: _builtins.int = ...,
         connector: _builtins.str = ...,
+        retain: _types_pb2.Retain | None = ...,
+        tenant: _builtins.str = ...,
         peer: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_params", b"sampling_params"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retain", b"retain", "sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "connector", b"connector", "fingerprint", b"fingerprint", "first_block", b"first_block", "peer", b"peer", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "connector", b"connector", "fingerprint", b"fingerprint", "first_block", b"first_block", "peer", b"peer", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

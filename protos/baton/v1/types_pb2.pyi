@@ -237,6 +237,34 @@ class SamplingParams(_message.Message):
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
+class Retain(_message.Message):
+    """Has the KV blocks of a request's prompt evicted after others, in every cache where they are, for some time after the
+    request's end. A hint: other requests get the blocks if no others are left, and each tenant may have so many.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """above 0; a router allows --max-retain at most"""
+    num_tokens: _builtins.int
+    """of so many of the prompt's first tokens; 0: of all"""
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Retain: _TypeAlias = Retain  # noqa: Y015
+
+@_typing.final
 class TokenSequence(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -60,6 +60,27 @@ WORKER_STATE_UNREACHABLE: WorkerState.ValueType  # 3
 """as a router sees it"""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
+class _CacheAction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CacheActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheAction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CACHE_ACTION_UNSPECIFIED: _CacheAction.ValueType  # 0
+    CACHE_ACTION_RETAIN: _CacheAction.ValueType  # 1
+    """evict these after others, for `seconds`"""
+    CACHE_ACTION_EVICT: _CacheAction.ValueType  # 2
+    """forget these now: on the device, in host memory and in the store"""
+
+class CacheAction(_CacheAction, metaclass=_CacheActionEnumTypeWrapper): ...
+
+CACHE_ACTION_UNSPECIFIED: CacheAction.ValueType  # 0
+CACHE_ACTION_RETAIN: CacheAction.ValueType  # 1
+"""evict these after others, for `seconds`"""
+CACHE_ACTION_EVICT: CacheAction.ValueType  # 2
+"""forget these now: on the device, in host memory and in the store"""
+Global___CacheAction: _TypeAlias = CacheAction  # noqa: Y015
+
 @_typing.final
 class GetInfoRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -280,6 +301,73 @@ class BlockChanges(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BlockChanges: _TypeAlias = BlockChanges  # noqa: Y015
+
+@_typing.final
+class HintCacheRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """as the router knows the worker; refused if it differs"""
+    action: Global___CacheAction.ValueType
+    block_hashes: _builtins.bytes
+    """16 bytes each: a prompt's blocks, from its first one on"""
+    seconds: _builtins.float
+    """RETAIN: from now on; 0: no longer"""
+    tenant: _builtins.str
+    """RETAIN: whose share of what may be retained that takes"""
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        action: Global___CacheAction.ValueType = ...,
+        block_hashes: _builtins.bytes = ...,
+        seconds: _builtins.float = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "block_hashes", b"block_hashes", "fingerprint", b"fingerprint", "seconds", b"seconds", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HintCacheRequest: _TypeAlias = HintCacheRequest  # noqa: Y015
+
+@_typing.final
+class HintCacheResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_STORED_BLOCKS_FIELD_NUMBER: _builtins.int
+    STORE_FAILURE_FIELD_NUMBER: _builtins.int
+    num_device_blocks: _builtins.int
+    """Blocks that were found. RETAIN: those before the first one that is not here."""
+    num_host_blocks: _builtins.int
+    """in host memory, and not on the device"""
+    num_stored_blocks: _builtins.int
+    """EVICT: in the store"""
+    store_failure: _builtins.str
+    """EVICT: why the store may still have some"""
+    def __init__(
+        self,
+        *,
+        num_device_blocks: _builtins.int = ...,
+        num_host_blocks: _builtins.int = ...,
+        num_stored_blocks: _builtins.int = ...,
+        store_failure: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_device_blocks", b"num_device_blocks", "num_host_blocks", b"num_host_blocks", "num_stored_blocks", b"num_stored_blocks", "store_failure", b"store_failure"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HintCacheResponse: _TypeAlias = HintCacheResponse  # noqa: Y015
 
 @_typing.final
 class GetWorkerStatusRequest(_message.Message):

@@ -50,6 +50,11 @@ class WorkerServiceStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.WatchBlocksRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.BlockChanges.FromString,
                 _registered_method=True)
+        self.HintCache = channel.unary_unary(
+                '/baton.v1.WorkerService/HintCache',
+                request_serializer=baton_dot_v1_dot_worker__pb2.HintCacheRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.HintCacheResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/baton.v1.WorkerService/GetStatus',
                 request_serializer=baton_dot_v1_dot_worker__pb2.GetWorkerStatusRequest.SerializeToString,
@@ -85,6 +90,13 @@ class WorkerServiceServicer:
 
     def WatchBlocks(self, request, context):
         """Names of the KV blocks that can be found on this worker: all that are there, then what comes and goes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HintCache(self, request, context):
+        """Has KV blocks evicted later than others, or now. Names of blocks that are not here do no harm.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,6 +140,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.WatchBlocks,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.WatchBlocksRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.BlockChanges.SerializeToString,
+            ),
+            'HintCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.HintCache,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.HintCacheRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.HintCacheResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -226,6 +243,33 @@ class WorkerService:
             '/baton.v1.WorkerService/WatchBlocks',
             baton_dot_v1_dot_worker__pb2.WatchBlocksRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.BlockChanges.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HintCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerService/HintCache',
+            baton_dot_v1_dot_worker__pb2.HintCacheRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.HintCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class WorkerServiceStub:
     """The worker's load: at once, then on change, at most every 50 ms, and at least once a second."""
     WatchBlocks: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchBlocksRequest, _worker_pb2.BlockChanges]
     """Names of the KV blocks that can be found on this worker: all that are there, then what comes and goes."""
+    HintCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.HintCacheRequest, _worker_pb2.HintCacheResponse]
+    """Has KV blocks evicted later than others, or now. Names of blocks that are not here do no harm."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStatusRequest, _worker_pb2.WorkerStatus]
     """Load and the engine's check_integrity(), taken between two engine steps."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
@@ -52,6 +54,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """The worker's load: at once, then on change, at most every 50 ms, and at least once a second."""
     WatchBlocks: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchBlocksRequest, _worker_pb2.BlockChanges]  # type: ignore[assignment]
     """Names of the KV blocks that can be found on this worker: all that are there, then what comes and goes."""
+    HintCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.HintCacheRequest, _worker_pb2.HintCacheResponse]  # type: ignore[assignment]
+    """Has KV blocks evicted later than others, or now. Names of blocks that are not here do no harm."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStatusRequest, _worker_pb2.WorkerStatus]  # type: ignore[assignment]
     """Load and the engine's check_integrity(), taken between two engine steps."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
@@ -82,6 +86,14 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.BlockChanges], _abc.AsyncIterator[_worker_pb2.BlockChanges]]:
         """Names of the KV blocks that can be found on this worker: all that are there, then what comes and goes."""
+
+    @_abc_1.abstractmethod
+    def HintCache(
+        self,
+        request: _worker_pb2.HintCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.HintCacheResponse, _abc.Awaitable[_worker_pb2.HintCacheResponse]]:
+        """Has KV blocks evicted later than others, or now. Names of blocks that are not here do no harm."""
 
     @_abc_1.abstractmethod
     def GetStatus(

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from common.errors import InvalidArgumentError, ModelNotFoundError
 from common.validation import check_model, check_request_id
 from common.version import VERSION
+from protos.baton.v1 import worker_pb2
 from router.api.api_keys import current_client
 from router.api.rest import errors
 from router.api.rest.answer import Answer
@@ -30,6 +31,7 @@ from router.api.rest.echo import Echo
 from router.api.rest.embeddings import EmbeddingsBody, embeddings_json
 from router.api.rest.errors import as_baton, error_response, json_response
 from router.api.rest.formats import AnswerFormat, ChatFormat, CompletionFormat
+from router.api.rest.prefix import EvictBody, RetainPrefixBody, prefix_json
 from router.api.rest.responses import ResponseAnswer
 from router.api.rest.responses_body import ResponsesBody
 from router.api.rest.schema import (
@@ -57,6 +59,8 @@ BODIES: tuple[type[Body], ...] = (
     CompletionBody,
     ResponsesBody,
     EmbeddingsBody,
+    RetainPrefixBody,
+    EvictBody,
     TokenizeBody,
     DetokenizeBody,
 )
@@ -87,6 +91,8 @@ def make_app(front: Front) -> ASGIApp:
     route("POST", "/v1/completions", gateway.completions, "Continue prompts", CompletionBody)
     route("POST", "/v1/responses", gateway.responses, "Answer a conversation, item by item", ResponsesBody)
     route("POST", "/v1/embeddings", gateway.embeddings, "Vectors of texts", EmbeddingsBody)
+    route("POST", "/v1/cache/retain", gateway.retain, "Keep a prompt's KV for a while", RetainPrefixBody)
+    route("POST", "/v1/cache/evict", gateway.evict, "Forget a prompt's KV", EvictBody)
     route("GET", "/v1/models", gateway.models, "The model that is served")
     route("GET", "/v1/models/{model:path}", gateway.model, "One model")
     route("POST", "/tokenize", gateway.tokenize, "Token ids of a text", TokenizeBody)
@@ -219,6 +225,41 @@ class _Gateway:
                 embedded = await front.embedder.embed(wanted)
             return msgspec.json.encode(embeddings_json(body, wanted, embedded))
 
+    async def retain(self, request: Request) -> Response:
+        body = parse(RetainPrefixBody, await self._read(request))
+        return await self._hint(request, body, worker_pb2.CACHE_ACTION_RETAIN, body.seconds)
+
+    async def evict(self, request: Request) -> Response:
+        body = parse(EvictBody, await self._read(request))
+        return await self._hint(request, body, worker_pb2.CACHE_ACTION_EVICT)
+
+    async def _hint(
+        self,
+        request: Request,
+        body: EvictBody,
+        action: worker_pb2.CacheAction.ValueType,
+        seconds: float | None = None,
+    ) -> Response:
+        client, front = current_client.get(), self._front
+        with front.admission.running("rest", client=client):
+            model = await front.admission.serving()
+            check_model(body.model or "", model.limits)
+            body.check()
+            if body.prompt is None:
+                prompt = await front.preparation.chat_prompt(model, body.conversation())
+            else:
+                special = body.add_special_tokens is not False
+                (prompt,) = await front.preparation.prompts(model, [body.prompt], "prompt", add_special_tokens=special)
+            hint = front.preparation.prefix_hint(
+                model,
+                prompt,
+                num_tokens=body.num_tokens or 0,
+                cache_salt=body.cache_salt or "",
+                seconds=seconds,
+                client=client,
+            )
+            return json_response(prefix_json(await unless_gone(request, front.prefix_hints.give(hint, action))))
+
     async def _generate(
         self, request: Request, body: TextBody, prompts: Prompts, make_answer: AnswerMaker, arrived_at: float
     ) -> Response:
@@ -261,6 +302,7 @@ class _Gateway:
                     sampling,
                     request_id=request_id,
                     cache_salt=body.cache_salt or "",
+                    retain=None if body.retain is None else body.retain.value(),
                     priority=body.priority or 0,
                     arrived_at=arrived_at,
                     default_max_tokens=DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionBody) else None,

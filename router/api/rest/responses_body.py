@@ -9,7 +9,7 @@ from msgspec import UNSET
 from common.errors import InvalidArgumentError
 from common.guided import Guided
 from common.sampling import parameters
-from router.api.rest.body_types import Body, Given
+from router.api.rest.body_types import Body, Given, RetainBody
 from router.api.rest.guided import schema_text
 from router.api.rest.schema import asks, session_of, with_sampling
 from router.api.rest.tools import JsonObject
@@ -110,6 +110,7 @@ class ResponsesBody(Body, kw_only=True):
 
     # Not OpenAI's.
     cache_salt: str | None = None
+    retain: RetainBody | None = None
     priority: int | None = None
     request_id: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

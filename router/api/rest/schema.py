@@ -16,10 +16,10 @@ from msgspec import UNSET, Raw
 
 from common.errors import InvalidArgumentError
 from common.sampling import Parameter, json_schemas, parameters
-from router.api.rest.body_types import Body, Given
+from router.api.rest.body_types import Body, Given, RetainBody
 from router.api.rest.guided import GuidedFields
 from router.api.rest.tools import FunctionTool, NamedTool, ToolCall, calls_of, chat_tools
-from router.serving.conversation import Conversation, Json, check_options, make_message, named_results
+from router.serving.conversation import Conversation, Json, Tools, check_options, make_message, named_results
 
 MAX_N = 8
 MAX_CHOICES = 128
@@ -47,6 +47,7 @@ class GenerationBody(GuidedFields, kw_only=True):
 
     # Baton's own, by the names that they have in gRPC.
     cache_salt: str | None = None
+    retain: RetainBody | None = None
     priority: int | None = None
     request_id: str | None = None
     add_special_tokens: bool | None = None
@@ -233,17 +234,8 @@ class ChatBody(GenerationBody, kw_only=True):
         return "top_logprobs" if name == "logprobs" else super().field_name(name)
 
     def conversation(self) -> Conversation:
-        if not self.messages:
-            raise InvalidArgumentError("messages", "must not be empty")
-        messages = [_message(message, f"messages[{index}]") for index, message in enumerate(self.messages)]
-        options = self.chat_template_kwargs or {}
-        check_options(options, "chat_template_kwargs")
-        parallel = self.parallel_tool_calls is not False
-        return Conversation(
-            messages=named_results(messages),
-            tools=chat_tools(self.tools or (), self.tool_choice, parallel=parallel),
-            template_options=options,
-        )
+        tools = chat_tools(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls is not False)
+        return conversation_of(self.messages, tools, self.chat_template_kwargs)
 
 
 @with_sampling
@@ -347,6 +339,15 @@ def asks(value: object) -> bool:
     if isinstance(value, Raw):
         return bytes(value).translate(None, b" \t\r\n") not in (b"null", b"false", b'""', b"[]", b"{}", b"0")
     return value is not UNSET and bool(value)
+
+
+def conversation_of(given: Sequence[ChatMessage], tools: Tools, options: dict[str, Any] | None) -> Conversation:
+    """Raises `InvalidArgumentError`."""
+    if not given:
+        raise InvalidArgumentError("messages", "must not be empty")
+    messages = [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+    check_options(options or {}, "chat_template_kwargs")
+    return Conversation(messages=named_results(messages), tools=tools, template_options=options or {})
 
 
 def _message(message: ChatMessage, where: str) -> Json:

@@ -1,0 +1,106 @@
+"""Hints about the caches of all workers: which blocks of a prompt to keep for a while, and which to forget.
+
+Every worker is asked, whatever it is thought to have: what a router knows of caches may be out of date. One that does
+not answer says so in its part of the answer, and changes nothing of the others'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import grpc
+
+from common.block_hash import block_hashes, extra_keys, root_hash
+from common.peers import MAX_WORDS
+from common.types import WorkerState
+from protos.baton.v1 import worker_pb2, worker_pb2_grpc
+from router.fleet.endpoint import Endpoint
+from router.fleet.registry import Registry, ServedModel
+
+TIMEOUT_S = 15.0  # of one worker: longer than that waits for its engine
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class PrefixHint:
+    """Made by `Preparation.prefix_hint`."""
+
+    model: ServedModel
+    token_ids: Sequence[int]  # those whose full blocks are meant
+    cache_salt: str
+    seconds: float = 0.0  # RETAIN
+    tenant: str = ""  # RETAIN: whose share of what may be retained the blocks take
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class PrefixOnWorker:
+    """What one worker did. Numbers are of blocks."""
+
+    address: str
+    num_device_blocks: int = 0
+    num_host_blocks: int = 0
+    num_stored_blocks: int = 0
+    error: str = ""
+
+
+@dataclass(slots=True, frozen=True)
+class Hinted:
+    num_tokens: int  # of the blocks that are meant
+    num_blocks: int
+    workers: Sequence[PrefixOnWorker]
+
+
+class PrefixHints:
+    """Shared by both interfaces of a router."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    async def give(self, hint: PrefixHint, action: worker_pb2.CacheAction.ValueType) -> Hinted:
+        """Tells all workers of the model's KV layout."""
+        model = hint.model
+        names = await asyncio.to_thread(
+            partial(
+                block_hashes,
+                root_hash(model.fingerprint),
+                hint.token_ids,
+                model.block_size,
+                extra_keys(cache_salt=hint.cache_salt),
+            )
+        )
+        request = worker_pb2.HintCacheRequest(
+            fingerprint=model.fingerprint,
+            action=action,
+            block_hashes=b"".join(names),
+            seconds=hint.seconds,
+            tenant=hint.tenant,
+        )
+        endpoints = [one for one in self._registry.endpoints() if one.fingerprint == model.fingerprint]
+        asked = [self._ask(one, request, len(names)) for one in endpoints if names]
+        return Hinted(len(names) * model.block_size, len(names), await asyncio.gather(*asked))
+
+    async def _ask(self, endpoint: Endpoint, request: worker_pb2.HintCacheRequest, most: int) -> PrefixOnWorker:
+        if endpoint.state is WorkerState.UNREACHABLE:
+            return PrefixOnWorker(address=endpoint.address, error="it cannot be reached")
+        try:
+            stub = worker_pb2_grpc.WorkerServiceStub(self._registry.channel(endpoint.address))
+            answer = await stub.HintCache(request, timeout=TIMEOUT_S)
+        except (KeyError, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            return PrefixOnWorker(address=endpoint.address, error="it is no worker of this router any more")
+        except grpc.aio.AioRpcError as error:
+            words = "is of a version that takes no hints"
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                words = f"{error.code().name}: {(error.details() or '')[:MAX_WORDS]}"
+            return PrefixOnWorker(address=endpoint.address, error=words)
+        return PrefixOnWorker(
+            address=endpoint.address,
+            num_device_blocks=min(answer.num_device_blocks, most),
+            num_host_blocks=min(answer.num_host_blocks, most),
+            num_stored_blocks=min(answer.num_stored_blocks, most),
+            error=answer.store_failure[:MAX_WORDS],
+        )
