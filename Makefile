@@ -152,11 +152,11 @@ bench-kube: $(STAMP) ## Measure the control loop on that cluster: a load step, t
 	@$(BIN)/python -m tests.kube.measure
 
 .PHONY: chaos
-chaos: $(STAMP) ## Two prefill and two decode workers under load, a fault every second (CHAOS_SECONDS, CHAOS_SEED, CHAOS_CONNECTOR)
+chaos: $(STAMP) ## Two prefill and two decode workers under load, a fault every second (CHAOS_SECONDS, CHAOS_SEED, CHAOS_CONNECTOR, CHAOS_ROUTERS, CHAOS_HEDGE)
 	@$(BIN)/python -m tests.chaos
 
 .PHONY: soak
-soak: $(STAMP) ## An hour of mixed traffic with faults: memory and p99 over time (SOAK_SECONDS, SOAK_SEED, SOAK_CONNECTOR, SOAK_DIR)
+soak: $(STAMP) ## An hour of mixed traffic with faults: memory and p99 over time (SOAK_SECONDS, SOAK_SEED, SOAK_CONNECTOR, SOAK_ROUTERS, SOAK_DIR)
 	@$(BIN)/python -m tests.soak
 
 .PHONY: bench

@@ -2,6 +2,7 @@
 
     make chaos                                  10 minutes, shared_storage
     CHAOS_SECONDS=60 CHAOS_SEED=7 CHAOS_CONNECTOR=nixl make chaos          or lmcache, after `make lmcache`
+    CHAOS_ROUTERS=3 CHAOS_HEDGE=1 make chaos    three routers that share the clients, with --hedge-prefill
 
 Faults: workers and engines killed or stopped for a while, workers drained and cut off from the network (also in one
 direction only), the store wiped, corrupted, killed or its disk full; and each second a request is cancelled, while
@@ -14,6 +15,7 @@ exits 1 if anything of that does not hold. Cuts and full disks need root; the li
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -33,12 +35,12 @@ from tests.chaos.tiny_model import write_tiny_model
 from tests.faults import network as networks
 from tests.faults.disk import Disk
 from tests.faults.network import Network
-from tests.integration.stack import Fleet, OneHost, wait_for
+from tests.integration.stack import Fleet, OneHost, router_names, wait_for
 
 NUM_CLIENTS = 4
 FAULT_INTERVAL_S = 1.0
 MAX_GROWTH_MB = 100.0
-HOSTS = ["router", "prefill-0", "prefill-1", "decode-0", "decode-1"]
+WORKERS = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
 FLAGS = (
     "--chunk-size=64",
     "--log-level=warning",
@@ -53,6 +55,8 @@ class Run:
     seconds: float
     seed: int
     connector: str
+    num_routers: int
+    hedges: bool
     folder: Path
 
     def run(self) -> dict[str, object]:
@@ -71,14 +75,23 @@ class Run:
             hosts = network if isinstance(network, Network) else OneHost()
             # Memory that two hosts share is no link that can be cut.
             environ = networks.UCX_ENVIRON if isinstance(network, Network) else {}
-            fleet = Fleet(self.folder, *flags, prefill=2, decode=2, hosts=hosts, environ=environ)
+            fleet = Fleet(
+                self.folder,
+                *flags,
+                prefill=2,
+                decode=2,
+                routers=self.num_routers,
+                router_flags=["--hedge-prefill"] if self.hedges else [],
+                hosts=hosts,
+                environ=environ,
+            )
             stack.callback(fleet.stop)
             faults = Faults(fleet, self.connector, disk, network, server, rng)
             tally, memory = Tally(), Memory()
             end_at = time.monotonic() + self.seconds
             clients = [
-                ClientThread(fleet.grpc, cases, wanted, tally, self.seed + number, end_at)
-                for number in range(1, NUM_CLIENTS + 1)
+                ClientThread(router.grpc, cases, wanted, tally, self.seed + number, end_at)
+                for number, router in zip(range(1, NUM_CLIENTS + 1), itertools.cycle(fleet.routers), strict=False)
             ]
             for client in clients:
                 client.start()
@@ -98,7 +111,7 @@ class Run:
             return "an LMCache server and its workers share one host's memory"
         if why := networks.why_not(self.folder):
             return why
-        network = Network(self.folder, HOSTS)
+        network = Network(self.folder, [*router_names(self.num_routers), *WORKERS])
         stack.callback(network.close)
         return network
 
@@ -138,6 +151,7 @@ class Run:
             "seconds": self.seconds,
             "seed": self.seed,
             "connector": self.connector,
+            "routers": self.num_routers,
             "requests": dict(tally.outcomes),
             "faults": dict(faults.counts),
             "left_out": faults.why_not,
@@ -151,9 +165,10 @@ def main() -> int:
     seconds = float(os.environ.get("CHAOS_SECONDS", "600"))
     seed = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(2**31))
     connector = os.environ.get("CHAOS_CONNECTOR", "shared_storage")
+    num_routers, hedges = int(os.environ.get("CHAOS_ROUTERS", "1")), bool(os.environ.get("CHAOS_HEDGE"))
     folder = Path(tempfile.mkdtemp(prefix="baton-chaos-"))
     print(f"chaos: {seconds:g} s, seed {seed}, {connector}; logs in {folder}", file=sys.stderr)
-    outcome = Run(seconds, seed, connector, folder).run()
+    outcome = Run(seconds, seed, connector, num_routers, hedges, folder).run()
     print(json.dumps(outcome), flush=True)
     return 0 if outcome["ok"] else 1
 

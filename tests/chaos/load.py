@@ -106,6 +106,8 @@ class ClientThread(threading.Thread):
             "migrations": report.num_migrations,
             "handovers": report.num_handovers,
             "retries": report.num_retries,
+            "hedges": report.num_hedges,
+            "hedges_won": report.num_hedges_won,
             "fallbacks": int(bool(report.fallback_reason)),
             "blocks_moved": report.num_blocks_moved,
         }

@@ -49,7 +49,7 @@ class Memory:
 
 def processes(fleet: Fleet) -> list[tuple[str, int]]:
     """Name and pid of each that the fleet has now."""
-    found = [("router", fleet.router.popen.pid)]
+    found = [(router.name, router.process.popen.pid) for router in fleet.routers]
     for member in fleet.members:
         front = member.process.popen.pid
         found.append((f"{member.name} front", front))

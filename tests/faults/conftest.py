@@ -4,6 +4,7 @@ machine allows it, with a store that can be full."""
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -22,11 +23,12 @@ from tests.faults.matrix import ONE_HOST, Moment
 from tests.faults.network import Network
 from tests.faults.reference import NUM_TOKENS, Reference
 from tests.faults.scene import CHUNK_SIZE, NUM_CHUNKS, Setting, new_id
-from tests.integration.stack import CALL_TIMEOUT_S, Fleet, OneHost
+from tests.integration.stack import CALL_TIMEOUT_S, Fleet, OneHost, router_names
 from tests.kv_store.lmcache_process import LMCacheProcess
 from tests.nixl import skip_without_nixl
 
-HOSTS = ["router", "prefill-0", "prefill-1", "decode-0", "decode-1", "client"]
+NUM_ROUTERS = int(os.environ.get("FAULTS_ROUTERS", "1"))  # on the same workers; each cell asks the next one
+HOSTS = [*router_names(NUM_ROUTERS), "prefill-0", "prefill-1", "decode-0", "decode-1", "client"]
 NUM_CALIBRATIONS = 4  # prompts: more than pairs of workers that have to connect
 HASTY_TIMEOUT_S = 8  # --request-timeout of the router that is asked over REST for deadlines
 FLAGS = (
@@ -64,7 +66,8 @@ class Stage:
 
     def router(self, url: str = "") -> str:
         """Where clients reach a router, as they need it: the address of gRPC or, of the one at `url`, of REST."""
-        host = (self.network or OneHost()).host("router")
+        name = "router" if url == self.hasty else self.fleet.asked.name  # on whose host that one is
+        host = (self.network or OneHost()).host(name)
         port = (url or self.fleet.grpc).rpartition(":")[2]
         return f"http://{host}:{port}" if url else f"{host}:{port}"
 
@@ -143,7 +146,7 @@ def _opened(connector: str, reference: Reference, folder: Path) -> Iterator[Stag
         flags = [f"--model={reference.model_dir}", f"--connector={connector}", *FLAGS]
         if server is not None:
             flags.append(f"--lmcache-address={server.address}")
-        fleet = Fleet(folder, *flags, prefill=2, decode=2, hosts=network, environ=environ)
+        fleet = Fleet(folder, *flags, prefill=2, decode=2, routers=NUM_ROUTERS, hosts=network, environ=environ)
         stack.callback(fleet.stop)
         hasty = fleet.another_router("hasty", f"--request-timeout={HASTY_TIMEOUT_S}")
         setting = Setting(fleet, disk, reference.prompt, 0.0, is_store=connector != "nixl", server=server)

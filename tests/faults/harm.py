@@ -105,7 +105,7 @@ class Harm:
     def _host(self) -> str:
         if self._cell.process is Process.CLIENT:
             return "client"
-        return self.victim.name if self.victim is not None else "router"
+        return self.victim.name if self.victim is not None else self._scene.fleet.asked.name
 
 
 def _is_decided(member: Member) -> bool:

@@ -143,6 +143,7 @@ class Trial:
             self._outcome = heard_all_the_same(self._outcome)
         # A producer that UCX ends: while a cut lasts, or some seconds after the other end is back.
         self._may_end = case.connector == "nixl" and case.cell.fault in (Fault.CUT, Fault.SIGSTOP)
+        stage.fleet.next_router()
         self._url = stage.fleet.http
         if case.interface == "rest" and case.cell.fault is Fault.DEADLINE:
             self._url = stage.hasty  # over REST it is the router that sets the deadline

@@ -176,6 +176,18 @@ class Member:
         return {self.process.popen.pid} | descendants(self.process.popen.pid)
 
 
+@dataclass(slots=True)
+class RouterMember:
+    """One router of a `Fleet`."""
+
+    name: str  # router, router-1, …
+    http_port: int
+    grpc_port: int
+    http: str  # as a test reaches it
+    grpc: str
+    process: Process
+
+
 class Hosts(Protocol):
     """Where the processes of a fleet run; `tests.faults.network.Network` gives each a host of its own."""
 
@@ -198,7 +210,7 @@ class OneHost:
 
 
 class Fleet(Service):
-    """Workers and a router that nobody watches over."""
+    """Workers and routers that nobody watches over. A test asks one router: the first, until `next_router`."""
 
     def __init__(
         self,
@@ -206,6 +218,7 @@ class Fleet(Service):
         *flags: str,
         prefill: int,
         decode: int,
+        routers: int = 1,
         router_flags: Sequence[str] = (),
         hosts: Hosts | None = None,
         environ: Mapping[str, str] | None = None,
@@ -216,13 +229,14 @@ class Fleet(Service):
         self._hosts: Hosts = hosts or OneHost()
         self._environ = {**os.environ, **(environ or {})}
         names = [f"prefill-{n}" for n in range(prefill)] + [f"decode-{n}" for n in range(decode)]
-        ports = free_ports(2 * len(names) + 2)
-        self._router_ports, ports = (ports[0], ports[1]), ports[2:]
+        ports = free_ports(2 * (len(names) + routers))
         self.members = [self._start(name, ports.pop(), ports.pop()) for name in names]
-        self.router = self._start_router("router", *self._router_ports, *self._router_flags)
+        self.routers = [self._new_router(name, ports.pop(), ports.pop()) for name in router_names(routers)]
+        self.asked = self.routers[0]
         self._more_routers: list[Process] = []
         try:
-            self._await_router()
+            for router in self.routers:
+                ready_fields(router.process)
             wait_for("every worker is ready", self.all_ready, START_TIMEOUT_S)
         except BaseException:
             print(self.logs())
@@ -239,31 +253,48 @@ class Fleet(Service):
         process = Process(name, command, self._folder / f"{name}.log", self._environ)
         return Member(name, role, address, admin, metrics_port, process)
 
-    def _start_router(self, name: str, http: int, grpc: int, *flags: str) -> Process:
+    @property
+    def router(self) -> Process:
+        return self.asked.process
+
+    @property
+    def http(self) -> str:  # type: ignore[override]
+        return self.asked.http
+
+    @property
+    def grpc(self) -> str:  # type: ignore[override]
+        return self.asked.grpc
+
+    def next_router(self) -> None:
+        """From now on the next one is asked."""
+        self.asked = self.routers[(self.routers.index(self.asked) + 1) % len(self.routers)]
+
+    def _new_router(self, name: str, http: int, grpc: int) -> RouterMember:
+        process = self._start_router(name, http, grpc, *self._router_flags, host=name)
+        host = self._hosts.admin_host(name)
+        return RouterMember(name, http, grpc, f"http://{host}:{http}", f"{host}:{grpc}", process)
+
+    def _start_router(self, name: str, http: int, grpc: int, *flags: str, host: str) -> Process:
         by_role = {role: ",".join(m.address for m in self.members if m.role == role) for role in ("prefill", "decode")}
-        host = "127.0.0.1" if self._hosts.host("router") == self._hosts.admin_host("router") else "0.0.0.0"
-        listen = (f"--http-listen={host}:{http}", f"--grpc-listen={host}:{grpc}")
+        address = "127.0.0.1" if self._hosts.host(host) == self._hosts.admin_host(host) else "0.0.0.0"
+        listen = (f"--http-listen={address}:{http}", f"--grpc-listen={address}:{grpc}")
         workers = (f"--prefill={by_role['prefill']}", f"--decode={by_role['decode']}")
-        command = self._hosts.command("router", baton("router", *workers, *listen, *flags))
+        command = self._hosts.command(host, baton("router", *workers, *listen, *flags))
         return Process(name, command, self._folder / f"{name}.log", self._environ)
 
-    def _await_router(self) -> None:
-        ready_fields(self.router)
-        http, grpc = self._router_ports
-        host = self._hosts.admin_host("router")
-        self.http, self.grpc = f"http://{host}:{http}", f"{host}:{grpc}"
-
     def restart_router(self) -> None:
-        """Starts the router again, at the same addresses, after it was killed; waits until it serves."""
-        self.router.kill()
-        self.router.log.rename(self.router.log.with_suffix(f".{time.monotonic_ns()}.log"))
-        self.router = self._start_router("router", *self._router_ports, *self._router_flags)
-        self._await_router()
+        """Starts the asked router again, at the same addresses, after it was killed; waits until it serves."""
+        router = self.asked
+        router.process.kill()
+        router.process.log.rename(router.process.log.with_suffix(f".{time.monotonic_ns()}.log"))
+        flags = self._router_flags
+        router.process = self._start_router(router.name, router.http_port, router.grpc_port, *flags, host=router.name)
+        ready_fields(router.process)
 
     def another_router(self, name: str, *flags: str) -> str:
         """Starts one more router, where the first one is; its URL."""
         http, grpc = free_ports(2)
-        process = self._start_router(name, http, grpc, *flags)
+        process = self._start_router(name, http, grpc, *flags, host="router")
         self._more_routers.append(process)
         ready_fields(process)
         return f"http://{self._hosts.admin_host('router')}:{http}"
@@ -275,7 +306,7 @@ class Fleet(Service):
     def all_ready(self) -> bool:
         ended = [member.process for member in self.members if not member.process.running]
         assert not ended, "\n".join(f"{process.name} ended:\n{process.tail()}" for process in ended)
-        return all(worker.state is WorkerState.READY for worker in self.workers())
+        return all(worker.state is WorkerState.READY for router in self.routers for worker in _seen_by(router.grpc))
 
     def member(self, address: str) -> Member:
         return next(member for member in self.members if member.address == address)
@@ -302,10 +333,13 @@ class Fleet(Service):
         wait_for("every worker is ready", self.all_ready, START_TIMEOUT_S)
 
     def logs(self) -> str:
-        return "\n".join(p.tail(40) for p in [self.router, *(member.process for member in self.members)])
+        return "\n".join(p.tail(40) for p in [*self._router_processes(), *(member.process for member in self.members)])
+
+    def _router_processes(self) -> list[Process]:
+        return [router.process for router in self.routers]
 
     def stop(self) -> None:
-        processes = [*self._more_routers, self.router, *(member.process for member in self.members)]
+        processes = [*self._more_routers, *self._router_processes(), *(member.process for member in self.members)]
         for process in processes:
             process.popen.send_signal(signal.SIGTERM)
         for process in processes:
@@ -313,6 +347,16 @@ class Fleet(Service):
                 process.popen.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def _seen_by(router: str) -> list[FleetWorker]:
+    with Client(router, timeout=30) as client:
+        return client.fleet()
+
+
+def router_names(number: int) -> list[str]:
+    """Of the hosts of a fleet's routers, too."""
+    return ["router", *(f"router-{n}" for n in range(1, number))]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
     make soak                                             one hour; SOAK_SECONDS, SOAK_SEED, SOAK_CONNECTOR, SOAK_DIR
     SOAK_SECONDS=180 taskset -c 0 make soak               three minutes, on one core
+    SOAK_ROUTERS=3 make soak                              three routers that share the clients
 
 Two prefill workers, two decode workers and a router serve a tiny random model, at 70 % of the goodput that is measured
 at the start. Every ten seconds a request is cancelled, or a worker stands still or is cut off for some seconds; every
@@ -34,7 +35,7 @@ from tests.chaos.tiny_model import write_tiny_model
 from tests.faults import network as networks
 from tests.faults.disk import Disk
 from tests.faults.network import Network
-from tests.integration.stack import Fleet, OneHost
+from tests.integration.stack import Fleet, OneHost, router_names
 from tests.soak.picture import draw
 from tests.soak.record import Record
 from tests.soak.traffic import OpenLoop, Traffic, goodput
@@ -45,7 +46,7 @@ KILL_INTERVAL_S = 180.0
 LOOK_INTERVAL_S = 5.0
 SAVE_INTERVAL_S = 60.0
 NEVER_KILLED = ("prefill-0", "decode-0")
-HOSTS = ["router", "prefill-0", "prefill-1", "decode-0", "decode-1"]
+WORKERS = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
 FLAGS = ("--chunk-size=64", "--log-level=warning", "--kv-dir-size-gb=0.2")
 
 
@@ -54,6 +55,7 @@ class Soak:
     seconds: float
     seed: int
     connector: str
+    num_routers: int
     folder: Path
 
     def run(self) -> dict[str, object]:
@@ -63,7 +65,7 @@ class Soak:
         with contextlib.ExitStack() as stack:
             disk = Disk(self.folder / "kv", megabytes=512)
             stack.callback(disk.close)
-            network = networks.why_not(self.folder) or Network(self.folder, HOSTS)
+            network = networks.why_not(self.folder) or Network(self.folder, [*router_names(self.num_routers), *WORKERS])
             if isinstance(network, Network):
                 stack.callback(network.close)
             flags = [f"--model={model_dir}", f"--connector={self.connector}", *FLAGS]
@@ -72,6 +74,7 @@ class Soak:
                 *flags,
                 prefill=2,
                 decode=2,
+                routers=self.num_routers,
                 hosts=network if isinstance(network, Network) else OneHost(),
                 environ=networks.UCX_ENVIRON if isinstance(network, Network) else {},
             )
@@ -146,6 +149,7 @@ class Soak:
             "seconds": self.seconds,
             "seed": self.seed,
             "connector": self.connector,
+            "routers": self.num_routers,
             "cpu": _cpu(),
             "cores": sorted(os.sched_getaffinity(0)),
             "goodput_per_s": best,
@@ -180,10 +184,11 @@ def main() -> int:
     seconds = float(os.environ.get("SOAK_SECONDS", "3600"))
     seed = int(os.environ.get("SOAK_SEED") or random.SystemRandom().randrange(2**31))
     connector = os.environ.get("SOAK_CONNECTOR", "shared_storage")
+    num_routers = int(os.environ.get("SOAK_ROUTERS", "1"))
     folder = Path(os.environ.get("SOAK_DIR") or tempfile.mkdtemp(prefix="baton-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"soak: {seconds:g} s, seed {seed}, {connector}; logs and results in {folder}", file=sys.stderr)
-    verdict = Soak(seconds, seed, connector, folder).run()
+    verdict = Soak(seconds, seed, connector, num_routers, folder).run()
     print("\n".join(map(str, verdict["criteria"])), file=sys.stderr)  # type: ignore[call-overload]
     print(json.dumps(verdict), flush=True)
     return 0 if verdict["ok"] else 1

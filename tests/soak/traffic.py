@@ -29,8 +29,7 @@ _NextArrival = Callable[[], float | None]  # blocks until a request is due; when
 class Traffic:
     """What is asked, and what has to come back: token ids over gRPC, text over REST."""
 
-    grpc: str
-    http: str
+    routers: list[tuple[str, str]]  # addresses of gRPC and REST; clients share them
     cases: list[Case]
     wanted: list[tuple[int, ...]]
     texts: list[str]
@@ -51,7 +50,8 @@ class Traffic:
                 ).result()
                 assert result.token_ids == answer, "the undisturbed fleet gives another answer than the reference"
                 texts.append(result.text)
-        return cls(fleet.grpc, fleet.http.removeprefix("http://"), cases, wanted, texts)
+        routers = [(router.grpc, router.http.removeprefix("http://")) for router in fleet.routers]
+        return cls(routers, cases, wanted, texts)
 
 
 @dataclass(slots=True)
@@ -70,7 +70,8 @@ class MixedClient(ClientThread):
     def __init__(
         self, traffic: Traffic, tally: Tally, latencies: Latencies, seed: int, next_arrival: _NextArrival
     ) -> None:
-        super().__init__(traffic.grpc, traffic.cases, traffic.wanted, tally, seed, end_at=float("inf"))
+        grpc, self._rest = traffic.routers[seed % len(traffic.routers)]  # seeds of clients follow each other
+        super().__init__(grpc, traffic.cases, traffic.wanted, tally, seed, end_at=float("inf"))
         self._traffic, self._latencies, self._next_arrival = traffic, latencies, next_arrival
 
     def run(self) -> None:
@@ -103,7 +104,7 @@ class MixedClient(ClientThread):
             "stream": self._rng.random() < 0.5,
         }
         self._was_cancelled = False
-        connection = http.client.HTTPConnection(self._traffic.http, timeout=REQUEST_TIMEOUT_S)
+        connection = http.client.HTTPConnection(self._rest, timeout=REQUEST_TIMEOUT_S)
         try:
             connection.connect()
             self._answer = _RestCall(connection)
