@@ -16,32 +16,35 @@ from typing import Self, TypeVar, Unpack
 
 import grpc
 
-from baton.client import result_of, to_baton_error
+from baton.client import to_baton_error
 from baton.messages import Tool
+from baton.received import Received, last_message
 from baton.report import Chunk, ModelCard, Prefix, Result
 from baton.requests import (
     Messages,
     PrefixOptions,
     call_hints,
     chat_messages,
-    chunk_of,
+    choices_message,
     embed_message,
+    num_answers,
     prefix_message,
     prefix_of,
     retain_message,
     sampling_message,
+    sampling_options,
     template_options,
     tool_choice_message,
     tool_messages,
 )
 from common.cache_hints import Retain
+from common.choices import AnswerOptions
 from common.errors import ConfigError
 from common.grpc_options import CLIENT_CHANNEL_OPTIONS
 from common.grpc_streams import MessageStream
 from common.grpc_transport import channel_credentials, name_options
-from common.sampling import SamplingOptions
 from common.tls import TlsFiles
-from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from protos.baton.v1 import inference_pb2, inference_pb2_grpc
 
 Call = (
     grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
@@ -53,43 +56,46 @@ Response = TypeVar("Response")
 
 
 class AsyncAnswer:
-    """An answer that is arriving: iterate over its chunks, then await its `result()`."""
+    """An answer that is arriving, or several: iterate over the chunks, then await its `result()`, or the `results()` of
+    all."""
 
-    def __init__(self, call: Call, router: str) -> None:
+    def __init__(self, call: Call, router: str, choices: inference_pb2.Choices) -> None:
         self._call = call
         self._router = router
-        self._chunks: list[Chunk] = []
-        self._last = inference_pb2.GenerateResponse()
-        self._received: MessageStream[inference_pb2.GenerateResponse] | None = None
+        self._num_answers = num_answers(choices)
+        self._received = Received(self._num_answers)
+        self._messages: MessageStream[inference_pb2.GenerateResponse] | None = None
 
     def _stream(self) -> MessageStream[inference_pb2.GenerateResponse]:
         """One for all who iterate: it may have read more than the first of them took."""
-        if self._received is None:
-            self._received = MessageStream(self._call, inference_pb2.GenerateResponse, _is_last)
-        return self._received
+        if self._messages is None:
+            is_last = last_message(self._num_answers)
+            self._messages = MessageStream(self._call, inference_pb2.GenerateResponse, is_last)
+        return self._messages
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         try:
-            async with aclosing(self._stream()) as received:
-                async for message in received:
-                    self._last = message
-                    chunk = chunk_of(message)
-                    self._chunks.append(chunk)
-                    yield chunk
+            async with aclosing(self._stream()) as messages:
+                async for message in messages:
+                    yield self._received.add(message)
         except grpc.RpcError as error:
             raise to_baton_error(error, self._router) from error
 
     async def result(self) -> Result:
-        """The whole answer; reads what has not arrived yet."""
-        if self._last.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED:
+        """The whole answer, the first one if there are several; reads what has not arrived yet."""
+        return (await self.results())[0]
+
+    async def results(self) -> list[Result]:
+        """All `n` of them, whole."""
+        if not self._received.is_whole:
             async for _ in self:
                 pass
-        return result_of(self._chunks, self._last)
+        return self._received.results()
 
     @property
     def text(self) -> str:
-        """What has arrived so far."""
-        return "".join(chunk.text for chunk in self._chunks)
+        """What has arrived so far of the first answer."""
+        return self._received.text
 
     def cancel(self) -> None:
         """Ends the request."""
@@ -150,7 +156,7 @@ class AsyncClient:
         priority: int = 0,
         session: str = "",
         explain: bool = False,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[AnswerOptions],
     ) -> AsyncAnswer:
         """Continues a prompt, as `Client.generate`."""
         request = inference_pb2.GenerateRequest(
@@ -158,14 +164,15 @@ class AsyncClient:
             model=model,
             prompt=prompt if isinstance(prompt, str) else "",
             prompt_token_ids=() if isinstance(prompt, str) else prompt,
-            sampling_params=sampling_message(sampling),
+            sampling_params=sampling_message(sampling_options(options)),
+            choices=choices_message(options),
             cache_salt=cache_salt,
             retain=retain_message(retain),
             priority=priority,
         )
         metadata = (*self._metadata, *call_hints(session, explain=explain))
         call = self._inference.Generate(request, timeout=self._timeout, metadata=metadata)
-        return AsyncAnswer(call, self._router)
+        return AsyncAnswer(call, self._router, request.choices)
 
     def chat(
         self,
@@ -182,7 +189,7 @@ class AsyncClient:
         priority: int = 0,
         session: str = "",
         explain: bool = False,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[AnswerOptions],
     ) -> AsyncAnswer:
         """Answers a conversation, as `Client.chat`."""
         request = inference_pb2.ChatRequest(
@@ -193,14 +200,15 @@ class AsyncClient:
             tool_choice=tool_choice_message(tool_choice),
             parallel_tool_calls=parallel_tool_calls,
             chat_template_kwargs=template_options(chat_template_kwargs),
-            sampling_params=sampling_message(sampling),
+            sampling_params=sampling_message(sampling_options(options)),
+            choices=choices_message(options),
             cache_salt=cache_salt,
             retain=retain_message(retain),
             priority=priority,
         )
         metadata = (*self._metadata, *call_hints(session, explain=explain))
         call = self._inference.Chat(request, timeout=self._timeout, metadata=metadata)
-        return AsyncAnswer(call, self._router)
+        return AsyncAnswer(call, self._router, request.choices)
 
     async def embed(
         self,
@@ -268,7 +276,3 @@ class AsyncClient:
             return await call
         except grpc.RpcError as error:
             raise to_baton_error(error, self._router) from error
-
-
-def _is_last(message: inference_pb2.GenerateResponse) -> bool:
-    return message.finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED

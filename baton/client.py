@@ -19,24 +19,28 @@ from typing import Self, TypeVar, Unpack
 import grpc
 from google.protobuf.message import Message
 
-from baton.messages import Calls, Tool
-from baton.report import Chunk, FleetWorker, ModelCard, Prefix, RequestReport, Result, Usage
+from baton.messages import Tool
+from baton.received import Received
+from baton.report import Chunk, FleetWorker, ModelCard, Prefix, Result
 from baton.requests import (
     Messages,
     PrefixOptions,
     call_hints,
     chat_messages,
-    chunk_of,
+    choices_message,
     embed_message,
+    num_answers,
     prefix_message,
     prefix_of,
     retain_message,
     sampling_message,
+    sampling_options,
     template_options,
     tool_choice_message,
     tool_messages,
 )
 from common.cache_hints import Retain
+from common.choices import AnswerOptions
 from common.errors import (
     BatonError,
     ConfigError,
@@ -46,7 +50,6 @@ from common.errors import (
 from common.grpc_options import CLIENT_CHANNEL_OPTIONS
 from common.grpc_status import error_of_call
 from common.grpc_transport import channel_credentials, name_options
-from common.sampling import SamplingOptions
 from common.tls import TlsFiles
 from common.types import WorkerRole
 from protos.baton.v1 import (
@@ -55,43 +58,45 @@ from protos.baton.v1 import (
     router_pb2,
     router_pb2_grpc,
 )
-from protos.convert import finish_reason_of, role_of, state_of
-from protos.messages import value_of
+from protos.convert import role_of, state_of
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
 
 
 class Answer:
-    """An answer that is arriving: iterate over its chunks, then ask for its `result()`."""
+    """An answer that is arriving, or several: iterate over the chunks, then ask for its `result()`, or the `results()`
+    of all."""
 
-    def __init__(self, call: Iterator[inference_pb2.GenerateResponse], router: str) -> None:
+    def __init__(
+        self, call: Iterator[inference_pb2.GenerateResponse], router: str, choices: inference_pb2.Choices
+    ) -> None:
         self._call = call
         self._cancel: Callable[[], object] = call.cancel  # type: ignore[attr-defined]  # a call is also an iterator
         self._router = router
-        self._chunks: list[Chunk] = []
-        self._last = inference_pb2.GenerateResponse()
+        self._received = Received(num_answers(choices))
 
     def __iter__(self) -> Iterator[Chunk]:
         try:
             for message in self._call:
-                self._last = message
-                chunk = chunk_of(message)
-                self._chunks.append(chunk)
-                yield chunk
+                yield self._received.add(message)
         except grpc.RpcError as error:
             raise to_baton_error(error, self._router) from error
 
     def result(self) -> Result:
-        """The whole answer; reads what has not arrived yet."""
+        """The whole answer, the first one if there are several; reads what has not arrived yet."""
+        return self.results()[0]
+
+    def results(self) -> list[Result]:
+        """All `n` of them, whole."""
         for _ in self:
             pass
-        return result_of(self._chunks, self._last)
+        return self._received.results()
 
     @property
     def text(self) -> str:
-        """What has arrived so far."""
-        return "".join(chunk.text for chunk in self._chunks)
+        """What has arrived so far of the first answer."""
+        return self._received.text
 
     def cancel(self) -> None:
         """Ends the request. Iterating on raises a BatonError."""
@@ -157,9 +162,10 @@ class Client:
         priority: int = 0,
         session: str = "",
         explain: bool = False,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[AnswerOptions],
     ) -> Answer:
-        """Continues a prompt, given as text or as token ids.
+        """Continues a prompt, given as text or as token ids. `options` are sampling parameters, and those of
+        `common.choices`: with `n=3` the answer has three `results()`, and chunks tell them apart by `index`.
 
         Requests of one `session` go to one worker, if the router's policy minds sessions. With `explain` the result's
         `report.routing` says why the request went where it went."""
@@ -168,13 +174,15 @@ class Client:
             model=model,
             prompt=prompt if isinstance(prompt, str) else "",
             prompt_token_ids=() if isinstance(prompt, str) else prompt,
-            sampling_params=sampling_message(sampling),
+            sampling_params=sampling_message(sampling_options(options)),
+            choices=choices_message(options),
             cache_salt=cache_salt,
             retain=retain_message(retain),
             priority=priority,
         )
         metadata = (*self._metadata, *call_hints(session, explain=explain))
-        return Answer(self._inference.Generate(request, timeout=self._timeout, metadata=metadata), self._router)
+        call = self._inference.Generate(request, timeout=self._timeout, metadata=metadata)
+        return Answer(call, self._router, request.choices)
 
     def chat(
         self,
@@ -191,12 +199,12 @@ class Client:
         priority: int = 0,
         session: str = "",
         explain: bool = False,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[AnswerOptions],
     ) -> Answer:
         """Answers a conversation: (role, content) pairs and messages, or one question.
 
-        `tool_choice`: auto, none, required, or the name of the tool that has to be called. `session` and `explain` as
-        in `generate`."""
+        `tool_choice`: auto, none, required, or the name of the tool that has to be called. `session`, `explain` and
+        `options` as in `generate`."""
         request = inference_pb2.ChatRequest(
             request_id=request_id,
             model=model,
@@ -205,13 +213,15 @@ class Client:
             tool_choice=tool_choice_message(tool_choice),
             parallel_tool_calls=parallel_tool_calls,
             chat_template_kwargs=template_options(chat_template_kwargs),
-            sampling_params=sampling_message(sampling),
+            sampling_params=sampling_message(sampling_options(options)),
+            choices=choices_message(options),
             cache_salt=cache_salt,
             retain=retain_message(retain),
             priority=priority,
         )
         metadata = (*self._metadata, *call_hints(session, explain=explain))
-        return Answer(self._inference.Chat(request, timeout=self._timeout, metadata=metadata), self._router)
+        call = self._inference.Chat(request, timeout=self._timeout, metadata=metadata)
+        return Answer(call, self._router, request.choices)
 
     def embed(
         self,
@@ -269,24 +279,6 @@ class Client:
             return method(request, timeout=self._timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise to_baton_error(error, self._router) from error
-
-
-def result_of(chunks: Sequence[Chunk], last: inference_pb2.GenerateResponse) -> Result:
-    """The whole answer that came in `chunks`, of which `last` was the last message."""
-    return Result(
-        request_id=last.request_id,
-        model=last.model,
-        text="".join(chunk.text for chunk in chunks),
-        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
-        logprobs=tuple(token for chunk in chunks for token in chunk.logprobs),
-        finish_reason=finish_reason_of(last.finish_reason),
-        stop_reason=last.stop_reason,
-        reasoning="".join(chunk.reasoning for chunk in chunks),
-        prompt_logprobs=tuple(token for chunk in chunks for token in chunk.prompt_logprobs),
-        tool_calls=Calls([delta for chunk in chunks for delta in chunk.tool_calls]).whole(),
-        usage=value_of(last.usage, Usage),
-        report=value_of(last.report, RequestReport),
-    )
 
 
 # -------------------------------------------------------------------------------------------- errors

@@ -60,6 +60,7 @@ class Chunk:
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     prompt_logprobs: tuple[SampledToken, ...] = ()  # of further prompt tokens, from the second on
+    index: int = 0  # of the answer, if several were asked for
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -76,6 +77,7 @@ class Result:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     prompt_logprobs: tuple[SampledToken, ...] = ()  # of all prompt tokens but the first, before which there is nothing
+    cumulative_logprob: float | None = None  # of a beam search: of all tokens together
     usage: Usage
     report: RequestReport
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar, cast
 
 import msgspec
+from google.protobuf.message import Message as Proto
 
 from baton.messages import Message, Tool, ToolCallDelta
 from baton.report import Chunk, Prefix, PrefixOnWorker
 from common.cache_hints import MAX_RETAIN_S, Retain, check_retain
+from common.choices import AnswerOptions, ChoiceOptions
 from common.errors import InvalidArgumentError
 from common.sampling import SamplingOptions
 from protos.baton.v1 import embed_pb2, inference_pb2, types_pb2
 from protos.convert import token_of
+
+MessageT = TypeVar("MessageT", bound=Proto)
 
 Messages = str | Sequence[tuple[str, str] | Message]
 """One question, or a conversation: (role, content) pairs and messages."""
@@ -36,14 +40,33 @@ def call_hints(session: str, *, explain: bool) -> tuple[tuple[str, str], ...]:
     return tuple((name, value) for name, value in hints if value)
 
 
+def sampling_options(options: AnswerOptions) -> SamplingOptions:
+    """Those of them that are sampling parameters, or unknown."""
+    left = {name: value for name, value in options.items() if name not in ChoiceOptions.__annotations__}
+    return cast("SamplingOptions", left)
+
+
+def choices_message(options: AnswerOptions) -> inference_pb2.Choices | None:
+    """None if one answer is all that is asked for, whatever else."""
+    given: dict[str, Any] = {name: options[name] for name in ChoiceOptions.__annotations__ if name in options}  # type: ignore[literal-required]
+    return _made(inference_pb2.Choices, given) if given else None
+
+
+def num_answers(choices: inference_pb2.Choices) -> int:
+    return max(choices.n, 1)  # a router refuses any other number
+
+
 def sampling_message(options: SamplingOptions) -> types_pb2.SamplingParams:
-    given: dict[str, Any] = {name: _plain(value) for name, value in options.items()}
+    return _made(types_pb2.SamplingParams, {name: _plain(value) for name, value in options.items()})
+
+
+def _made(kind: type[MessageT], given: dict[str, Any]) -> MessageT:
     try:
-        return types_pb2.SamplingParams(**given)
+        return kind(**given)
     except (TypeError, ValueError) as error:  # a wrong type, or an integer beyond the field's width
         for name, value in given.items():
             try:
-                types_pb2.SamplingParams(**{name: value})
+                kind(**{name: value})
             except (TypeError, ValueError) as cause:
                 raise InvalidArgumentError(name, f"{value!r} is no value for it: {cause}") from error
         raise
@@ -83,6 +106,7 @@ def _chat_message(message: tuple[str, str] | Message) -> inference_pb2.ChatMessa
             inference_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls
         ],
         tool_call_id=message.tool_call_id,
+        name=message.name,
         reasoning_content=message.reasoning,
     )
 
@@ -181,4 +205,5 @@ def chunk_of(message: inference_pb2.GenerateResponse) -> Chunk:
         message.reasoning,
         tuple(ToolCallDelta(call.index, call.id, call.name, call.arguments) for call in message.tool_calls),
         tuple(map(token_of, message.prompt_logprobs)),
+        message.index,
     )

@@ -14,6 +14,7 @@ from common.errors import InvalidArgumentError
 from common.types import FinishReason, TokenLogprob
 
 MAX_BEAM_WIDTH = 128
+MAX_LENGTH_PENALTY = 100
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -39,8 +40,9 @@ class BeamSearchParams:
             raise InvalidArgumentError("max_tokens", f"must be at least 1, not {self.max_tokens}")
         if self.temperature != 0:
             raise InvalidArgumentError("temperature", f"must be 0, not {self.temperature}: beam search draws nothing")
-        if not -100 <= self.length_penalty <= 100:
-            raise InvalidArgumentError("length_penalty", f"must be in [-100, 100], not {self.length_penalty}")
+        if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:
+            reason = f"must be in [{-MAX_LENGTH_PENALTY}, {MAX_LENGTH_PENALTY}], not {self.length_penalty}"
+            raise InvalidArgumentError("length_penalty", reason)
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,12 +68,17 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """So many of the likeliest next tokens of each sequence are needed: if all ends of sequence are among them,
-        `beam_width` are left that go on."""
+        """So many of the likeliest continuations of all sequences are looked at, as transformers does."""
         return self._params.beam_width * max(2, 1 + len(self._eos_token_ids))
 
+    @property
+    def num_next(self) -> int:
+        """So many of the likeliest next tokens of each sequence are needed: if all ends of sequence are among them,
+        `beam_width` are left that go on."""
+        return self._params.beam_width + len(self._eos_token_ids)
+
     def advance(self, next_tokens: Sequence[Sequence[TokenLogprob]]) -> None:
-        """`next_tokens`: for each of `running`, its `num_candidates` likeliest next tokens, or all that there are.
+        """`next_tokens`: for each of `running`, its `num_next` likeliest next tokens, or all that there are.
 
         A sequence that ends counts only if it is among the `beam_width` best of its length. The search is over
         at `max_tokens`, or if `beam_width` sequences have ended and either `early_stopping` is on or the best that goes

@@ -15,6 +15,7 @@ from baton.offline.backend import Answer, Ask, Beams, Chat, Vector
 from baton.report import RequestReport, Result, Usage
 from baton.requests import chat_messages, template_options, tool_choice_message, tool_messages
 from common.beam_search import BeamSearch, BeamSearchParams
+from common.choices import Choices
 from common.config import EngineSettings
 from common.errors import InvalidArgumentError, error_of
 from common.model_files import tokenizer_files
@@ -126,8 +127,8 @@ class _Live:
         if reason is not None:
             all_pieces.append(parser.end())
         for pieces in all_pieces:
-            self._texts += pieces.content
-            self._reasoning += pieces.reasoning
+            self._texts.append(pieces.content)
+            self._reasoning.append(pieces.reasoning)
             self._calls.deltas += [
                 ToolCallDelta(one.index, one.call_id, one.name, one.arguments) for one in pieces.calls
             ]
@@ -223,7 +224,7 @@ class LocalEngine:
             ask.params.options,
             priority=ask.priority,
             arrived_at=time.monotonic(),
-            num_answers=ask.params.num_candidates,
+            choices=Choices(n=ask.params.num_candidates),
         )
         _done(self._preparation.check_guided(request.sampling_params, str))
         return request
@@ -283,17 +284,17 @@ class LocalEngine:
             sequences = [
                 [*made[index], *beam.token_ids] for index, search in open_searches.items() for beam in search.running
             ]
-            num_candidates = next(iter(open_searches.values())).num_candidates
-            next_tokens = iter(self._next_tokens(sequences, num_candidates))
+            num_next = next(iter(open_searches.values())).num_next
+            next_tokens = iter(self._next_tokens(sequences, num_next))
             for index, search in list(open_searches.items()):
                 search.advance([next(next_tokens) for _ in search.running])
                 if not search.running:
                     del open_searches[index]
                     yield Beams(index, made[index], search.finished)
 
-    def _next_tokens(self, sequences: Sequence[list[int]], num_candidates: int) -> list[Sequence[TokenLogprob]]:
+    def _next_tokens(self, sequences: Sequence[list[int]], num_next: int) -> list[Sequence[TokenLogprob]]:
         """The likeliest next tokens of each sequence."""
-        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=num_candidates)
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=num_next)
         commands = [
             m.AddRequest(request_id=f"beam-{number}", prompt_token_ids=token_ids, sampling_params=params)
             for number, token_ids in enumerate(sequences)

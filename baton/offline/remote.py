@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Generator, Sequence
+from typing import cast
 
 from baton.client import Answer as Stream
 from baton.client import Client
 from baton.offline.backend import Answer, Ask, Beams, Chat, Vector
-from common.beam_search import BeamSearchParams
-from common.errors import BatonError, ConfigError, InvalidArgumentError
-from common.sampling import SamplingOptions
+from common.beam_search import Beam, BeamSearchParams
+from common.choices import MAX_N, AnswerOptions
+from common.errors import BatonError, InvalidArgumentError
 
 MAX_IN_FLIGHT = 64
 EMBED_INPUTS = 64  # of one call
@@ -28,28 +29,41 @@ class RemoteStack:
         return None
 
     def answers(self, asks: Sequence[Ask]) -> Generator[Answer, None, None]:
-        left = ((index, number) for index, ask in enumerate(asks) for number in range(ask.params.num_candidates))
-        streams: deque[tuple[int, int, list[int] | None, Stream]] = deque()
+        """Up to MAX_N answers to a prompt are one call: they come from one decode worker, after one prefill."""
+        left = (
+            (index, first, min(MAX_N, ask.params.num_candidates - first))
+            for index, ask in enumerate(asks)
+            for first in range(0, ask.params.num_candidates, MAX_N)
+        )
+        calls: deque[tuple[int, int, list[int] | None, Stream]] = deque()
+        num_in_flight = 0
         try:
             while True:
-                for index, number in itertools.islice(left, MAX_IN_FLIGHT - len(streams)):
-                    streams.append((index, number, *self._begin(asks[index], number)))
-                if not streams:
+                while num_in_flight < MAX_IN_FLIGHT and (following := next(left, None)) is not None:
+                    index, first, num = following
+                    calls.append((index, first, *self._begin(asks[index], first, num)))
+                    num_in_flight += num
+                if not calls:
                     return
-                index, number, token_ids, stream = streams[0]
-                result = stream.result()
-                if result.finish_reason is None:
+                index, first, token_ids, stream = calls[0]
+                results = stream.results()
+                if any(result.finish_reason is None for result in results):
                     raise BatonError(f"{asks[index].name}: the answer was cut off")
-                streams.popleft()
-                yield Answer(index, number, token_ids, result)
+                calls.popleft()
+                num_in_flight -= len(results)
+                for number, result in enumerate(results, first):
+                    yield Answer(index, number, token_ids, result)
         finally:
-            for _, _, _, stream in streams:
+            for _, _, _, stream in calls:
                 stream.cancel()
 
-    def _begin(self, ask: Ask, number: int) -> tuple[list[int] | None, Stream]:
-        options: SamplingOptions = {**ask.params.options}
+    def _begin(self, ask: Ask, first: int, num: int) -> tuple[list[int] | None, Stream]:
+        """Asks for the candidates from number `first` on."""
+        options = cast("AnswerOptions", dict(ask.params.options))
+        if num > 1:
+            options["n"] = num
         if "seed" in options:
-            options["seed"] = (options["seed"] + number + 2**63) % 2**64 - 2**63  # as a router numbers them
+            options["seed"] = (options["seed"] + first + 2**63) % 2**64 - 2**63  # as a router numbers them
         if isinstance(ask.prompt, Chat):
             chat = ask.prompt
             return None, self._client.chat(
@@ -73,8 +87,39 @@ class RemoteStack:
             for index, (token_ids, vector) in enumerate(zip(inputs, values, strict=True), start):
                 yield Vector(index, token_ids, vector)
 
-    def beams(self, prompts: Sequence[str | list[int]], params: BeamSearchParams) -> Generator[Beams, None, None]:  # noqa: ARG002
-        raise ConfigError("target", "has no beam search: it needs the engine in this process")
+    def beams(self, prompts: Sequence[str | list[int]], params: BeamSearchParams) -> Generator[Beams, None, None]:
+        if params.beam_width > MAX_N:
+            raise InvalidArgumentError("beam_width", f"must be at most {MAX_N} with target, not {params.beam_width}")
+        given = iter(enumerate(prompts))
+        calls: deque[tuple[int, list[int], Stream]] = deque()
+        try:
+            while True:
+                for index, prompt in itertools.islice(given, MAX_IN_FLIGHT // params.beam_width - len(calls)):
+                    token_ids = self._token_ids(prompt, f"prompts[{index}]")
+                    calls.append((index, token_ids, self._search(token_ids, params)))
+                if not calls:
+                    return
+                index, token_ids, stream = calls[0]
+                results = stream.results()
+                if any(result.cumulative_logprob is None for result in results):
+                    raise BatonError(f"prompts[{index}]: the search was cut off, or the router knows none")
+                calls.popleft()
+                beams = [Beam(one.token_ids, one.cumulative_logprob or 0.0, one.finish_reason) for one in results]
+                yield Beams(index, token_ids, beams)
+        finally:
+            for _, _, stream in calls:
+                stream.cancel()
+
+    def _search(self, token_ids: list[int], params: BeamSearchParams) -> Stream:
+        return self._client.generate(
+            token_ids,
+            n=params.beam_width,
+            use_beam_search=True,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+        )
 
     def text(self, token_ids: Sequence[int]) -> str:
         return self._client.detokenize(token_ids)

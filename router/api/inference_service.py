@@ -9,14 +9,16 @@ from contextlib import aclosing
 import grpc
 
 from common.cache_hints import Retain
+from common.choices import Choices
 from common.errors import InvalidArgumentError
 from common.validation import check_messages, check_model
 from protos.baton.v1 import embed_pb2, inference_pb2, types_pb2, worker_pb2
 from protos.convert import finish_reason_to_proto, token_to_proto
-from protos.messages import given_fields, message_of
+from protos.messages import given_fields, message_of, value_of
 from router.api.api_keys import current_client
 from router.api.grpc_chat import conversation
 from router.fleet.registry import ServedModel
+from router.serving.choices import candidates, likeliest, merged
 from router.serving.clients import call_hints
 from router.serving.embedding import MAX_AT_ONCE
 from router.serving.front import Front
@@ -28,6 +30,10 @@ Context = grpc.aio.ServicerContext[object, object]
 
 def _field_name(name: str) -> str:
     return f"sampling_params.{name}"
+
+
+def _choices_field(name: str) -> str:
+    return f"choices.{name}"
 
 
 class InferenceService:
@@ -200,10 +206,15 @@ class InferenceService:
         context: Context,
         arrived_at: float,
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        generation = self._front.preparation.request(
+        choices, client = value_of(request.choices, Choices), current_client.get()
+        sampling = given_fields(request.sampling_params)
+        choices.check(_choices_field)
+        if choices.are_compared:
+            sampling.setdefault("logprobs", 0)  # they decide which are the best
+        first = self._front.preparation.request(
             model,
             prompt,
-            given_fields(request.sampling_params),
+            sampling,
             model_name=request.model,
             request_id=request.request_id,
             cache_salt=request.cache_salt,
@@ -212,14 +223,22 @@ class InferenceService:
             arrived_at=arrived_at,
             timeout_s=context.time_remaining(),
             name=_field_name,
-            client=current_client.get(),
+            client=client,
             hints=call_hints(_metadata(context)),
+            choices=choices,
+            choices_name=_choices_field,
         )
-        await self._front.preparation.check_guided(generation.sampling_params, generation.sampling_field)
-        with self._front.generation.allowed([generation]):
-            async with aclosing(self._front.generation.generate(generation)) as outputs:
-                async for output in outputs:
-                    yield _response(generation, output)
+        await self._front.preparation.check_guided(first.sampling_params, first.sampling_field)
+        requests = candidates([first], choices)
+        shows_logprobs = request.sampling_params.HasField("logprobs")
+        with (
+            self._front.admission.gate.requests(client.name if client else "", len(requests) - 1),
+            self._front.generation.allowed(requests, _choices_field(choices.field())),
+        ):
+            outputs = merged(self._front.generation, requests)
+            async with aclosing(likeliest(outputs, choices) if choices.are_compared else outputs) as given:
+                async for index, output in given:
+                    yield _response(first, index, output, shows_logprobs=shows_logprobs)
 
 
 def _retain(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest) -> Retain | None:
@@ -231,13 +250,17 @@ def _metadata(context: Context) -> dict[str, str]:
     return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
-def _response(request: GenerationRequest, output: Output) -> inference_pb2.GenerateResponse:
+def _response(
+    request: GenerationRequest, index: int, output: Output, *, shows_logprobs: bool
+) -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(
         request_id=request.request_id,
+        index=index,
         text=output.text,
         token_ids=[token.token_id for token in output.tokens],
-        logprobs=[] if request.sampling_params.logprobs is None else [token_to_proto(token) for token in output.tokens],
+        logprobs=[token_to_proto(token) for token in output.tokens] if shows_logprobs else [],
         prompt_logprobs=[token_to_proto(token) for token in output.prompt_logprobs],
+        cumulative_logprob=output.logprob,
         finish_reason=finish_reason_to_proto(output.finish_reason),
         stop_reason="" if output.stop_reason is None else str(output.stop_reason),
         model=request.model.limits.model,

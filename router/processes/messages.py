@@ -32,6 +32,7 @@ class Enter(msgspec.Struct, tag=True):
     priority: int
     weight: float
     request_priority: int
+    places: int
 
 
 class Placed(msgspec.Struct, tag=True):

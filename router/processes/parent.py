@@ -291,6 +291,7 @@ class _Parent:
             priority=enter.priority,
             weight=enter.weight,
             request_priority=enter.request_priority,
+            places=enter.places,
         )
         try:
             async with place:

@@ -52,6 +52,7 @@ class RemoteQueue:
         priority: int = 0,
         weight: float = 1.0,
         request_priority: int = 0,
+        places: int = 1,
     ) -> AsyncIterator[None]:
         """As `FairQueue.place`."""
         if not self._is_limited:
@@ -60,7 +61,7 @@ class RemoteQueue:
         number = next(self._numbers)
         turn = self._waiting[number] = asyncio.get_running_loop().create_future()
         metrics.router_requests_queued.set(len(self._waiting))
-        self._send(Enter(number, tenant, cost, left_s, priority, weight, request_priority))
+        self._send(Enter(number, tenant, cost, left_s, priority, weight, request_priority, places))
         try:
             try:
                 await turn

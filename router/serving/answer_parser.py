@@ -139,7 +139,7 @@ class AnswerParser:
         if not self.is_done:
             self._take(self._parser.finalize()[1])
         if not self.num_calls:
-            self._pieces.content.append(self._content.end())
+            self._pieces.add_text(self._content.end())
         return self._given()
 
     def _given(self) -> Pieces:
@@ -160,9 +160,9 @@ class AnswerParser:
                     self._content.begin()
                     self._reasoning.begin()
                 elif kind == "region_chunk":
-                    self._pieces.reasoning.append(self._reasoning.add(event["text"]))
+                    self._pieces.add_text(self._reasoning.add(event["text"]), is_reasoning=True)
             elif kind == "region_chunk":
-                self._pieces.content.append(self._content.add(event["text"]))
+                self._pieces.add_text(self._content.add(event["text"]))
 
     def _take_call(self, kind: str, event: Mapping[str, Any]) -> None:
         if kind == "region_open":
@@ -180,7 +180,7 @@ class AnswerParser:
         for index, call in enumerate(region.calls):
             if index < len(region.numbers):
                 if arguments := call.take():
-                    self._pieces.calls.append(ToolCallDelta(region.numbers[index], arguments=arguments))
+                    self._pieces.add_call(ToolCallDelta(region.numbers[index], arguments=arguments))
             elif not (call.name and call.is_begun and self._begin(region, call)):
                 return
 
@@ -191,7 +191,7 @@ class AnswerParser:
             return False
         self._content.begin()  # white space before a call is no content
         region.numbers.append(self.num_calls)
-        self._pieces.calls.append(ToolCallDelta(self.num_calls, new_call_id(), call.name, call.take()))
+        self._pieces.add_call(ToolCallDelta(self.num_calls, new_call_id(), call.name, call.take()))
         self.num_calls += 1
         return True
 
@@ -199,7 +199,7 @@ class AnswerParser:
         self._show_calls(region)
         calls = region.parsed(body, self._parser)
         if calls is None and not region.numbers:
-            self._pieces.content.append(self._content.add(whole))
+            self._pieces.add_text(self._content.add(whole))
         for call in (calls or ())[len(region.numbers) :]:
             if not self._begin(region, call):
                 return

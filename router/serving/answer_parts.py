@@ -21,13 +21,42 @@ class ToolCallDelta:
     arguments: str = ""  # JSON text
 
 
+@dataclass(slots=True, frozen=True)
+class TextPart:
+    text: str
+    is_reasoning: bool = False
+
+
+Part = TextPart | ToolCallDelta
+
+
 @dataclass(slots=True)
 class Pieces:
-    """What has come of the parts of an answer since the last time."""
+    """What has come of the parts of an answer since the last time, in the order in which the model wrote it."""
 
-    content: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[ToolCallDelta] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+
+    def add_text(self, text: str, *, is_reasoning: bool = False) -> None:
+        last = self.parts[-1] if self.parts else None
+        if isinstance(last, TextPart) and last.is_reasoning is is_reasoning:
+            self.parts[-1] = TextPart(last.text + text, is_reasoning)
+        elif text:
+            self.parts.append(TextPart(text, is_reasoning))
+
+    def add_call(self, delta: ToolCallDelta) -> None:
+        self.parts.append(delta)
+
+    @property
+    def content(self) -> str:
+        return "".join(one.text for one in self.parts if isinstance(one, TextPart) and not one.is_reasoning)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(one.text for one in self.parts if isinstance(one, TextPart) and one.is_reasoning)
+
+    @property
+    def calls(self) -> list[ToolCallDelta]:
+        return [one for one in self.parts if isinstance(one, ToolCallDelta)]
 
 
 class PartsParser(Protocol):

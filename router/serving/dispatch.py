@@ -227,6 +227,8 @@ class Dispatcher:
         for address in _counted(decision):
             index.expect(address, route.block_names, now)
         log.debug("routed", extra={"request_id": request.request_id, "reasons": decision.reasons})
+        if request.is_follow_up:
+            return
         self._decisions.add(request, decision, cause)
         if request.explain:
             progress.report.routing.extend(f"{cause}: {reason}" for reason in bounded_reasons(decision))
@@ -408,6 +410,7 @@ class Dispatcher:
         num_named = None if self._budget.allows(self._clock()) else 1
         may_hedge = decision.may_hedge and num_named is None
         hedge_after_s = self._prefill_times.late_s(decision.prefill_cost) if may_hedge else None
+        request.charge.num_tokens = 0
         return stub.Decode(
             decode_pb2.DecodeRequest(
                 request_id=request.request_id,

@@ -37,6 +37,7 @@ class _Waiting:
     tenant: str
     cost: float
     due: float  # when it would have come if it had no priority
+    places: int  # that it takes once it runs
     turn: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -67,6 +68,7 @@ class Places(Protocol):
         priority: int = 0,
         weight: float = 1.0,
         request_priority: int = 0,
+        places: int = 1,
     ) -> AbstractAsyncContextManager[None]: ...
 
 
@@ -111,24 +113,26 @@ class FairQueue:
         priority: int = 0,
         weight: float = 1.0,
         request_priority: int = 0,
+        places: int = 1,
     ) -> AsyncIterator[None]:
         """Around the time that a request is with workers; waits for its turn. `cost` in tokens, `left_s` to its
-        deadline. `priority` is the tenant's, higher is sooner; `request_priority` the request's among those of its
+        deadline. It begins if one place is free, and then takes `places`: others wait until so many are free again.
+        `priority` is the tenant's, higher is sooner; `request_priority` the request's among those of its
         tenant, lower is sooner.
 
         Raises `OverloadedError` if it would wait too long, or did, and `DeadlineError` if its deadline passes.
         """
         due = self._clock() + PRIORITY_S * request_priority
-        await self._enter(_Waiting(tenant, cost, due), left_s, priority, weight)
+        await self._enter(_Waiting(tenant, cost, due, places), left_s, priority, weight)
         try:
             yield
         finally:
-            self._leave()
+            self._leave(places)
 
     async def _enter(self, waiting: _Waiting, left_s: float, priority: int, weight: float) -> None:
         tenant = waiting.tenant
         if self._num_running < self._max_running and not self._num_waiting:
-            self._start(tenant, waiting.cost, weight)
+            self._start(waiting, weight)
             return
         self._shed(waiting, priority)
         self._make_room(waiting)
@@ -151,16 +155,16 @@ class FairQueue:
             self._give_up(waiting)
             raise
 
-    def _start(self, tenant: str, cost: float, weight: float) -> None:
-        self._num_running += 1
-        began = max(self._clocks.get(tenant, 0.0), self._now)
+    def _start(self, waiting: _Waiting, weight: float) -> None:
+        self._num_running += waiting.places
+        began = max(self._clocks.get(waiting.tenant, 0.0), self._now)
         self._now = began
-        self._clocks[tenant] = began + cost / weight
+        self._clocks[waiting.tenant] = began + waiting.cost / weight
         if len(self._clocks) > 4096:  # who is not ahead of time would start at it anyhow
             self._clocks = {name: clock for name, clock in self._clocks.items() if clock > self._now}
 
-    def _leave(self) -> None:
-        self._num_running -= 1
+    def _leave(self, places: int) -> None:
+        self._num_running -= places
         now = self._clock()
         if self._freed_at is not None and self._num_waiting:
             latest = now - self._freed_at
@@ -174,7 +178,7 @@ class FairQueue:
             name, owner = min(self._tenants.items(), key=lambda item: (-item[1].priority, item[1].clock))
             waiting = owner.waiting.pop(0)
             if not waiting.turn.done():  # its caller has not gone away a moment ago
-                self._start(name, waiting.cost, owner.weight)
+                self._start(waiting, owner.weight)
                 owner.clock = self._clocks[name]
                 waiting.turn.set_result(None)
             self._drop_if_empty(name)
@@ -183,7 +187,7 @@ class FairQueue:
     def _give_up(self, waiting: _Waiting) -> None:
         """It does not wait any more. If its turn came at the same moment, the next one gets it."""
         if waiting.turn.done() and not waiting.turn.cancelled() and waiting.turn.exception() is None:
-            self._leave()
+            self._leave(waiting.places)
             return
         owner = self._tenants.get(waiting.tenant)
         if owner is not None and waiting in owner.waiting:

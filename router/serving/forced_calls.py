@@ -81,9 +81,9 @@ class ForcedParser:
         for index, call in enumerate(self._text.calls):
             if index < self.num_calls:
                 if arguments := call.take():
-                    pieces.calls.append(ToolCallDelta(index, arguments=arguments))
+                    pieces.add_call(ToolCallDelta(index, arguments=arguments))
             elif call.name and call.is_begun:
-                pieces.calls.append(ToolCallDelta(index, new_call_id(), call.name, call.take()))
+                pieces.add_call(ToolCallDelta(index, new_call_id(), call.name, call.take()))
                 self.num_calls += 1
         return pieces
 

@@ -6,15 +6,18 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from dataclasses import replace
 
 from common import metrics
+from common.beam_search import Beam
 from common.errors import BatonError
 from common.types import FinishReason, SampledToken
+from protos.baton.v1 import types_pb2
 from router.serving.admission import DEADLINE_SLACK_S
 from router.serving.answer_parts import PartsParser
 from router.serving.answer_text import AnswerText
+from router.serving.beams import search
 from router.serving.demand import Demand
 from router.serving.dispatch import Dispatcher, NewTokens, Progress
 from router.serving.fair_queue import FairQueue, Places, name_of
@@ -38,7 +41,7 @@ class Generation:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
         """Inside `allowed`. Closing the iterator, or cancelling its task, ends the request on every worker."""
         progress = Progress()
-        try:
+        with _unfinished_logged(request, progress):
             async with self._turn(request):
                 answer = _Answer(request, progress)
                 async with aclosing(self._dispatcher.run(request, progress)) as run:
@@ -49,13 +52,21 @@ class Generation:
                         yield output
                         if output.finish_reason is not None:
                             return
-        except BatonError as error:
-            _log_unfinished("failed", request, progress, f"{error.grpc_code}: {error.message}")
-            raise
-        except (asyncio.CancelledError, GeneratorExit):
-            is_late = time.monotonic() >= request.deadline - DEADLINE_SLACK_S  # gRPC tells a deadline like a cancel
-            _log_unfinished("cancelled", request, progress, "its deadline has passed" if is_late else "by its client")
-            raise
+
+    async def beams(self, requests: Sequence[GenerationRequest]) -> list[Output]:
+        """Whole answers, best first, one for each of `requests`, whose `beams` are set. Inside `allowed`."""
+        first, progress = requests[0], Progress()
+
+        def count(num_tokens: int) -> None:
+            self._demand.num_output_tokens += num_tokens
+            self._quotas.answered(first.client, first.tenant, num_tokens)
+
+        with _unfinished_logged(first, progress):
+            async with self._turn(first):
+                found = await search(self._dispatcher, first, progress, count)
+        for request in requests:
+            request.charge.num_tokens = 0
+        return [_whole(request, beam, progress) for request, beam in zip(requests, found, strict=True)]
 
     @contextmanager
     def allowed(self, requests: Sequence[GenerationRequest], field: str = "") -> Iterator[None]:
@@ -68,32 +79,29 @@ class Generation:
         with self._quotas.streams(key, tenant, len(requests), field):
             self._quotas.prompt(key, tenant, sum(len(one.prompt_token_ids) for one in requests))
             self._quotas.more_requests(key, tenant, len(requests) - 1)
-            for one in requests:  # now, and not when they get a place: autoscalers make places of it
-                self._demand.prompt(len(one.prompt_token_ids))
-            yield
+            for one in requests:
+                one.charge.num_tokens = len(one.prompt_token_ids)
+                self._demand.prompt(len(one.prompt_token_ids))  # before they get a place: autoscalers make places of it
+            try:
+                yield
+            finally:
+                self._quotas.give_back(key, tenant, sum(one.charge.num_tokens for one in requests))
 
-    @asynccontextmanager
-    async def _turn(self, request: GenerationRequest) -> AsyncGenerator[None, None]:
+    def _turn(self, request: GenerationRequest) -> AbstractAsyncContextManager[None]:
         """Around the time that workers are at it. Raises `OverloadedError` if the queue does not allow it, and
         `DeadlineError` if its turn does not come in time."""
-        key, tenant, num_tokens = request.client, request.tenant, len(request.prompt_token_ids)
+        key, tenant = request.client, request.tenant
         limits = self._quotas.tenant(tenant)
-        cost = num_tokens + request.sampling_params.max_tokens
-        async with AsyncExitStack() as stack:
-            turn = self._queue.place(
-                name_of(key, tenant),
-                cost,
-                request.deadline - time.monotonic(),
-                priority=limits.priority,
-                weight=limits.weight,
-                request_priority=request.priority,
-            )
-            try:
-                await stack.enter_async_context(turn)
-            except BaseException:
-                self._quotas.give_back(key, tenant, num_tokens)
-                raise
-            yield
+        num_answers = 1 if request.beams is None else request.beams.beam_width
+        return self._queue.place(
+            name_of(key, tenant),
+            len(request.prompt_token_ids) + num_answers * request.sampling_params.max_tokens,
+            request.deadline - time.monotonic(),
+            priority=limits.priority,
+            weight=limits.weight,
+            request_priority=request.priority,
+            places=num_answers,
+        )
 
 
 class _Answer:
@@ -118,17 +126,18 @@ class _Answer:
     def _in_parts(self, output: Output, parser: PartsParser) -> Output:
         """`output` with reasoning and calls apart from the text. The last one, if the answer may not have what
         follows."""
-        all_pieces = [parser.add(output.text)]
+        pieces = parser.add(output.text)
         if output.finish_reason is None and parser.is_done:
             output = self._last("", output.tokens, output.prompt_logprobs, FinishReason.STOP, None)
         if output.finish_reason is not None:
-            all_pieces.append(parser.end())
+            pieces.parts += parser.end().parts
         reason = output.finish_reason
         return replace(
             output,
-            text="".join(text for pieces in all_pieces for text in pieces.content),
-            reasoning="".join(text for pieces in all_pieces for text in pieces.reasoning),
-            tool_calls=[call for pieces in all_pieces for call in pieces.calls],
+            text=pieces.content,
+            reasoning=pieces.reasoning,
+            tool_calls=pieces.calls,
+            parts=pieces.parts,
             finish_reason=FinishReason.TOOL_CALLS if parser.num_calls and reason is FinishReason.STOP else reason,
         )
 
@@ -151,6 +160,30 @@ class _Answer:
             report=self._progress.report,
             usage=self._progress.usage,
         )
+
+
+def _whole(request: GenerationRequest, beam: Beam, progress: Progress) -> Output:
+    """All that there is to say of one sequence of a beam search that took `progress`."""
+    own = replace(progress, report=types_pb2.RequestReport(), usage=types_pb2.Usage())
+    own.report.CopyFrom(progress.report)
+    own.usage.CopyFrom(progress.usage)
+    tokens = [SampledToken(token_id) for token_id in beam.token_ids]
+    stop_token_id = beam.token_ids[-1] if beam.finish_reason is FinishReason.STOP else None
+    output = _Answer(request, own).output(NewTokens(tokens, beam.finish_reason, stop_token_id))
+    return replace(output, logprob=beam.logprob)
+
+
+@contextmanager
+def _unfinished_logged(request: GenerationRequest, progress: Progress) -> Iterator[None]:
+    try:
+        yield
+    except BatonError as error:
+        _log_unfinished("failed", request, progress, f"{error.grpc_code}: {error.message}")
+        raise
+    except (asyncio.CancelledError, GeneratorExit):
+        is_late = time.monotonic() >= request.deadline - DEADLINE_SLACK_S  # gRPC tells a deadline like a cancel
+        _log_unfinished("cancelled", request, progress, "its deadline has passed" if is_late else "by its client")
+        raise
 
 
 def _log_unfinished(how: str, request: GenerationRequest, progress: Progress, reason: str) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from common.cache_hints import Retain, check_num_tokens, check_retain, check_retain_s
+from common.choices import Choices
 from common.errors import InvalidArgumentError
 from common.guided import Guided, check_grammar
 from common.sampling import MAX_LOGPROBS, FieldName, Given, SamplingParams, TokenSequence, resolve
@@ -27,6 +28,7 @@ from common.validation import (
 from protos.baton.v1 import embed_pb2
 from router.fleet.registry import ServedModel
 from router.serving.answer_parts import Reading
+from router.serving.beams import beam_params, beam_sampling
 from router.serving.clients import ApiClient, CallHints
 from router.serving.conversation import Conversation, texts_of
 from router.serving.embedding import MAX_DIMENSIONS, MAX_INPUTS, EmbedRequest
@@ -39,6 +41,7 @@ from router.serving.threads import SHORT, TextThreads
 MAX_ANSWER_TOKENS = 2**20  # unless one answer as long as the context is more
 LOGPROBS_OF_A_TOKEN = 4  # so many are as much work for the router as one more token: they only have to be written out
 MAX_GOOD_GRAMMARS = 64
+ONE_ANSWER = Choices()
 MESSAGE_CHARS = 64  # rendering a message takes about as long as tokenizing this many characters
 
 
@@ -170,11 +173,13 @@ class Preparation:
         name: FieldName = str,
         client: ApiClient | None = None,
         hints: CallHints | None = None,
-        num_answers: int = 1,
+        choices: Choices = ONE_ANSWER,
+        choices_name: FieldName = str,
+        num_prompts: int = 1,
     ) -> GenerationRequest:
         """Validates all of it. `timeout_s` is the client's own deadline, counted from `arrived_at` and no longer than
-        the router's; `client` is whose key came with the request, `hints` what came beside it; `num_answers` are asked
-        for in the same body."""
+        the router's; `client` is whose key came with the request, `hints` what came beside it; `choices` are asked for
+        to each of `num_prompts` in the same body, and `choices_name` says how the client calls their fields."""
         check_model(model_name, model.limits)
         if request_id:
             check_request_id(request_id)
@@ -184,6 +189,9 @@ class Preparation:
             check_retain(retain, self._max_retain_s)
         if prompt.guided is not None:
             sampling, name = _with_calls(sampling, prompt.guided, name)
+        if choices.use_beam_search:
+            sampling = beam_sampling(sampling, name)
+        num_answers = num_prompts * choices.num_candidates
         num_logprobs = _num_logprobs(sampling, "logprobs")
         counted = num_answers * _weight(num_logprobs)  # for each of max_tokens
         allowed = self._max_answer_tokens or max(MAX_ANSWER_TOKENS, model.limits.max_model_len * _weight(MAX_LOGPROBS))
@@ -232,6 +240,7 @@ class Preparation:
             prompt_field=prompt.field,
             reading=prompt.reading if prompt.guided is not None else _reading(prompt.reading, params.guided),
             sampling_field=name,
+            beams=beam_params(choices, params, model.eos_token_ids, choices_name) if choices.use_beam_search else None,
         )
 
     def prefix_hint(

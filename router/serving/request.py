@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from common.beam_search import BeamSearchParams
 from common.cache_hints import Retain
 from common.guided import Guided
 from common.sampling import FieldName, SamplingParams
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
 from router.fleet.registry import ServedModel
-from router.serving.answer_parts import Reading, ToolCallDelta
+from router.serving.answer_parts import Part, Reading, ToolCallDelta
 
 
 @dataclass(slots=True, frozen=True)
@@ -29,6 +31,13 @@ class Siblings:
     """All answers to one prompt. They go to one decode worker, which has the prompt's blocks once for all of them."""
 
     decode: tuple[str, str] | None = None  # `Endpoint.incarnation` of where the first one went
+
+
+@dataclass(slots=True)
+class Charge:
+    """Prompt tokens that were charged to the client's limits, and that no worker was asked for yet."""
+
+    num_tokens: int = 0
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -51,6 +60,9 @@ class GenerationRequest:
     prompt_field: str = "prompt"  # the client's name for the prompt
     reading: Reading | None = None
     siblings: Siblings = field(default_factory=Siblings)
+    charge: Charge = field(default_factory=Charge)
+    beams: BeamSearchParams | None = None  # the answers to the prompt are those of a beam search
+    is_follow_up: bool = False  # a further step of a request whose way was told of
     sampling_field: FieldName = str  # from a sampling parameter's name to the client's name for it
 
     @property
@@ -73,6 +85,7 @@ class GenerationRequest:
             self,
             request_id=f"{self.request_id}-{index}",
             sampling_params=replace(self.sampling_params, seed=seed),
+            charge=Charge(),
         )
 
 
@@ -86,6 +99,8 @@ class Output:
     prompt_logprobs: list[SampledToken] = field(default_factory=list)  # further tokens, from the second on
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    parts: Sequence[Part] = ()  # text, reasoning and calls in their order; empty if there is nothing but text
+    logprob: float | None = None  # of all tokens of the answer together; of a beam search
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string, or the stop token's id, that ended it
     report: types_pb2.RequestReport | None = None

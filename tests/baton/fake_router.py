@@ -38,7 +38,10 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
     ) -> Iterator[inference_pb2.GenerateResponse]:
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
-        yield from self._answer(request.prompt or " ".join(map(str, request.prompt_token_ids)), context)
+        for index in range(max(request.choices.n, 1)):
+            for response in self._answer(request.prompt or " ".join(map(str, request.prompt_token_ids)), context):
+                response.index = index
+                yield response
 
     def Embed(  # noqa: N802
         self, request: inference_pb2.EmbedRequest, context: Context

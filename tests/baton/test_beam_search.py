@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from baton import LLM, BeamSearchParams, SamplingParams
 from common.beam_search import BeamSearch
-from common.errors import ConfigError, InvalidArgumentError
+from common.errors import BatonError, InvalidArgumentError
 from common.types import FinishReason, TokenLogprob
 from tests.baton.fake_router import fake_router
 from tests.chaos.tiny_model import random_prompt, write_tiny_model
@@ -124,9 +124,12 @@ def test_what_is_wrong_is_named(llm: LLM, options: dict[str, Any], field: str) -
     assert caught.value.field == field
 
 
-def test_a_stack_that_runs_elsewhere_refuses() -> None:
-    with fake_router() as (_, address), LLM(target=address) as llm, pytest.raises(ConfigError, match="beam search"):
-        llm.beam_search("hello", BeamSearchParams(beam_width=2, max_tokens=5), use_tqdm=False)
+def test_a_stack_that_runs_elsewhere_has_a_narrower_search() -> None:
+    with fake_router() as (_, address), LLM(target=address) as llm:
+        with pytest.raises(InvalidArgumentError, match="at most 8"):
+            llm.beam_search("hello", BeamSearchParams(beam_width=9, max_tokens=5), use_tqdm=False)
+        with pytest.raises(BatonError, match="router knows none"):  # an older one answers as it always does
+            llm.beam_search("hello", BeamSearchParams(beam_width=2, max_tokens=5), use_tqdm=False)
 
 
 def top(*logprobs: float) -> list[TokenLogprob]:

@@ -241,7 +241,7 @@ def test_a_stack_that_runs_elsewhere() -> None:
         assert outputs[0].prompt_token_ids == list(b"one two")
         assert outputs[1].outputs[0].text == "1 2 3 "
         assert (outputs[1].outputs[0].finish_reason, outputs[1].num_cached_tokens) == ("stop", 3)
-        assert sorted(request.sampling_params.seed for request in router.requests) == [4, 4, 5, 5]
+        assert [(request.sampling_params.seed, request.choices.n) for request in router.requests] == [(4, 2), (4, 2)]
         assert {request.sampling_params.max_tokens for request in router.requests} == {16}
 
         (chat,) = llm.chat([{"role": "user", "content": "a b"}], use_tqdm=False)
@@ -252,6 +252,14 @@ def test_a_stack_that_runs_elsewhere() -> None:
         assert called.outputs[0].finish_reason == "tool_calls"
         vectors = llm.embed(["a"] * 70, use_tqdm=False)
         assert [vector.outputs.embedding for vector in vectors] == [[1, 0.5]] * 70
+
+
+def test_more_answers_than_a_router_gives_at_once() -> None:
+    with fake_router() as (router, address), LLM(target=address) as llm:
+        (output,) = llm.generate("a b", SamplingParams(n=10, seed=4), use_tqdm=False)
+        asked = [(request.sampling_params.seed, request.choices.n) for request in router.requests]
+    assert [one.text for one in output.outputs] == ["97 32 98 "] * 10
+    assert asked == [(4, 8), (12, 2)]
 
 
 def test_more_prompts_than_are_in_flight_and_a_failure() -> None:

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from baton.client import Client, SamplingOptions
+from baton.client import Client
 from baton.report import Result
+from common.sampling import SamplingOptions
 from tests.integration.ask import Salt, check
 from tests.integration.prompts import BY_NAME
 from tests.integration.reference import Expected

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.client import SamplingOptions
+from common.sampling import SamplingOptions
 from tests.chaos.tiny_model import random_prompt, write_tiny_model
 from tests.integration.stack import Fleet
 

@@ -68,6 +68,9 @@ class FakeWorker(
         )
         self.first_report: types_pb2.RequestReport | None = None  # what it says with its first token
         self.spoil: Callable[[decode_pb2.DecodeEvent], None] | None = None  # changes each event before it is sent
+        self.scores: Callable[[list[int]], list[float]] | None = (
+            None  # logprob of each token of the vocabulary after these tokens; answers are then one token long
+        )
         self.false_info: dict[str, Any] = {}  # what it says of itself, instead of the truth
         self.look: Callable[..., Awaitable[worker_pb2.WorkerStatus]] | None = (
             None  # instead of what it says of its status
@@ -236,6 +239,9 @@ class FakeWorker(
                 if self.spoil is not None:
                     self.spoil(scores)
                 yield scores
+        if self.scores is not None:
+            yield self._scored(request, self.scores([*request.prompt_token_ids, *request.output_token_ids]))
+            return
         try:
             for position in range(first, stop):
                 num_sent = position - first
@@ -258,6 +264,16 @@ class FakeWorker(
         except (asyncio.CancelledError, GeneratorExit):  # the second if a message was being sent
             self.cancelled.set()
             raise
+
+    def _scored(self, request: decode_pb2.DecodeRequest, scores: list[float]) -> decode_pb2.DecodeEvent:
+        ranked = sorted(range(len(scores)), key=lambda token_id: -scores[token_id])
+        token = types_pb2.SampledToken(token_id=ranked[0], logprob=scores[ranked[0]])
+        for token_id in ranked[: request.sampling_params.logprobs]:
+            token.top_logprobs.add(token_id=token_id, logprob=scores[token_id])
+        event = decode_pb2.DecodeEvent(tokens=[token], finish_reason=types_pb2.FINISH_REASON_LENGTH)
+        event.usage.cached_tokens = 3
+        event.report.CopyFrom(types_pb2.RequestReport(prefill_worker="p:1", num_blocks_moved=2))
+        return event
 
     def _prompt_logprobs(self, request: decode_pb2.DecodeRequest) -> list[decode_pb2.DecodeEvent]:
         """In two pieces; a token's logprob is its position, negated."""

@@ -13,15 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.choices import Choices
 from common.errors import UnavailableError
 from common.sampling import SamplingParams
 from common.types import FinishReason, SampledToken, TokenLogprob
 from common.validation import ModelLimits
 from protos.baton.v1 import inference_pb2, types_pb2
-from router.api.rest.answer import MAX_AHEAD, Answer, _merged
+from router.api.rest.answer import Answer
 from router.api.rest.formats import AnswerFormat, ChatFormat, CompletionFormat, JsonObject
 from router.fleet.registry import ServedModel
 from router.serving.answer_parts import ToolCallDelta
+from router.serving.choices import MAX_AHEAD, merged
 from router.serving.request import GenerationRequest, Output
 from router.serving.tokenizer import Tokenizer
 from tests.router.conftest import StartRouter
@@ -78,7 +80,7 @@ async def turns(num: int) -> None:
 
 async def test_a_slow_reader_holds_up_its_own_choices() -> None:
     generation = FakeGeneration()
-    async with aclosing(_merged(generation, requests(8))) as outputs:  # type: ignore[arg-type]
+    async with aclosing(merged(generation, requests(8))) as outputs:  # type: ignore[arg-type]
         for _ in range(3):
             await anext(outputs)
             await turns(200)
@@ -91,7 +93,7 @@ async def test_readers_that_leave_while_all_wait_end_all_of_them() -> None:
     generation = FakeGeneration()
 
     async def read() -> None:
-        async with aclosing(_merged(generation, requests(40))) as outputs:  # type: ignore[arg-type]
+        async with aclosing(merged(generation, requests(40))) as outputs:  # type: ignore[arg-type]
             await anext(outputs)
             await asyncio.Event().wait()
 
@@ -109,7 +111,7 @@ async def test_the_first_failure_ends_all_of_them() -> None:
     generation.fails = "30"
 
     async def read() -> None:
-        async with aclosing(_merged(generation, requests(40))) as outputs:  # type: ignore[arg-type]
+        async with aclosing(merged(generation, requests(40))) as outputs:  # type: ignore[arg-type]
             async for _ in outputs:
                 pass
 
@@ -145,7 +147,7 @@ async def test_whole_answers_are_formatted_as_they_come(
         requests(3),
         answer_format,
         request_id="r",
-        num_choices=3,
+        choices=Choices(n=3),
         wants_logprobs=True,
         wants_usage_chunk=False,
     )
@@ -182,7 +184,7 @@ def test_chunks_of_nothing_but_text_are_as_all_others(
             requests(num),
             answer_format,
             request_id='<text>"',
-            num_choices=num,
+            choices=Choices(n=num),
             wants_logprobs=wants[0],
             wants_usage_chunk=wants[1],
             wants_usage_so_far=wants[2],

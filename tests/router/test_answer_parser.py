@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from common.errors import UnavailableError
 from router.serving.answer_parser import AnswerReader
+from router.serving.answer_parts import TextPart
 from router.serving.conversation import Tool, Tools
 from router.serving.detokenizer import Detokenizer
 from router.serving.response_templates import response_template
@@ -121,6 +122,17 @@ def test_each_shape_is_read_however_it_is_cut(shape: str, cuts: list[int] | None
     assert result.calls == [("get_weather", one) for one in arguments]
     assert len(set(result.ids)) == len(arguments)
     assert all(len(one) == 9 and one.isalnum() for one in result.ids)
+
+
+def test_parts_keep_their_order_if_they_come_at_once() -> None:
+    template = response_template(None, chat_templates.HERMES)
+    assert template is not None
+    reading = AnswerReader(template, tiny_tokenizer().rust).reading(CHATML, Tools(tools=(WEATHER,)))
+    assert reading is not None
+    call = '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
+    parts = reading.parser().add(f"One {call} two {call} three.").parts
+    told = [part.text if isinstance(part, TextPart) else part.index for part in parts]
+    assert told == ["One", 0, "two", 1, "three."]
 
 
 def test_arguments_come_while_they_are_written() -> None:

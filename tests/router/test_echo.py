@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import httpx
 import pytest
 
+from common.choices import Choices
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
 from router.api.rest.answer import Answer
@@ -147,8 +148,7 @@ async def test_the_best_per_token_are_kept() -> None:
         requests(6),
         CompletionFormat(),
         request_id="r",
-        num_choices=3,
-        num_kept=2,
+        choices=Choices(n=2, best_of=3),
         wants_logprobs=False,
         wants_usage_chunk=False,
     )

@@ -233,6 +233,24 @@ async def test_who_gets_no_place_keeps_its_tokens(
     running.cancel()
 
 
+async def test_answers_that_never_began_keep_their_tokens(
+    start_worker: StartWorker, start_router: StartRouter, tmp_path: Path
+) -> None:
+    """There is one place. The first answer fails in it, and most of the other seven wait for it still. Of 120 tokens a
+    body asks for 80: if they were not given back, too few were left for the second one."""
+    limits = tmp_path / "limits.yaml"
+    limits.write_text("default: {tokens_per_second: 60}\n")
+    worker = await start_worker()
+    worker.refuse = (grpc.StatusCode.INVALID_ARGUMENT, "no")
+    router = await start_router(worker, limits_file=str(limits), max_running=1)
+    body = {"model": "tiny", "prompt": [5] * 10, "max_tokens": 8, "n": 8}
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        for _ in range(2):
+            refused = await client.post("/v1/completions", json=body, timeout=30)
+            assert refused.status_code == 400
+    assert 2 <= len(worker.requests) <= 6
+
+
 async def test_embeddings_count(start_worker: StartWorker, start_router: StartRouter, tmp_path: Path) -> None:
     keys, limits = tmp_path / "keys", tmp_path / "limits.yaml"
     keys.write_text("key-a name=ann\nkey-b name=bob\n")

@@ -8,9 +8,14 @@ import httpx
 import openai
 import pytest
 
+from common.types import FinishReason
+from router.api.rest.responses import ResponseAnswer
+from router.serving.answer_parts import TextPart, ToolCallDelta
+from router.serving.request import Output
 from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartWorker
 from tests.router.fake_worker import FakeWorker
+from tests.router.test_answer import REPORT, USAGE, FakeGeneration, requests
 from tests.router.test_tools import TWO_CALLS, prompt_of
 from tests.router.tiny_tokenizer import ids_of
 
@@ -83,6 +88,27 @@ async def test_stream(router: RunningRouter, worker: FakeWorker) -> None:
     assert "".join(reasoning) == "hm"
     assert final.output_text == "Yes."
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
+
+
+async def test_items_have_the_order_of_the_text_that_comes_at_once() -> None:
+    """A speculating worker may send what is before, in and after a call in one event."""
+    parts = [TextPart("hm", is_reasoning=True), ToolCallDelta(0, "c1", "f", "{}"), TextPart("and so"),
+             ToolCallDelta(1, "c2", "f", "{"), ToolCallDelta(1, arguments="}"), TextPart("done")]  # fmt: skip
+    output = Output(
+        text="and sodone",
+        reasoning="hm",
+        tool_calls=[part for part in parts if isinstance(part, ToolCallDelta)],
+        parts=parts,
+        tokens=[],
+        finish_reason=FinishReason.TOOL_CALLS,
+        report=REPORT,
+        usage=USAGE,
+    )
+    answer = ResponseAnswer(FakeGeneration([output]), requests(1)[0], "r", {})  # type: ignore[arg-type]
+    items: Any = (await answer.whole())["output"]
+    texts = [item.get("arguments") or item["content"][0]["text"] for item in items]
+    assert [item["type"] for item in items] == ["reasoning", "function_call", "message", "function_call", "message"]
+    assert texts == ["hm", "{}", "and so", "{}", "done"]
 
 
 async def test_an_answer_that_is_cut_off(router: RunningRouter) -> None:

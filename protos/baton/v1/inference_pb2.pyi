@@ -34,6 +34,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     RETAIN_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """assigned if empty; comes back in every message and log line"""
     model: _builtins.str
@@ -52,6 +53,10 @@ class GenerateRequest(_message.Message):
     def retain(self) -> _types_pb2.Retain:
         """keep the prompt's KV for a while"""
 
+    @_builtins.property
+    def choices(self) -> Global___Choices:
+        """unset: one answer"""
+
     def __init__(
         self,
         *,
@@ -63,14 +68,78 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
         retain: _types_pb2.Retain | None = ...,
+        choices: Global___Choices | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["retain", b"retain", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "retain", b"retain", "sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choices", b"choices", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Choices(_message.Message):
+    """How many answers there are to one prompt. Their messages come as they are ready, told apart by index. One seed gives
+    each of them another one.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    N_FIELD_NUMBER: _builtins.int
+    BEST_OF_FIELD_NUMBER: _builtins.int
+    USE_BEAM_SEARCH_FIELD_NUMBER: _builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
+    EARLY_STOPPING_FIELD_NUMBER: _builtins.int
+    n: _builtins.int
+    """1; [1, 8]"""
+    best_of: _builtins.int
+    """n; [n, 20]: so many are generated, and the n of them that have the highest logprob per token are sent, the best
+    first. If that is more than n, nothing is sent until all of them are whole.
+    """
+    use_beam_search: _builtins.bool
+    """false; the answers are the n best sequences of a beam search of width n, best first. Each is sent whole, in one
+    message, when the search has ended. Of sampling_params it takes max_tokens and ignore_eos; the temperature is 0.
+    """
+    length_penalty: _builtins.float
+    """1.0; [-100, 100]; above 0, a beam search prefers longer sequences"""
+    early_stopping: _builtins.bool
+    """false; true: a beam search ends as soon as n sequences have"""
+    def __init__(
+        self,
+        *,
+        n: _builtins.int | None = ...,
+        best_of: _builtins.int | None = ...,
+        use_beam_search: _builtins.bool | None = ...,
+        length_penalty: _builtins.float | None = ...,
+        early_stopping: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_best_of", b"_best_of", "_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_n", b"_n", "_use_beam_search", b"_use_beam_search", "best_of", b"best_of", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "n", b"n", "use_beam_search", b"use_beam_search"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_best_of", b"_best_of", "_early_stopping", b"_early_stopping", "_length_penalty", b"_length_penalty", "_n", b"_n", "_use_beam_search", b"_use_beam_search", "best_of", b"best_of", "early_stopping", b"early_stopping", "length_penalty", b"length_penalty", "n", b"n", "use_beam_search", b"use_beam_search"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__best_of: _TypeAlias = _typing.Literal["best_of"]  # noqa: Y015
+    _WhichOneofArgType__best_of: _TypeAlias = _typing.Literal["_best_of", b"_best_of"]  # noqa: Y015
+    _WhichOneofReturnType__early_stopping: _TypeAlias = _typing.Literal["early_stopping"]  # noqa: Y015
+    _WhichOneofArgType__early_stopping: _TypeAlias = _typing.Literal["_early_stopping", b"_early_stopping"]  # noqa: Y015
+    _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
+    _WhichOneofArgType__length_penalty: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
+    _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
+    _WhichOneofReturnType__use_beam_search: _TypeAlias = _typing.Literal["use_beam_search"]  # noqa: Y015
+    _WhichOneofArgType__use_beam_search: _TypeAlias = _typing.Literal["_use_beam_search", b"_use_beam_search"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__best_of) -> _WhichOneofReturnType__best_of | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__early_stopping) -> _WhichOneofReturnType__early_stopping | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__length_penalty) -> _WhichOneofReturnType__length_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__use_beam_search) -> _WhichOneofReturnType__use_beam_search | None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
@@ -88,7 +157,7 @@ class ChatMessage(_message.Message):
     tool_call_id: _builtins.str
     """tool: whose result content is"""
     name: _builtins.str
-    """tool: the function's name; found by tool_call_id if empty"""
+    """who speaks; tool: the function's name, found by tool_call_id if empty"""
     reasoning_content: _builtins.str
     """assistant: templates of some models write it out"""
     @_builtins.property
@@ -271,6 +340,7 @@ class ChatRequest(_message.Message):
     PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     RETAIN_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     cache_salt: _builtins.str
@@ -291,6 +361,10 @@ class ChatRequest(_message.Message):
     def retain(self) -> _types_pb2.Retain:
         """keep the prompt's KV for a while"""
 
+    @_builtins.property
+    def choices(self) -> Global___Choices:
+        """unset: one answer"""
+
     def __init__(
         self,
         *,
@@ -305,10 +379,11 @@ class ChatRequest(_message.Message):
         parallel_tool_calls: _builtins.bool | None = ...,
         retain: _types_pb2.Retain | None = ...,
         chat_template_kwargs: _builtins.str = ...,
+        choices: Global___Choices | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "parallel_tool_calls", b"parallel_tool_calls", "retain", b"retain", "sampling_params", b"sampling_params", "tool_choice", b"tool_choice"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "choices", b"choices", "parallel_tool_calls", b"parallel_tool_calls", "retain", b"retain", "sampling_params", b"sampling_params", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "messages", b"messages", "model", b"model", "parallel_tool_calls", b"parallel_tool_calls", "priority", b"priority", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "choices", b"choices", "messages", b"messages", "model", b"model", "parallel_tool_calls", b"parallel_tool_calls", "priority", b"priority", "request_id", b"request_id", "retain", b"retain", "sampling_params", b"sampling_params", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
     _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
@@ -318,6 +393,8 @@ Global___ChatRequest: _TypeAlias = ChatRequest  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
+    """A piece of one of the answers."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -332,19 +409,25 @@ class GenerateResponse(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    CUMULATIVE_LOGPROB_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
-    """new text since the last message, whole UTF-8 characters"""
+    """new text since the answer's last message, whole UTF-8 characters"""
     finish_reason: _types_pb2.FinishReason.ValueType
-    """set in the last message"""
+    """set in the answer's last message"""
     stop_reason: _builtins.str
     """the stop string, or the stop token's id, that ended it"""
     model: _builtins.str
     reasoning: _builtins.str
     """Chat: new text of the model's reasoning, which is no part of text"""
+    index: _builtins.int
+    """of the answer, from 0 to choices.n - 1"""
+    cumulative_logprob: _builtins.float
+    """of a beam search: of all tokens of the answer together"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """new tokens since the last message"""
+        """new tokens since the answer's last message"""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.SampledToken]:
@@ -352,7 +435,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> _types_pb2.Usage:
-        """last message"""
+        """last message; of this answer: all answers have the prompt in common"""
 
     @_builtins.property
     def report(self) -> _types_pb2.RequestReport:
@@ -383,12 +466,16 @@ class GenerateResponse(_message.Message):
         reasoning: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
         prompt_logprobs: _abc.Iterable[_types_pb2.SampledToken] | None = ...,
+        index: _builtins.int = ...,
+        cumulative_logprob: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "report", b"report", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "report", b"report", "request_id", b"request_id", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "model", b"model", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "report", b"report", "request_id", b"request_id", "stop_reason", b"stop_reason", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cumulative_logprob: _TypeAlias = _typing.Literal["cumulative_logprob"]  # noqa: Y015
+    _WhichOneofArgType__cumulative_logprob: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cumulative_logprob) -> _WhichOneofReturnType__cumulative_logprob | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 

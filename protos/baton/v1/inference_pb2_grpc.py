@@ -81,7 +81,7 @@ class InferenceServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Continues a prompt. The last message carries finish_reason, usage and report.
+        """Continues a prompt. The last message of each answer carries finish_reason, usage and report.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -33,7 +33,7 @@ class InferenceServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Continues a prompt. The last message carries finish_reason, usage and report."""
+    """Continues a prompt. The last message of each answer carries finish_reason, usage and report."""
     Chat: _grpc.UnaryStreamMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.GenerateResponse]
     """Answers a conversation, with the model's own chat template."""
     Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
@@ -52,7 +52,7 @@ class InferenceServiceStub:
 class InferenceServiceAsyncStub(InferenceServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Continues a prompt. The last message carries finish_reason, usage and report."""
+    """Continues a prompt. The last message of each answer carries finish_reason, usage and report."""
     Chat: _aio.UnaryStreamMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Answers a conversation, with the model's own chat template."""
     Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
@@ -74,7 +74,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Continues a prompt. The last message carries finish_reason, usage and report."""
+        """Continues a prompt. The last message of each answer carries finish_reason, usage and report."""
 
     @_abc_1.abstractmethod
     def Chat(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -11,16 +10,17 @@ from typing import cast
 
 import msgspec
 
+from common.choices import Choices
 from common.errors import BatonError
 from router.api.rest.echo import Echo, EchoedPrompt
 from router.api.rest.errors import as_baton, error_body
 from router.api.rest.formats import AnswerFormat, JsonObject, WholeAnswer, baton_report, prompt_logprob, usage
+from router.serving.choices import merged
 from router.serving.generation import Generation
 from router.serving.request import GenerationRequest, Output
 
 DONE = b"data: [DONE]\n\n"
 TEXT_MARK = "<text>"  # stands where a chunk's text comes
-MAX_AHEAD = 16  # outputs of all choices together that wait for their reader
 
 
 @dataclass(slots=True)
@@ -62,8 +62,7 @@ class _Logprobs:
 
 
 class Answer:
-    """`requests`: one for each choice; those of one prompt side by side, `num_choices` each. A whole answer keeps
-    `num_kept` of these, the likeliest (all if None)."""
+    """`requests`: one for each candidate of `choices`; those of one prompt side by side."""
 
     def __init__(
         self,
@@ -72,8 +71,7 @@ class Answer:
         answer_format: AnswerFormat,
         *,
         request_id: str,
-        num_choices: int,
-        num_kept: int | None = None,
+        choices: Choices,
         echo: Echo | None = None,
         wants_logprobs: bool,
         wants_prompt_logprobs: bool = False,
@@ -84,8 +82,8 @@ class Answer:
         self._requests = requests
         self._format = answer_format
         self._request_id = request_id
-        self._num_choices = num_choices
-        self._num_kept = num_choices if num_kept is None else num_kept
+        self._wanted = choices
+        self._num_candidates = choices.num_candidates
         self._wants_prompt_logprobs = wants_prompt_logprobs
         self._wants_logprobs = wants_logprobs
         self._wants_usage_chunk = wants_usage_chunk
@@ -94,13 +92,13 @@ class Answer:
         self._choices = [_Choice() for _ in requests]
         if echo is not None:
             for index, (choice, request) in enumerate(zip(self._choices, requests, strict=True)):
-                text = echo.texts[index // num_choices]
+                text = echo.texts[index // self._num_candidates]
                 choice.echo = EchoedPrompt(text, request.prompt_token_ids, generates=echo.generates)
                 choice.num_chars = choice.echo.num_chars
         self.failure: BatonError | None = None  # what `events` told its reader as an event
 
     async def whole(self) -> JsonObject:
-        async with aclosing(_merged(self._generation, self._requests)) as outputs:
+        async with aclosing(merged(self._generation, self._requests)) as outputs:
             async for index, output in outputs:
                 self._add(self._choices[index], output)
         choices = []
@@ -137,13 +135,11 @@ class Answer:
             choice.last = output
 
     def _kept(self) -> list[_Choice]:
-        """Of each prompt's, those of the highest logprob per token, as OpenAI chooses."""
-        if self._num_kept == self._num_choices:
-            return self._choices
+        """Of each prompt's, those that are given."""
         kept: list[_Choice] = []
-        for start in range(0, len(self._choices), self._num_choices):
-            group = self._choices[start : start + self._num_choices]
-            kept += sorted(group, key=lambda one: -one.logprob / max(one.num_tokens, 1))[: self._num_kept]
+        for start in range(0, len(self._choices), self._num_candidates):
+            group = self._choices[start : start + self._num_candidates]
+            kept += [group[index] for index in self._wanted.likeliest([(one.logprob, one.num_tokens) for one in group])]
         return kept
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -151,7 +147,7 @@ class Answer:
         an event, since the status has been sent."""
         started = False
         try:
-            async with aclosing(_merged(self._generation, self._requests)) as outputs:
+            async with aclosing(merged(self._generation, self._requests)) as outputs:
                 async for index, output in outputs:
                     if not started:
                         for event in self._opening():
@@ -246,11 +242,11 @@ class Answer:
 
     def _usage(self) -> JsonObject:
         usages = [choice.last.usage for choice in self._choices if choice.last and choice.last.usage]
-        return usage(usages, self._num_choices)
+        return usage(usages, self._num_candidates)
 
     def _usage_so_far(self) -> JsonObject:
         """Without what is only known at the end: how much of the prompt was cached."""
-        prompt_tokens = sum(len(one.prompt_token_ids) for one in self._requests[:: self._num_choices])
+        prompt_tokens = sum(len(one.prompt_token_ids) for one in self._requests[:: self._num_candidates])
         completion_tokens = sum(choice.num_tokens for choice in self._choices)
         return {
             "prompt_tokens": prompt_tokens,
@@ -274,42 +270,3 @@ def _of_prompt(choice: _Choice) -> JsonObject:
 
 def _sse(content: JsonObject) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
-
-
-async def _merged(
-    generation: Generation, requests: Sequence[GenerationRequest]
-) -> AsyncGenerator[tuple[int, Output], None]:
-    """Outputs of all requests as they come, with their index. The first failure ends all of them. A reader that is slow
-    holds up these requests, and nothing piles up here."""
-    if len(requests) == 1:
-        async with aclosing(generation.generate(requests[0])) as outputs:
-            async for output in outputs:
-                yield 0, output
-        return
-
-    queue: asyncio.Queue[tuple[int, Output] | Exception | None] = asyncio.Queue(MAX_AHEAD)
-
-    async def pump(index: int, request: GenerationRequest) -> None:
-        try:
-            async with aclosing(generation.generate(request)) as outputs:
-                async for output in outputs:
-                    await queue.put((index, output))
-            await queue.put(None)
-        except Exception as error:  # raised where the queue is read
-            await queue.put(error)
-
-    tasks = [asyncio.create_task(pump(index, request)) for index, request in enumerate(requests)]
-    try:
-        num_running = len(tasks)
-        while num_running:
-            item = await queue.get()
-            if item is None:
-                num_running -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

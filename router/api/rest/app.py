@@ -44,6 +44,7 @@ from router.api.rest.schema import (
 )
 from router.api.rest.tools import NamedTool
 from router.fleet.registry import ServedModel
+from router.serving.choices import candidates
 from router.serving.clients import CallHints, call_hints
 from router.serving.decisions import MAX_DECISIONS
 from router.serving.embedding import MAX_AT_ONCE
@@ -184,8 +185,7 @@ class _Gateway:
             requests,
             answer_format,
             request_id=request_id,
-            num_choices=body.num_candidates,
-            num_kept=body.num_choices,
+            choices=body.choices,
             echo=echo,
             wants_logprobs=body.wants_logprobs,
             wants_prompt_logprobs=body.prompt_logprobs is not None,
@@ -309,18 +309,15 @@ class _Gateway:
                     name=body.field_name,
                     client=client,
                     hints=hints,
-                    num_answers=len(given) * body.num_candidates,
+                    choices=body.choices,
+                    num_prompts=len(given),
                 )
                 for prompt in given
             ]
             await self._front.preparation.check_guided(requests[0].sampling_params, requests[0].sampling_field)
-            choices = [
-                prepared.numbered(number * body.num_candidates + index)
-                for number, prepared in enumerate(requests)
-                for index in range(body.num_candidates)
-            ]
+            choices = candidates(requests, body.choices)
             places.enter_context(self._front.admission.gate.requests(client.name if client else "", len(choices) - 1))
-            field = "prompt" if len(given) > 1 else "best_of" if body.num_candidates > body.num_choices else "n"
+            field = "prompt" if len(given) > 1 else body.choices.field()
             places.enter_context(self._front.generation.allowed(choices, field))
             answer = make_answer(choices, request_id)
             if not body.stream:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from common.types import FinishReason
 from router.api.rest.errors import as_baton, error_code
 from router.api.rest.formats import baton_report
 from router.api.rest.tools import JsonObject
-from router.serving.answer_parts import ToolCallDelta
+from router.serving.answer_parts import TextPart, ToolCallDelta
 from router.serving.generation import Generation
 from router.serving.request import GenerationRequest, Output
 
@@ -105,16 +104,15 @@ class ResponseAnswer:
     # ------------------------------------------------------------------------------------------- items
 
     def _take(self, output: Output) -> Iterator[tuple[str, JsonObject]]:
-        calls = deque(output.tool_calls)
-        while calls and not calls[0].call_id:  # of the call that was being written
-            yield from self._add_call(calls.popleft())
         if output.reasoning:
             self._num_reasoning_tokens += len(output.tokens)
-            yield from self._add("reasoning", "rs_", output.reasoning)
-        if output.text:
-            yield from self._add("message", "msg_", output.text)
-        for call in calls:
-            yield from self._add_call(call)
+        for part in output.parts or [TextPart(output.text)]:
+            if isinstance(part, ToolCallDelta):
+                yield from self._add_call(part)
+            elif part.is_reasoning:
+                yield from self._add("reasoning", "rs_", part.text)
+            elif part.text:
+                yield from self._add("message", "msg_", part.text)
         if output.finish_reason is None:
             return
         self._last = output

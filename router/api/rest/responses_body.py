@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from msgspec import UNSET
 
+from common.choices import Choices
 from common.errors import InvalidArgumentError
 from common.guided import Guided
 from common.sampling import parameters
@@ -134,8 +135,7 @@ class ResponsesBody(Body, kw_only=True):
     prompt_cache_retention: Given = UNSET
     prompt_cache_options: Given = UNSET
 
-    num_choices: ClassVar[int] = 1
-    num_candidates: ClassVar[int] = 1
+    choices: ClassVar[Choices] = Choices()
     unsupported: ClassVar[tuple[str, ...]] = ("top_logprobs", "context_management", "max_tool_calls", "moderation")
     stored: ClassVar[tuple[str, ...]] = ("store", "previous_response_id", "conversation", "prompt", "background")
 

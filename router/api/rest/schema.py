@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, Raw
 
+from common.choices import Choices
 from common.errors import InvalidArgumentError
 from common.sampling import Parameter, json_schemas, parameters
 from router.api.rest.body_types import Body, Given, RetainBody
@@ -21,9 +23,7 @@ from router.api.rest.guided import GuidedFields
 from router.api.rest.tools import FunctionTool, NamedTool, ToolCall, calls_of, chat_tools
 from router.serving.conversation import Conversation, Json, Tools, check_options, make_message, named_results
 
-MAX_N = 8
 MAX_CHOICES = 128
-MAX_BEST_OF = 20  # OpenAI's
 MAX_SEARCHED_BYTES = 64 * 2**10  # of a body that is not valid, for the field that is to blame
 
 BodyT = TypeVar("BodyT", bound="Body")
@@ -41,6 +41,9 @@ class GenerationBody(GuidedFields, kw_only=True):
 
     model: str | None = None
     n: int | None = None
+    use_beam_search: bool | None = None  # this and its options as vLLM's clients ask for them; n is the width
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
     prompt_logprobs: int | None = None  # as vLLM's clients ask for them
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -71,8 +74,9 @@ class GenerationBody(GuidedFields, kw_only=True):
         for name in self.unsupported:
             if asks(getattr(self, name)):
                 raise InvalidArgumentError(name, "is not supported")
-        if not 1 <= self.num_choices <= MAX_N:
-            raise InvalidArgumentError("n", f"must be in [1, {MAX_N}], not {self.n}")
+        self.choices.check()
+        if self.use_beam_search and self.stream:
+            raise InvalidArgumentError("stream", "is not for beam search: its answers are known when it ends")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidArgumentError("prompt_logprobs", "is not for streams, as chunks have no place for them")
         if self.stream_options is not None and not self.stream:
@@ -88,13 +92,13 @@ class GenerationBody(GuidedFields, kw_only=True):
         return session_of(self)
 
     @property
-    def num_choices(self) -> int:
-        return 1 if self.n is None else self.n
-
-    @property
-    def num_candidates(self) -> int:
-        """Answers that are generated to each prompt; `num_choices` of them are given."""
-        return self.num_choices
+    def choices(self) -> Choices:
+        return Choices(
+            n=1 if self.n is None else self.n,
+            use_beam_search=bool(self.use_beam_search),
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            early_stopping=bool(self.early_stopping),
+        )
 
     @property
     def wants_usage_chunk(self) -> bool:
@@ -252,11 +256,9 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        if not self.num_choices <= self.num_candidates <= MAX_BEST_OF:
-            raise InvalidArgumentError("best_of", f"must be in [n, {MAX_BEST_OF}], not {self.best_of}")
-        if self.num_candidates > self.num_choices and self.stream:
+        if self.choices.are_compared and self.stream:
             raise InvalidArgumentError("best_of", "must equal n in a stream: only whole answers can be compared")
-        if len(self.prompts()) * self.num_candidates > MAX_CHOICES:
+        if len(self.prompts()) * self.choices.num_candidates > MAX_CHOICES:
             name = "best_of" if self.best_of else "n"
             raise InvalidArgumentError("prompt", f"prompts times {name} must be at most {MAX_CHOICES}")
         if self.is_only_echo and self.min_tokens:
@@ -265,8 +267,8 @@ class CompletionBody(GenerationBody, kw_only=True):
             raise InvalidArgumentError("prompt_logprobs", "must equal logprobs, which echo gives of the prompt, too")
 
     @property
-    def num_candidates(self) -> int:
-        return self.num_choices if self.best_of is None else self.best_of
+    def choices(self) -> Choices:
+        return replace(super().choices, best_of=self.best_of)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -282,7 +284,7 @@ class CompletionBody(GenerationBody, kw_only=True):
         given = super().sampling()
         if self.is_only_echo:
             given["max_tokens"] = 1
-        if self.num_candidates > self.num_choices:
+        if self.choices.are_compared:
             given.setdefault("logprobs", 0)  # they decide which are the best
         return given
 

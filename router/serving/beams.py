@@ -1,0 +1,142 @@
+"""Beam search on the fleet: what a request for it may say, and the search itself.
+
+Each sequence is, for each of its tokens, a request for the likeliest next ones. All go to one decode worker, which has
+the full blocks of the sequence in its prefix cache: it computes the rest of a block, and asks no prefill worker once it
+has the prompt's blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence, Sized
+from contextlib import aclosing
+from dataclasses import replace
+
+from common.beam_search import Beam, BeamSearch, BeamSearchParams
+from common.choices import Choices
+from common.errors import InternalError, InvalidArgumentError
+from common.peers import MAX_BYTES, MAX_COUNT
+from common.sampling import MAX_LOGPROBS, FieldName, Given, SamplingParams, parameters
+from common.types import SampledToken, TokenLogprob
+from router.serving.dispatch import Dispatcher, Progress
+from router.serving.request import GenerationRequest
+
+_KEPT = ("max_tokens", "ignore_eos", "temperature", "seed", "speculate")
+_COUNTS = (
+    "num_blocks_moved",
+    "num_blocks_lent",
+    "num_retries",
+    "num_migrations",
+    "num_handovers",
+    "num_preemptions",
+    "num_hedges",
+    "num_hedges_won",
+)
+
+
+def beam_sampling(given: Given, name: FieldName) -> Given:
+    """`given`, which draws nothing. Raises `InvalidArgumentError` for what a beam search would not follow."""
+    for parameter, value in given.items():
+        is_empty = value is None or (isinstance(value, Sized) and len(value) == 0)
+        if parameter not in _KEPT and not is_empty and value != parameters()[parameter].default:
+            raise InvalidArgumentError(name(parameter), "is not for beam search")
+    if given.get("temperature", 0) != 0:
+        reason = f"must be 0, not {given['temperature']}: beam search draws nothing"
+        raise InvalidArgumentError(name("temperature"), reason)
+    return {**given, "temperature": 0}
+
+
+def beam_params(
+    choices: Choices, params: SamplingParams, eos_token_ids: Collection[int], name: FieldName
+) -> BeamSearchParams:
+    """`choices.check` found nothing wrong. `name` is of its fields."""
+    num_ends = 0 if params.ignore_eos else len(eos_token_ids)
+    if choices.n + num_ends > MAX_LOGPROBS:
+        most = f"at most {MAX_LOGPROBS - num_ends}" if num_ends < MAX_LOGPROBS else "without use_beam_search"
+        reason = f"must be {most}, not {choices.n}: the model has {num_ends} tokens that end a sequence"
+        raise InvalidArgumentError(name("n"), reason)
+    return BeamSearchParams(
+        beam_width=choices.n,
+        max_tokens=params.max_tokens,
+        ignore_eos=params.ignore_eos,
+        length_penalty=choices.length_penalty,
+        early_stopping=choices.early_stopping,
+    )
+
+
+async def search(
+    dispatcher: Dispatcher,
+    request: GenerationRequest,
+    progress: Progress,
+    count: Callable[[int], None],
+) -> list[Beam]:
+    """The best sequences of `request.beams`, best first. Fills `progress` as it goes, and tells `count` of the tokens
+    that each step had computed. The first failure ends the search, and so does cancelling it."""
+    if request.beams is None:
+        raise ValueError("the request asks for no beam search")
+    found = BeamSearch(request.beams, request.model.eos_token_ids)
+    step = 0
+    while found.running:
+        asks = [_ask(request, beam, f"{step}.{number}", found.num_next) for number, beam in enumerate(found.running)]
+        answers = await _together(dispatcher, asks)
+        for number, (_, of_one) in enumerate(answers):
+            _add(progress, of_one, is_first=step == number == 0)
+        count(len(answers))
+        found.advance([tokens for tokens, _ in answers])
+        step += 1
+    return found.finished
+
+
+def _ask(request: GenerationRequest, beam: Beam, number: str, num_next: int) -> GenerationRequest:
+    """For the likeliest next tokens of `beam`."""
+    return replace(
+        request,
+        request_id=f"{request.request_id}-{number}",
+        prompt_token_ids=[*request.prompt_token_ids, *beam.token_ids],
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=num_next),
+        is_follow_up=bool(beam.token_ids),
+        retain=None if beam.token_ids else request.retain,
+    )
+
+
+_NextTokens = tuple[Sequence[TokenLogprob], Progress]
+
+
+async def _together(dispatcher: Dispatcher, asks: Sequence[GenerationRequest]) -> list[_NextTokens]:
+    tasks = [asyncio.create_task(_next_tokens(dispatcher, ask)) for ask in asks]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _next_tokens(dispatcher: Dispatcher, ask: GenerationRequest) -> _NextTokens:
+    progress, tokens = Progress(), list[SampledToken]()
+    async with aclosing(dispatcher.run(ask, progress)) as run:
+        async for new in run:
+            tokens += new.tokens
+            if new.finish_reason is not None:
+                break
+    num_wanted = min(ask.sampling_params.logprobs or 0, ask.model.limits.vocab_size)
+    if len(tokens) != 1 or len(tokens[0].top_logprobs) != num_wanted:
+        raise InternalError(f"decode worker {progress.report.decode_worker} gave no {num_wanted} likeliest tokens")
+    return tokens[0].top_logprobs, progress
+
+
+def _add(total: Progress, one: Progress, *, is_first: bool) -> None:
+    """What one request for next tokens took, to what all took. Timings and cached tokens are the first one's."""
+    report = total.report
+    if is_first:
+        report.CopyFrom(one.report)
+        total.usage.CopyFrom(one.usage)
+        total.first_token_at = one.first_token_at
+    else:
+        for name in _COUNTS:
+            setattr(report, name, min(getattr(report, name) + getattr(one.report, name), MAX_COUNT))
+        report.num_bytes_moved = min(report.num_bytes_moved + one.report.num_bytes_moved, MAX_BYTES)
+        report.decode_worker = one.report.decode_worker
+        report.fallback_reason = report.fallback_reason or one.report.fallback_reason
+    total.last_token_at = one.last_token_at
+    total.num_output_tokens += one.num_output_tokens
