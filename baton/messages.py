@@ -51,6 +51,7 @@ class Message:
     content: str = ""
     tool_calls: Sequence[ToolCall] = ()  # assistant
     tool_call_id: str = ""  # tool: whose result `content` is
+    name: str = ""  # who speaks, or the tool that was called: for the chat template, which may write it out
     reasoning: str = ""  # assistant
 
 

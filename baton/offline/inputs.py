@@ -14,7 +14,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 ChatMessages = Messages | Sequence[Mapping[str, Any]]
 
-_MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "reasoning_content"}
+_MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"}
 
 
 def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
@@ -70,6 +70,7 @@ def _message(given: Mapping[str, Any], name: str) -> Message:
             content=_text(given.get("content")),
             tool_calls=calls,
             tool_call_id=given.get("tool_call_id", ""),
+            name=given.get("name") or "",
             reasoning=given.get("reasoning_content") or "",
         )
     except (KeyError, TypeError) as error:

@@ -28,7 +28,7 @@ def router() -> Iterator[tuple[FakeRouter, str]]:
 def test_tools(router: tuple[FakeRouter, str]) -> None:
     servicer, address = router
     messages = [
-        ("user", "Do"),
+        Message(role="user", content="Do", name="ada"),
         Message(role="assistant", tool_calls=[CALL], reasoning="why"),
         Message(role="tool", content="done", tool_call_id="c1"),
     ]
@@ -41,6 +41,7 @@ def test_tools(router: tuple[FakeRouter, str]) -> None:
     assert json.loads(request.tools[0].parameters) == TOOL.parameters
     assert request.messages[1].tool_calls[0].arguments == CALL.arguments
     assert (request.messages[1].reasoning_content, request.messages[2].tool_call_id) == ("why", "c1")
+    assert [message.name for message in request.messages] == ["ada", "", ""]
     with pytest.raises(ValueError, match="no object"):
         ToolCall("c", "f", "[]").values()
 
