@@ -182,9 +182,12 @@ class _Grammar:
         """Free text; as soon as it has a trigger, one of the tags that begin with it."""
         _only(format_, place, "type", "triggers", "tags", "at_least_one", "stop_after_first")
         triggers = format_.get("triggers")
-        if not isinstance(triggers, list) or not triggers or not all(isinstance(one, str) and one for one in triggers):
-            raise ValueError(f"{place}.triggers must be a list of texts")
         tags = _objects(format_, "tags", place)
+        needs_some = any(isinstance(tag.get("begin"), str) for tag in tags)
+        if not isinstance(triggers, list) or not all(isinstance(one, str) and one for one in triggers):
+            raise ValueError(f"{place}.triggers must be a list of texts")
+        if needs_some and not triggers:
+            raise ValueError(f"{place}.triggers must not be empty: a tag begins with a text")
         at_least_one, stop_after_first = (
             _flag(format_, "at_least_one", place),
             _flag(format_, "stop_after_first", place),

@@ -23,6 +23,7 @@ from common.errors import UnavailableError
 from router.serving.answer_parts import Pieces, Reading, ToolCallDelta, new_call_id
 from router.serving.conversation import Tools
 from router.serving.response_templates import REASONING_FIELDS, Template
+from router.serving.strict_calls import StrictCalls
 from router.serving.tool_text import ArgumentsText, CallText, ObjectsText, calls_of
 
 CALLS_FIELD = "tool_calls"
@@ -47,6 +48,7 @@ class AnswerReader:
         self.knows_calls = CALLS_FIELD in as_text
         self.knows_parts = any(one.open_re is not None for one in without.values())
         special = {i: str(token) for i, token in rust.get_added_tokens_decoder().items() if token.special}
+        self.strict = StrictCalls(template, {text: token_id for token_id, text in special.items()})
         self._shown = {
             has_calls: frozenset(
                 token_id for token_id, text in special.items() if any(text in pattern for pattern in patterns)

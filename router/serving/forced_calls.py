@@ -18,7 +18,7 @@ from router.serving.tool_text import ArgumentsText, ObjectsText
 def forced_guide(tools: Tools) -> Guided:
     """What the answer has to look like. `tools.is_forced`."""
     if name := _only(tools):
-        return Guided(json_schema=json.dumps(_closed(next(tool for tool in tools.tools if tool.name == name))))
+        return Guided(json_schema=json.dumps(closed_schema(next(tool for tool in tools.tools if tool.name == name))))
     calls = [
         {
             "type": "object",
@@ -31,7 +31,7 @@ def forced_guide(tools: Tools) -> Guided:
     schema: Json = {"type": "array", "minItems": 1, "items": {"anyOf": calls} if len(calls) > 1 else calls[0]}
     if not tools.parallel:
         schema["maxItems"] = 1
-    schema["$defs"] = {f"t{number}": _moved(_closed(tool), number) for number, tool in enumerate(tools.tools)}
+    schema["$defs"] = {f"t{number}": _moved(closed_schema(tool), number) for number, tool in enumerate(tools.tools)}
     return Guided(json_schema=json.dumps(schema))
 
 
@@ -47,7 +47,7 @@ def _only(tools: Tools) -> str:
     return tools.named or (tools.tools[0].name if len(tools.tools) == 1 and not tools.parallel else "")
 
 
-def _closed(tool: Tool) -> Json:
+def closed_schema(tool: Tool) -> Json:
     """The schema of the arguments. One without any members means that there are no arguments."""
     if tool.parameters.get("properties") or "additionalProperties" in tool.parameters or "$ref" in tool.parameters:
         return {"type": "object", **tool.parameters}

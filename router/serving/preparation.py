@@ -104,14 +104,11 @@ class Preparation:
         described = "".join(texts_of([tool.as_json() for tool in tools.tools]))
         if described:
             check_text(described, model.limits, "tools")
-        reader = model.tokenizer.reader
+        reader, guided = model.tokenizer.reader, None
         if tools.shown and not tools.is_forced:
             if reader is None or not reader.knows_calls:
                 raise InvalidArgumentError("tools", "the shape in which this model writes calls of tools is not known")
-            for index, tool in enumerate(tools.shown):
-                if tool.strict:
-                    reason = "is only supported if tool_choice forces a call: what the model calls by itself is its own"
-                    raise InvalidArgumentError(f"tools[{index}].strict", reason)
+            guided = reader.strict.guide(tools)
         encode = partial(
             model.tokenizer.encode_chat,
             conversation,
@@ -126,7 +123,7 @@ class Preparation:
         check_prompt(token_ids, model.limits, field)
         if tools.is_forced:
             return Prompt(token_ids, field, forced_reading(tools), forced_guide(tools))
-        return Prompt(token_ids, field, None if reader is None else reader.reading(text, tools))
+        return Prompt(token_ids, field, None if reader is None else reader.reading(text, tools), guided)
 
     async def check_guided(self, params: SamplingParams, name: FieldName) -> None:
         """Parses the grammar of guided text. Raises `InvalidArgumentError`. A worker may refuse it still, for a token
@@ -336,7 +333,9 @@ def _bad_words_ids(model: ServedModel, params: SamplingParams) -> tuple[TokenSeq
 
 
 def _with_calls(sampling: Given, guided: Guided, name: FieldName) -> tuple[Given, FieldName]:
-    """Parameters of an answer that has to be calls of tools. What is wrong with its form is wrong with the tools."""
+    """Parameters of an answer whose form the tools give. What is wrong with its form is wrong with the tools."""
     if sampling.get("guided") is not None:
-        raise InvalidArgumentError(name("guided"), "cannot be together with a tool_choice that forces a call")
+        raise InvalidArgumentError(
+            name("guided"), "cannot be together with a tool_choice that forces a call, or with strict tools"
+        )
     return {**sampling, "guided": guided}, lambda given: "tools" if given == "guided" else name(given)

@@ -23,7 +23,7 @@ class Prompt:
     token_ids: list[int]
     field: str
     reading: Reading | None = None  # None if the answer is nothing but text
-    guided: Guided | None = None  # the form that the answer must have, because tools have to be called
+    guided: Guided | None = None  # the form that the answer must have, because of its tools
 
 
 @dataclass(slots=True)

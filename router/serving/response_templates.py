@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+from enum import Enum
 from typing import Any
 
 Template = dict[str, Any]
@@ -70,6 +71,33 @@ _MISTRAL_CALLS: Template = {
     "content": "json",
     "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
 }
+
+
+class CallShape(Enum):
+    """The shapes of calls that are JSON between marks."""
+
+    HERMES = "hermes"
+    MISTRAL = "mistral"
+    MISTRAL_LIST = "mistral list"
+
+
+_SHAPES = (
+    (CallShape.HERMES, _HERMES_CALLS),
+    (CallShape.MISTRAL, _MISTRAL_CALLS),
+    (CallShape.MISTRAL_LIST, _MISTRAL_LIST),
+)
+
+
+def call_shape(template: Template) -> CallShape | None:
+    """None if calls are in another shape, or in one that came with the model."""
+    calls = template["fields"].get("tool_calls")
+    return next((shape for shape, known in _SHAPES if calls == known), None)
+
+
+def reasoning_marks(template: Template) -> list[str]:
+    """What opens and closes the model's reasoning."""
+    fields = [template["fields"][name] for name in REASONING_FIELDS if name in template["fields"]]
+    return [field[mark] for field in fields for mark in ("open", "close") if mark in field]
 
 
 def response_template(own: object, chat_template: str) -> Template | None:

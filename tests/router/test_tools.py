@@ -328,7 +328,7 @@ async def test_a_named_tool(router: RunningRouter, worker: FakeWorker) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"tools": TWO_TOOLS}, "tools[1].strict"),
+        ({"tools": tools(strict=True, parameters={"type": "object", "not": {}})}, "tools"),
         ({"tool_choice": "required", "tools": tools(parameters={"type": "object", "not": {}})}, "tools"),
         (
             {"tool_choice": "required", "tools": [TOOL], "response_format": {"type": "json_object"}},
