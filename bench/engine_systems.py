@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -31,12 +31,14 @@ from common.types import SampledToken
 from engine import messages as m
 from engine.batch import SequenceInput, StepOutput
 from engine.core import EngineCore
+from engine.grammars import GrammarCompiler
 from engine.kernels.library import Kernels
 from engine.model_runner import ModelRunner
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 
 _BLOCK_SIZE = 16
+GREEDY = SamplingParams(temperature=0.0)
 
 
 class MissingPeerError(BatonError):
@@ -114,17 +116,22 @@ class BatonEngine:
         self._runner = _FillingRunner(model_dir, settings)
         self._runner.kv_cache.fill_(0.01)  # memory that nobody has written to is faster to read than any other
         connector = MemoryConnector(ConnectorConfig(epoch="bench", worker_id="bench"))
-        self._core = EngineCore(settings, self._runner, connector, time.monotonic, lambda: None)
+        compiler = GrammarCompiler(model_dir / "tokenizer.json", self._runner.vocab_size, self._runner.eos_token_ids)
+        self.core = EngineCore(
+            settings, self._runner, connector, time.monotonic, lambda: None, compile_grammar=compiler
+        )
 
     @property
     def kernels(self) -> Kernels | None:
         return self._runner._kernels
 
-    def measure(self, row: Row, clock: Callable[[], float] = time.perf_counter) -> float:
+    def measure(
+        self, row: Row, clock: Callable[[], float] = time.perf_counter, params: Sequence[SamplingParams] = (GREEDY,)
+    ) -> float:
         if not row.steps:
             return self.generate([_prompt(row.context)], 1, clock=clock)
         prompts = [_prompt(row.context) for _ in range(row.batch)]
-        return self.generate(prompts, row.steps, is_filled=True, clock=clock)
+        return self.generate(prompts, row.steps, is_filled=True, clock=clock, params=params)
 
     def generate(
         self,
@@ -133,12 +140,13 @@ class BatonEngine:
         *,
         is_filled: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        params: Sequence[SamplingParams] = (GREEDY,),
     ) -> float:
         """Seconds until every prompt has `num_new` tokens; `is_filled`: after a first one, with contexts that cost
-        nothing."""
-        params = SamplingParams(temperature=0.0, max_tokens=num_new + is_filled, ignore_eos=True)
+        nothing. `params` of the prompts, in turn."""
         for number, prompt in enumerate(prompts):
-            self._core.handle(m.AddRequest(request_id=str(number), prompt_token_ids=prompt, sampling_params=params))
+            own = replace(params[number % len(params)], max_tokens=num_new + is_filled, ignore_eos=True)
+            self.core.handle(m.AddRequest(request_id=str(number), prompt_token_ids=prompt, sampling_params=own))
         self._runner.is_filling = is_filled
         num_tokens = 0
         while is_filled and num_tokens < len(prompts):
@@ -150,15 +158,15 @@ class BatonEngine:
         while num_tokens < num_new * len(prompts):
             num_tokens += self._step()
         seconds = clock() - start
-        while self._core.step():
-            self._core.take_events()
+        while self.core.step():
+            self.core.take_events()
         return seconds
 
     def _step(self) -> int:
         """Number of tokens that it gave."""
-        if not self._core.step():
+        if not self.core.step():
             raise RuntimeError("the engine has nothing to do, and tokens are missing")
-        return sum(isinstance(event, m.TokensGenerated) for event in self._core.take_events())
+        return sum(isinstance(event, m.TokensGenerated) for event in self.core.take_events())
 
 
 class Transformers:

@@ -39,19 +39,25 @@ class Guide:
         return " ".join(self.matcher.get_error().partition("<state>")[0].split())[:500]
 
 
-def mask_logits(logits: torch.Tensor, rows: Sequence[tuple[int, Guide]]) -> None:
-    """In place: minus infinity for tokens that the row's grammar does not allow; for all of them if it has failed.
-
-    `logits` `[num_rows, vocab_size]` float32, maybe fewer columns than the tokenizer has tokens. All masks are made in
-    parallel, and applied in one pass.
-    """
-    masks = torch.zeros(len(rows), -(-rows[0][1].vocab_size // 32) * 4, dtype=torch.uint8)
+def make_masks(guides: Sequence[Guide]) -> torch.Tensor:
+    """`[num_guides, bytes]` uint8: a bit for each token that may come next, lowest first, in whole words of 32; none if
+    the grammar has failed. All masks are made in parallel."""
+    masks = torch.zeros(len(guides), -(-guides[0].vocab_size // 32) * 4, dtype=torch.uint8)
     _executor().unsafe_compute_mask_ptr(
-        [(guide.matcher, index) for index, (_, guide) in enumerate(rows)], masks.data_ptr(), masks.shape[1], len(rows)
+        [(guide.matcher, index) for index, guide in enumerate(guides)], masks.data_ptr(), masks.shape[1], len(guides)
     )
-    for index, (_, guide) in enumerate(rows):
+    for index, guide in enumerate(guides):
         if guide.failure:  # its mask would end the answer as if it were whole
             masks[index] = 0
+    return masks
+
+
+def mask_logits(logits: torch.Tensor, rows: Sequence[tuple[int, Guide]]) -> None:
+    """In place and in one pass: minus infinity for tokens that the row's grammar does not allow.
+
+    `logits` `[num_rows, vocab_size]` float32, maybe fewer columns than the tokenizer has tokens.
+    """
+    masks = make_masks([guide for _, guide in rows])
     if logits.device.type == "cpu":  # row by row, each within the processor's cache
         table, allowed, values = _addends().numpy(), masks.numpy(), logits.numpy()
         for index, (row, _) in enumerate(rows):

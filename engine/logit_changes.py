@@ -17,9 +17,10 @@ class LogitChanges:
     """Bias, bans, and the distinct tokens that penalties count. Made once for each request that asks for any."""
 
     __slots__ = (
-        "_bad_words",
+        "_long_words",
         "_num_seen",
         "_places",
+        "_single_words",
         "allowed_ids",
         "bad_ids",
         "banned_ids",
@@ -40,8 +41,13 @@ class LogitChanges:
         # Tokens that would end the answer; they are banned below min_tokens only.
         self.banned_ids = array("q", sorted({*eos, *params.stop_token_ids}) if params.min_tokens else ())
         self.allowed_ids = array("q", sorted(set(params.allowed_token_ids)))  # none: any token
-        self._bad_words = [(list(one.token_ids[:-1]), one.token_ids[-1]) for one in params.bad_words_ids]
-        self.bad_ids = array("q")  # tokens that would complete one of them now
+        words = [one.token_ids for one in params.bad_words_ids]
+        self._single_words = {word[0] for word in words if len(word) == 1}
+        self._long_words: dict[int, list[tuple[int, ...]]] = {}  # by the last token but one
+        for word in words:
+            if len(word) > 1:
+                self._long_words.setdefault(word[-2], []).append(word)
+        self.bad_ids = array("q", sorted(self._single_words))  # tokens that would complete a bad word now
         # Repetition counts the prompt too (arXiv 1909.05858), presence and frequency the output only.
         prompt = prompt_token_ids if params.repetition_penalty != 1 else ()
         self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt))}
@@ -51,7 +57,7 @@ class LogitChanges:
 
     def fork(self) -> LogitChanges:
         """Another answer's, that has the same tokens so far."""
-        if not self._bad_words and not self.params.has_penalties:
+        if not self._long_words and not self.params.has_penalties:
             return self  # nothing in it depends on tokens
         other = copy.copy(self)
         other._places = dict(self._places)
@@ -60,10 +66,14 @@ class LogitChanges:
 
     def follow(self, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """Counts the output tokens that came since the last call. `token_ids`: prompt, then output."""
-        if self._bad_words:
-            output = token_ids[num_prompt_tokens:]
-            ends = (last for start, last in self._bad_words if output[len(output) - len(start) :] == start)
-            self.bad_ids = array("q", sorted(set(ends)))
+        if self._long_words:
+            last = token_ids[-1] if len(token_ids) > num_prompt_tokens else -1
+            ends = {
+                word[-1]
+                for word in self._long_words.get(last, ())
+                if tuple(token_ids[max(num_prompt_tokens, len(token_ids) + 1 - len(word)) :]) == word[:-1]
+            }
+            self.bad_ids = array("q", sorted(self._single_words | ends))
         if not self.params.has_penalties:
             return
         for token_id in token_ids[num_prompt_tokens + self._num_seen :]:

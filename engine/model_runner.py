@@ -204,7 +204,7 @@ class ModelRunner:
         """A token for each row of `states`. If all want the likeliest one and nothing else, no logits are kept."""
         if all(wants_likeliest(item) for item in inputs):
             return [SampledToken(token_id) for token_id in self._model.best_tokens(states).tolist()]
-        return sample(self._model.logits(states), inputs)
+        return sample(self._model.logits(states), inputs, self._kernels)
 
     def _pool(self, hidden: torch.Tensor) -> Pooled:
         return Pooled(self._model.last_states(hidden).float().sum(dim=0).tolist())

@@ -2,6 +2,9 @@
 
 A draw inverts the distribution's cumulative sum at one uniform number that is a hash of (seed, token index). So a
 token depends on its request and its logits alone: not on the batch, the device, the worker, or earlier draws.
+
+On CPUs the kernels do all of it, row by row (`engine/kernels/source/sample.h`); elsewhere torch does, for all rows at
+once.
 """
 
 from __future__ import annotations
@@ -12,15 +15,20 @@ from collections.abc import Sequence
 
 import torch
 
+from common.sampling import MAX_LOGPROBS
 from common.types import SampledToken, TokenLogprob
 from engine.batch import SampleInput
-from engine.guide import Guide, mask_logits
+from engine.guide import Guide, make_masks, mask_logits
+from engine.kernels.library import Kernels
+from engine.kernels.sampling import NO_IDS, sample_rows
 from engine.logit_changes import LogitChanges
 
 _FIRST_CANDIDATES = 1024  # most nuclei lie within these; sorting the whole vocabulary is 20 times slower
 
 
-def sample(logits: torch.Tensor, inputs: Sequence[SampleInput]) -> list[SampledToken | None]:
+def sample(
+    logits: torch.Tensor, inputs: Sequence[SampleInput], kernels: Kernels | None = None
+) -> list[SampledToken | None]:
     """One token per row of `logits` `[num_rows, vocab_size]`, any float dtype; None for a row in which none is allowed.
     `logits` itself is left as it is.
 
@@ -28,6 +36,8 @@ def sample(logits: torch.Tensor, inputs: Sequence[SampleInput]) -> list[SampledT
     distribution, before any of that and before temperature.
     """
     raw = logits.float()
+    if kernels is not None:
+        return _sample_with(kernels, raw.contiguous(), inputs)
     adjusted = _adjust(raw, inputs)
     dead = _dead_rows(adjusted, inputs)
     random = [row for row, item in enumerate(inputs) if not item.params.is_greedy and row not in dead]
@@ -37,9 +47,12 @@ def sample(logits: torch.Tensor, inputs: Sequence[SampleInput]) -> list[SampledT
         tokens[index] = _draw(adjusted[index], [inputs[row] for row in random])
     token_ids: list[int] = tokens.tolist()
     result = [None if row in dead else SampledToken(token_id) for row, token_id in enumerate(token_ids)]
-    for row, item in enumerate(inputs):
-        if item.params.logprobs is not None and row not in dead:
-            result[row] = _with_logprobs(raw[row], token_ids[row], item.params.logprobs)
+    asking = [row for row, item in enumerate(inputs) if item.params.logprobs is not None and row not in dead]
+    if asking:
+        index = torch.tensor(asking, device=raw.device)
+        num_top = [inputs[row].params.logprobs or 0 for row in asking]
+        for row, token in zip(asking, _with_logprobs(raw[index], tokens[index], num_top), strict=True):
+            result[row] = token
     return result
 
 
@@ -54,6 +67,48 @@ def uniform(seed: int, index: int) -> float:
     data = seed.to_bytes(16, "little", signed=True) + index.to_bytes(8, "little")
     digest = hashlib.blake2b(data, digest_size=6, person=b"baton-draw").digest()
     return int.from_bytes(digest, "little") * 2.0**-48
+
+
+def _sample_with(kernels: Kernels, logits: torch.Tensor, inputs: Sequence[SampleInput]) -> list[SampledToken | None]:
+    guided = [(row, item.guide) for row, item in enumerate(inputs) if isinstance(item.guide, Guide)]
+    masks = make_masks([guide for _, guide in guided]) if guided else torch.empty(0, 0)
+    addresses = {row: masks[index].data_ptr() for index, (row, _) in enumerate(guided)}
+    most_top = min(max((item.params.logprobs or 0 for item in inputs), default=0), logits.shape[-1])
+    rows = [_kernel_row(item, addresses.get(row, 0), most_top) for row, item in enumerate(inputs)]
+    sampled = sample_rows(kernels, logits, rows, most_top)
+    result = [None if token_id < 0 else SampledToken(token_id) for token_id in sampled.tokens]
+    for row, item in enumerate(inputs):
+        if item.params.logprobs is not None and result[row] is not None:
+            logprob, *values = sampled.logprobs[row].tolist()
+            top = zip(sampled.top_ids[row, : item.params.logprobs].tolist(), values, strict=False)
+            result[row] = SampledToken(sampled.tokens[row], logprob, tuple(TokenLogprob(*one) for one in top))
+    return result
+
+
+def _kernel_row(item: SampleInput, mask: int, most_top: int) -> tuple[object, ...]:
+    """The fields of `engine.kernels.sampling.ROW`. `mask`: its address, or 0."""
+    params, changes = item.params, item.changes
+    penalised = biased = allowed = banned = bad = NO_IDS
+    if changes is not None:
+        penalised = _addresses(changes.seen_ids, changes.counts)
+        biased = _addresses(changes.bias_ids, changes.bias)
+        allowed = _addresses(changes.allowed_ids)
+        banned = _addresses(changes.banned_ids) if item.num_output_tokens < params.min_tokens else NO_IDS
+        bad = _addresses(changes.bad_ids)
+    return (
+        *(penalised, biased, allowed, banned, bad, mask),
+        0.0 if params.is_greedy else uniform(params.seed, item.num_output_tokens),
+        *(params.top_p, params.temperature, params.min_p),
+        *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
+        params.top_k,
+        -1 if params.logprobs is None else min(params.logprobs, most_top),
+    )
+
+
+def _addresses(ids: array[int], numbers: array[float] | None = None) -> tuple[int, int, int]:
+    if not ids:
+        return NO_IDS
+    return (ids.buffer_info()[0], 0 if numbers is None else numbers.buffer_info()[0], len(ids))
 
 
 def _adjust(raw: torch.Tensor, inputs: Sequence[SampleInput]) -> torch.Tensor:
@@ -189,10 +244,17 @@ def _at(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return values.gather(1, columns[:, None])[:, 0]
 
 
-def _with_logprobs(logits: torch.Tensor, token_id: int, num_top: int) -> SampledToken:
+def _with_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: Sequence[int]) -> list[SampledToken]:
+    """For each row of `logits` `[num_rows, vocab_size]` its token, with the logprobs of so many likeliest ones."""
     logprobs = logits.log_softmax(-1)
-    top: tuple[TokenLogprob, ...] = ()
-    if num_top:
-        values, ids = logprobs.topk(min(num_top, len(logprobs)))
-        top = tuple(TokenLogprob(i, v) for i, v in zip(ids.tolist(), values.tolist(), strict=True))
-    return SampledToken(token_id, float(logprobs[token_id]), top)
+    own = _at(logprobs, tokens).tolist()
+    # As many whatever the rows ask for: which of equal ones come must not depend on other requests.
+    most = min(MAX_LOGPROBS, logits.shape[-1]) if any(num_top) else 0
+    values, ids = logprobs.topk(most, dim=-1)
+    result = []
+    for token_id, logprob, number, *top in zip(
+        tokens.tolist(), own, num_top, ids.tolist(), values.tolist(), strict=True
+    ):
+        ordered = sorted(map(TokenLogprob, *top), key=lambda one: (-one.logprob, one.token_id))
+        result.append(SampledToken(token_id, logprob, tuple(ordered[:number])))
+    return result

@@ -313,6 +313,10 @@ def _open(variant: str) -> ctypes.CDLL:
             None,
             (c_void_p, POINTER(LinearStruct), c_void_p, c_float, c_void_p, c_int64, c_void_p),
         ),
+        "baton_sample": (
+            None,
+            (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p),
+        ),
         "baton_attention": (
             None,
             (

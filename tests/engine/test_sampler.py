@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from common.sampling import SamplingParams, TokenSequence
 from common.types import SampledToken
+from engine import sampler
 from engine.batch import SampleInput
 from engine.logit_changes import LogitChanges
 from engine.sampler import sample, uniform
+from tests.engine.kernels.variants import VARIANTS, kernels
 
 GREEDY = SamplingParams(temperature=0.0)
 NUM_DRAWS = 4000
+
+
+@pytest.fixture(autouse=True, params=["torch", *VARIANTS[-1:]])
+def _computed_with(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test of this file, with torch and with the best kernels that are here."""
+    if request.param != "torch":
+        monkeypatch.setattr(sys.modules[__name__], "sample", partial(sampler.sample, kernels=kernels(request.param)))
 
 
 def ask(

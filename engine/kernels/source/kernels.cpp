@@ -2,6 +2,7 @@
 // Pointers and sizes come from engine/kernels/library.py, which checks shapes and types.
 
 #include "layer.h"
+#include "sample.h"
 
 #define BATON extern "C" __attribute__((visibility("default")))
 
@@ -124,4 +125,16 @@ BATON void baton_best_tokens(
     Team* team, const Linear* head, const float* norm, float eps, const float* hidden, int64_t m, int64_t* tokens) {
     std::lock_guard<std::mutex> lock(team->turn);
     best_columns(*team, *head, norm, eps, hidden, m, tokens);
+}
+
+// A token for each row of `logits` [m, n]; row i of `logprobs` [m, 1 + most_top] and `ids` [m, most_top] has what
+// `asked[i]` wants of them. See `sample_row`.
+BATON void baton_sample(
+    Team* team, const Asked* asked, const float* logits, int64_t m, int64_t n, int64_t most_top, int64_t* tokens,
+    float* logprobs, int64_t* ids) {
+    std::lock_guard<std::mutex> lock(team->turn);
+    team->run(int(m), [&](int row, int thread) {
+        const Row own(team->scratch(thread, Row::bytes(n)), n);
+        tokens[row] = sample_row(own, logits + row * n, asked[row], logprobs + row * (1 + most_top), ids + row * most_top);
+    });
 }

@@ -201,10 +201,40 @@ void grouped(Team* team) {
         }
 }
 
+// Rows of odd sizes in which everything is asked for, one after the other and all at once; drawn tokens are allowed ones.
+void samples(Team* team) {
+    for (int64_t n : {1, 33, 700, 5003}) {
+        const int64_t m = 6, most_top = std::min<int64_t>(n, 20);
+        const auto logits = numbers<float>(m * n), values = numbers<float>(3);
+        const std::vector<int64_t> some{0, n / 2, n + 5};
+        const Ids none{nullptr, nullptr, 0}, ids{some.data(), values.data(), 3};
+        std::vector<uint8_t> mask((n + 31) / 32 * 4, 0x55);
+        const Asked plain{none, none, none, none, none, nullptr, 0.6, 1, 1, 0, 1, 0, 0, 0, -1};
+        std::vector<Asked> asked(m, plain);
+        asked[0].temperature = 0, asked[0].num_top = int32_t(most_top);
+        asked[1].penalised = asked[1].biased = ids, asked[1].repetition = 2;
+        asked[2].allowed = ids, asked[2].top_p = 0.9;
+        asked[3].mask = mask.data(), asked[3].top_k = int32_t((n + 1) / 2), asked[3].num_top = 0;
+        asked[4].top_k = 3, asked[4].top_p = 0.5, asked[4].min_p = 0.1f;
+        asked[5].allowed = asked[5].banned = ids;
+        std::vector<int64_t> tokens(m), top(m * most_top);
+        std::vector<float> logprobs(m * (1 + most_top));
+        baton_sample(team, asked.data(), logits.data(), m, n, most_top, tokens.data(), logprobs.data(), top.data());
+        bool is_right = tokens[0] == best_of(logits.data(), n).column && top[0] == tokens[0] && tokens[5] == -1;
+        is_right &= (tokens[2] == 0 || tokens[2] == n / 2) && tokens[3] % 2 == 0;
+        for (int64_t token : tokens) is_right &= token < n;
+        if (!is_right) {
+            std::printf("samples of %d tokens\n", int(n));
+            std::exit(1);
+        }
+    }
+}
+
 int main() {
     for (int threads : {1, 3}) {
         Team* team = baton_team(threads);
         grouped(team);
+        samples(team);
         products<float>(team);
         products<bf16>(team);
         for (int dim : {2, 10, 64, 80})
