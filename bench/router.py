@@ -1,11 +1,13 @@
 """What a router costs: CPU time of its process per request and per streamed token, and what it adds to TTFT.
 
-    python -m bench.router [--streams 1,32,1000] [--interfaces rest,grpc] [--seconds 5] [--repeats 1] [--json FILE]
+    python -m bench.router [--streams 1,32,1000] [--interfaces rest,grpc] [--seconds 5] [--processes 1,2] [--repeats 1]
+      [--json FILE]
 
 One router (`baton router`) in front of one decode worker that answers at once (`bench.instant_worker`), each in its own
 process, with the tokenizer of the default model: prompts are templated and tokenized, each token is one event. The CPU
-time is that of the router's process alone, from the kernel, so other work on the machine distorts it little. It moves
-with the CPU and its caches: compare figures of one machine.
+time is that of the router's process alone (with `--processes`, of all that it has), from the kernel, so other work on
+the machine distorts it little. It moves with the CPU and its caches: compare figures of one machine. All gRPC streams
+are in one connection, and so in one process.
 
 - requests: one token each, not streamed. tokens: streams of `--tokens` tokens, whole requests with their prompts.
 - TTFT: to the first event of those streams, less that of the worker asked directly over gRPC with as many streams. All
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -131,9 +134,10 @@ async def load(ask: Ask, num_streams: int, max_tokens: int, seconds: float) -> l
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of all threads of a process."""
+    """User and system time of all threads of a process, and of the processes that it started."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return (int(fields[11]) + int(fields[12])) / TICKS + sum(cpu_s(int(child)) for child in children)
 
 
 async def measure(ask: Ask, direct: Ask, pid: int, num_streams: int, args: argparse.Namespace) -> Mapping[str, float]:
@@ -162,12 +166,14 @@ def main() -> None:
     parser.add_argument("--interfaces", default="rest,grpc")
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each figure")
+    parser.add_argument("--processes", default="1", help="of the router, one figure for each: 1,2")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     interfaces = args.interfaces.split(",")
     if not {*interfaces} <= {"rest", "grpc"}:
         parser.error("--interfaces: rest, grpc or both")
+    processes = [int(number) for number in args.processes.split(",")]
     counts = [int(count) for count in args.streams.split(",")]
     allow_open_files(2 * max(counts) + 100)
     tokenizer_dir = ensure_model(DEFAULT_MODEL, default_cache_dir(), lambda text: print(text, file=sys.stderr))
@@ -176,21 +182,26 @@ def main() -> None:
         ports = ["--http-listen=127.0.0.1:0", "--grpc-listen=127.0.0.1:0", "--log-level=warning"]
         room = [f"--max-requests={2 * max(counts)}", f"--max-connections={2 * max(counts) + 100}"]
         command = [python, "-m", "baton", "router", f"--decode={worker['grpc']}", *ports, *room]
-        with running(command, "the router") as router:
-            pid = int(router["pid"])
+        with contextlib.ExitStack() as stack:
 
-            def system(interface: str, count: int) -> Callable[[], Mapping[str, float]]:
+            def system(router: Mapping[str, str], interface: str, count: int) -> Callable[[], Mapping[str, float]]:
                 async def run() -> Mapping[str, float]:
                     asked = Rest(router["http"]) if interface == "rest" else Grpc(router["grpc"])
                     direct = Direct(worker["grpc"])
-                    return await measure(asked.ask, direct.ask, pid, count, args)
+                    return await measure(asked.ask, direct.ask, int(router["pid"]), count, args)
 
                 def in_a_loop() -> Mapping[str, float]:
                     return uvloop.run(run())
 
                 return in_a_loop
 
-            systems = {f"{name}, {count}": system(name, count) for name in interfaces for count in counts}
+            systems: dict[str, Callable[[], Mapping[str, float]]] = {}
+            for number in processes:
+                router = stack.enter_context(running([*command, f"--processes={number}"], "the router"))
+                of = "" if processes == [1] else f", {number} processes"
+                systems |= {
+                    f"{name}, {count}{of}": system(router, name, count) for name in interfaces for count in counts
+                }
             rows = interleave(systems, args.repeats)
     print_table("interface, streams", rows)
     if args.json:

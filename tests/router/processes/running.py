@@ -78,7 +78,14 @@ def sockets(pid: int) -> int:
 async def start(before: str = "", **settings: object) -> Process:
     """`before` is run in the parent first."""
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CODE, json.dumps({**SETTINGS, **settings}), before, stdout=PIPE, stderr=PIPE
+        sys.executable,
+        "-c",
+        CODE,
+        json.dumps({**SETTINGS, **settings}),
+        before,
+        stdout=PIPE,
+        stderr=PIPE,
+        start_new_session=True,
     )
 
 
