@@ -250,6 +250,14 @@ class AsyncClient:
         response: inference_pb2.PrefixResponse = await self._answered(call)
         return prefix_of(response)
 
+    async def prefetch_prefix(self, *, session: str = "", **prefix: Unpack[PrefixOptions]) -> Prefix:
+        """As `Client.prefetch_prefix`."""
+        request = inference_pb2.PrefetchPrefixRequest(prefix=prefix_message(prefix))
+        metadata = (*self._metadata, *call_hints(session, explain=False))
+        call = self._inference.PrefetchPrefix(request, timeout=self._timeout, metadata=metadata)
+        response: inference_pb2.PrefixResponse = await self._answered(call)
+        return prefix_of(response)
+
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         request = inference_pb2.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
         response: inference_pb2.TokenizeResponse = await self._answered(

@@ -257,6 +257,12 @@ class Client:
         request = inference_pb2.EvictPrefixRequest(prefix=prefix_message(prefix))
         return prefix_of(self._ask(self._inference.EvictPrefix, request))
 
+    def prefetch_prefix(self, *, session: str = "", **prefix: Unpack[PrefixOptions]) -> Prefix:
+        """Has a prompt's KV brought from host memory and the store onto the decode worker that a request of this
+        session would go to now."""
+        request = inference_pb2.PrefetchPrefixRequest(prefix=prefix_message(prefix))
+        return prefix_of(self._ask(self._inference.PrefetchPrefix, request, call_hints(session, explain=False)))
+
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         request = inference_pb2.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
         return list(self._ask(self._inference.Tokenize, request).token_ids)
@@ -274,9 +280,14 @@ class Client:
         response = self._ask(self._fleet.GetFleet, router_pb2.GetFleetRequest())
         return [_fleet_worker(worker) for worker in response.workers]
 
-    def _ask(self, method: grpc.UnaryUnaryMultiCallable[Request, Response], request: Request) -> Response:
+    def _ask(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[Request, Response],
+        request: Request,
+        hints: tuple[tuple[str, str], ...] = (),
+    ) -> Response:
         try:
-            return method(request, timeout=self._timeout, metadata=self._metadata)
+            return method(request, timeout=self._timeout, metadata=(*self._metadata, *hints))
         except grpc.RpcError as error:
             raise to_baton_error(error, self._router) from error
 

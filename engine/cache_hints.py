@@ -31,6 +31,9 @@ class CacheHints:
 
     def handle(self, hint: m.HintCache, now: float) -> None:
         blocks, names = self._blocks, hint.block_hashes
+        if hint.action is m.CacheAction.PREFETCH:
+            self._remote_kv.prefetches.start(hint.call_id, names, now)
+            return
         if hint.action is m.CacheAction.EVICT:
             num_device, num_host = blocks.evict(names)
             stored = self._remote_kv.evict_stored(names)
@@ -60,7 +63,7 @@ class CacheHints:
                     num_device_blocks=one.num_device_blocks,
                     num_host_blocks=one.num_host_blocks,
                     num_stored_blocks=num_stored,
-                    store_failure=failure,
+                    failure=failure,
                 )
             )
         self._evicting = waiting

@@ -208,6 +208,7 @@ class EngineCore:
         self.blocks.take_counts().report()
         metrics.worker_kv_retained_blocks.set(len(self.blocks.retention))
         self.take_in_transfers()  # P2P publications are ready at once
+        self.remote_kv.prefetches.go_on(now, self._copy, may_move=not self.scheduler.num_waiting)
         return output
 
     def begin_remote(self) -> None:

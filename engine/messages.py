@@ -137,6 +137,7 @@ class GetBlocks(msgspec.Struct, tag=True, frozen=True):
 class CacheAction(StrEnum):
     RETAIN = "retain"  # evict these after others for a time
     EVICT = "evict"  # forget these now, in every tier
+    PREFETCH = "prefetch"  # bring these onto the device, when there is time
 
 
 class HintCache(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -313,10 +314,12 @@ class CacheHinted(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """What became of a `HintCache`."""
 
     call_id: int
-    num_device_blocks: int = 0  # of these names, that the device had; RETAIN: before the first that is not here
-    num_host_blocks: int = 0  # the same, that only host memory had
-    num_stored_blocks: int = 0  # EVICT: that the store had
-    store_failure: str = ""  # EVICT: why the store may still have some
+    num_device_blocks: int = (
+        0  # of these names. EVICT: that the device had; otherwise, that it has before the first that is not here
+    )
+    num_host_blocks: int = 0  # the same, that only host memory had; PREFETCH: that it gave
+    num_stored_blocks: int = 0  # EVICT: that the store had; PREFETCH: that it gave
+    failure: str = ""  # EVICT: why the store may still have some; PREFETCH: why not all came
 
 
 Event = (

@@ -121,7 +121,7 @@ async def serve(
         ),
         Generation(dispatcher, demand, quotas, queue),
         Embedder(registry, demand, quotas, queue),
-        PrefixHints(registry),
+        PrefixHints(registry, lambda request, endpoints: dispatcher.policy.pick(request, endpoints)),
         part,
     )
     health = Health()

@@ -30,6 +30,7 @@ MAX_REPORTS_PER_S = 1000  # more of them take turns
 _ACTIONS = {
     worker_pb2.CACHE_ACTION_RETAIN: m.CacheAction.RETAIN,
     worker_pb2.CACHE_ACTION_EVICT: m.CacheAction.EVICT,
+    worker_pb2.CACHE_ACTION_PREFETCH: m.CacheAction.PREFETCH,
 }
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -123,7 +124,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             num_device_blocks=hinted.num_device_blocks,
             num_host_blocks=hinted.num_host_blocks,
             num_stored_blocks=hinted.num_stored_blocks,
-            store_failure=hinted.store_failure,
+            failure=hinted.failure,
         )
 
     async def GetStatus(  # noqa: N802

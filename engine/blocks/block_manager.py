@@ -101,6 +101,12 @@ class BlockManager:
         """Blocks that an allocation could get: empty ones and cached ones."""
         return len(self._empty) + len(self._evictable)
 
+    def num_spare_blocks(self, besides: Sequence[bytes]) -> int:
+        """Those of them that are neither retained nor `besides`, which the device has."""
+        kept = {self.cache[name] for name in besides}
+        num_kept = sum(is_retained or block_id in kept for block_id, (is_retained, _) in self._evictable.items())
+        return self.num_available_blocks - num_kept
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -188,6 +194,33 @@ class BlockManager:
         self.write_back.clear()
         self.retention.clear()
 
+    def bring_up(self, names: Sequence[bytes]) -> None:
+        """Copies blocks up that only host memory has, as if a request had just used them. There must be room."""
+        self._promote(names)
+        for name in reversed(names):
+            self._give_back(self.cache[name])
+
+    def take_held(self, num_blocks: int) -> list[int]:
+        """Blocks without content, held until `keep_prefetched` or `unhold`. There must be room."""
+        block_ids = [self._take() for _ in range(num_blocks)]
+        self._held.update(block_ids)
+        return block_ids
+
+    def keep_prefetched(self, block_id: int, name: bytes) -> None:
+        """A held block has its content now, from the store: it is cached, as if a request had just used it."""
+        self._name(block_id, name)
+        self.write_back.mark_stored([name])
+        self._num_frees += 1
+        self._blocks[block_id].freed_at = self._num_frees
+        self.unhold(block_id)
+
+    def touch(self, names: Sequence[bytes]) -> None:
+        """As if a request had just used these, which are on the device."""
+        for name in reversed(names):
+            block_id = self.cache[name]
+            self._share(block_id)
+            self._give_back(block_id)
+
     def evict(self, names: Iterable[bytes]) -> tuple[int, int]:
         """Forgets these names; blocks in use stay in use, unfindable. Returns how many the device had, and how many
         only host memory."""
@@ -224,6 +257,14 @@ class BlockManager:
         here = list(takewhile(self._is_here, names))
         num_device = sum(name in self.cache for name in here)
         return num_device, len(here) - num_device
+
+    def count_on_device(self, names: Sequence[bytes]) -> int:
+        """How many leading names the device has."""
+        return sum(1 for _ in takewhile(self.cache.__contains__, names))
+
+    def count_in_host(self, names: Sequence[bytes]) -> int:
+        """How many leading names only host memory has."""
+        return sum(1 for _ in takewhile(lambda name: name in self.host and name not in self.cache, names))
 
     def retain(self, tenant: str, names: Sequence[bytes], seconds: float) -> None:
         """Blocks of these names, a prompt's from its first one on, are evicted after all others for some time. What
@@ -395,9 +436,7 @@ class BlockManager:
 
     def _give_up(self, request: Request) -> None:
         for block_id in reversed(request.block_ids):
-            self._num_frees += 1
-            self._blocks[block_id].freed_at = self._num_frees
-            self._drop(block_id)
+            self._give_back(block_id)
         # Without their beginning the others would not be found: what it gave up before is as old as the rest.
         for name in reversed(request.block_hashes[: request.num_unseen_blocks]):
             found = self.cache.find(name)
@@ -407,6 +446,12 @@ class BlockManager:
                 self._make_evictable(self._blocks[found])
         request.block_ids = []
         request.num_named_blocks = request.num_unseen_blocks = 0
+
+    def _give_back(self, block_id: int) -> None:
+        """Somebody who used the block does not need it any more."""
+        self._num_frees += 1
+        self._blocks[block_id].freed_at = self._num_frees
+        self._drop(block_id)
 
     def _share(self, block_id: int) -> None:
         block = self._blocks[block_id]

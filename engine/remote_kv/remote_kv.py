@@ -17,6 +17,7 @@ from engine.blocks.block_manager import BlockManager
 from engine.blocks.host_tier import HostCopy
 from engine.remote_kv.loans import Loans
 from engine.remote_kv.lookups import Lookups
+from engine.remote_kv.prefetches import Prefetches
 from engine.remote_kv.publications import Publish
 from engine.remote_kv.transfers import Transfers, WrittenBlock
 from engine.remote_kv.waiting_room import Settled, WaitingRoom
@@ -67,6 +68,7 @@ class RemoteKV:
         self.lookups = Lookups(store, blocks)
         self.transfers = Transfers(handoff, store, blocks, clock)
         self.loans = Loans(blocks)
+        self.prefetches = Prefetches(blocks, store, self.transfers, emit)
         self._handoff = handoff
         self._store = store
         self._handoff_is_store = store is handoff
@@ -184,6 +186,9 @@ class RemoteKV:
     # ------------------------------------------------------------------------------------------ internals
 
     def _report(self, request_id: str, news: _TransferNews) -> None:
+        if request_id in self.prefetches:
+            self.prefetches.ended(request_id, news.arrived, news.fetch_lost, news.failure)
+            return
         if news.refs or news.published_lost:
             self._emit(m.BlocksPublished(request_id, news.refs, news.published_lost, news.failure, news.elapsed_s))
         if not (news.arrived or news.fetch_lost):

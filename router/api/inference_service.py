@@ -121,6 +121,11 @@ class InferenceService:
     ) -> inference_pb2.PrefixResponse:
         return await self._hint(request.prefix, context, worker_pb2.CACHE_ACTION_EVICT)
 
+    async def PrefetchPrefix(  # noqa: N802
+        self, request: inference_pb2.PrefetchPrefixRequest, context: Context
+    ) -> inference_pb2.PrefixResponse:
+        return await self._hint(request.prefix, context, worker_pb2.CACHE_ACTION_PREFETCH)
+
     async def _hint(
         self,
         prefix: inference_pb2.Prefix,
@@ -140,6 +145,7 @@ class InferenceService:
                     cache_salt=prefix.cache_salt,
                     seconds=seconds,
                     client=client,
+                    hints=call_hints(_metadata(context)),
                 )
             except InvalidArgumentError as error:
                 field = error.field if error.field == "seconds" else f"prefix.{error.field}"

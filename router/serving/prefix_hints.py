@@ -1,13 +1,15 @@
-"""Hints about the caches of all workers: which blocks of a prompt to keep for a while, and which to forget.
+"""Hints about the caches of all workers: which blocks of a prompt to keep for a while, to forget, or to have ready.
 
-Every worker is asked, whatever it is thought to have: what a router knows of caches may be out of date. One that does
-not answer says so in its part of the answer, and changes nothing of the others'.
+Every worker is asked, whatever it is thought to have: what a router knows of caches may be out of date. Only what is to
+be ready has one place, where the prompt would go. A worker that does not answer says so in its part of the answer, and
+changes nothing of the others'.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +21,9 @@ from common.types import WorkerState
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry, ServedModel
+from router.policy.base import RoutingDecision, RoutingRequest
+
+Pick = Callable[[RoutingRequest, Sequence[Endpoint]], RoutingDecision]
 
 TIMEOUT_S = 15.0  # of one worker: longer than that waits for its engine
 
@@ -30,6 +35,7 @@ class PrefixHint:
     model: ServedModel
     token_ids: Sequence[int]  # those whose full blocks are meant
     cache_salt: str
+    session: str = ""  # PREFETCH: requests of one session belong together
     seconds: float = 0.0  # RETAIN
     tenant: str = ""  # RETAIN: whose share of what may be retained the blocks take
 
@@ -55,11 +61,13 @@ class Hinted:
 class PrefixHints:
     """Shared by both interfaces of a router."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, pick: Pick) -> None:
         self._registry = registry
+        self._pick = pick
 
     async def give(self, hint: PrefixHint, action: worker_pb2.CacheAction.ValueType) -> Hinted:
-        """Tells all workers of the model's KV layout."""
+        """Tells all workers of the model's KV layout; a prefetch, the decode worker that the prompt would go to. Raises
+        `UnavailableError` if there is none."""
         model = hint.model
         names = await asyncio.to_thread(
             partial(
@@ -78,8 +86,19 @@ class PrefixHints:
             tenant=hint.tenant,
         )
         endpoints = [one for one in self._registry.endpoints() if one.fingerprint == model.fingerprint]
+        if action == worker_pb2.CACHE_ACTION_PREFETCH and names:
+            endpoints = [self._pick(self._routing(hint, names), endpoints).decode]
         asked = [self._ask(one, request, len(names)) for one in endpoints if names]
         return Hinted(len(names) * model.block_size, len(names), await asyncio.gather(*asked))
+
+    def _routing(self, hint: PrefixHint, names: Sequence[bytes]) -> RoutingRequest:
+        return RoutingRequest(
+            num_prompt_tokens=len(hint.token_ids),
+            num_tokens=len(hint.token_ids) + 1,
+            fingerprint=hint.model.fingerprint,
+            cached_blocks=self._registry.blocks.index.match(names, time.monotonic()),
+            session=hint.session,
+        )
 
     async def _ask(self, endpoint: Endpoint, request: worker_pb2.HintCacheRequest, most: int) -> PrefixOnWorker:
         if endpoint.state is WorkerState.UNREACHABLE:
@@ -102,5 +121,5 @@ class PrefixHints:
             num_device_blocks=min(answer.num_device_blocks, most),
             num_host_blocks=min(answer.num_host_blocks, most),
             num_stored_blocks=min(answer.num_stored_blocks, most),
-            error=answer.store_failure[:MAX_WORDS],
+            error=answer.failure[:MAX_WORDS],
         )

@@ -232,7 +232,7 @@ class Preparation:
             deadline=arrived_at + min(self._request_timeout_s, math.inf if timeout_s is None else timeout_s),
             client=client.name if client else "",
             tenant=client.tenant if client else "",
-            session=json.dumps([client.tenant if client else "", hints.session]) if hints and hints.session else "",
+            session=_session(client, hints),
             explain=hints is not None and hints.explain,
             prompt_field=prompt.field,
             reading=prompt.reading if prompt.guided is not None else _reading(prompt.reading, params.guided),
@@ -249,6 +249,7 @@ class Preparation:
         cache_salt: str = "",
         seconds: float | None = None,
         client: ApiClient | None = None,
+        hints: CallHints | None = None,
     ) -> PrefixHint:
         """Of the prompt's first `num_tokens`; 0: of all. `seconds`: to retain them for, if that is what is asked; 0: no
         longer."""
@@ -260,6 +261,7 @@ class Preparation:
             model=model,
             token_ids=prompt.token_ids[: num_tokens or len(prompt.token_ids)],
             cache_salt=client.cache_salt(cache_salt) if client else cache_salt,
+            session=_session(client, hints),
             seconds=seconds or 0.0,
             tenant=name_of(client.name, client.tenant) if client else name_of("", ""),
         )
@@ -296,6 +298,11 @@ class Preparation:
             client=client.name if client else "",
             tenant=client.tenant if client else "",
         )
+
+
+def _session(client: ApiClient | None, hints: CallHints | None) -> str:
+    """Of different tenants never the same one."""
+    return json.dumps([client.tenant if client else "", hints.session]) if hints and hints.session else ""
 
 
 def check_num_inputs(num_inputs: int, field: str) -> None:

@@ -130,6 +130,12 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
     ) -> inference_pb2.PrefixResponse:
         return self._prefix(request)
 
+    def PrefetchPrefix(  # noqa: N802
+        self, request: inference_pb2.PrefetchPrefixRequest, context: Context
+    ) -> inference_pb2.PrefixResponse:
+        self.metadata.append(dict(context.invocation_metadata()))
+        return self._prefix(request)
+
     def _prefix(self, request: Any) -> inference_pb2.PrefixResponse:
         self.requests.append(request)
         worker = inference_pb2.PrefixOnWorker(

@@ -287,7 +287,11 @@ async def test_both_clients_say_which_prefix_is_meant(client: Client, router: tu
         options = {"enable_thinking": False}
         assert client.evict_prefix(messages="hi", tools=[tool], chat_template_kwargs=options) == told
         assert await other.evict_prefix(messages="hi", tools=[tool], chat_template_kwargs=options) == told
-    first, same, second, same_second = router[0].requests
+        assert client.prefetch_prefix(prompt="a", session="x") == told
+        assert await other.prefetch_prefix(prompt="a", session="x") == told
+    assert [one["x-session-id"] for one in router[0].metadata[-2:]] == ["x", "x"]
+    first, same, second, same_second, *third = router[0].requests
+    assert third == [inference_pb2.PrefetchPrefixRequest(prefix=inference_pb2.Prefix(prompt="a"))] * 2
     assert (first, second) == (same, same_second)
     prefix = inference_pb2.Prefix(prompt_token_ids=[1, 2], num_tokens=1, cache_salt="s", model="m")
     assert first == inference_pb2.RetainPrefixRequest(prefix=prefix, seconds=60)

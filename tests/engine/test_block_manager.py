@@ -499,6 +499,23 @@ class Lifecycle(RuleBasedStateMachine):
         self.blocks.evict(names)
         assert not self.blocks.names() & set(names)
 
+    @rule(name=live)
+    def prefetch(self, name: str) -> None:
+        request = self.requests[name]
+        num_here = self.blocks.count_on_device(request.block_hashes)
+        missing = request.block_hashes[num_here:]
+        if not missing or self.blocks.num_spare_blocks(request.block_hashes[:num_here]) <= 0:
+            return
+        self.blocks.touch(request.block_hashes[:num_here])
+        if self.blocks.count_in_host(missing):
+            self.blocks.bring_up(missing[:1])
+        else:
+            (block_id,) = self.blocks.take_held(1)
+            self.carry_out()
+            self.device[block_id] = tuple(request.token_ids[: (num_here + 1) * 4])
+            self.blocks.keep_prefetched(block_id, missing[0])
+        assert self.blocks.count_on_device(request.block_hashes) > num_here
+
     @rule(name=live, tenant=st.sampled_from("ab"))
     def end_retention(self, name: str, tenant: str) -> None:
         self.blocks.end_retention(tenant, self.requests[name].block_hashes)

@@ -13,6 +13,7 @@ from common.block_hash import block_hashes, extra_keys, root_hash
 from engine import messages as m
 from engine.cache_hints import STORE_TIMEOUT_S
 from engine.core import EngineCore
+from engine.remote_kv import prefetches
 from kv_store.base import ConnectorConfig, Eviction
 from kv_store.memory import MemoryConnector
 from kv_store.shared_storage.connector import SharedStorageConnector
@@ -95,7 +96,7 @@ def test_the_store_forgets_it_too(tmp_path: Path) -> None:
         test_store.run(core)
         assert list(tmp_path.glob("*/runs/*.run"))
         found = hint(core, m.CacheAction.EVICT, names())
-        assert (found.num_device_blocks, found.num_stored_blocks, found.store_failure) == (5, 5, "")
+        assert (found.num_device_blocks, found.num_stored_blocks, found.failure) == (5, 5, "")
         assert hint(core, m.CacheAction.EVICT, names()) == m.CacheHinted(call_id=7)
         assert not list(tmp_path.glob("*/runs/*.run")), "no bytes are left"
     with test_store.engine(tmp_path) as (core, runner):
@@ -129,7 +130,7 @@ def test_what_is_being_written_is_forgotten_after_that() -> None:
 def test_a_store_that_does_not_do_it_is_told_of(stored: Eviction, words: str) -> None:
     core, _ = make_core()
     core.remote_kv._store.evict = lambda _: stored  # type: ignore[method-assign]
-    assert words in hint(core, m.CacheAction.EVICT, names()).store_failure
+    assert words in hint(core, m.CacheAction.EVICT, names()).failure
 
 
 def test_a_store_that_hangs_has_its_time(tmp_path: Path) -> None:
@@ -138,9 +139,91 @@ def test_a_store_that_hangs_has_its_time(tmp_path: Path) -> None:
     core, _ = make_core(connector=connector)
     go_on = threading.Event()
     connector._chores.add(lambda: go_on.wait(PATIENCE_S) and None)
-    assert "did not answer" in hint(core, m.CacheAction.EVICT, names()).store_failure
+    assert "did not answer" in hint(core, m.CacheAction.EVICT, names()).failure
     while connector._chores.add(lambda: None):
         pass
-    assert "hangs" in hint(core, m.CacheAction.EVICT, names()).store_failure
+    assert "hangs" in hint(core, m.CacheAction.EVICT, names()).failure
     go_on.set()
     core.close()
+
+
+def prefetch(core: EngineCore, hashes: list[bytes]) -> m.CacheHinted:
+    return hint(core, m.CacheAction.PREFETCH, hashes)
+
+
+@pytest.fixture
+def long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefetches have long: the clock goes on by a second each time that it is read."""
+    monkeypatch.setattr(prefetches, "TIMEOUT_S", 10.0**6)
+
+
+@pytest.mark.usefixtures("long")
+def test_what_the_store_has_is_brought_before_anybody_asks(tmp_path: Path) -> None:
+    prompt = list(range(82))  # twenty full blocks, more than are fetched at a time
+    test_store.fill(tmp_path, prompt)
+    with test_store.engine(tmp_path) as (core, runner):
+        found = prefetch(core, [*names(prompt), b"x" * 16])
+        assert found == m.CacheHinted(
+            call_id=7, num_device_blocks=20, num_stored_blocks=20, failure="the rest is not stored"
+        )
+        assert prefetch(core, names(prompt)) == m.CacheHinted(call_id=7, num_device_blocks=20)
+        add(core, "a", prompt, max_tokens=2)
+        assert tokens_of(test_store.run(core))["a"] == reference(prompt, 2)
+        assert runner.num_tokens_per_step[0] == 2
+        assert_idle(core)
+
+
+@pytest.mark.usefixtures("long")
+def test_what_host_memory_has_is_brought_up() -> None:
+    core, runner = make_core(num_blocks=9, host_cache_gb=0.001)
+    for name, start in (("a", 0), ("b", 40)):
+        add(core, name, list(range(start, start + 22)), max_tokens=2)
+        run(core)
+    num_here = core.blocks.count_on_device(names())
+    found = prefetch(core, names())
+    assert found == m.CacheHinted(call_id=7, num_device_blocks=5, num_host_blocks=5 - num_here)
+    runner.num_tokens_per_step.clear()
+    add(core, "again", PROMPT, max_tokens=2)
+    assert tokens_of(run(core))["again"] == reference(PROMPT, 2)
+    assert runner.num_tokens_per_step[0] == 2
+    assert_idle(core)
+
+
+@pytest.mark.usefixtures("long")
+def test_it_takes_no_retained_block_and_leaves_some(tmp_path: Path) -> None:
+    test_store.fill(tmp_path, PROMPT)
+    with test_store.engine(tmp_path, num_blocks=8, retain_share=1.0, retain_tenant_share=1.0) as (core, _):
+        add(core, "a", list(range(40, 62)), max_tokens=1)
+        test_store.run(core)
+        assert hint(core, m.CacheAction.RETAIN, names(list(range(40, 62))), 100_000.0).num_device_blocks == 5
+        found = prefetch(core, names())
+        assert (found.num_device_blocks, found.failure) == (2, "no KV block is to spare")
+        assert core.blocks.count_on_device(names(list(range(40, 62)))) == 5
+
+
+def test_it_waits_for_who_waits_and_gives_up() -> None:
+    core, _ = make_core()
+    core.handle(m.HintCache(call_id=1, action=m.CacheAction.PREFETCH, block_hashes=names()))
+    for now in (0.0, 10_000_000.0):
+        core.remote_kv.prefetches.go_on(now, lambda _: None, may_move=False)
+        told = [event for event in core.take_events() if isinstance(event, m.CacheHinted)]
+        assert [("had no time" in event.failure) for event in told] == ([] if now == 0.0 else [True])
+    for call_id in range(17):
+        core.handle(m.HintCache(call_id=call_id, action=m.CacheAction.PREFETCH, block_hashes=names()))
+    (refused,) = core.take_events()
+    assert refused == m.CacheHinted(call_id=16, failure="too many prefetches wait")
+
+
+@pytest.mark.usefixtures("long")
+def test_a_block_that_cannot_be_read_ends_it(tmp_path: Path) -> None:
+    test_store.fill(tmp_path, PROMPT)
+    (stored,) = tmp_path.glob("*/runs/*.run")
+    data = bytearray(stored.read_bytes())
+    data[-1] ^= 1  # of the last block: the prompt's tail, or its last full one
+    data[4096] ^= 1  # of the first
+    stored.write_bytes(data)
+    with test_store.engine(tmp_path) as (core, _):
+        found = prefetch(core, names())
+        assert found.num_device_blocks == 0
+        assert "checksum" in found.failure
+        assert_idle(core)

@@ -80,6 +80,29 @@ async def test_a_conversation_is_meant_as_it_is_asked(router: RunningRouter, wor
     assert {one.action for one in worker.hints} == {worker_pb2.CACHE_ACTION_EVICT}
 
 
+async def test_a_prefetch_goes_where_the_prompt_would_go(start_worker: StartWorker, start_router: StartRouter) -> None:
+    workers = [await start_worker() for _ in range(3)]
+    prefill = await start_worker(WorkerRole.PREFILL)
+    router = await start_router(*workers, prefill=(prefill,), policy="session")
+    headers = {"x-session-id": "mine"}
+    async with httpx.AsyncClient() as client:
+        body = {"prompt": TOKENS}
+        answers = [(await client.post(f"{router.url}/v1/cache/prefetch", json=body, headers=headers)).json()]
+    prefix = inference_pb2.Prefix(prompt_token_ids=TOKENS)
+    told = await router.inference.PrefetchPrefix(
+        inference_pb2.PrefetchPrefixRequest(prefix=prefix), metadata=tuple(headers.items())
+    )
+    generate = inference_pb2.GenerateRequest(prompt_token_ids=TOKENS)
+    async for _ in router.inference.Generate(generate, metadata=tuple(headers.items())):
+        pass
+    (chosen,) = [worker for worker in workers if worker.requests]
+    assert [one.action for one in chosen.hints] == [worker_pb2.CACHE_ACTION_PREFETCH] * 2
+    assert [one.address for one in told.workers] == [chosen.address]
+    assert [one["address"] for one in answers[0]["workers"]] == [chosen.address]
+    assert not prefill.hints
+    assert sum(len(worker.hints) for worker in workers) == 2
+
+
 async def test_a_tenant_reaches_its_own_blocks_only(
     worker: FakeWorker, start_router: StartRouter, tmp_path: Path
 ) -> None:
@@ -117,6 +140,7 @@ BAD: list[tuple[str, dict[str, object], str]] = [
     ("retain", {"prompt": TOKENS, "seconds": 3601}, "seconds"),
     ("evict", {"prompt": TOKENS, "seconds": 1}, "seconds"),
     ("evict", {}, "messages"),
+    ("prefetch", {}, "messages"),
     ("evict", {"prompt": "a", "messages": []}, "messages"),
     ("evict", {"prompt": [-1]}, "prompt"),
     ("evict", {"prompt": "a", "tools": []}, "tools"),

@@ -161,7 +161,7 @@ class FakeEngine:
                 seen, self._seen = self._seen, []
                 self._emit(m.Status(call_id, self._load(), ",".join(seen) or "ok"))
             case m.HintCache(call_id=call_id, block_hashes=names):
-                self._emit(m.CacheHinted(call_id=call_id, num_device_blocks=len(names), store_failure="it is a fake"))
+                self._emit(m.CacheHinted(call_id=call_id, num_device_blocks=len(names), failure="it is a fake"))
             case m.Release(request_id):
                 self._requests.pop(request_id, None)
             case m.LendBlocks(request_id, first, stop) if request and not request.script.lends_nothing:

@@ -125,7 +125,7 @@ async def test_hints_about_caches(start_worker: StartWorker) -> None:
     worker = await start_worker()
     good = {"action": worker_pb2.CACHE_ACTION_EVICT, "block_hashes": bytes(32)}
     told = await worker.worker.HintCache(worker_pb2.HintCacheRequest(**good))  # type: ignore[arg-type]
-    assert (told.num_device_blocks, told.store_failure) == (2, "it is a fake")
+    assert (told.num_device_blocks, told.failure) == (2, "it is a fake")
     for field, changes in (
         ("action", {"action": 0}),
         ("block_hashes", {"block_hashes": bytes(17)}),

@@ -697,6 +697,26 @@ class EvictPrefixRequest(_message.Message):
 Global___EvictPrefixRequest: _TypeAlias = EvictPrefixRequest  # noqa: Y015
 
 @_typing.final
+class PrefetchPrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIX_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prefix(self) -> Global___Prefix: ...
+    def __init__(
+        self,
+        *,
+        prefix: Global___Prefix | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchPrefixRequest: _TypeAlias = PrefetchPrefixRequest  # noqa: Y015
+
+@_typing.final
 class PrefixResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -736,7 +756,9 @@ class PrefixOnWorker(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     num_device_blocks: _builtins.int
-    """Blocks that it had. RetainPrefix: those before the first one that it lacks."""
+    """Blocks that it had. RetainPrefix: those before the first one that it lacks. PrefetchPrefix: those that it has on the
+    device at the end, before the first one that it lacks there, and how many of them host memory and the store gave.
+    """
     num_host_blocks: _builtins.int
     """in host memory, and not on the device"""
     num_stored_blocks: _builtins.int

@@ -60,6 +60,11 @@ class InferenceServiceStub:
                 request_serializer=baton_dot_v1_dot_inference__pb2.EvictPrefixRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_inference__pb2.PrefixResponse.FromString,
                 _registered_method=True)
+        self.PrefetchPrefix = channel.unary_unary(
+                '/baton.v1.InferenceService/PrefetchPrefix',
+                request_serializer=baton_dot_v1_dot_inference__pb2.PrefetchPrefixRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_inference__pb2.PrefixResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/baton.v1.InferenceService/Tokenize',
                 request_serializer=baton_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -116,6 +121,14 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PrefetchPrefix(self, request, context):
+        """Has the KV blocks of a prompt brought from host memory and the store onto the decode worker that a request would go
+        to now. Requests come first: what takes too long is given up.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -160,6 +173,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
             'EvictPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.EvictPrefix,
                     request_deserializer=baton_dot_v1_dot_inference__pb2.EvictPrefixRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_inference__pb2.PrefixResponse.SerializeToString,
+            ),
+            'PrefetchPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrefetchPrefix,
+                    request_deserializer=baton_dot_v1_dot_inference__pb2.PrefetchPrefixRequest.FromString,
                     response_serializer=baton_dot_v1_dot_inference__pb2.PrefixResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
@@ -312,6 +330,33 @@ class InferenceService:
             target,
             '/baton.v1.InferenceService/EvictPrefix',
             baton_dot_v1_dot_inference__pb2.EvictPrefixRequest.SerializeToString,
+            baton_dot_v1_dot_inference__pb2.PrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrefetchPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.InferenceService/PrefetchPrefix',
+            baton_dot_v1_dot_inference__pb2.PrefetchPrefixRequest.SerializeToString,
             baton_dot_v1_dot_inference__pb2.PrefixResponse.FromString,
             options,
             channel_credentials,

@@ -44,6 +44,10 @@ class InferenceServiceStub:
     """Has all workers forget the KV blocks of a prompt, on the device, in host memory and in the store. Requests that use
     them now go on, and may bring them back.
     """
+    PrefetchPrefix: _grpc.UnaryUnaryMultiCallable[_inference_pb2.PrefetchPrefixRequest, _inference_pb2.PrefixResponse]
+    """Has the KV blocks of a prompt brought from host memory and the store onto the decode worker that a request would go
+    to now. Requests come first: what takes too long is given up.
+    """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
@@ -62,6 +66,10 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     EvictPrefix: _aio.UnaryUnaryMultiCallable[_inference_pb2.EvictPrefixRequest, _inference_pb2.PrefixResponse]  # type: ignore[assignment]
     """Has all workers forget the KV blocks of a prompt, on the device, in host memory and in the store. Requests that use
     them now go on, and may bring them back.
+    """
+    PrefetchPrefix: _aio.UnaryUnaryMultiCallable[_inference_pb2.PrefetchPrefixRequest, _inference_pb2.PrefixResponse]  # type: ignore[assignment]
+    """Has the KV blocks of a prompt brought from host memory and the store onto the decode worker that a request would go
+    to now. Requests come first: what takes too long is given up.
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -108,6 +116,16 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_inference_pb2.PrefixResponse, _abc.Awaitable[_inference_pb2.PrefixResponse]]:
         """Has all workers forget the KV blocks of a prompt, on the device, in host memory and in the store. Requests that use
         them now go on, and may bring them back.
+        """
+
+    @_abc_1.abstractmethod
+    def PrefetchPrefix(
+        self,
+        request: _inference_pb2.PrefetchPrefixRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.PrefixResponse, _abc.Awaitable[_inference_pb2.PrefixResponse]]:
+        """Has the KV blocks of a prompt brought from host memory and the store onto the decode worker that a request would go
+        to now. Requests come first: what takes too long is given up.
         """
 
     @_abc_1.abstractmethod

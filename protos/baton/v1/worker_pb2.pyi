@@ -71,6 +71,8 @@ class _CacheActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheActi
     """evict these after others, for `seconds`"""
     CACHE_ACTION_EVICT: _CacheAction.ValueType  # 2
     """forget these now: on the device, in host memory and in the store"""
+    CACHE_ACTION_PREFETCH: _CacheAction.ValueType  # 3
+    """bring these onto the device when there is time, for some seconds at most"""
 
 class CacheAction(_CacheAction, metaclass=_CacheActionEnumTypeWrapper): ...
 
@@ -79,6 +81,8 @@ CACHE_ACTION_RETAIN: CacheAction.ValueType  # 1
 """evict these after others, for `seconds`"""
 CACHE_ACTION_EVICT: CacheAction.ValueType  # 2
 """forget these now: on the device, in host memory and in the store"""
+CACHE_ACTION_PREFETCH: CacheAction.ValueType  # 3
+"""bring these onto the device when there is time, for some seconds at most"""
 Global___CacheAction: _TypeAlias = CacheAction  # noqa: Y015
 
 @_typing.final
@@ -344,26 +348,28 @@ class HintCacheResponse(_message.Message):
     NUM_DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_STORED_BLOCKS_FIELD_NUMBER: _builtins.int
-    STORE_FAILURE_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     num_device_blocks: _builtins.int
-    """Blocks that were found. RETAIN: those before the first one that is not here."""
+    """Blocks that were found. RETAIN: those before the first one that is not here. PREFETCH: on the device at the end,
+    before the first one that is not there, and how many of them host memory and the store gave.
+    """
     num_host_blocks: _builtins.int
     """in host memory, and not on the device"""
     num_stored_blocks: _builtins.int
     """EVICT: in the store"""
-    store_failure: _builtins.str
-    """EVICT: why the store may still have some"""
+    failure: _builtins.str
+    """EVICT: why the store may still have some; PREFETCH: why not all came"""
     def __init__(
         self,
         *,
         num_device_blocks: _builtins.int = ...,
         num_host_blocks: _builtins.int = ...,
         num_stored_blocks: _builtins.int = ...,
-        store_failure: _builtins.str = ...,
+        failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_device_blocks", b"num_device_blocks", "num_host_blocks", b"num_host_blocks", "num_stored_blocks", b"num_stored_blocks", "store_failure", b"store_failure"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "num_device_blocks", b"num_device_blocks", "num_host_blocks", b"num_host_blocks", "num_stored_blocks", b"num_stored_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -96,7 +96,7 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def HintCache(self, request, context):
-        """Has KV blocks evicted later than others, or now. Names of blocks that are not here do no harm.
+        """Has KV blocks evicted later than others, or now, or brought onto the device. Names of blocks that are not here do no harm.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,7 +38,7 @@ class WorkerServiceStub:
     WatchBlocks: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchBlocksRequest, _worker_pb2.BlockChanges]
     """Names of the KV blocks that can be found on this worker: all that are there, then what comes and goes."""
     HintCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.HintCacheRequest, _worker_pb2.HintCacheResponse]
-    """Has KV blocks evicted later than others, or now. Names of blocks that are not here do no harm."""
+    """Has KV blocks evicted later than others, or now, or brought onto the device. Names of blocks that are not here do no harm."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStatusRequest, _worker_pb2.WorkerStatus]
     """Load and the engine's check_integrity(), taken between two engine steps."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
@@ -55,7 +55,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     WatchBlocks: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchBlocksRequest, _worker_pb2.BlockChanges]  # type: ignore[assignment]
     """Names of the KV blocks that can be found on this worker: all that are there, then what comes and goes."""
     HintCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.HintCacheRequest, _worker_pb2.HintCacheResponse]  # type: ignore[assignment]
-    """Has KV blocks evicted later than others, or now. Names of blocks that are not here do no harm."""
+    """Has KV blocks evicted later than others, or now, or brought onto the device. Names of blocks that are not here do no harm."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetWorkerStatusRequest, _worker_pb2.WorkerStatus]  # type: ignore[assignment]
     """Load and the engine's check_integrity(), taken between two engine steps."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
@@ -93,7 +93,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.HintCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.HintCacheResponse, _abc.Awaitable[_worker_pb2.HintCacheResponse]]:
-        """Has KV blocks evicted later than others, or now. Names of blocks that are not here do no harm."""
+        """Has KV blocks evicted later than others, or now, or brought onto the device. Names of blocks that are not here do no harm."""
 
     @_abc_1.abstractmethod
     def GetStatus(

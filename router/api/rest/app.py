@@ -31,7 +31,7 @@ from router.api.rest.echo import Echo
 from router.api.rest.embeddings import EmbeddingsBody, embeddings_json
 from router.api.rest.errors import as_baton, error_response, json_response
 from router.api.rest.formats import AnswerFormat, ChatFormat, CompletionFormat
-from router.api.rest.prefix import EvictBody, RetainPrefixBody, prefix_json
+from router.api.rest.prefix import PrefixBody, RetainPrefixBody, prefix_json
 from router.api.rest.responses import ResponseAnswer
 from router.api.rest.responses_body import ResponsesBody
 from router.api.rest.schema import (
@@ -61,7 +61,7 @@ BODIES: tuple[type[Body], ...] = (
     ResponsesBody,
     EmbeddingsBody,
     RetainPrefixBody,
-    EvictBody,
+    PrefixBody,
     TokenizeBody,
     DetokenizeBody,
 )
@@ -93,7 +93,8 @@ def make_app(front: Front) -> ASGIApp:
     route("POST", "/v1/responses", gateway.responses, "Answer a conversation, item by item", ResponsesBody)
     route("POST", "/v1/embeddings", gateway.embeddings, "Vectors of texts", EmbeddingsBody)
     route("POST", "/v1/cache/retain", gateway.retain, "Keep a prompt's KV for a while", RetainPrefixBody)
-    route("POST", "/v1/cache/evict", gateway.evict, "Forget a prompt's KV", EvictBody)
+    route("POST", "/v1/cache/evict", gateway.evict, "Forget a prompt's KV", PrefixBody)
+    route("POST", "/v1/cache/prefetch", gateway.prefetch, "Have a prompt's KV ready", PrefixBody)
     route("GET", "/v1/models", gateway.models, "The model that is served")
     route("GET", "/v1/models/{model:path}", gateway.model, "One model")
     route("POST", "/tokenize", gateway.tokenize, "Token ids of a text", TokenizeBody)
@@ -230,13 +231,17 @@ class _Gateway:
         return await self._hint(request, body, worker_pb2.CACHE_ACTION_RETAIN, body.seconds)
 
     async def evict(self, request: Request) -> Response:
-        body = parse(EvictBody, await self._read(request))
+        body = parse(PrefixBody, await self._read(request))
         return await self._hint(request, body, worker_pb2.CACHE_ACTION_EVICT)
+
+    async def prefetch(self, request: Request) -> Response:
+        body = parse(PrefixBody, await self._read(request))
+        return await self._hint(request, body, worker_pb2.CACHE_ACTION_PREFETCH)
 
     async def _hint(
         self,
         request: Request,
-        body: EvictBody,
+        body: PrefixBody,
         action: worker_pb2.CacheAction.ValueType,
         seconds: float | None = None,
     ) -> Response:
@@ -257,6 +262,7 @@ class _Gateway:
                 cache_salt=body.cache_salt or "",
                 seconds=seconds,
                 client=client,
+                hints=call_hints(request.headers),
             )
             return json_response(prefix_json(await unless_gone(request, front.prefix_hints.give(hint, action))))
 

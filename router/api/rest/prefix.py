@@ -1,4 +1,4 @@
-"""`/v1/cache/retain` and `/v1/cache/evict`: a prompt whose KV is to be kept for a while, or forgotten."""
+"""`/v1/cache/retain`, `evict` and `prefetch`: a prompt whose KV is to be kept for a while, forgotten, or ready."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.serving.conversation import Conversation
 from router.serving.prefix_hints import Hinted
 
 
-class EvictBody(Body, kw_only=True):
+class PrefixBody(Body, kw_only=True):
     """A prompt, as in a request for an answer."""
 
     model: str | None = None
@@ -40,7 +40,7 @@ class EvictBody(Body, kw_only=True):
         return conversation_of(self.messages or [], tools, self.chat_template_kwargs)
 
 
-class RetainPrefixBody(EvictBody, kw_only=True):
+class RetainPrefixBody(PrefixBody, kw_only=True):
     seconds: float
 
 
