@@ -34,7 +34,7 @@ async def handle_call(context: Context, handling: Coroutine[Any, Any, None]) -> 
     except grpc.aio.InternalError:  # nothing can be sent any more: gRPC notices before it cancels this
         raise asyncio.CancelledError from None
     except Exception as error:
-        failure = _as_baton(error)
+        failure = failure_of(error)
     if failure is not None:  # here, where no frame holds the request: gRPC keeps how a call was aborted
         await abort(context, failure.without_stack())
 
@@ -71,8 +71,8 @@ async def abort(context: Context, error: BatonError) -> NoReturn:
     raise AssertionError("abort always raises")
 
 
-def _as_baton(error: Exception) -> BatonError:
-    """Raises `error` itself if a handler ended its call by it."""
+def failure_of(error: Exception) -> BatonError:
+    """What a handler's exception means to its caller. Raises `error` itself if the handler ended its call by it."""
     if isinstance(error, BatonError):
         return error
     if isinstance(error, DecodeError):

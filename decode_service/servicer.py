@@ -1,5 +1,7 @@
 """DecodeService: runs one request to its end on this worker.
 
+Each request is a task of its own, whether its router asked for it in a stream of many (`worker.many_calls`) or alone.
+
 With prefill workers named, the engine waits for their KV (`WAITING_FOR_REMOTE_KV`) while `PrefillLeg` keeps the
 stream that is the lease; without, or when none of them can, the engine computes the prompt itself.
 """
@@ -23,20 +25,30 @@ from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from protos.convert import finish_reason_to_proto, token_to_proto
 from worker import convert
 from worker.engine_stream import EngineStream, HandoverDue
+from worker.many_calls import Caller, ManyCalls, OneCall
+from worker.port import max_calls
 from worker.shell import Work, Worker, check_hint, check_names, ends_counted, error_from
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_PREFILL_ADDRESSES = 64
+NUM_FIRST_SENDS = 2  # events with tokens that bring a report
 DRAFTS_TOLD_EVERY = 16  # events with tokens
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._many = ManyCalls(self._decode, max_calls(worker.settings))
 
-    # The stub knows servicers that are generators. This one writes, so that a cancelled call unwinds at once.
+    # The stub knows servicers that are generators. These write, so that a cancelled call unwinds at once.
+    async def DecodeMany(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]  # noqa: ARG002, N802
+        await self._many.serve(context)
+
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
+        await self._decode(request, OneCall(context))
+
+    async def _decode(self, request: decode_pb2.DecodeRequest, caller: Caller) -> None:
         with ends_counted("decode"):
             work = Work("decode", request.request_id)
             async with self._worker.admit(work):
@@ -44,7 +56,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
                 with self._worker.engine.open(request.request_id, num_tokens) as stream:
                     work.stream = stream
-                    await DecodeRun(self._worker, request, params, stream, context).run()
+                    await DecodeRun(self._worker, request, params, stream, caller).run()
 
     def _check(self, request: decode_pb2.DecodeRequest) -> SamplingParams:
         worker, num_outputs = self._worker, len(request.output_token_ids)
@@ -94,13 +106,13 @@ class DecodeRun:
         request: decode_pb2.DecodeRequest,
         params: SamplingParams,
         stream: EngineStream,
-        context: Context,
+        caller: Caller,
     ) -> None:
         self._worker = worker
         self._request = request
         self._params = params
         self._stream = stream
-        self._context = context
+        self._caller = caller
         self._report = types_pb2.RequestReport()
         self._usage = types_pb2.Usage()
         self._leg = PrefillLeg(worker, request, stream, self._report, self._usage)
@@ -126,10 +138,12 @@ class DecodeRun:
                 min_remote_tokens=request.min_remote_tokens,
             )
         )
+        self._stream.pass_on = self._pass_on
         try:
             while not await self._take_in(await self._stream.next()):
                 pass
         finally:
+            self._stream.pass_on = None
             if self._leg.is_started:
                 self._stream.release()  # before the lease ends: nothing that arrives after that is to be trusted
                 self._leg.finish()
@@ -156,15 +170,17 @@ class DecodeRun:
                 self._leg.finish()
             case m.PromptScored(_, scores):
                 scored = decode_pb2.DecodeEvent(prompt_logprobs=[token_to_proto(one) for one in scores])
-                await self._stream.deliver(self._context.write(scored))
+                await self._stream.deliver(self._caller.write(scored))
             case m.TokensGenerated():
+                if self._pass_on(event):
+                    return False
                 await self._send(event)
                 if event.finish_reason is None:
                     return False
                 self._count(event)
                 return True
             case HandoverDue():
-                await self._stream.deliver(self._context.write(decode_pb2.DecodeEvent(offers_handover=True)))
+                await self._stream.deliver(self._caller.write(decode_pb2.DecodeEvent(offers_handover=True)))
             case m.RequestFailed():
                 raise error_from(event)
             case _:
@@ -185,7 +201,22 @@ class DecodeRun:
             self._usage.cached_tokens = max(self._usage.cached_tokens, event.num_cached_tokens)
             message.report.CopyFrom(self._completed(event))
             message.usage.CopyFrom(self._usage)
-        await self._stream.deliver(self._context.write(message))
+        await self._stream.deliver(self._caller.write(message))
+
+    def _pass_on(self, event: m.TokensGenerated) -> bool:
+        """Most of an answer: tokens after the first two, of which there is nothing else to say."""
+        is_begun = self._num_sends >= NUM_FIRST_SENDS and self._marks.second_token is not None
+        if not is_begun or event.finish_reason is not None:
+            return False
+        if self._is_told_of_drafts(event, self._num_sends + 1):
+            return False
+        tokens = event.tokens
+        if any(token.logprob is not None or token.top_logprobs for token in tokens):
+            return False
+        if not self._caller.take_tokens([token.token_id for token in tokens]):
+            return False
+        self._num_sends += 1
+        return True
 
     def _count(self, event: m.TokensGenerated) -> None:
         marks = self._marks
@@ -198,8 +229,11 @@ class DecodeRun:
         """Whether the report differs from the last one sent. A router that ends an answer itself, at a stop string,
         has to know by then; what became of drafts it knows as of some tokens ago."""
         self._num_sends += 1
-        is_due = self._num_sends <= 2 or (event.num_drafted_tokens > 0 and self._num_sends % DRAFTS_TOLD_EVERY == 0)
+        is_due = self._num_sends <= NUM_FIRST_SENDS or self._is_told_of_drafts(event, self._num_sends)
         return is_due or event.finish_reason is not None
+
+    def _is_told_of_drafts(self, event: m.TokensGenerated, num_sends: int) -> bool:
+        return event.num_drafted_tokens > 0 and num_sends % DRAFTS_TOLD_EVERY == 0
 
     def _completed(self, event: m.TokensGenerated) -> types_pb2.RequestReport:
         """The report with everything that is known by now."""
@@ -221,7 +255,7 @@ class DecodeRun:
 
     def _deadline(self) -> float | None:
         """The request's own deadline, in the event loop's time."""
-        remaining = self._context.time_remaining()
+        remaining = self._caller.time_remaining()
         return None if remaining is None else asyncio.get_running_loop().time() + remaining
 
 

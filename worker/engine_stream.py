@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,6 +58,10 @@ class EngineStream:
         self._events: asyncio.Queue[RequestEvent] = asyncio.Queue()
         self._delivery: asyncio.Timeout | None = None  # of what is being written to the caller
         self._is_unread = False
+        self._is_awaited = False  # somebody waits in `next`, who has acted on all events before
+        self.pass_on: Callable[[m.TokensGenerated], bool] | None = None
+        """Gets tokens first, the moment they come, if nothing is left to do before them: what `next` costs is spared.
+        Whether it took them."""
 
     def send(self, *commands: m.Command) -> None:
         """Sends commands, together; their `request_id` should be `engine_id`."""
@@ -74,6 +78,9 @@ class EngineStream:
     def put(self, event: RequestEvent) -> None:
         if self._is_unread:
             return
+        is_next = self._is_awaited and self._events.empty()
+        if is_next and self.pass_on is not None and type(event) is m.TokensGenerated and self.pass_on(event):
+            return
         if self._events.qsize() >= MAX_UNREAD_EVENTS:
             self._give_up()
         else:
@@ -82,7 +89,7 @@ class EngineStream:
     async def deliver(self, writing: Awaitable[None]) -> None:
         """Writes something to the caller. Raises `SlowReaderError` if too many events come while that one waits to be
         read: the caller takes no more."""
-        self._delivery = asyncio.timeout(None)
+        self._delivery = asyncio.timeout(0.0 if self._is_unread else None)  # events came before it was its turn
         try:
             async with self._delivery:
                 await writing
@@ -107,7 +114,11 @@ class EngineStream:
             self._delivery.reschedule(asyncio.get_running_loop().time())
 
     async def next(self) -> RequestEvent:
-        return await self._events.get()
+        self._is_awaited = True
+        try:
+            return await self._events.get()
+        finally:
+            self._is_awaited = False
 
     async def next_all(self) -> deque[RequestEvent]:
         """All events that there are, at least one: what the engine gave at the same moment comes together."""

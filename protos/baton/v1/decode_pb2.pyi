@@ -13,12 +13,168 @@ import builtins as _builtins
 import sys
 import typing as _typing
 
-if sys.version_info >= (3, 10):
-    from typing import TypeAlias as _TypeAlias
+if sys.version_info >= (3, 11):
+    from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
-    from typing_extensions import TypeAlias as _TypeAlias
+    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+@_typing.final
+class DecodeManyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    CANCELLED_CALL_IDS_FIELD_NUMBER: _builtins.int
+    CREDITS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def start(self) -> Global___StartCall: ...
+    @_builtins.property
+    def cancelled_call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """calls that have ended, and ids that were never used, are ignored"""
+
+    @_builtins.property
+    def credits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Credit]:
+        """as above"""
+
+    def __init__(
+        self,
+        *,
+        start: Global___StartCall | None = ...,
+        cancelled_call_ids: _abc.Iterable[_builtins.int] | None = ...,
+        credits: _abc.Iterable[Global___Credit] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled_call_ids", b"cancelled_call_ids", "credits", b"credits", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeManyRequest: _TypeAlias = DecodeManyRequest  # noqa: Y015
+
+@_typing.final
+class StartCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.int
+    """above those of all earlier calls of the stream; others end the stream"""
+    timeout_s: _builtins.float
+    """unset: no deadline"""
+    @_builtins.property
+    def request(self) -> Global___DecodeRequest: ...
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.int = ...,
+        timeout_s: _builtins.float | None = ...,
+        request: Global___DecodeRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "request", b"request", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "call_id", b"call_id", "request", b"request", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
+    _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
+
+Global___StartCall: _TypeAlias = StartCall  # noqa: Y015
+
+@_typing.final
+class Credit(_message.Message):
+    """How much more a call may send. It begins with 65,536 bytes: its events count with their size, and each of `token_ids`
+    counts 32. The event that exceeds what is left is sent; after it the call waits for credit, which never grows beyond
+    what it began with. A call of which the engine has 2,048 further events by then ends with ABORTED. Other calls go on.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.int
+    num_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Credit: _TypeAlias = Credit  # noqa: Y015
+
+@_typing.final
+class DecodeManyResponse(_message.Message):
+    """A call's tokens are older than its `events` in the same message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_IDS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the call of each of `token_ids`"""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """new tokens of which there is nothing else to say"""
+
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallEvent]:
+        """in order"""
+
+    def __init__(
+        self,
+        *,
+        call_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        events: _abc.Iterable[Global___CallEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_ids", b"call_ids", "events", b"events", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeManyResponse: _TypeAlias = DecodeManyResponse  # noqa: Y015
+
+@_typing.final
+class CallEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    EVENT_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.int
+    event: _builtins.bytes
+    """A DecodeEvent, serialized: a call that reads late does not keep the messages that its events came in."""
+    ended: _builtins.bytes
+    """The call is over: a google.rpc.Status, serialized, as Decode has it in its trailing metadata; empty if all went
+    well. A call that its router cancelled has none.
+    """
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.int = ...,
+        event: _builtins.bytes = ...,
+        ended: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "what", b"what"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "ended", b"ended", "event", b"event", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["event", "ended"]  # noqa: Y015
+    _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
+
+Global___CallEvent: _TypeAlias = CallEvent  # noqa: Y015
 
 @_typing.final
 class DecodeRequest(_message.Message):

@@ -35,6 +35,11 @@ class DecodeServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.DecodeMany = channel.stream_stream(
+                '/baton.v1.DecodeService/DecodeMany',
+                request_serializer=baton_dot_v1_dot_decode__pb2.DecodeManyRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_decode__pb2.DecodeManyResponse.FromString,
+                _registered_method=True)
         self.Decode = channel.unary_stream(
                 '/baton.v1.DecodeService/Decode',
                 request_serializer=baton_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
@@ -45,9 +50,18 @@ class DecodeServiceStub:
 class DecodeServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
+    def DecodeMany(self, request_iterator, context):
+        """Runs requests to their ends: takes a prompt's KV over from a prefill worker, or computes it here, then streams
+        tokens. One stream carries all requests of one router, and what one engine step gives them travels as one message.
+        Each request is a call of its own: its deadline, or its id among `cancelled_call_ids`, ends it on this worker and
+        on prefill, and its failure is its own. The worker sends its initial metadata at once, and routers wait for it. The stream is the lease of all its calls: whatever ends it, ends them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Decode(self, request, context):
-        """Runs one request to its end: takes the prompt's KV over from a prefill worker, or computes it here, then
-        streams tokens. Cancelling the call, or its deadline, ends the request on this worker and on prefill.
+        """One request in a stream of its own, for routers that know no DecodeMany. The next release will not have it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -56,6 +70,11 @@ class DecodeServiceServicer:
 
 def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'DecodeMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.DecodeMany,
+                    request_deserializer=baton_dot_v1_dot_decode__pb2.DecodeManyRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_decode__pb2.DecodeManyResponse.SerializeToString,
+            ),
             'Decode': grpc.unary_stream_rpc_method_handler(
                     servicer.Decode,
                     request_deserializer=baton_dot_v1_dot_decode__pb2.DecodeRequest.FromString,
@@ -71,6 +90,33 @@ def add_DecodeServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class DecodeService:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def DecodeMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/baton.v1.DecodeService/DecodeMany',
+            baton_dot_v1_dot_decode__pb2.DecodeManyRequest.SerializeToString,
+            baton_dot_v1_dot_decode__pb2.DecodeManyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Decode(request,

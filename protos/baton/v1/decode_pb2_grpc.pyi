@@ -32,28 +32,46 @@ class DecodeServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
-    Decode: _grpc.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeEvent]
-    """Runs one request to its end: takes the prompt's KV over from a prefill worker, or computes it here, then
-    streams tokens. Cancelling the call, or its deadline, ends the request on this worker and on prefill.
+    DecodeMany: _grpc.StreamStreamMultiCallable[_decode_pb2.DecodeManyRequest, _decode_pb2.DecodeManyResponse]
+    """Runs requests to their ends: takes a prompt's KV over from a prefill worker, or computes it here, then streams
+    tokens. One stream carries all requests of one router, and what one engine step gives them travels as one message.
+    Each request is a call of its own: its deadline, or its id among `cancelled_call_ids`, ends it on this worker and
+    on prefill, and its failure is its own. The worker sends its initial metadata at once, and routers wait for it. The stream is the lease of all its calls: whatever ends it, ends them.
     """
+    Decode: _grpc.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeEvent]
+    """One request in a stream of its own, for routers that know no DecodeMany. The next release will not have it."""
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Decode: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeEvent]  # type: ignore[assignment]
-    """Runs one request to its end: takes the prompt's KV over from a prefill worker, or computes it here, then
-    streams tokens. Cancelling the call, or its deadline, ends the request on this worker and on prefill.
+    DecodeMany: _aio.StreamStreamMultiCallable[_decode_pb2.DecodeManyRequest, _decode_pb2.DecodeManyResponse]  # type: ignore[assignment]
+    """Runs requests to their ends: takes a prompt's KV over from a prefill worker, or computes it here, then streams
+    tokens. One stream carries all requests of one router, and what one engine step gives them travels as one message.
+    Each request is a call of its own: its deadline, or its id among `cancelled_call_ids`, ends it on this worker and
+    on prefill, and its failure is its own. The worker sends its initial metadata at once, and routers wait for it. The stream is the lease of all its calls: whatever ends it, ends them.
     """
+    Decode: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeEvent]  # type: ignore[assignment]
+    """One request in a stream of its own, for routers that know no DecodeMany. The next release will not have it."""
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def DecodeMany(
+        self,
+        request_iterator: _MaybeAsyncIterator[_decode_pb2.DecodeManyRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeManyResponse], _abc.AsyncIterator[_decode_pb2.DecodeManyResponse]]:
+        """Runs requests to their ends: takes a prompt's KV over from a prefill worker, or computes it here, then streams
+        tokens. One stream carries all requests of one router, and what one engine step gives them travels as one message.
+        Each request is a call of its own: its deadline, or its id among `cancelled_call_ids`, ends it on this worker and
+        on prefill, and its failure is its own. The worker sends its initial metadata at once, and routers wait for it. The stream is the lease of all its calls: whatever ends it, ends them.
+        """
+
     @_abc_1.abstractmethod
     def Decode(
         self,
         request: _decode_pb2.DecodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeEvent], _abc.AsyncIterator[_decode_pb2.DecodeEvent]]:
-        """Runs one request to its end: takes the prompt's KV over from a prefill worker, or computes it here, then
-        streams tokens. Cancelling the call, or its deadline, ends the request on this worker and on prefill.
-        """
+        """One request in a stream of its own, for routers that know no DecodeMany. The next release will not have it."""
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

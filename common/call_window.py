@@ -1,0 +1,13 @@
+"""How much of one call a `DecodeMany` stream has on its way at a time. Routers and workers count it alike."""
+
+from __future__ import annotations
+
+WINDOW_BYTES = 2**16
+"""What a call may send before its router gives it credit. An event counts with its size, and the one that exceeds the
+window is still sent."""
+
+TOKEN_COST = 32
+"""Bytes that a token without an event of its own counts: about what an end that keeps it takes for it."""
+
+MAX_TOKENS = 2**13
+"""Without events of their own, in one message: others are not held up for long."""
