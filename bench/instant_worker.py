@@ -1,8 +1,9 @@
-"""A decode worker without an engine that answers at once: for measuring what is in front of it.
+"""A decode worker without an engine, for measuring what is in front of it.
 
-    python -m bench.instant_worker TOKENIZER_DIR
+    python -m bench.instant_worker TOKENIZER_DIR [STEP_MS]
 
-Prints `ready grpc=ADDRESS`. Each token of an answer is an event of its own, as of an engine that runs one step a token.
+Prints `ready grpc=ADDRESS`. The first token of an answer comes at once. The others come one by one, as of an engine:
+all answers get their next token at the same moment, every STEP_MS milliseconds (10).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from common.grpc_options import MAX_MESSAGE_BYTES, worker_server_options
 from common.grpc_server import add_handlers
 from common.model_files import TOKENIZER_FILES
 from protos.baton.v1 import decode_pb2, types_pb2, worker_pb2
+from worker.many_calls import Caller, ManyCalls, OneCall
 
 MODEL = "instant"
 MAX_MODEL_LEN = 2**17
@@ -31,22 +33,23 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InstantWorker:
-    def __init__(self, tokenizer_dir: Path) -> None:
+    def __init__(self, tokenizer_dir: Path, step_s: float) -> None:
+        self._step_s = step_s
+        self._step: asyncio.Future[None] | None = None  # the next one, if anybody waits for it
+        self._many = ManyCalls(self._answer, MAX_STREAMS)
         self._files = {n: (tokenizer_dir / n).read_bytes() for n in TOKENIZER_FILES if (tokenizer_dir / n).is_file()}
         tokenizer = Tokenizer.from_str(self._files["tokenizer.json"].decode())
         self._vocab_size = tokenizer.get_vocab_size()
         ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
+        self._ids = ids
         tokens = [types_pb2.SampledToken(token_id=token_id) for token_id in ids]
-        self._events = [decode_pb2.DecodeEvent(tokens=[token]).SerializeToString() for token in tokens]
+        self._events = [decode_pb2.DecodeEvent(tokens=[token]) for token in tokens]
         report = types_pb2.RequestReport(timings=types_pb2.Timings(queue_ms=0.1))
         usage = types_pb2.Usage()
-        self._first = [
-            decode_pb2.DecodeEvent(tokens=[token], report=report, usage=usage).SerializeToString() for token in tokens
-        ]
+        self._first = [decode_pb2.DecodeEvent(tokens=[token], report=report, usage=usage) for token in tokens]
         length = types_pb2.FINISH_REASON_LENGTH
         self._last = [
-            decode_pb2.DecodeEvent(tokens=[t], report=report, usage=usage, finish_reason=length).SerializeToString()
-            for t in tokens
+            decode_pb2.DecodeEvent(tokens=[t], report=report, usage=usage, finish_reason=length) for t in tokens
         ]
 
     async def get_info(self, _request: bytes, _context: Context) -> bytes:
@@ -78,18 +81,41 @@ class InstantWorker:
         yield worker_pb2.BlockChanges(epoch="1", starts_list=True).SerializeToString()
         await asyncio.Event().wait()
 
-    async def decode(self, data: bytes, _context: Context) -> AsyncIterator[bytes]:
-        num = decode_pb2.DecodeRequest.FromString(data).sampling_params.max_tokens
-        events, count = self._events, len(self._events)
+    async def decode(self, request: decode_pb2.DecodeRequest, context: Context) -> None:
+        await self._answer(request, OneCall(context))
+
+    async def decode_many(self, _requests: object, context: Context) -> None:
+        await self._many.serve(context)
+
+    async def _answer(self, request: decode_pb2.DecodeRequest, caller: Caller) -> None:
+        num = request.sampling_params.max_tokens
+        ids, count = self._ids, len(self._ids)
         if num > 1:
-            yield self._first[0]
-        for position in range(1, num - 1):
-            yield events[position % count]
-        yield self._last[(num - 1) % count]
+            await caller.write(self._first[0])
+        for position in range(1, num):
+            await self._next_step()
+            if position == num - 1:
+                break
+            if not caller.take_tokens([ids[position % count]]):
+                await caller.write(self._events[position % count])
+        await caller.write(self._last[(num - 1) % count])
+
+    async def _next_step(self) -> None:
+        if self._step is None:
+            loop = asyncio.get_running_loop()
+            self._step = loop.create_future()
+            now = loop.time()
+            loop.call_at((now // self._step_s + 1) * self._step_s, self._end_step)
+        await asyncio.shield(self._step)
+
+    def _end_step(self) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            step.set_result(None)
 
 
-async def serve(tokenizer_dir: Path) -> None:
-    worker = InstantWorker(tokenizer_dir)
+async def serve(tokenizer_dir: Path, step_s: float) -> None:
+    worker = InstantWorker(tokenizer_dir, step_s)
     server = grpc.aio.server(
         options=worker_server_options(max_message_bytes=MAX_MESSAGE_BYTES, max_streams=MAX_STREAMS)
     )
@@ -101,7 +127,14 @@ async def serve(tokenizer_dir: Path) -> None:
         "WatchBlocks": stream(worker.watch_blocks),
     }
     add_handlers(server, "baton.v1.WorkerService", of_worker)
-    add_handlers(server, "baton.v1.DecodeService", {"Decode": stream(worker.decode)})
+    to_bytes = decode_pb2.DecodeManyResponse.SerializeToString
+    of_decode: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Decode": stream(worker.decode, decode_pb2.DecodeRequest.FromString, decode_pb2.DecodeEvent.SerializeToString),
+        "DecodeMany": grpc.stream_stream_rpc_method_handler(
+            worker.decode_many, decode_pb2.DecodeManyRequest.FromString, to_bytes
+        ),
+    }
+    add_handlers(server, "baton.v1.DecodeService", of_decode)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(f"ready grpc=127.0.0.1:{port}", flush=True)
@@ -109,4 +142,4 @@ async def serve(tokenizer_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(Path(sys.argv[1])))
+    uvloop.run(serve(Path(sys.argv[1]), float(sys.argv[2] if len(sys.argv) > 2 else 10) / 1000))

@@ -1,15 +1,17 @@
 """What a router costs: CPU time of its process per request and per streamed token, and what it adds to TTFT.
 
-    python -m bench.router [--streams 1,32,1000] [--interfaces rest,grpc] [--seconds 5] [--processes 1,2] [--repeats 1]
-      [--json FILE]
+    python -m bench.router [--streams 1,32,1000] [--interfaces rest,grpc] [--seconds 5] [--step-ms 10] [--processes 1,2]
+      [--repeats 1] [--json FILE]
 
-One router (`baton router`) in front of one decode worker that answers at once (`bench.instant_worker`), each in its own
-process, with the tokenizer of the default model: prompts are templated and tokenized, each token is one event. The CPU
-time is that of the router's process alone (with `--processes`, of all that it has), from the kernel, so other work on
-the machine distorts it little. It moves with the CPU and its caches: compare figures of one machine. All gRPC streams
-are in one connection, and so in one process.
+One router (`baton router`) in front of one decode worker without an engine (`bench.instant_worker`), each in its own
+process, with the tokenizer of the default model: prompts are templated and tokenized. The CPU time is that of the
+router's process alone (with `--processes`, of all that it has), from the kernel, so other work on the machine distorts
+it little. It moves with the CPU and its caches: compare figures of one machine. All gRPC streams are in one connection,
+and so in one process.
 
-- requests: one token each, not streamed. tokens: streams of `--tokens` tokens, whole requests with their prompts.
+- requests: one token each, at once, not streamed. tokens: streams of `--tokens` tokens, whole requests with their
+  prompts. The worker gives all streams a token every `--step-ms`, in one message, as a decode step does.
+- events per token: 1 if the router keeps up. If it is behind, the tokens of a client that wait are one event.
 - TTFT: to the first event of those streams, less that of the worker asked directly over gRPC with as many streams. All
   streams are always busy, so with more than one it is mostly waiting for this one process.
 """
@@ -42,9 +44,10 @@ PROMPT = "Which of the dogs in the yard was it that the quick brown fox jumped o
 DONE = b"data: [DONE]\n\n"
 TICKS = os.sysconf("SC_CLK_TCK")
 WARM_UP_S = 0.5
+NUM_OTHER_EVENTS = 2  # of a REST answer: the role that opens it, and the mark of its end
 
-Ask = Callable[[int, int], Awaitable[float]]
-"""(stream, max_tokens) -> seconds to the first token. Returns once the answer is whole."""
+Ask = Callable[[int, int], Awaitable[tuple[float, int]]]
+"""(stream, max_tokens) -> seconds to the first token, and events with tokens. Returns once the answer is whole."""
 
 
 class Rest:
@@ -55,7 +58,7 @@ class Rest:
         self._address = (parts.hostname, parts.port)
         self._connections: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
 
-    async def ask(self, stream: int, max_tokens: int) -> float:
+    async def ask(self, stream: int, max_tokens: int) -> tuple[float, int]:
         if stream not in self._connections:
             self._connections[stream] = await asyncio.open_connection(*self._address)
         reader, writer = self._connections[stream]
@@ -69,7 +72,7 @@ class Rest:
             raise RuntimeError(f"the router answers {answer!r}")
         if max_tokens == 1:
             await reader.readexactly(int(answer.partition(b"content-length: ")[2].split(b"\r\n")[0]))
-            return time.perf_counter() - begin
+            return time.perf_counter() - begin, 1
         first, got, num = None, b"", 0
         while not got.endswith(b"0\r\n\r\n"):
             more = await reader.read(2**18)
@@ -78,9 +81,10 @@ class Rest:
             first = first or time.perf_counter()
             num += more.count(b"data: ")
             got = (got + more)[-64:]
-        if num < max_tokens:
-            raise RuntimeError(f"{num} events of {max_tokens}")
-        return (first or 0.0) - begin
+        num -= NUM_OTHER_EVENTS
+        if not 0 < num <= max_tokens:
+            raise RuntimeError(f"{num} events for {max_tokens} tokens")
+        return (first or 0.0) - begin, num
 
 
 class Grpc:
@@ -90,16 +94,17 @@ class Grpc:
         options = [("grpc.max_concurrent_streams", 20_000)]
         self._stub = inference_pb2_grpc.InferenceServiceStub(grpc.aio.insecure_channel(address, options))
 
-    async def ask(self, _stream: int, max_tokens: int) -> float:
+    async def ask(self, _stream: int, max_tokens: int) -> tuple[float, int]:
         message = inference_pb2.ChatMessage(role="user", content=PROMPT)
         params = types_pb2.SamplingParams(max_tokens=max_tokens)
-        begin, first, num = time.perf_counter(), 0.0, 0
+        begin, first, num, num_events = time.perf_counter(), 0.0, 0, 0
         async for response in self._stub.Chat(inference_pb2.ChatRequest(messages=[message], sampling_params=params)):
             first = first or time.perf_counter()
             num += len(response.token_ids)
+            num_events += 1
         if num != max_tokens:
             raise RuntimeError(f"{num} tokens of {max_tokens}")
-        return first - begin
+        return first - begin, num_events
 
 
 class Direct:
@@ -108,29 +113,29 @@ class Direct:
     def __init__(self, address: str) -> None:
         self._stub = decode_pb2_grpc.DecodeServiceStub(grpc.aio.insecure_channel(address))
 
-    async def ask(self, _stream: int, max_tokens: int) -> float:
+    async def ask(self, _stream: int, max_tokens: int) -> tuple[float, int]:
         params = types_pb2.SamplingParams(max_tokens=max_tokens)
         begin, first = time.perf_counter(), 0.0
         async for _ in self._stub.Decode(decode_pb2.DecodeRequest(prompt_token_ids=[1] * 50, sampling_params=params)):
             first = first or time.perf_counter()
-        return first - begin
+        return first - begin, max_tokens
 
 
-async def load(ask: Ask, num_streams: int, max_tokens: int, seconds: float) -> list[float]:
-    """TTFTs in seconds. `num_streams` requests at any time, and the last of them are waited for."""
+async def load(ask: Ask, num_streams: int, max_tokens: int, seconds: float) -> list[tuple[float, int]]:
+    """What `ask` says of each request. `num_streams` requests at any time, and the last of them are waited for."""
     end = time.perf_counter() + seconds
-    ttfts: list[float] = []
+    asked: list[tuple[float, int]] = []
 
     async def stream(number: int) -> None:
         while True:
-            ttfts.append(await ask(number, max_tokens))
+            asked.append(await ask(number, max_tokens))
             if time.perf_counter() >= end:
                 return
 
     async with asyncio.TaskGroup() as group:
         for number in range(num_streams):
             group.create_task(stream(number))
-    return ttfts
+    return asked
 
 
 def cpu_s(pid: int) -> float:
@@ -145,19 +150,20 @@ async def measure(ask: Ask, direct: Ask, pid: int, num_streams: int, args: argpa
     for what, max_tokens in (("requests", 1), ("tokens", args.tokens)):
         await load(ask, num_streams, max_tokens, WARM_UP_S)
         before = cpu_s(pid)
-        ttfts = await load(ask, num_streams, max_tokens, args.seconds)
+        asked = await load(ask, num_streams, max_tokens, args.seconds)
         used = cpu_s(pid) - before
-        num = len(ttfts) * max_tokens
+        num = len(asked) * max_tokens
         figures[f"{what} per CPU second"] = num / used
         figures[f"µs per {what[:-1]}"] = 1e6 * used / num
     alone = await load(direct, num_streams, args.tokens, args.seconds / 4)
+    figures["events per token"] = sum(num_events for _, num_events in asked) / num
     for name, at in (("p50", 0.5), ("p99", 0.99)):
-        figures[f"added TTFT {name}, ms"] = 1000 * (_quantile(ttfts, at) - _quantile(alone, at))
+        figures[f"added TTFT {name}, ms"] = 1000 * (_quantile(asked, at) - _quantile(alone, at))
     return figures
 
 
-def _quantile(values: list[float], at: float) -> float:
-    return sorted(values)[int(at * (len(values) - 1))]
+def _quantile(asked: list[tuple[float, int]], at: float) -> float:
+    return sorted(ttft for ttft, _ in asked)[int(at * (len(asked) - 1))]
 
 
 def main() -> None:
@@ -167,6 +173,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each figure")
     parser.add_argument("--processes", default="1", help="of the router, one figure for each: 1,2")
+    parser.add_argument("--step-ms", type=float, default=10.0, help="of the worker: between two tokens of a stream")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -178,7 +185,7 @@ def main() -> None:
     allow_open_files(2 * max(counts) + 100)
     tokenizer_dir = ensure_model(DEFAULT_MODEL, default_cache_dir(), lambda text: print(text, file=sys.stderr))
     python = sys.executable
-    with running([python, "-m", "bench.instant_worker", str(tokenizer_dir)], "the worker") as worker:
+    with running([python, "-m", "bench.instant_worker", str(tokenizer_dir), str(args.step_ms)], "the worker") as worker:
         ports = ["--http-listen=127.0.0.1:0", "--grpc-listen=127.0.0.1:0", "--log-level=warning"]
         room = [f"--max-requests={2 * max(counts)}", f"--max-connections={2 * max(counts) + 100}"]
         command = [python, "-m", "baton", "router", f"--decode={worker['grpc']}", *ports, *room]

@@ -35,7 +35,14 @@ class DecodeEvents:
 
     def tokens(self, event: decode_pb2.DecodeEvent) -> list[SampledToken]:
         """Raises `FalseEventError`."""
-        num = len(event.tokens)
+        self._count(len(event.tokens))
+        tokens = [token_of(token) for token in event.tokens]
+        for token in tokens:
+            if token.top_logprobs or token.token_id >= self._vocab_size:
+                self._check(token)
+        return tokens
+
+    def _count(self, num: int) -> None:
         if num and self._num_scored < self._num_prompt_tokens:
             raise FalseEventError("sends a token before the prompt's logprobs")
         if num > self._num_left:
@@ -43,11 +50,13 @@ class DecodeEvents:
         if num > MAX_EVENT_TOKENS:
             raise FalseEventError(f"sends {num} tokens in one event")
         self._num_left -= num
-        tokens = [token_of(token) for token in event.tokens]
-        for token in tokens:
-            if token.top_logprobs or token.token_id >= self._vocab_size:
-                self._check(token)
-        return tokens
+
+    def plain_tokens(self, token_ids: list[int]) -> list[SampledToken]:
+        """Of which there is nothing else to say. Raises `FalseEventError`."""
+        self._count(len(token_ids))
+        if max(token_ids) >= self._vocab_size:
+            raise FalseEventError(f"sends token id {max(token_ids)}, outside the vocabulary")
+        return [SampledToken(token_id) for token_id in token_ids]
 
     def prompt_logprobs(self, event: decode_pb2.DecodeEvent) -> list[SampledToken]:
         """Those that the caller does not have yet. Raises `FalseEventError`."""

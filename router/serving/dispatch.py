@@ -22,8 +22,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import grpc
-
 from common import metrics
 from common.block_hash import block_hashes, extra_keys, root_hash
 from common.errors import (
@@ -36,14 +34,14 @@ from common.errors import (
     UnavailableError,
 )
 from common.grpc_status import error_of_call
-from common.grpc_streams import MessageStream
 from common.peers import MAX_WORDS
 from common.retry_budget import RetryBudget
 from common.sampling import SamplingParams, parameters
 from common.types import FinishReason, SampledToken
-from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
+from protos.baton.v1 import decode_pb2, types_pb2
 from protos.convert import LATER_PARAMETERS, finish_reason_of
 from protos.messages import message_of
+from router.fleet.decode_stream import CallFailedError, DecodeCall, DecodeStreams, SingleCall
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from router.policy.base import Policy, RoutingDecision, RoutingRequest
@@ -158,6 +156,7 @@ class Dispatcher:
         self._budget = budget or RetryBudget()
         self._decisions = decisions or Decisions()
         self._prefill_times = PrefillTimes()
+        self._streams = DecodeStreams()
         self._clock = clock
 
     async def run(self, request: GenerationRequest, progress: Progress) -> AsyncGenerator[NewTokens, None]:
@@ -331,9 +330,18 @@ class Dispatcher:
         ):
             until_first_token.enter_context(track.probing(*(helper.incarnation for helper in helpers)))
             try:
-                async with aclosing(MessageStream(call, decode_pb2.DecodeEvent, _is_last)) as received:
-                    async for event in received:
+                async with aclosing(call):
+                    async for event in call:
                         now = self._clock()
+                        if isinstance(event, list):  # most of an answer: tokens with nothing else to say
+                            tokens = events.plain_tokens(event)
+                            if not pace.num_tokens:
+                                until_first_token.close()
+                            pace.came(len(tokens), now)
+                            _mark(progress, len(tokens), now)
+                            yield NewTokens(tokens)
+                            pace.asks(self._clock())
+                            continue
                         pace.came(len(event.tokens), now)
                         if event.HasField("report"):
                             before, progress.report = progress.report, events.report(event.report, earlier)
@@ -358,7 +366,7 @@ class Dispatcher:
                         if event.offers_handover and (elsewhere := self._elsewhere(request, decode, route)):
                             raise _HandoverError(elsewhere)
                         pace.asks(self._clock())
-            except grpc.aio.AioRpcError as error:
+            except CallFailedError as error:
                 failure = self._failure(request, decode, error)
                 if isinstance(failure, _WorkerLostError) and failure.code not in NO_FAULTS:
                     self._registry.track.failed(decode.incarnation, self._clock())
@@ -400,10 +408,10 @@ class Dispatcher:
 
     def _open(
         self, request: GenerationRequest, decision: RoutingDecision, sent: list[int], timeout_s: float
-    ) -> grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeEvent]:
+    ) -> DecodeCall | SingleCall:
         address = decision.decode.address
         try:
-            stub = decode_pb2_grpc.DecodeServiceStub(self._registry.channel(address))
+            channel = self._registry.channel(address)
         except KeyError:  # between the choice and now
             raise _WorkerLostError("UNAVAILABLE", f"{address} is no worker any more", gone=True) from None
         # The others are asked if the first one fails. Without them the decode worker computes the prompt.
@@ -411,7 +419,9 @@ class Dispatcher:
         may_hedge = decision.may_hedge and num_named is None
         hedge_after_s = self._prefill_times.late_s(decision.prefill_cost) if may_hedge else None
         request.charge.num_tokens = 0
-        return stub.Decode(
+        return self._streams.call(
+            channel,
+            decision.decode.incarnation,
             decode_pb2.DecodeRequest(
                 request_id=request.request_id,
                 fingerprint=request.model.fingerprint,
@@ -426,24 +436,24 @@ class Dispatcher:
                 min_remote_tokens=decision.min_remote_tokens,
                 hedge_after_s=hedge_after_s,
             ),
-            timeout=timeout_s,
+            timeout_s,
         )
 
-    def _failure(self, request: GenerationRequest, decode: Endpoint, error: grpc.aio.AioRpcError) -> Exception:
+    def _failure(self, request: GenerationRequest, decode: Endpoint, error: CallFailedError) -> Exception:
         """What a failed call means: the request's own fault, its deadline, or a worker to be replaced."""
-        code, details = error.code(), error.details() or ""
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED and self._clock() >= request.deadline - 0.05:
+        code, details = error.code, error.details
+        if code == "DEADLINE_EXCEEDED" and self._clock() >= request.deadline - 0.05:
             return DeadlineError("the request's deadline passed before it was finished")
-        fault = error_of_call(code.name, details, error.trailing_metadata())
-        if code is grpc.StatusCode.INVALID_ARGUMENT:
+        fault = error_of_call(code, details, error.metadata)
+        if code == "INVALID_ARGUMENT":
             return InvalidArgumentError(request.client_field(fault.field), fault.reason)
-        if code is grpc.StatusCode.ABORTED:
+        if code == "ABORTED":
             return SlowReaderError(fault.reason)
-        if code is grpc.StatusCode.INTERNAL and "RST_STREAM" not in details:
+        if code == "INTERNAL" and "RST_STREAM" not in details:
             log.error("decode worker failed", extra={"request_id": request.request_id, "reason": details})
-        gone = code is grpc.StatusCode.UNAVAILABLE
+        gone = code == "UNAVAILABLE"
         reason = f"{decode.address}: {details[:MAX_WORDS]}"
-        return _WorkerLostError(code.name, reason, gone=gone, retry_after_s=fault.retry_after_s)
+        return _WorkerLostError(code, reason, gone=gone, retry_after_s=fault.retry_after_s)
 
 
 def _mark(progress: Progress, num_tokens: int, now: float) -> None:
@@ -451,10 +461,6 @@ def _mark(progress: Progress, num_tokens: int, now: float) -> None:
         progress.first_token_at = now
     progress.last_token_at = now
     progress.num_output_tokens += num_tokens
-
-
-def _is_last(event: decode_pb2.DecodeEvent) -> bool:
-    return bool(event.finish_reason) and finish_reason_of(event.finish_reason) is not None
 
 
 def _later_parameters(params: SamplingParams) -> frozenset[str]:

@@ -65,6 +65,32 @@ class Liar(
                 event.tokens.extend([token] * rng.randrange(4))
             yield event
 
+    async def DecodeMany(self, request_iterator, context) -> AsyncIterator[decode_pb2.DecodeManyResponse]:  # noqa: N802
+        await context.send_initial_metadata(())
+        async for message in request_iterator:
+            if message.HasField("start"):
+                self.num_asked += 1
+                rng, call_id = random.Random(self.num_asked), message.start.call_id
+                for _ in range(rng.randrange(6)):
+                    yield self._lie(rng, call_id)
+                yield decode_pb2.DecodeManyResponse(events=[decode_pb2.CallEvent(call_id=call_id, ended=b"")])
+
+    def _lie(self, rng: random.Random, call_id: int) -> decode_pb2.DecodeManyResponse:
+        lie = decode_pb2.DecodeManyResponse()
+        match rng.randrange(4):
+            case 0:  # tokens, of calls that there are and of others
+                for _ in range(rng.randrange(4)):
+                    lie.call_ids.append(rng.choice((call_id, call_id, 0, MOST)))
+                    lie.token_ids.append(rng.choice((5, 399, 400, MOST)))
+            case 1:
+                event = message_of(rng, decode_pb2.DecodeEvent.DESCRIPTOR)
+                lie.events.add(call_id=call_id, event=event.SerializeToString())
+            case 2:
+                lie.events.add(call_id=call_id, **{rng.choice(("event", "ended")): rng.randbytes(rng.randrange(40))})
+            case _:
+                lie.MergeFrom(message_of(rng, decode_pb2.DecodeManyResponse.DESCRIPTOR))  # type: ignore[arg-type]
+        return lie
+
     async def GetInfo(self, request, context) -> worker_pb2.WorkerInfo:  # noqa: N802
         info = worker_pb2.WorkerInfo()
         info.CopyFrom(self._honest)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from contextlib import aclosing
+from typing import Any, NoReturn
 
 import grpc
 
 from common.errors import BatonError
 from common.grpc_options import MAX_MESSAGE_BYTES, worker_server_options
-from common.grpc_status import status_details
+from common.grpc_status import error_of_call, status_details
 from common.grpc_transport import add_port
 from common.tls import TlsFiles
 from common.types import WorkerRole
@@ -29,6 +30,7 @@ from protos.baton.v1 import (
 )
 from protos.convert import SAMPLING_PARAMETERS, role_to_proto
 from tests.router.tiny_tokenizer import eos_id, ids_of, tokenizer_files, vocab_size
+from worker.many_calls import Call, ManyCalls
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 256
@@ -81,7 +83,8 @@ class FakeWorker(
         self.block_changes: list[dict[str, Any]] = [{"starts_list": True}]  # with which each stream of blocks begins
         self.more_blocks: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.num_block_streams = 0
-        self.is_older = False  # a version that does not tell of blocks, and does not know some parameters
+        # A version that does not tell of blocks, does not know some parameters, nor streams of many calls.
+        self.is_older = False
         # What was seen.
         self.requests: list[decode_pb2.DecodeRequest] = []
         self.hints: list[worker_pb2.HintCacheRequest] = []
@@ -94,6 +97,8 @@ class FakeWorker(
         self.address = ""
         self._server: grpc.aio.Server | None = None
         self._changed = asyncio.Event()
+        self.num_streams = 0  # of many calls
+        self._many = ManyCalls(self._decode, 1000)
 
     async def start(self, address: str = "127.0.0.1:0", tls: TlsFiles | None = None) -> str:
         self._server = grpc.aio.server(
@@ -224,6 +229,21 @@ class FakeWorker(
         elif self.refuse is not None:
             await context.abort(*self.refuse)
 
+    async def DecodeMany(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]  # noqa: N802
+        if self.is_older:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        self.num_streams += 1
+        await self._many.serve(context)
+
+    async def _decode(self, request: decode_pb2.DecodeRequest, call: Call) -> None:
+        async with aclosing(self.Decode(request, _CallContext(call))) as events:  # type: ignore[arg-type, type-var]
+            async for event in events:
+                bare = decode_pb2.DecodeEvent(
+                    tokens=[types_pb2.SampledToken(token_id=t.token_id) for t in event.tokens]
+                )
+                if event != bare or not call.take_tokens([token.token_id for token in event.tokens]):
+                    await call.write(event)
+
     async def Decode(  # noqa: N802
         self, request: decode_pb2.DecodeRequest, context: Context
     ) -> AsyncIterator[decode_pb2.DecodeEvent]:
@@ -309,3 +329,13 @@ class FakeWorker(
                 )
             )
         return event
+
+
+class _CallContext:
+    """What `FakeWorker.Decode` needs of a gRPC context, for one of many calls."""
+
+    def __init__(self, call: Call) -> None:
+        self.time_remaining = call.time_remaining
+
+    async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Any = ()) -> NoReturn:
+        raise error_of_call(code.name, details, trailing_metadata)

@@ -1,0 +1,339 @@
+"""Requests to one decode worker share a stream: it is bounded, opened anew, and done without if a worker is too old."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from common.call_window import MAX_TOKENS, TOKEN_COST, WINDOW_BYTES
+from common.errors import InvalidArgumentError
+from common.grpc_options import REQUEST_OTHER_BYTES
+from common.grpc_status import rich_status
+from protos.baton.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, types_pb2
+from router.fleet.decode_stream import CallFailedError, DecodeCall, DecodeStreams, SingleCall
+from tests.router.conftest import StartRouter, StartWorker
+from tests.router.fake_worker import ANSWER, FakeWorker
+
+PATIENCE_S = 60.0
+Incarnation = tuple[str, str]
+Call = DecodeCall | SingleCall
+
+
+def request_of(request_id: str = "r", **fields: Any) -> decode_pb2.DecodeRequest:
+    params = types_pb2.SamplingParams(max_tokens=100)
+    return decode_pb2.DecodeRequest(request_id=request_id, prompt_token_ids=[1, 2], sampling_params=params, **fields)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not is_so():  # noqa: ASYNC110 (what a server's side has seen cannot be awaited)
+            await asyncio.sleep(0.005)
+
+
+async def tokens_of(call: Call) -> list[int]:
+    async with asyncio.timeout(PATIENCE_S), aclosing(call):
+        ids: list[int] = []
+        async for arrived in call:
+            ids += arrived if isinstance(arrived, list) else [token.token_id for token in arrived.tokens]
+    return ids
+
+
+async def failure_of(call: Call) -> CallFailedError:
+    with pytest.raises(CallFailedError) as caught:
+        await tokens_of(call)
+    return caught.value
+
+
+class Client:
+    """A router's streams to one worker."""
+
+    def __init__(self, address: str) -> None:
+        self.incarnation = (address, "e1")
+        self.channel = grpc.aio.insecure_channel(address)
+        self.streams = DecodeStreams()
+
+    def call(self, request: decode_pb2.DecodeRequest | None = None, timeout_s: float = PATIENCE_S) -> Call:
+        return self.streams.call(self.channel, self.incarnation, request or request_of(), timeout_s)
+
+
+@pytest.fixture
+async def client(worker: FakeWorker) -> AsyncIterator[Client]:
+    one = Client(worker.address)
+    yield one
+    await one.channel.close()
+
+
+async def test_calls_share_one_stream(client: Client, worker: FakeWorker) -> None:
+    answers = await asyncio.gather(*(tokens_of(client.call(request_of(f"r{n}"))) for n in range(20)))
+    assert all(answer[:-1] == worker.answer for answer in answers)
+    assert worker.num_streams == 1
+    assert {request.request_id for request in worker.requests} == {f"r{n}" for n in range(20)}
+
+
+async def test_a_call_that_is_closed_early_is_cancelled_there(client: Client, worker: FakeWorker) -> None:
+    worker.hang_after = 2
+    call = client.call()
+    assert await anext(call)
+    await call.aclose()
+    await asyncio.wait_for(worker.cancelled.wait(), PATIENCE_S)
+    worker.hang_after = None
+    assert (await tokens_of(client.call()))[:-1] == worker.answer
+    assert worker.num_streams == 1
+
+
+async def test_a_call_that_is_closed_before_it_was_sent_is_not_sent(client: Client, worker: FakeWorker) -> None:
+    await client.call(request_of("never")).aclose()
+    await tokens_of(client.call(request_of("sent")))
+    assert [request.request_id for request in worker.requests] == ["sent"]
+
+
+async def test_a_deadline_ends_its_call_alone(client: Client, worker: FakeWorker) -> None:
+    worker.hang_after = 1
+    late, other = client.call(timeout_s=0.2), client.call()
+    assert (await failure_of(late)).code == "DEADLINE_EXCEEDED"
+    await asyncio.wait_for(worker.cancelled.wait(), PATIENCE_S)
+    worker.hang_after = None
+    assert (await tokens_of(other))[:-1] == worker.answer
+    told = [deadline for deadline in worker.deadlines if deadline is not None]
+    assert told[0] < 0.21 < told[1] <= PATIENCE_S
+
+
+async def test_a_refusal_keeps_its_field(client: Client, worker: FakeWorker) -> None:
+    worker.refuse = InvalidArgumentError("sampling_params.max_tokens", "is wrong")
+    failure = await failure_of(client.call())
+    assert failure.code == "INVALID_ARGUMENT"
+    assert failure.metadata
+
+
+async def test_a_lost_worker_fails_all_calls_and_the_next_opens_a_stream(client: Client, worker: FakeWorker) -> None:
+    worker.hang_after = 1
+    calls = [client.call() for _ in range(3)]
+    for call in calls:
+        assert await anext(call)
+    await worker.stop()
+    for call in calls:
+        assert (await failure_of(call)).code == "UNAVAILABLE"
+    assert (await failure_of(client.call())).code == "UNAVAILABLE"
+    worker.hang_after = None
+    await worker.start(worker.address)
+
+    answer: list[int] = []
+    async with asyncio.timeout(PATIENCE_S):
+        while not answer:
+            with contextlib.suppress(CallFailedError):  # while the channel waits to connect again
+                answer = await tokens_of(client.call())
+    assert answer[:-1] == worker.answer
+    assert worker.num_streams == 2
+
+
+async def test_an_older_worker_gets_a_stream_for_each_call(client: Client, worker: FakeWorker) -> None:
+    worker.is_older = True
+    answers = await asyncio.gather(*(tokens_of(client.call()) for _ in range(3)))
+    assert all(answer[:-1] == worker.answer for answer in answers)
+    assert isinstance(client.call(), SingleCall), "it is not asked again"
+    worker.is_older = False
+    client.incarnation = (worker.address, "e2")
+    assert (await tokens_of(client.call()))[:-1] == worker.answer
+    assert worker.num_streams == 1, "another process at the address may know better"
+
+
+async def test_an_older_worker_s_failure_is_the_call_s(client: Client, worker: FakeWorker) -> None:
+    worker.is_older = True
+    worker.refuse = InvalidArgumentError("request_id", "is wrong")
+    for _ in range(2):
+        assert (await failure_of(client.call())).code == "INVALID_ARGUMENT"
+    worker.refuse, worker.hang_after = None, 1
+    assert (await failure_of(client.call(timeout_s=0.3))).code == "DEADLINE_EXCEEDED"
+
+
+async def test_a_request_that_is_too_large_fails_alone(client: Client, worker: FakeWorker) -> None:
+    other = client.call()
+    large = request_of(prefill_addresses=["x" * REQUEST_OTHER_BYTES])
+    assert (await failure_of(client.call(large))).code == "RESOURCE_EXHAUSTED"
+    assert (await tokens_of(other))[:-1] == worker.answer
+
+
+async def test_a_router_uses_one_stream_and_does_without(start_worker: StartWorker, start_router: StartRouter) -> None:
+    """During a rolling update it has workers of both releases."""
+    older, newer = await start_worker(), await start_worker()
+    older.is_older = True
+    router = await start_router(older, newer, policy="round_robin")
+
+    async def ask() -> str:
+        responses = router.inference.Generate(inference_pb2.GenerateRequest(prompt="Hello"))
+        return "".join([response.text async for response in responses])
+
+    for _ in range(3):
+        assert await asyncio.gather(*(ask() for _ in range(6))) == [ANSWER] * 6
+    assert older.requests
+    assert newer.requests
+    assert (older.num_streams, newer.num_streams) == (0, 1)
+
+
+async def test_requests_move_between_releases(start_worker: StartWorker, start_router: StartRouter) -> None:
+    """A worker that is lost in the middle of an answer is replaced by one of the other release."""
+    for first_is_older in (True, False):
+        first, second = await start_worker(), await start_worker()
+        first.is_older, second.is_older = first_is_older, not first_is_older
+        second.num_requests_waiting = 5
+        first.die_after = 4
+        router = await start_router(first, second)
+        responses = [r async for r in router.inference.Generate(inference_pb2.GenerateRequest(prompt="Hello"))]
+        assert "".join(response.text for response in responses) == ANSWER
+        assert responses[-1].report.num_migrations == 1
+
+
+# ------------------------------------------------------------------------------------------ what a worker says
+
+
+Says = Callable[[int], list[decode_pb2.DecodeManyResponse]]
+
+
+class Scripted(decode_pb2_grpc.DecodeServiceServicer):
+    """Answers each start with what the test says, and keeps the stream open."""
+
+    def __init__(self, says: Says) -> None:
+        self.says = says
+        self.heard: list[decode_pb2.DecodeManyRequest] = []
+
+    async def DecodeMany(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        await context.send_initial_metadata(())
+        async for message in request_iterator:
+            self.heard.append(message)
+            if message.HasField("start"):
+                for said in self.says(message.start.call_id):
+                    await context.write(said)
+
+    def credits(self) -> int:
+        return sum(credit.num_bytes for message in self.heard for credit in message.credits)
+
+    def cancelled(self) -> list[int]:
+        return [call_id for message in self.heard for call_id in message.cancelled_call_ids]
+
+
+@asynccontextmanager
+async def scripted(says: Says) -> AsyncIterator[tuple[Scripted, Client]]:
+    server, servicer = grpc.aio.server(), Scripted(says)
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
+    client = Client(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    await server.start()
+    try:
+        yield servicer, client
+    finally:
+        await client.channel.close()
+        await server.stop(None)
+
+
+def bare(*tokens: tuple[int, int]) -> decode_pb2.DecodeManyResponse:
+    return decode_pb2.DecodeManyResponse(call_ids=[one for one, _ in tokens], token_ids=[one for _, one in tokens])
+
+
+def ended(call_id: int, status: bytes = b"") -> decode_pb2.DecodeManyResponse:
+    return decode_pb2.DecodeManyResponse(events=[decode_pb2.CallEvent(call_id=call_id, ended=status)])
+
+
+async def test_tokens_that_wait_come_together_and_are_credited_when_they_are_taken() -> None:
+    half = WINDOW_BYTES // TOKEN_COST // 2
+
+    def says(call_id: int) -> list[decode_pb2.DecodeManyResponse]:
+        other = call_id + 1
+        return [bare(*((call_id, n) for n in range(half))), bare((call_id, 7), (other, 1))] if call_id == 1 else []
+
+    async with scripted(says) as (worker, client):
+        slow, other = client.call(), client.call()
+        assert await anext(other) == [1], "nobody waits for a slow reader"
+        assert worker.credits() == 0
+        assert await anext(slow) == [*range(half), 7]
+        await until(lambda: worker.credits() == TOKEN_COST * (half + 1))
+        await slow.aclose()
+        await other.aclose()
+        await until(lambda: sorted(worker.cancelled()) == [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (decode_pb2.DecodeManyResponse(call_ids=[1, 1], token_ids=[5]), "1 tokens of 2 calls"),
+        (decode_pb2.DecodeManyResponse(call_ids=[1] * (MAX_TOKENS + 1), token_ids=[5] * (MAX_TOKENS + 1)), "tokens of"),
+    ],
+)
+async def test_a_message_that_cannot_be_ends_the_stream(said: decode_pb2.DecodeManyResponse, words: str) -> None:
+    is_lying = True
+
+    def says(call_id: int) -> list[decode_pb2.DecodeManyResponse]:
+        return [said] if is_lying else [bare((call_id, 3)), ended(call_id)]
+
+    async with scripted(says) as (_, client):
+        failure = await failure_of(client.call())
+        assert failure.code == "INTERNAL"
+        assert words in failure.details
+        is_lying = False
+        assert await tokens_of(client.call()) == [3], "another stream is opened"
+
+
+async def test_a_worker_that_sends_more_than_it_may_is_not_listened_to() -> None:
+    number = WINDOW_BYTES // TOKEN_COST
+
+    def says(call_id: int) -> list[decode_pb2.DecodeManyResponse]:
+        if call_id == 2:
+            return [bare((2, 4)), ended(2)]
+        return [bare(*((1, n) for n in range(number)))] * 20
+
+    async with scripted(says) as (worker, client):
+        flooded = client.call()
+        await until(lambda: worker.cancelled() == [1])
+        taken: list[int] = []
+
+        async def take() -> None:
+            async for arrived in flooded:
+                assert isinstance(arrived, list)
+                taken.extend(arrived)
+
+        with pytest.raises(CallFailedError, match="more than it has credit for"):
+            await take()
+        assert len(taken) <= 2 * number
+        assert await tokens_of(client.call()) == [4]
+
+
+async def test_false_events_and_ends_end_their_call_alone() -> None:
+    def says(call_id: int) -> list[decode_pb2.DecodeManyResponse]:
+        said = {
+            1: decode_pb2.CallEvent(call_id=1, event=b"\x0a\xff"),
+            2: decode_pb2.CallEvent(call_id=2, ended=b"\x0a\xff"),
+            3: decode_pb2.CallEvent(call_id=3, ended=b"\x08\x63"),  # a code that no status has
+            4: decode_pb2.CallEvent(call_id=4, ended=b"\x12" + b"x" * 2**17),
+        }
+        answer = [bare((call_id, 9), (77, 1)), ended(call_id), ended(78), bare((call_id, 9))]
+        return [decode_pb2.DecodeManyResponse(events=[said[call_id]])] if call_id in said else answer
+
+    async with scripted(says) as (_, client):
+        assert (await failure_of(client.call())).code == "INTERNAL"
+        for _ in range(3):
+            assert (await failure_of(client.call())).code == "UNKNOWN"
+        assert await tokens_of(client.call()) == [9], "what is said of calls that are over, or of none, is ignored"
+
+
+async def test_a_stream_that_ends_is_the_worker_s_fault_and_not_a_request_s() -> None:
+    """An INVALID_ARGUMENT of the stream itself must not become a client's 400."""
+
+    class Refuses(decode_pb2_grpc.DecodeServiceServicer):
+        async def DecodeMany(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+            error = InvalidArgumentError("start.call_id", "is wrong")
+            details = (("grpc-status-details-bin", rich_status(error).SerializeToString()),)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "start.call_id: is wrong", details)
+
+    server = grpc.aio.server()
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(Refuses(), server)
+    client = Client(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    await server.start()
+    failure = await failure_of(client.call())
+    assert failure.code == "UNAVAILABLE"
+    assert "start.call_id" in failure.details
+    await client.channel.close()
+    await server.stop(None)
