@@ -181,7 +181,7 @@ class _Stream:
             if not call.is_late:
                 return
             status = rich_status(DeadlineError("the request's deadline has passed")).SerializeToString()
-        elif (error := task.exception()) is not None:
+        elif isinstance(error := task.exception(), Exception):  # no other kind ends a task and not the process
             status = rich_status(failure_of(error).without_stack()).SerializeToString()
         self.add(call, status, is_end=True)
 
