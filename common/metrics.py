@@ -172,7 +172,7 @@ worker_kv_retentions = Counter(
     "(outbid), or that were evicted all the same as no other was left (yielded).",
     ["event"],
 )
-worker_kv_retained_blocks = Gauge(
+worker_kv_retained_blocks = _gauge(
     "baton_worker_kv_retained_blocks", "KV blocks that are evicted after others, because a hint asks for it."
 )
 worker_queue = Histogram(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -245,6 +246,8 @@ def run(
     """`serve`, on the fastest event loop there is; in several processes if the settings say so and this is not `part`
     of them."""
     if part is None and settings.processes > 1:
+        if sys.platform != "linux":
+            raise StartupError("processes: more than one needs Linux, which shares a port's connections between them")
         from router.processes import parent  # it starts processes that do what this module does
 
         parent.run(settings, ready, file)

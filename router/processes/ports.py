@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
-import sys
 from collections.abc import Iterator
 
 from common.errors import StartupError
@@ -22,8 +21,6 @@ _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # `localhost` may name ::
 @contextlib.contextmanager
 def held(address: str, field: str) -> Iterator[str]:
     """Holds `host:port`; gives it with the port that was taken if it is 0. Raises `StartupError`."""
-    if sys.platform != "linux":
-        raise StartupError("processes: more than one needs Linux, which shares a port's connections between them")
     host, _, port = address.rpartition(":")
     with contextlib.ExitStack() as stack:
         try:
