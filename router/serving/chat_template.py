@@ -61,6 +61,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now
+        self.source = source
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
@@ -81,6 +82,7 @@ class ChatTemplate:
                 raise InvalidArgumentError(
                     f"chat_template_kwargs.{name}", "is no variable of the model's chat template"
                 )
+        effort = self._effort(conversation)
         try:
             return self._template.render(
                 messages=[dict(message) for message in conversation.messages],
@@ -89,6 +91,23 @@ class ChatTemplate:
                 add_generation_prompt=True,
                 **self._special_tokens,
                 **conversation.template_options,
+                **effort,
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise InvalidArgumentError("messages", f"the model's chat template refuses them: {error}") from error
+
+    def _effort(self, conversation: Conversation) -> dict[str, object]:
+        """The variables that tell the template how much to reason: one of OpenAI's name, or a switch, as Qwen3 has."""
+        effort, field = conversation.effort, conversation.effort_field
+        if not effort:
+            return {}
+        if "reasoning_effort" in self.variables:
+            variables: dict[str, object] = {"reasoning_effort": effort}
+        elif effort == "none" and "enable_thinking" in self.variables:
+            variables = {"enable_thinking": False}
+        else:
+            raise InvalidArgumentError(field, f"{effort!r} is not supported: the model's chat template cannot say it")
+        for name in variables:
+            if name in conversation.template_options:
+                raise InvalidArgumentError(f"chat_template_kwargs.{name}", f"cannot be together with {field}")
+        return variables

@@ -28,6 +28,8 @@ MAX_OPTIONS = 32
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # of reasoning, OpenAI's words
+
 Choice = Literal["auto", "none", "required"]
 CHOICES: tuple[Choice, ...] = ("auto", "none", "required")
 
@@ -71,6 +73,8 @@ class Conversation:
     messages: Sequence[Message]
     tools: Tools = field(default_factory=Tools)
     template_options: Mapping[str, Any] = field(default_factory=dict)  # further variables of the chat template
+    effort: str = ""  # of reasoning, one of `EFFORTS`; empty if the client named none
+    effort_field: str = "reasoning_effort"  # the client's name for it
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -202,6 +206,13 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
     for name in options:
         if name in _OWN_VARIABLES:
             raise InvalidArgumentError(f"{where}.{name}", "is not for clients to set")
+
+
+def check_effort(effort: str | None, where: str) -> str:
+    """Empty if there is none. Whether the model knows of efforts is its chat template's to say."""
+    if effort is not None and effort not in EFFORTS:
+        raise InvalidArgumentError(where, f"must be one of {', '.join(EFFORTS)}")
+    return effort or ""
 
 
 def check_depth(value: object, where: str) -> None:

@@ -45,12 +45,17 @@ class Tokenizer:
     """Text to token ids and back. Safe to use from several threads."""
 
     def __init__(
-        self, rust: RustTokenizer, chat_template: ChatTemplate | None, reader: AnswerReader | None = None
+        self,
+        rust: RustTokenizer,
+        chat_template: ChatTemplate | None,
+        reader: AnswerReader | None = None,
+        special_tokens: Mapping[str, str] | None = None,
     ) -> None:
-        """`reader`: of answers that have parts."""
+        """`reader`: of answers that have parts. `special_tokens` by their roles: `bos_token`, `eos_token`, ..."""
         self.rust = rust
         self.chat_template = chat_template
         self.reader = reader
+        self.special_tokens = dict(special_tokens or {})
         rust.no_truncation()
         rust.no_padding()
         self.max_token_bytes = max((len(token.encode()) for token in rust.get_vocab(True)), default=1)
@@ -64,6 +69,11 @@ class Tokenizer:
         self._special_ids = frozenset(
             token_id for token_id, token in rust.get_added_tokens_decoder().items() if token.special
         )
+
+    def described(self) -> dict[str, str | None]:
+        """What programs need that make prompts themselves: each special token's text, and the chat template."""
+        template = None if self.chat_template is None else self.chat_template.source
+        return {**{role: self.special_tokens.get(role) for role in _SPECIAL_TOKENS}, "chat_template": template}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, which is valid Unicode. Other threads run meanwhile: alone of the library's functions,
@@ -208,7 +218,8 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     try:
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
         template = _template_source(files, config)
-        chat_template = ChatTemplate(template, _special_tokens(files, config)) if template else None
+        special_tokens = _special_tokens(files, config)
+        chat_template = ChatTemplate(template, special_tokens) if template else None
         if "tokenizer.json" in files:
             rust = RustTokenizer.from_str(files["tokenizer.json"].decode())
         else:
@@ -217,7 +228,7 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
         raise
     except Exception as error:  # `tokenizers` raises bare Exception
         raise UnavailableError(f"the worker's tokenizer files cannot be loaded: {error}") from error
-    return Tokenizer(rust, chat_template, _reader(config, template, rust))
+    return Tokenizer(rust, chat_template, _reader(config, template, rust), special_tokens)
 
 
 def _reader(config: Mapping[str, object], chat_template: str, rust: RustTokenizer) -> AnswerReader | None:

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartWorker
 from tests.router.fake_worker import FakeWorker
+from tests.router.test_responses import LOGPROBS
 from tests.router.test_responses import TOOL as RESPONSES_TOOL
 from tests.router.test_tools import ASK, TOOL, TWO_CALLS
 from tests.router.tiny_tokenizer import ids_of
@@ -66,6 +67,11 @@ def events_of(text: str) -> list[str]:
             {"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}},
             Response,
         ),
+        (
+            "/v1/responses",
+            {"input": "a", "include": LOGPROBS, "top_logprobs": 1},
+            Response,
+        ),
         ("/v1/embeddings", {"input": ["a", "b"]}, CreateEmbeddingResponse),
     ],
 )
@@ -91,7 +97,13 @@ async def test_chunks(router: RunningRouter, path: str, body: dict[str, object],
 
 
 @pytest.mark.parametrize(
-    "body", [{"tools": [RESPONSES_TOOL]}, {"tools": [RESPONSES_TOOL], "tool_choice": "required"}, {}]
+    "body",
+    [
+        {"tools": [RESPONSES_TOOL]},
+        {"tools": [RESPONSES_TOOL], "tool_choice": "required"},
+        {"include": LOGPROBS, "top_logprobs": 1},
+        {},
+    ],
 )
 async def test_events_of_responses(router: RunningRouter, body: dict[str, object]) -> None:
     events = [

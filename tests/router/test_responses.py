@@ -17,7 +17,7 @@ from tests.router.conftest import RunningRouter, StartWorker
 from tests.router.fake_worker import FakeWorker
 from tests.router.test_answer import REPORT, USAGE, FakeGeneration, requests
 from tests.router.test_tools import TWO_CALLS, prompt_of
-from tests.router.tiny_tokenizer import ids_of
+from tests.router.tiny_tokenizer import byte_ids, ids_of
 
 TOOL: Any = {
     "type": "function",
@@ -26,6 +26,7 @@ TOOL: Any = {
     "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
     "strict": False,
 }
+LOGPROBS: Any = ["message.output_text.logprobs"]
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ async def test_calls_and_reasoning(router: RunningRouter, worker: FakeWorker) ->
     assert answer.usage.output_tokens_details.reasoning_tokens > 0
     # What was answered can be sent back, with results.
     items: Any = [{"role": "user", "content": [{"type": "input_text", "text": "Do"}]}]
-    items += [item.model_dump(exclude_none=True) for item in answer.output]
+    items += [item.model_dump(by_alias=True) for item in answer.output]  # with a null for each field that is not set
     items += [{"type": "function_call_output", "call_id": call.call_id, "output": "done"} for call in calls]
     await router.openai.responses.create(model="tiny", input=items, tools=[TOOL], max_output_tokens=3)
     prompt = prompt_of(worker)
@@ -111,6 +112,36 @@ async def test_items_have_the_order_of_the_text_that_comes_at_once() -> None:
     assert texts == ["hm", "{}", "and so", "{}", "done"]
 
 
+@pytest.mark.parametrize("answer", ["Paris.", "naïve 東京 😀", TWO_CALLS])
+async def test_logprobs(router: RunningRouter, worker: FakeWorker, answer: str) -> None:
+    """Of the message's own tokens, whole or as its text comes."""
+    worker.answer = byte_ids(answer)
+    body: Any = {"model": "tiny", "input": "x", "tools": [TOOL], "include": LOGPROBS, "top_logprobs": 2}
+    whole = await router.openai.responses.create(**body, max_output_tokens=200)
+    assert whole.top_logprobs == 2
+    (message,) = [item for item in whole.output if item.type == "message"]
+    (part,) = message.content
+    assert part.type == "output_text"
+    assert part.logprobs is not None
+    told = b"".join(bytes(token.bytes) for token in part.logprobs).removesuffix(b"<|im_end|>")
+    assert told.decode().strip() == part.text
+    assert all(len(token.top_logprobs) == 2 and token.logprob == -0.5 for token in part.logprobs)
+    stream = await router.openai.responses.create(**body, max_output_tokens=200, stream=True)
+    events = [event async for event in stream]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    tokens = [token.token for event in deltas for token in event.logprobs]
+    assert tokens == [token.token for token in done.logprobs][: len(tokens)]
+    assert [token.token for token in done.logprobs] == [token.token for token in part.logprobs]
+    assert all(event.logprobs for event in deltas)
+
+
+async def test_no_logprobs_unless_asked(router: RunningRouter, worker: FakeWorker) -> None:
+    answer = await router.openai.responses.create(model="tiny", input="x")
+    assert answer.output[0].content[0].logprobs == []  # type: ignore[union-attr, index]
+    assert not worker.requests[0].sampling_params.HasField("logprobs")
+
+
 async def test_an_answer_that_is_cut_off(router: RunningRouter) -> None:
     answer = await router.openai.responses.create(model="tiny", input="x", max_output_tokens=1)
     assert answer.status == "incomplete"
@@ -135,7 +166,10 @@ async def test_a_stream_that_fails(router: RunningRouter, worker: FakeWorker) ->
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "conversation": "c"}, "conversation"),
         ({"input": "x", "background": True}, "background"),
-        ({"input": "x", "include": ["reasoning.encrypted_content"]}, "include"),
+        ({"input": "x", "include": ["reasoning.encrypted_content"]}, "include[0]"),
+        ({"input": "x", "top_logprobs": 2}, "top_logprobs"),
+        ({"input": "x", "include": LOGPROBS, "top_logprobs": 21}, "top_logprobs"),
+        ({"input": "x", "include": LOGPROBS, "logprobs": 2}, "logprobs"),
         ({"input": "x", "truncation": "auto"}, "truncation"),
         ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"input": "x", "text": {"verbosity": "low"}}, "text.verbosity"),
@@ -155,6 +189,13 @@ async def test_a_stream_that_fails(router: RunningRouter, worker: FakeWorker) ->
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0].image_url",
         ),
+        ({"input": [{"role": "user", "content": "x", "arguments": "{}"}]}, "input[0].arguments"),
+        ({"input": [{"type": "reasoning", "summary": [], "output": "x"}]}, "input[0].output"),
+        ({"input": [{"role": "user", "content": "x", "caller": {"type": "direct"}}]}, "input[0].caller"),
+        ({"input": [{"type": "function_call", "name": "f", "call_id": "c", "async": True}]}, "input[0].async"),
+        ({"input": [{"role": "user", "content": "x", "name": "a b"}]}, "input[0].name"),
+        ({"input": "x", "service_tier": "flex"}, "service_tier"),
+        ({"input": "x", "safety_identifier": 5}, "safety_identifier"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].tool_call_id"),
     ],

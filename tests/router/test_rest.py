@@ -175,6 +175,51 @@ async def test_models_and_tokenize(router: RunningRouter) -> None:
         assert "baton_router_endpoints" in (await client.get("/metrics")).text
 
 
+async def test_texts_and_tokens_by_vllms_names(router: RunningRouter) -> None:
+    """As harnesses ask for them that have no tokenizer of their own."""
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        info = (await client.get("/tokenizer_info")).json()
+        assert info["eos_token"] == "<|im_end|>"
+        assert (info["bos_token"], info["pad_token"]) == ("<|im_start|>", None)
+        assert "<|im_start|>" in info["chat_template"]
+        asked = {"prompt": "Hello, 東京", "add_special_tokens": False}
+        tokens = (await client.post("/tokenize", json=asked)).json()
+        assert tokens["tokens"] == tokens["token_ids"] == ids_of("Hello, 東京")
+        text = (await client.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
+        assert text["prompt"] == text["text"] == "Hello, 東京"
+        for path, body, param in (
+            ("/tokenize", {}, "text"),
+            ("/tokenize", {"text": "a", "prompt": "a"}, "prompt"),
+            ("/detokenize", {}, "token_ids"),
+            ("/detokenize", {"tokens": [1], "token_ids": [1]}, "tokens"),
+            ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ):
+            answer = await client.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), body
+
+
+async def test_what_changes_nothing_is_taken(router: RunningRouter, worker: FakeWorker) -> None:
+    """Notes for OpenAI's records, hints for its caches, and what asks for what is done anyway."""
+    body = {
+        "messages": [{**part(type="text", text="Hi", cache_control={"type": "ephemeral"}), "type": "text"}],
+        "metadata": {"a": "b"},
+        "safety_identifier": "u",
+        "service_tier": "auto",
+        "store": False,
+        "modalities": ["text"],
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "prompt_cache_retention": "24h",
+        "response_format": {"type": "text"},
+    }
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert list(worker.requests[0].prompt_token_ids) == ids_of(
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
 async def test_content_parts_and_developer_role(router: RunningRouter, worker: FakeWorker) -> None:
     await router.openai.chat.completions.create(
         model="tiny",
@@ -185,6 +230,11 @@ async def test_content_parts_and_developer_role(router: RunningRouter, worker: F
     )
     prompt = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\n"
     assert list(worker.requests[0].prompt_token_ids) == ids_of(prompt)
+
+
+def part(**fields: object) -> dict[str, object]:
+    """A message of one part."""
+    return {"role": "user", "content": [fields]}
 
 
 BAD_CHAT = [
@@ -233,6 +283,23 @@ BAD_CHAT = [
     ({"seed": 2**63}, "seed"),
     ({"min_tokens": 5, "max_tokens": 2}, "min_tokens"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"store": True}, "store"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"metadata": {"a": 1}}, "metadata"),
+    ({"safety_identifier": 5}, "safety_identifier"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),  # of which its template knows nothing
+    ({"reasoning_effort": "extreme"}, "reasoning_effort"),
+    ({"verbosity": "low"}, "verbosity"),
+    ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
+    ({"web_search_options": {"search_context_size": "low"}}, "web_search_options"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"moderation": {"model": "x"}}, "moderation"),
+    ({"messages": [{"role": "user", "content": "x", "type": "image"}]}, "messages[0].type"),
+    ({"messages": [part(type="text", text="x", image_url={"url": "x"})]}, "messages[0].content[0].image_url"),
+    ({"messages": [part(type="image_url", image_url={"url": "x"})]}, "messages[0].content[0].type"),
+    ({"messages": [part(type="text", text="x", colour=1)]}, "messages[0].content[0].colour"),
 ]
 
 

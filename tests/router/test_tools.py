@@ -55,6 +55,9 @@ async def test_calls(router: RunningRouter, worker: FakeWorker) -> None:
         ("function", "f", '{"x": 2}'),
     ]
     assert json.dumps(TOOL) in prompt_of(worker)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len(ids_of("hm"))
 
 
 async def test_streamed_calls(router: RunningRouter) -> None:
@@ -143,6 +146,39 @@ async def test_template_options(router: RunningRouter, worker: FakeWorker) -> No
     )
     assert prompt_of(worker).endswith("<think>\n\n</think>\n\n")
     assert answer.choices[0].message.content == "Yes."
+
+
+async def test_reasoning_effort(router: RunningRouter, start_worker: StartWorker, start_router: StartRouter) -> None:
+    """Where the template has a word for it."""
+    hermes = {"none": True, "low": False}
+    told = await start_worker()
+    told.chat_template = "{{ messages[0].content }}{% if reasoning_effort %} effort {{ reasoning_effort }}{% endif %}"
+    telling = await start_router(told)
+    for effort, is_known in hermes.items():
+        for one, known in ((router, is_known), (telling, True)):
+            chat = one.openai.chat.completions.create(model="tiny", messages=ASK, reasoning_effort=effort)  # type: ignore[call-overload]
+            items = one.openai.responses.create(model="tiny", input="Do", reasoning={"effort": effort})  # type: ignore[call-overload]
+            for asked, field in ((chat, "reasoning_effort"), (items, "reasoning.effort")):
+                if known:
+                    await asked
+                    continue
+                with pytest.raises(openai.BadRequestError) as caught:
+                    await asked
+                assert caught.value.param == field
+        assert prompt_of(told) == f"Do effort {effort}"
+    with pytest.raises(openai.BadRequestError) as caught:
+        await router.openai.chat.completions.create(
+            model="tiny",
+            messages=ASK,
+            reasoning_effort="none",
+            extra_body={"chat_template_kwargs": {"enable_thinking": True}},
+        )
+    assert caught.value.param == "chat_template_kwargs.enable_thinking"
+
+
+async def test_no_reasoning_where_the_template_has_a_switch(router: RunningRouter, worker: FakeWorker) -> None:
+    await router.openai.chat.completions.create(model="tiny", messages=ASK, reasoning_effort="none")
+    assert prompt_of(worker).endswith("<think>\n\n</think>\n\n")
 
 
 def tools(count: int = 1, **changes: object) -> list[object]:

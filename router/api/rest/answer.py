@@ -29,6 +29,7 @@ class _Choice:
 
     num_chars: int = 0  # of all tokens' texts, for logprobs' offsets
     num_tokens: int = 0
+    num_reasoning_tokens: int = 0
     logprob: float = 0.0  # of its tokens so far, together
     echo: EchoedPrompt | None = None
     prompt_logprobs: _Logprobs | None = None
@@ -126,6 +127,7 @@ class Answer:
         if choice.echo is not None:
             output = choice.echo.before(output)
         choice.num_tokens += len(output.tokens)
+        choice.num_reasoning_tokens += len(output.tokens) if output.reasoning else 0
         choice.logprob += sum(token.logprob or 0.0 for token in output.tokens)
         choice.whole.add(output)
         if piece := self._logprobs(choice, output):
@@ -184,6 +186,7 @@ class Answer:
         choice.num_tokens += len(output.tokens)
         if output.is_only_text and not self._wants_logprobs and not self._wants_usage_so_far:
             return self._text_chunk(index, choice, output.text)
+        choice.num_reasoning_tokens += len(output.tokens) if output.reasoning else 0
         logprobs = self._logprobs(choice, output) if output.tokens or output.prompt_logprobs else None
         has_text = output.text or output.reasoning or output.tool_calls
         if output.finish_reason is None and not has_text and logprobs is None:
@@ -242,7 +245,9 @@ class Answer:
 
     def _usage(self) -> JsonObject:
         usages = [choice.last.usage for choice in self._choices if choice.last and choice.last.usage]
-        return usage(usages, self._num_candidates)
+        reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self._choices)
+        details: JsonObject = {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
+        return {**usage(usages, self._num_candidates), **(details if reasoning_tokens else {})}
 
     def _usage_so_far(self) -> JsonObject:
         """Without what is only known at the end: how much of the prompt was cached."""

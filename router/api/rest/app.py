@@ -99,6 +99,7 @@ def make_app(front: Front) -> ASGIApp:
     route("GET", "/v1/models/{model:path}", gateway.model, "One model")
     route("POST", "/tokenize", gateway.tokenize, "Token ids of a text", TokenizeBody)
     route("POST", "/detokenize", gateway.detokenize, "The text of token ids", DetokenizeBody)
+    route("GET", "/tokenizer_info", gateway.tokenizer_info, "Special tokens and the chat template, for harnesses")
     route("GET", "/version", gateway.version, "This router's version")
     route("GET", "/health", gateway.health, "Whether requests are taken")
     route("GET", "/ping", gateway.health, "The same as /health")
@@ -153,7 +154,10 @@ class _Gateway:
             return [await self._front.preparation.chat_prompt(model, body.response_conversation(), "input")]
 
         def answer(requests: Sequence[GenerationRequest], request_id: str) -> ResponseAnswer:
-            return ResponseAnswer(self._front.generation, requests[0], request_id, body.echoed())
+            echoed, wants_logprobs = body.echoed(), body.wants_logprobs
+            return ResponseAnswer(
+                self._front.generation, requests[0], request_id, echoed, wants_logprobs=wants_logprobs
+            )
 
         return await self._generate(request, body, prompts, answer, arrived_at)
 
@@ -360,20 +364,27 @@ class _Gateway:
         self._front.admission.charge(current_client.get())
         model = self._front.admission.served()
         check_model(body.model or "", model.limits)
-        name = "prompt" if body.text is None else "text"
-        text = (body.prompt if body.text is None else body.text) or ""
+        body.check()
+        name, text = ("prompt", body.prompt) if body.text is None else ("text", body.text)
         special = body.add_special_tokens is not False
-        ids = await self._front.preparation.tokenize(model, text, name, add_special_tokens=special)
-        return json_response({"token_ids": ids, "count": len(ids), "max_model_len": model.limits.max_model_len})
+        ids = await self._front.preparation.tokenize(model, text or "", name, add_special_tokens=special)
+        of_vllm = {"tokens": ids} if name == "prompt" else {}
+        known = {"count": len(ids), "max_model_len": model.limits.max_model_len}
+        return json_response({"token_ids": ids, **of_vllm, **known})
 
     async def detokenize(self, request: Request) -> Response:
         body = parse(DetokenizeBody, await self._read(request))
         self._front.admission.charge(current_client.get())
         model = self._front.admission.served()
         check_model(body.model or "", model.limits)
+        body.check()
         skip = body.skip_special_tokens is not False
-        text = await self._front.preparation.detokenize(model, body.token_ids, "token_ids", skip_special_tokens=skip)
-        return json_response({"text": text})
+        name, ids = ("tokens", body.tokens) if body.token_ids is None else ("token_ids", body.token_ids)
+        text = await self._front.preparation.detokenize(model, ids or [], name, skip_special_tokens=skip)
+        return json_response({"text": text, **({"prompt": text} if name == "tokens" else {})})
+
+    async def tokenizer_info(self, _request: Request) -> Response:
+        return json_response(self._front.admission.served().tokenizer.described())
 
     async def health(self, _request: Request) -> Response:
         if reason := self._front.not_ready():

@@ -8,11 +8,9 @@ from array import array
 from collections.abc import Sequence
 from typing import ClassVar
 
-from msgspec import UNSET
-
 from common.errors import InvalidArgumentError
 from protos.baton.v1 import embed_pb2
-from router.api.rest.body_types import Body, Given
+from router.api.rest.body_types import Body
 from router.api.rest.schema import several
 from router.api.rest.tools import JsonObject
 from router.serving.embedding import Embedded, EmbedRequest
@@ -34,8 +32,8 @@ class EmbeddingsBody(Body, kw_only=True):
     cache_salt: str | None = None
     request_id: str | None = None
 
-    # OpenAI's, without a meaning here.
-    user: Given = UNSET
+    # OpenAI's, for its own records.
+    user: str | None = None
 
     formats: ClassVar[tuple[str, ...]] = ("float", "base64")
 

@@ -77,16 +77,7 @@ class ChatFormat:
 
     def logprobs(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer, text_offset: int) -> JsonObject:
         del text_offset
-        return {
-            "content": [
-                {
-                    **_chat_token(token.token_id, token.logprob, tokenizer),
-                    "top_logprobs": [_chat_token(top.token_id, top.logprob, tokenizer) for top in token.top_logprobs],
-                }
-                for token in tokens
-            ],
-            "refusal": None,
-        }
+        return {"content": chat_tokens(tokens, tokenizer), "refusal": None}
 
     def opening(self, index: int) -> JsonObject | None:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -196,6 +187,17 @@ def _as_json(message: Message) -> JsonObject:
         else:
             content[name] = round(value, 3) if isinstance(value, float) else value
     return content
+
+
+def chat_tokens(tokens: Sequence[SampledToken], tokenizer: Tokenizer) -> list[JsonObject]:
+    """Logprobs as answers of chat have them."""
+    return [
+        {
+            **_chat_token(token.token_id, token.logprob, tokenizer),
+            "top_logprobs": [_chat_token(top.token_id, top.logprob, tokenizer) for top in token.top_logprobs],
+        }
+        for token in tokens
+    ]
 
 
 def _chat_token(token_id: int, logprob: float | None, tokenizer: Tokenizer) -> JsonObject:

@@ -10,15 +10,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common.errors import BatonError
-from common.types import FinishReason
+from common.types import FinishReason, SampledToken
 from router.api.rest.errors import as_baton, error_code
-from router.api.rest.formats import baton_report
+from router.api.rest.formats import baton_report, chat_tokens
 from router.api.rest.tools import JsonObject
 from router.serving.answer_parts import TextPart, ToolCallDelta
 from router.serving.generation import Generation
 from router.serving.request import GenerationRequest, Output
-
-NO_LOGPROBS: list[object] = []
 
 
 @dataclass(slots=True)
@@ -30,16 +28,18 @@ class _Item:
     index: int
     call: ToolCallDelta | None = None
     texts: list[str] = field(default_factory=list)
+    logprobs: list[JsonObject] = field(default_factory=list)  # of its tokens, if they were asked for
     is_whole: bool = True  # False if the answer was cut off in it
 
     @property
     def text(self) -> str:
         return "".join(self.texts)
 
-    def part(self, text: str) -> JsonObject:
+    def part(self, *, is_done: bool = True) -> JsonObject:
+        text = self.text if is_done else ""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": NO_LOGPROBS}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs if is_done else []}
 
     def json(self, *, is_done: bool = True) -> JsonObject:
         status = "in_progress" if not is_done else "completed" if self.is_whole else "incomplete"
@@ -47,18 +47,28 @@ class _Item:
         if self.call is not None:
             arguments = self.text if is_done else ""
             return {**item, "call_id": self.call.call_id, "name": self.call.name, "arguments": arguments}
-        item["content"] = [self.part(self.text)] if is_done else []
+        item["content"] = [self.part()] if is_done else []
         return {**item, "summary": []} if self.kind == "reasoning" else {**item, "role": "assistant"}
 
 
 class ResponseAnswer:
     """One answer. `echoed` is what it repeats of its request."""
 
-    def __init__(self, generation: Generation, request: GenerationRequest, request_id: str, echoed: JsonObject) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        request: GenerationRequest,
+        request_id: str,
+        echoed: JsonObject,
+        *,
+        wants_logprobs: bool = False,
+    ) -> None:
         self._generation = generation
         self._request = request
         self._request_id = request_id
         self._echoed = echoed
+        self._wants_logprobs = wants_logprobs
+        self._unsaid: list[SampledToken] = []  # whose text has not come yet, or that have none
         self._created = int(time.time())
         self._items: list[_Item] = []
         self._last: Output | None = None
@@ -104,6 +114,8 @@ class ResponseAnswer:
     # ------------------------------------------------------------------------------------------- items
 
     def _take(self, output: Output) -> Iterator[tuple[str, JsonObject]]:
+        if self._wants_logprobs:
+            self._unsaid += output.tokens
         if output.reasoning:
             self._num_reasoning_tokens += len(output.tokens)
         for part in output.parts or [TextPart(output.text)]:
@@ -113,11 +125,15 @@ class ResponseAnswer:
                 yield from self._add("reasoning", "rs_", part.text)
             elif part.text:
                 yield from self._add("message", "msg_", part.text)
+        if output.reasoning or output.tool_calls:
+            self._unsaid.clear()  # these tokens are no message's
         if output.finish_reason is None:
             return
         self._last = output
         if not self._items:  # nothing was said: that is a message, too
             yield from self._open(_Item("message", f"msg_{self._request_id}", 0))
+        if self._items[-1].kind == "message":
+            self._items[-1].logprobs += self._take_logprobs()  # of what ended it
         self._items[-1].is_whole = output.finish_reason is not FinishReason.LENGTH
         yield from self._close()
 
@@ -130,8 +146,26 @@ class ResponseAnswer:
         if kind == "reasoning":
             yield "response.reasoning_text.delta", {**_place(item), "content_index": 0, "delta": text}
         else:
-            place = {**_place(item), "content_index": 0}
-            yield "response.output_text.delta", {**place, "delta": text, "logprobs": NO_LOGPROBS}
+            if len(item.texts) == 1:
+                self._drop_marks(text)
+            place, logprobs = {**_place(item), "content_index": 0}, self._take_logprobs()
+            item.logprobs += logprobs
+            yield "response.output_text.delta", {**place, "delta": text, "logprobs": logprobs}
+
+    def _drop_marks(self, text: str) -> None:
+        """Drops tokens before the one that `text`, a message's first, begins with: marks between parts of an answer."""
+        begun = text.encode().lstrip()
+        datas = [self._request.model.tokenizer.token_bytes(token.token_id).lstrip() for token in self._unsaid]
+        first = next((index for index, data in enumerate(datas) if data and begun.startswith(data)), 0)
+        del self._unsaid[:first]
+
+    def _take_logprobs(self) -> list[JsonObject]:
+        """Of the tokens whose text has come now."""
+        if not self._unsaid:
+            return []
+        taken = chat_tokens(self._unsaid, self._request.model.tokenizer)
+        self._unsaid.clear()
+        return taken
 
     def _add_call(self, call: ToolCallDelta) -> Iterator[tuple[str, JsonObject]]:
         if call.call_id:
@@ -149,7 +183,7 @@ class ResponseAnswer:
         self._items.append(item)
         yield "response.output_item.added", {"output_index": item.index, "item": item.json(is_done=False)}
         if item.call is None:
-            yield "response.content_part.added", {**_place(item), "content_index": 0, "part": item.part("")}
+            yield "response.content_part.added", {**_place(item), "content_index": 0, "part": item.part(is_done=False)}
 
     def _close(self) -> Iterator[tuple[str, JsonObject]]:
         """The last item's end, if there is one."""
@@ -164,8 +198,8 @@ class ResponseAnswer:
             if item.kind == "reasoning":
                 yield "response.reasoning_text.done", {**place, "text": text}
             else:
-                yield "response.output_text.done", {**place, "text": text, "logprobs": NO_LOGPROBS}
-            yield "response.content_part.done", {**place, "part": item.part(text)}
+                yield "response.output_text.done", {**place, "text": text, "logprobs": item.logprobs}
+            yield "response.content_part.done", {**place, "part": item.part()}
         yield "response.output_item.done", {"output_index": item.index, "item": item.json()}
 
     # ---------------------------------------------------------------------------------------- response

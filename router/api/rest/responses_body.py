@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, ClassVar
 
-from msgspec import UNSET
+from msgspec import UNSET, field
 
 from common.choices import Choices
 from common.errors import InvalidArgumentError
@@ -12,7 +13,7 @@ from common.guided import Guided
 from common.sampling import parameters
 from router.api.rest.body_types import Body, Given, RetainBody
 from router.api.rest.guided import schema_text
-from router.api.rest.schema import asks, session_of, with_sampling
+from router.api.rest.schema import asks, check_service_tier, session_of, with_sampling
 from router.api.rest.tools import JsonObject
 from router.serving.conversation import (
     Call,
@@ -20,12 +21,22 @@ from router.serving.conversation import (
     Json,
     Tool,
     Tools,
+    check_effort,
     check_options,
     make_message,
     make_tools,
     named_results,
 )
 
+FIELDS = {
+    "message": {"role", "content", "name"},
+    "function_call": {"call_id", "name", "arguments"},
+    "function_call_output": {"call_id", "name", "output"},
+    "reasoning": {"content", "summary"},
+}
+"""Of each kind of item."""
+FIELDS_OF_OTHERS = {kind: sorted({*chain.from_iterable(FIELDS.values())} - own) for kind, own in FIELDS.items()}
+LOGPROBS = "message.output_text.logprobs"  # what `include` may ask for
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 
 
@@ -34,6 +45,7 @@ class Part(Body, kw_only=True):
     text: str | None = None
     annotations: Given = UNSET
     logprobs: Given = UNSET
+    prompt_cache_breakpoint: Given = UNSET  # where a prompt's cached part may end: anywhere, here
 
 
 class InputItem(Body, kw_only=True):
@@ -52,7 +64,14 @@ class InputItem(Body, kw_only=True):
     id: Given = UNSET
     status: Given = UNSET
     phase: Given = UNSET
+
+    # What they hold, too; each must be empty.
     encrypted_content: Given = UNSET
+    caller: Given = UNSET
+    namespace: Given = UNSET
+    async_: Given = field(default=UNSET, name="async")
+
+    unsupported: ClassVar[tuple[str, ...]] = ("encrypted_content", "caller", "namespace", "async_")
 
 
 class ResponseTool(Body, kw_only=True):
@@ -86,7 +105,7 @@ class ResponseStreamOptions(Body, kw_only=True):
 
 
 class Reasoning(Body, kw_only=True):
-    effort: Given = UNSET
+    effort: str | None = None
     summary: Given = UNSET
     generate_summary: Given = UNSET
 
@@ -106,8 +125,8 @@ class ResponsesBody(Body, kw_only=True):
     reasoning: Reasoning | None = None
     metadata: dict[str, str] | None = None
     stream_options: ResponseStreamOptions | None = None
-    include: Given = UNSET
-    top_logprobs: Given = UNSET
+    include: list[str] | None = None
+    top_logprobs: int | None = None
 
     # Not OpenAI's.
     cache_salt: str | None = None
@@ -127,16 +146,16 @@ class ResponsesBody(Body, kw_only=True):
     max_tool_calls: Given = UNSET
     moderation: Given = UNSET
 
-    # OpenAI's, without a meaning here.
+    # OpenAI's, as in chat.
     user: Given = UNSET
-    service_tier: Given = UNSET
-    safety_identifier: Given = UNSET
+    service_tier: str | None = None
+    safety_identifier: str | None = None
     prompt_cache_key: Given = UNSET
     prompt_cache_retention: Given = UNSET
     prompt_cache_options: Given = UNSET
 
     choices: ClassVar[Choices] = Choices()
-    unsupported: ClassVar[tuple[str, ...]] = ("top_logprobs", "context_management", "max_tool_calls", "moderation")
+    unsupported: ClassVar[tuple[str, ...]] = ("context_management", "max_tool_calls", "moderation")
     stored: ClassVar[tuple[str, ...]] = ("store", "previous_response_id", "conversation", "prompt", "background")
 
     def check(self) -> None:
@@ -147,13 +166,17 @@ class ResponsesBody(Body, kw_only=True):
         for name in self.unsupported:
             if asks(getattr(self, name)):
                 raise InvalidArgumentError(name, "is not supported")
-        if asks(self.include):
-            raise InvalidArgumentError("include", "must be empty: there is nothing more to include")
+        check_service_tier(self.service_tier)
+        for index, one in enumerate(self.include or ()):
+            if one != LOGPROBS:
+                raise InvalidArgumentError(f"include[{index}]", f'must be "{LOGPROBS}": nothing else can be included')
+        if self.top_logprobs is not None and not self.wants_logprobs:
+            raise InvalidArgumentError("top_logprobs", f'needs include to have "{LOGPROBS}"')
         if self.stream_options is not None and not self.stream:
             raise InvalidArgumentError("stream_options", "is only allowed with stream")
         if self.truncation not in (None, "disabled"):
             raise InvalidArgumentError("truncation", 'only "disabled" is supported')
-        for name in ("effort", "summary", "generate_summary"):
+        for name in ("summary", "generate_summary"):
             if self.reasoning is not None and asks(getattr(self.reasoning, name)):
                 raise InvalidArgumentError(f"reasoning.{name}", "is not supported")
         if self.text is not None and asks(self.text.verbosity):
@@ -162,6 +185,10 @@ class ResponsesBody(Body, kw_only=True):
         for name in ("logprobs", "prompt_logprobs", "max_tokens", "max_completion_tokens", "guided"):
             if getattr(self, name, None) is not None:
                 raise InvalidArgumentError(name, "is not a field of responses")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
 
     def session(self) -> str:
         """What the body says of it; empty if nothing."""
@@ -190,16 +217,29 @@ class ResponsesBody(Body, kw_only=True):
             given["max_tokens"] = self.max_output_tokens
         if (guided := self.guided_text()) is not None:
             given["guided"] = guided
+        if self.wants_logprobs:
+            given["logprobs"] = self.top_logprobs or 0
         return given
 
     def field_name(self, name: str) -> str:
         """The client's name for a sampling parameter."""
-        return {"max_tokens": "max_output_tokens", "guided": "text.format"}.get(name, name)
+        names = {"max_tokens": "max_output_tokens", "guided": "text.format", "logprobs": "top_logprobs"}
+        return names.get(name, name)
 
     def response_conversation(self) -> Conversation:
         options = self.chat_template_kwargs or {}
         check_options(options, "chat_template_kwargs")
-        return Conversation(messages=named_results(self._messages()), tools=self._tools(), template_options=options)
+        return Conversation(
+            messages=named_results(self._messages()),
+            tools=self._tools(),
+            template_options=options,
+            effort=check_effort(self._effort, "reasoning.effort"),
+            effort_field="reasoning.effort",
+        )
+
+    @property
+    def _effort(self) -> str | None:
+        return None if self.reasoning is None else self.reasoning.effort
 
     def _messages(self) -> list[Json]:
         messages = []
@@ -246,10 +286,11 @@ class ResponsesBody(Body, kw_only=True):
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": self._effort, "summary": None},
             "store": False,
             "text": {"format": self._format()},
             "tool_choice": named or choice or "auto",
+            "top_logprobs": self.top_logprobs or 0,
             "tools": [
                 {
                     "type": "function",
@@ -274,12 +315,14 @@ class _Turn:
         self.reasoning: str | None = None
         self.calls: list[Call] = []
         self.call_id: str | None = None
+        self.name: str | None = None
 
     def message(self) -> Json:
         return make_message(
             self.where,
             role=self.role,
             content=self.content if self.content is not None or self.calls else "",
+            name=self.name,
             calls=self.calls,
             tool_call_id=self.call_id,
             reasoning=self.reasoning,
@@ -290,13 +333,19 @@ def _turns(items: list[InputItem]) -> list[_Turn]:
     turns: list[_Turn] = []
     for index, item in enumerate(items):
         where = f"input[{index}]"
+        for name in item.unsupported:
+            if asks(getattr(item, name)):
+                raise InvalidArgumentError(f"{where}.{name.rstrip('_')}", "is not supported")
+        for name in FIELDS_OF_OTHERS.get(item.type, ()):
+            if getattr(item, name) is not None:
+                raise InvalidArgumentError(f"{where}.{name}", f"is not a field of type {item.type!r}")
         if item.type == "function_call_output":
             turn = _Turn(where, "tool")
-            turn.call_id, turn.content = item.call_id or "", _text(item.output, f"{where}.output")
+            turn.call_id, turn.content, turn.name = item.call_id or "", _text(item.output, f"{where}.output"), item.name
             turns.append(turn)
         elif item.type == "message" and item.role != "assistant":
             turn = _Turn(where, item.role or "")
-            turn.content = _text(item.content, f"{where}.content")
+            turn.content, turn.name = _text(item.content, f"{where}.content"), item.name
             turns.append(turn)
         else:
             last = turns[-1] if turns and turns[-1].role == "assistant" else None
@@ -312,12 +361,10 @@ def _add(item: InputItem, where: str, last: _Turn | None, turns: list[_Turn]) ->
         last = _Turn(where, "assistant")
         turns.append(last)
     if item.type == "message":
-        last.content = _text(item.content, f"{where}.content")
+        last.content, last.name = _text(item.content, f"{where}.content"), item.name
     elif item.type == "function_call":
         last.calls.append(Call(call_id=item.call_id or "", name=item.name or "", arguments=item.arguments or ""))
     elif item.type == "reasoning":
-        if asks(item.encrypted_content):
-            raise InvalidArgumentError(f"{where}.encrypted_content", "is not supported")
         last.reasoning = _text(item.content or item.summary or "", f"{where}.content")
     else:
         raise InvalidArgumentError(f"{where}.type", f"{item.type!r} is not supported")

@@ -21,7 +21,15 @@ from common.sampling import Parameter, json_schemas, parameters
 from router.api.rest.body_types import Body, Given, RetainBody
 from router.api.rest.guided import GuidedFields
 from router.api.rest.tools import FunctionTool, NamedTool, ToolCall, calls_of, chat_tools
-from router.serving.conversation import Conversation, Json, Tools, check_options, make_message, named_results
+from router.serving.conversation import (
+    Conversation,
+    Json,
+    Tools,
+    check_effort,
+    check_options,
+    make_message,
+    named_results,
+)
 
 MAX_CHOICES = 128
 MAX_SEARCHED_BYTES = 64 * 2**10  # of a body that is not valid, for the field that is to blame
@@ -59,11 +67,11 @@ class GenerationBody(GuidedFields, kw_only=True):
     prompt_cache_key: Given = UNSET
     user: Given = UNSET
 
-    # OpenAI's, without a meaning here.
-    metadata: Given = UNSET
-    store: Given = UNSET
-    service_tier: Given = UNSET
-    safety_identifier: Given = UNSET
+    # OpenAI's: notes for its own records, and for whom it stores answers or has tiers of service.
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    store: bool | None = None
+    service_tier: str | None = None
     prompt_cache_retention: Given = UNSET
     prompt_cache_options: Given = UNSET
 
@@ -71,6 +79,9 @@ class GenerationBody(GuidedFields, kw_only=True):
 
     def check(self) -> None:
         """Raises `InvalidArgumentError` for what is well formed and still cannot be done."""
+        if self.store:
+            raise InvalidArgumentError("store", "is not supported: nothing is stored")
+        check_service_tier(self.service_tier)
         for name in self.unsupported:
             if asks(getattr(self, name)):
                 raise InvalidArgumentError(name, "is not supported")
@@ -166,12 +177,25 @@ def _names(name: str, parameter: Parameter) -> tuple[str, ...]:
     return (name, *parameter.rest_aliases)
 
 
-class ContentPart(msgspec.Struct):
+class ContentPart(Body, kw_only=True):
     type: str = ""
     text: str | None = None
 
+    # Of parts that are no text.
+    image_url: Given = UNSET
+    input_audio: Given = UNSET
+    file: Given = UNSET
+    refusal: Given = UNSET
+
+    # Where a prompt's cached part may end: anywhere, here.
+    prompt_cache_breakpoint: Given = UNSET
+    cache_control: Given = UNSET
+
+    not_text: ClassVar[tuple[str, ...]] = ("image_url", "input_audio", "file", "refusal")
+
 
 class ChatMessage(Body, kw_only=True):
+    type: str | None = None  # "text" from lm-eval, "message" in responses
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -203,7 +227,7 @@ class ChatBody(GenerationBody, kw_only=True):
     function_call: Given = UNSET
     audio: Given = UNSET
     prediction: Given = UNSET
-    reasoning_effort: Given = UNSET
+    reasoning_effort: str | None = None
     verbosity: Given = UNSET
     web_search_options: Given = UNSET
 
@@ -211,7 +235,6 @@ class ChatBody(GenerationBody, kw_only=True):
         "functions",
         "audio",
         "prediction",
-        "reasoning_effort",
         "verbosity",
         "web_search_options",
     )
@@ -239,7 +262,8 @@ class ChatBody(GenerationBody, kw_only=True):
 
     def conversation(self) -> Conversation:
         tools = chat_tools(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls is not False)
-        return conversation_of(self.messages, tools, self.chat_template_kwargs)
+        conversation = conversation_of(self.messages, tools, self.chat_template_kwargs)
+        return replace(conversation, effort=check_effort(self.reasoning_effort, "reasoning_effort"))
 
 
 @with_sampling
@@ -297,6 +321,11 @@ class CompletionBody(GenerationBody, kw_only=True):
         return several(self.prompt, "prompt")
 
 
+def check_service_tier(given: str | None) -> None:
+    if given not in (None, "auto", "default"):
+        raise InvalidArgumentError("service_tier", f'must be "auto" or "default", not {given!r}: there is one tier')
+
+
 def session_of(body: Body) -> str:
     """The session that a body names by OpenAI's fields for it; empty if it names none."""
     for name in ("prompt_cache_key", "user"):
@@ -326,14 +355,27 @@ def several(given: str | list[str | int | list[int]], name: str) -> list[str | l
 class TokenizeBody(Body, kw_only=True):
     model: str | None = None
     text: str | None = None
-    prompt: str | None = None  # another name for `text`
+    prompt: str | None = None  # vLLM's name for `text`; the answer then has its name for `token_ids`, too
     add_special_tokens: bool | None = None
+
+    def check(self) -> None:
+        if self.text is None and self.prompt is None:
+            raise InvalidArgumentError("text", "is required")
+        if None not in (self.text, self.prompt):
+            raise InvalidArgumentError("prompt", "cannot be together with text, another name of it")
 
 
 class DetokenizeBody(Body, kw_only=True):
     model: str | None = None
-    token_ids: list[int]
+    token_ids: list[int] | None = None
+    tokens: list[int] | None = None  # vLLM's name for `token_ids`; the answer then has its name for `text`, too
     skip_special_tokens: bool | None = None
+
+    def check(self) -> None:
+        if self.token_ids is None and self.tokens is None:
+            raise InvalidArgumentError("token_ids", "is required")
+        if None not in (self.token_ids, self.tokens):
+            raise InvalidArgumentError("tokens", "cannot be together with token_ids, another name of it")
 
 
 def asks(value: object) -> bool:
@@ -356,6 +398,8 @@ def _message(message: ChatMessage, where: str) -> Json:
     for name in message.unsupported:
         if asks(getattr(message, name)):
             raise InvalidArgumentError(f"{where}.{name}", "is not supported")
+    if message.type not in (None, "text", "message"):
+        raise InvalidArgumentError(f"{where}.type", f'must be "text" or "message", not {message.type!r}')
     return make_message(
         where,
         role=message.role,
@@ -377,6 +421,9 @@ def _content(content: str | list[ContentPart], where: str) -> str:
             raise InvalidArgumentError(f"{where}[{index}].type", 'only parts of type "text" are supported')
         if part.text is None:
             raise InvalidArgumentError(f"{where}[{index}].text", "must be a string")
+        for name in part.not_text:
+            if asks(getattr(part, name)):
+                raise InvalidArgumentError(f"{where}[{index}].{name}", 'is not a field of type "text"')
         texts.append(part.text)
     return "\n".join(texts)
 
