@@ -50,7 +50,7 @@ void small_tile(const A* a, int64_t a_stride, const uint8_t* panel, int k, float
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
         for (int i = 0; i < 2; i++) sums.of[r][i] = add ? load(c + r * c_stride + i * LANES) : Floats{};
-    Tile<K, R, 1>::run(sums, a, a_stride, panel, 0, k);
+    Tile<K, R, 1>::run(sums, a, a_stride, panel, 0, k, NothingAhead());
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
         for (int i = 0; i < 2; i++) store(c + r * c_stride + i * LANES, sums.of[r][i]);
@@ -97,6 +97,21 @@ struct Workspace {
     }
 };
 
+// Where K and V of the tokens of a tile lie.
+template <class T>
+struct Rows {
+    const T *keys[TILE], *values[TILE];
+
+    // Processors do not see ahead from block to block.
+    void fetch(const T* const* rows, int from, int to, int head_dim) const {
+        for (int i = from; i < to; i++)
+            for (int64_t byte = 0; byte < int64_t(sizeof(T)) * head_dim; byte += 64)
+                __builtin_prefetch(reinterpret_cast<const char*>(rows[i]) + byte, 0, 2);
+    }
+    void fetch_keys(int from, int to, int head_dim) const { fetch(keys, from, to, head_dim); }
+    void fetch_values(int from, int to, int head_dim) const { fetch(values, from, to, head_dim); }
+};
+
 template <class T>
 struct Context {
     const AttentionShape& shape;
@@ -105,43 +120,111 @@ struct Context {
 
     // Rows of tokens start, start + 1, ...; zeros before `first`, whose blocks may belong to others by now, and from
     // `stop` on.
-    void rows(int start, int first, int stop, const T** keys, const T** values) const {
+    void rows(int start, int first, int stop, Rows<T>& to) const {
         const int64_t values_offset = int64_t(shape.num_kv_heads) * shape.block_size * shape.head_dim;
-        for (int i = 0; i < TILE; i++) {
-            const int token = start + i;
-            if (token < first || token >= stop) {
-                keys[i] = values[i] = reinterpret_cast<const T*>(ZEROS);
-                continue;
+        const T* zeros = reinterpret_cast<const T*>(ZEROS);
+        int i = 0;
+        for (; i < TILE && start + i < first; i++) to.keys[i] = to.values[i] = zeros;
+        const int end = std::min(TILE, stop - start);
+        while (i < end) {
+            const int block = (start + i) / shape.block_size, slot = (start + i) % shape.block_size;
+            const int after = std::min(end, i + shape.block_size - slot);
+            const T* key = plane + table[block] * shape.block_stride + int64_t(slot) * shape.head_dim;
+            for (; i < after; i++, key += shape.head_dim) {
+                to.keys[i] = key;
+                to.values[i] = key + values_offset;
             }
-            const int64_t block = table[token / shape.block_size];
-            keys[i] = plane + block * shape.block_stride + int64_t(token % shape.block_size) * shape.head_dim;
-            values[i] = keys[i] + values_offset;
         }
+        for (; i < TILE; i++) to.keys[i] = to.values[i] = zeros;
     }
 };
 
-// Scores of few rows: each is a sum over the lanes of products along head_dim.
+// PANEL elements of a row of K or V. Those of bfloat16 are the first of each two, then the second: a shift and a mask
+// widen them. Few rows of Q stand in that order too (`spread`), and so do their sums of V.
+inline void load_spread(const float* from, Floats (&to)[2]) {
+    to[0] = load(from);
+    to[1] = load(from + LANES);
+}
+inline void load_spread(const bf16* from, Floats (&to)[2]) {
+    const Words pairs = load_as<Words>(from);
+    to[0] = even(pairs);
+    to[1] = odd(pairs);
+}
+// The same with zeros from `count` on.
 template <class T>
-void few_scores(const Workspace& w, int rows, int head_dim, const T** keys) {
-    for (int first = 0; first < TILE; first += LANES)
-        for (int r = 0; r < rows; r++) {
-            const float* q = w.q + r * w.width;
-            Floats products[LANES];
-            const int whole = head_dim / LANES * LANES;
-#pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) {
-                Floats product{};
-                for (int d = 0; d < whole; d += LANES) product += load(q + d) * load(keys[first + i] + d);
-                if (whole < head_dim) product += load(q + whole) * load_some(keys[first + i] + whole, head_dim - whole);
-                products[i] = product;
+void load_spread(const T* from, int64_t count, Floats (&to)[2]) {
+    T values[PANEL] = {};
+    load_spread(static_cast<T*>(std::memcpy(values, from, sizeof(T) * count)), to);
+}
+
+template <class T>
+void spread(float* row, int64_t width) {
+    for (int64_t i = 0; i < width && std::is_same<T, bf16>::value; i += PANEL) {
+        const Floats a = load(row + i), b = load(row + i + LANES);
+        store(row + i, firsts(a, b));
+        store(row + i + LANES, seconds(a, b));
+    }
+}
+template <class T>
+void put_back(float* row, int64_t width) {
+    for (int64_t i = 0; i < width && std::is_same<T, bf16>::value; i += PANEL) {
+        const Floats a = load(row + i), b = load(row + i + LANES);
+        store(row + i, low(a, b));
+        store(row + i + LANES, high(a, b));
+    }
+}
+
+// Calls `with(integral_constant<R>)` for the number of rows.
+template <int R = 1, class With>
+void for_few(int rows, const With& with) {
+    if (rows == R)
+        with(std::integral_constant<int, R>());
+    else if constexpr (R < FEW_ROWS)
+        for_few<R + 1>(rows, with);
+}
+
+// Scores of few rows: each is a sum over the lanes of products along head_dim.
+template <int R, class T>
+void few_scores(const Workspace& w, int head_dim, const Rows<T>& context, const Rows<T>& next) {
+    constexpr int REGISTERS = LANES == 8 ? 16 : 32;
+    constexpr int KEYS = REGISTERS == 16 ? (R <= 3 ? 2 : 1) : R <= 4 ? 4 : 2;  // at a time: sums and q stay in registers
+    constexpr int STEP = LANES / KEYS;
+    const float* q = w.q;
+    const int64_t width = w.width, whole = head_dim / PANEL * PANEL;
+    for (int first = 0; first < TILE; first += LANES) {
+        Floats parts[R][STEP];
+        for (int j = 0; j < STEP; j++) {
+            Floats products[R][KEYS] = {};
+            const T* const* keys = context.keys + first + j;
+            auto add = [&](int64_t d, int i, const Floats(&key)[2]) {
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++)
+                    for (int c = 0; c < 2; c++) products[r][i] += load(q + r * width + d + c * LANES) * key[c];
+            };
+            next.fetch_keys(first + j * KEYS, first + (j + 1) * KEYS, head_dim);
+            for (int64_t d = 0; d < whole; d += PANEL)
+#pragma GCC unroll 4
+                for (int i = 0; i < KEYS; i++) {
+                    Floats key[2];
+                    load_spread(keys[i * STEP] + d, key);
+                    add(d, i, key);
+                }
+#pragma GCC unroll 4
+            for (int i = 0; i < KEYS && whole < head_dim; i++) {
+                Floats key[2];
+                load_spread(keys[i * STEP] + whole, head_dim - whole, key);
+                add(whole, i, key);
             }
-            store(w.scores + r * TILE + first, sums(products));
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) parts[r][j] = sums(products[r]);
         }
+        for (int r = 0; r < R; r++) store(w.scores + r * TILE + first, sums(parts[r]));
+    }
 }
 
 // The same for many: K is transposed into the workspace first, in panels.
 template <class T>
-void many_scores(const Workspace& w, int rows, int head_dim, const T** keys) {
+void many_scores(const Workspace& w, int rows, int head_dim, const T* const* keys) {
     const int64_t panel = w.width * PANEL;
     for (int first = 0; first < TILE; first += LANES)
         for (int d = 0; d < head_dim; d += LANES) {
@@ -156,23 +239,52 @@ void many_scores(const Workspace& w, int rows, int head_dim, const T** keys) {
     small_product<F32>(rows, TILE, w.q, w.width, w.keys, panel * 4, head_dim, w.scores, TILE, false);
 }
 
-template <int R, class T>
-void few_sums(const Workspace& w, const T** values, int count) {
-    for (int64_t column = 0; column < w.width; column += PANEL) {
-        Sums<R, 1> sums;
+// Columns from `column` on of the sums of few rows: PANELS panels, or what is left of one.
+template <int R, int PANELS, class T>
+void few_sums(const Workspace& w, int64_t column, int64_t columns, const T* const* values, int count) {
+    Sums<R, PANELS> sums;
+    const float* scores = w.scores;
+    float* to = w.sums + column;
+    const int64_t width = w.width;
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < 2 * PANELS; c++) sums.of[r][c] = load(to + r * width + c * LANES);
+    auto add = [&](int i, int p, const Floats(&value)[2]) {
+#pragma GCC unroll 8
         for (int r = 0; r < R; r++)
-            for (int c = 0; c < 2; c++) sums.of[r][c] = load(w.sums + r * w.width + column + c * LANES);
+            for (int c = 0; c < 2; c++) sums.of[r][2 * p + c] += broadcast(scores[r * TILE + i]) * value[c];
+    };
+    Floats value[2];
+    if (columns < PANELS * PANEL)
         for (int i = 0; i < count; i++) {
-            const Floats row[2] = {load(values[i] + column), load(values[i] + column + LANES)};
-            multiply_add<R, 1>(sums, w.scores + i, TILE, row);
+            load_spread(values[i] + column, columns, value);
+            add(i, 0, value);
         }
-        for (int r = 0; r < R; r++)
-            for (int c = 0; c < 2; c++) store(w.sums + r * w.width + column + c * LANES, sums.of[r][c]);
-    }
+    else
+        for (int i = 0; i < count; i++)
+#pragma GCC unroll 2
+            for (int p = 0; p < PANELS; p++) {
+                load_spread(values[i] + column + p * PANEL, value);
+                add(i, p, value);
+            }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < 2 * PANELS; c++) store(to + r * width + c * LANES, sums.of[r][c]);
+}
+
+template <int R, class T>
+void weigh_for_few(const Workspace& w, int head_dim, const T* const* values, int count) {
+    constexpr int PANELS = 4 * R + 3 <= (LANES == 8 ? 16 : 32) ? 2 : 1;
+    int64_t column = 0;
+    for (; column + PANELS * PANEL <= head_dim; column += PANELS * PANEL)
+        few_sums<R, PANELS>(w, column, PANELS * PANEL, values, count);
+    for (; column < head_dim; column += PANEL)
+        few_sums<R, 1>(w, column, std::min<int64_t>(PANEL, head_dim - column), values, count);
 }
 
 template <class T>
-void weigh_as_floats(const Workspace& w, int rows, int head_dim, const T** values, int count) {
+void prepare_many(const Workspace&, int) {}
+
+template <class T>
+void weigh_for_many(const Workspace& w, int rows, int head_dim, const T* const* values, int count) {
     for (int i = 0; i < count; i++)
         for (int d = 0; d < w.width; d += LANES)
             store(w.values + d / PANEL * TILE * PANEL + i * PANEL + d % PANEL,
@@ -180,29 +292,6 @@ void weigh_as_floats(const Workspace& w, int rows, int head_dim, const T** value
                   : d < head_dim        ? load_some(values[i] + d, head_dim - d)
                                         : Floats{});
     small_product<F32>(rows, int(w.width), w.scores, TILE, w.values, TILE * PANEL * 4, count, w.sums, w.width, true);
-}
-
-template <class T>
-void weigh_values(const Workspace& w, int rows, int head_dim, const T** values, int count) {
-    if (head_dim == w.width) {
-        switch (rows) {
-            case 1: return few_sums<1>(w, values, count);
-            case 2: return few_sums<2>(w, values, count);
-            case 3: return few_sums<3>(w, values, count);
-            case 4: return few_sums<4>(w, values, count);
-            case 5: return few_sums<5>(w, values, count);
-            case 6: return few_sums<6>(w, values, count);
-        }
-    }
-    weigh_as_floats(w, rows, head_dim, values, count);
-}
-
-template <class T>
-void prepare_many(const Workspace&, int) {}
-
-template <class T>
-void weigh_for_many(const Workspace& w, int rows, int head_dim, const T** values, int count) {
-    weigh_as_floats(w, rows, head_dim, values, count);
 }
 
 #if defined(__AVX512BF16__)
@@ -239,7 +328,7 @@ void prepare_many<bf16>(const Workspace& w, int rows) {
 }
 
 template <>
-void many_scores<bf16>(const Workspace& w, int rows, int head_dim, const bf16** keys) {
+void many_scores<bf16>(const Workspace& w, int rows, int head_dim, const bf16* const* keys) {
     const int64_t panel = w.width / 2 * PANEL;
     for (int first = 0; first < TILE; first += LANES)
         for (int d = 0; d < head_dim; d += 2 * LANES) {
@@ -254,7 +343,7 @@ void many_scores<bf16>(const Workspace& w, int rows, int head_dim, const bf16** 
 }
 
 template <>
-void weigh_for_many<bf16>(const Workspace& w, int rows, int head_dim, const bf16** values, int count) {
+void weigh_for_many<bf16>(const Workspace& w, int rows, int head_dim, const bf16* const* values, int count) {
     for (int i = 0; i < count; i += 2)
         for (int d = 0; d < w.width; d += LANES) {
             const int left = std::min(LANES, std::max(0, head_dim - d));
@@ -269,28 +358,30 @@ void weigh_for_many<bf16>(const Workspace& w, int rows, int head_dim, const bf16
 
 // Scores of one row become weights; what was summed before is rescaled to the new largest score.
 inline void soften(const Workspace& w, int r, const AttentionShape& shape, int tile, int from, int to) {
+    constexpr int VECTORS = TILE / LANES;
     float* scores = w.scores + r * TILE;
     const bool is_whole = from <= tile && tile + TILE <= to;
     const float minus_infinity = -__builtin_inff();
-    Floats most = broadcast(w.most[r]);
-    for (int i = 0; i < TILE; i += LANES) {
-        Floats score = load(scores + i) * shape.scale;
-        if (shape.soft_cap > 0) {
-            const Floats twice = score * (2.0f / shape.soft_cap);
-            score = (1.0f - 2.0f / (exponential(twice) + 1.0f)) * shape.soft_cap;
+    Floats score[VECTORS], most = broadcast(w.most[r]);
+#pragma GCC unroll 16
+    for (int i = 0; i < VECTORS; i++) score[i] = load(scores + i * LANES) * shape.scale;
+    if (shape.soft_cap > 0)
+        for (Floats& one : score)
+            one = (1.0f - 2.0f / (exponential(one * (2.0f / shape.soft_cap)) + 1.0f)) * shape.soft_cap;
+    if (!is_whole)
+#pragma GCC unroll 16
+        for (int i = 0; i < VECTORS; i++) {
+            const Ints token = lane_numbers() + (tile + i * LANES);
+            score[i] = either((token >= from) & (token < to), score[i], Floats{} + minus_infinity);
         }
-        if (!is_whole) {
-            const Ints token = lane_numbers() + (tile + i);
-            score = either((token >= from) & (token < to), score, Floats{} + minus_infinity);
-        }
-        store(scores + i, score);
-        most = larger(score, most);
-    }
+#pragma GCC unroll 16
+    for (int i = 0; i < VECTORS; i++) most = larger(score[i], most);
     const float now = largest(most);
     Floats total{};
-    for (int i = 0; i < TILE; i += LANES) {
-        const Floats weight = exponential(load(scores + i) - now);
-        store(scores + i, weight);
+#pragma GCC unroll 16
+    for (int i = 0; i < VECTORS; i++) {
+        const Floats weight = decay(score[i] - now);
+        store(scores + i * LANES, weight);
         total += weight;
     }
     if (now != w.most[r]) {
@@ -302,38 +393,74 @@ inline void soften(const Workspace& w, int r, const AttentionShape& shape, int t
     w.total[r] += sum(total);
 }
 
-// Rows `first` ... of w.q, each one query of one head: row r is query r / group of the task. Query i stands at position
+// Rows of w.q, each one query of one head: row r is query r / group of the task. Query i stands at position
 // `position + i`. Leaves sums over V, their weights' total and the largest score, for tokens `start` to `stop`.
 template <class T>
-void attend(const Workspace& w, const Context<T>& context, int rows, int group, int position, int start, int stop) {
-    const AttentionShape& shape = context.shape;
-    for (int r = 0; r < rows; r++) {
-        w.most[r] = -1e30f;
-        w.total[r] = 0;
-    }
-    std::memset(w.sums, 0, sizeof(float) * rows * w.width);
-    const bool is_many = rows > FEW_ROWS;
-    if (is_many) prepare_many<T>(w, rows);
-    const int first = shape.window > 0 ? std::max(0, position - shape.window + 1) : 0;
-    start = std::max(start, first / TILE * TILE);
-    for (int tile = start; tile < stop; tile += TILE) {
-        const T *keys[TILE], *values[TILE];
-        context.rows(tile, first, stop, keys, values);
-        if (is_many)
-            many_scores<T>(w, rows, shape.head_dim, keys);
-        else
-            few_scores<T>(w, rows, shape.head_dim, keys);
+struct Attending {
+    const Workspace& w;
+    const Context<T>& context;
+    int rows, group, position, first, stop;  // `first`: the first token that any of them sees
+
+    void soften_all(int tile) const {
+        const AttentionShape& shape = context.shape;
         for (int r = 0; r < rows; r++) {
             const int last = position + r / group + 1;
             soften(w, r, shape, tile, shape.window > 0 ? last - shape.window : 0, std::min(last, stop));
         }
-        const int count = std::min(TILE, stop - tile);
-        if (is_many)
-            weigh_for_many<T>(w, rows, shape.head_dim, values, count);
-        else
-            weigh_values<T>(w, rows, shape.head_dim, values, count);
     }
-}
+
+    // Calls `score(rows, next rows)` and `weigh(rows, count)` for each tile; `upcoming(rows)` says what comes after them.
+    template <class Upcoming, class Score, class Weigh>
+    void for_tiles(int start, const Upcoming& upcoming, const Score& score, const Weigh& weigh) const {
+        Rows<T> both[2];
+        context.rows(start, first, stop, both[0]);
+        for (int tile = start, i = 0; tile < stop; tile += TILE, i ^= 1) {
+            Rows<T>& next = both[i ^ 1];
+            if (tile + TILE < stop)
+                context.rows(tile + TILE, first, stop, next);
+            else
+                upcoming(next);
+            score(both[i], next);
+            next.fetch_values(0, TILE, context.shape.head_dim);
+            soften_all(tile);
+            weigh(both[i], std::min(TILE, stop - tile));
+        }
+    }
+
+    template <int R, class Upcoming>
+    void few(int start, const Upcoming& upcoming) const {
+        const int dim = context.shape.head_dim;
+        for (int r = 0; r < R; r++) spread<T>(w.q + r * w.width, w.width);
+        for_tiles(
+            start, upcoming, [&](const Rows<T>& here, const Rows<T>& next) { few_scores<R>(w, dim, here, next); },
+            [&](const Rows<T>& here, int count) { weigh_for_few<R>(w, dim, here.values, count); });
+        for (int r = 0; r < R; r++) put_back<T>(w.sums + r * w.width, w.width);
+    }
+
+    template <class Upcoming>
+    void many(int start, const Upcoming& upcoming) const {
+        const int dim = context.shape.head_dim;
+        prepare_many<T>(w, rows);
+        for_tiles(
+            start, upcoming,
+            [&](const Rows<T>& here, const Rows<T>& next) {
+                next.fetch_keys(0, TILE, dim);
+                many_scores<T>(w, rows, dim, here.keys);
+            },
+            [&](const Rows<T>& here, int count) { weigh_for_many<T>(w, rows, dim, here.values, count); });
+    }
+
+    template <class Upcoming>
+    void run(int start, const Upcoming& upcoming) const {
+        for (int r = 0; r < rows; r++) {
+            w.most[r] = -1e30f;
+            w.total[r] = 0;
+        }
+        std::memset(w.sums, 0, sizeof(float) * rows * w.width);
+        if (rows > FEW_ROWS) return many(start, upcoming);
+        for_few(rows, [&](auto count) { few<count()>(start, upcoming); });
+    }
+};
 
 struct AttentionTask {
     int32_t sequence, first_row, head, query, num_queries, start, stop;
@@ -348,11 +475,11 @@ struct Heads {
 };
 
 inline void emit(const Heads& out, int64_t row, int64_t column, const float* values, float factor, int count) {
-    for (int i = 0; i < count; i++)
-        if (out.is_bf16)
-            narrow(static_cast<bf16*>(out.data) + row * out.stride + column + i, values[i] * factor);
-        else
-            static_cast<float*>(out.data)[row * out.stride + column + i] = values[i] * factor;
+    const int64_t first = row * out.stride + column;
+    if (out.is_bf16)
+        for (int i = 0; i < count; i++) narrow(static_cast<bf16*>(out.data) + first + i, values[i] * factor);
+    else
+        for (int i = 0; i < count; i++) static_cast<float*>(out.data)[first + i] = values[i] * factor;
 }
 
 template <class T>
@@ -382,6 +509,16 @@ void attention(Team& team, const AttentionShape& shape, const Batch& batch, int 
             for (int start = first; start <= before; start += SPLIT)
                 tasks.push_back({s, row, head, 0, 1, start, std::min(start + SPLIT, before + 1), parts++});
         }
+    const T* planes = static_cast<const T*>(shape.cache) + layer * shape.layer_stride;
+    auto context_of = [&](const AttentionTask& task) {
+        const T* plane = planes + int64_t(task.head) * shape.block_size * dim;
+        return Context<T>{shape, plane, batch.tables + batch.table_starts[task.sequence]};
+    };
+    auto position_of = [&](const AttentionTask& task) { return batch.num_before[task.sequence] + task.query; };
+    auto seen_from = [&](const AttentionTask& task) {
+        return shape.window > 0 ? std::max(0, position_of(task) - shape.window + 1) : 0;
+    };
+    auto start_of = [&](const AttentionTask& task) { return std::max(task.start, seen_from(task) / TILE * TILE); };
     auto* partial = static_cast<float*>(team.buffer(7, sizeof(float) * (parts * part_floats + 1)));
     team.run(int(tasks.size()), [&](int index, int thread) {
         // The longest first, which come last in a prompt.
@@ -391,15 +528,19 @@ void attention(Team& team, const AttentionShape& shape, const Batch& batch, int 
         for (int r = 0; r < rows; r++) {
             const int64_t row = task.first_row + task.query + r / group, column = (task.head * group + r % group) * dim;
             float* to = w.q + r * width;
-            for (int d = 0; d < dim; d++)
-                to[d] = q.is_bf16 ? widen(static_cast<const bf16*>(q.data)[row * q.stride + column + d])
-                                  : static_cast<const float*>(q.data)[row * q.stride + column + d];
+            if (q.is_bf16)
+                for (int d = 0; d < dim; d++) to[d] = widen(static_cast<const bf16*>(q.data)[row * q.stride + column + d]);
+            else
+                std::memcpy(to, static_cast<const float*>(q.data) + row * q.stride + column, sizeof(float) * dim);
             for (int64_t d = dim; d < width; d++) to[d] = 0;
         }
-        const T* plane = static_cast<const T*>(shape.cache) + layer * shape.layer_stride +
-                         int64_t(task.head) * shape.block_size * dim;
-        const Context<T> context{shape, plane, batch.tables + batch.table_starts[task.sequence]};
-        attend(w, context, rows, group, batch.num_before[task.sequence] + task.query, task.start, task.stop);
+        const Context<T> context = context_of(task);
+        const Attending<T> attending{w, context, rows, group, position_of(task), seen_from(task), task.stop};
+        attending.run(start_of(task), [&](Rows<T>& to) {
+            const int64_t next = int64_t(tasks.size()) - 1 - index - team.num_threads();
+            if (next < 0) return context.rows(0, 0, 0, to);
+            context_of(tasks[next]).rows(start_of(tasks[next]), seen_from(tasks[next]), tasks[next].stop, to);
+        });
         if (task.part >= 0) {
             float* to = partial + task.part * part_floats;
             std::memcpy(to, w.sums, sizeof(float) * group * width);

@@ -215,10 +215,14 @@ void widen_grouped(const Layout& layout, const uint8_t* from, int64_t k, float* 
 template <Codes C, int R, int P>
 void compute_few(const Product& p, const Layout& layout, int64_t row, int64_t panel) {
     const float* a = static_cast<const float*>(p.a) + row * p.stride;
-    const int64_t bytes = layout.panel_bytes(p.k);
+    const int64_t bytes = layout.panel_bytes(p.k), half = layout.block_bytes() / 2;
+    const Ahead ahead = ahead_of(P, bytes);
     Sums<R, P> sums{};
     for_each_part(layout, p.packed + panel * bytes, p.k,
                   [&](int64_t i, int part, const uint8_t* head, const uint8_t* block, const uint8_t* words) {
+                      for (int c = 0; c < P; c++)
+                          for (int64_t line = 0; line < half; line += 64)
+                              ahead.fetch(block + c * bytes + part * half + line, 0, 0);
                       Factors f[2 * P];
 #pragma GCC unroll 4
                       for (int c = 0; c < 2 * P; c++) {
@@ -256,9 +260,11 @@ void compute_grouped_block(const Product& p, const Layout& layout, int64_t row, 
         const uint8_t* weights = p.packed + (panel + i) * layout.panel_bytes(p.k);
         for (int64_t start = 0; start < p.k; start += MAX_STRETCH) {  // a multiple of any group
             const int64_t stop = std::min(p.k, start + MAX_STRETCH);
-            widen_grouped<C>(layout, weights + layout.panel_bytes(start), stop - start, scratch);
-            const Stretch at{reinterpret_cast<const uint8_t*>(scratch), start, stop, scratch + MAX_STRETCH * PANEL};
-            compute_rows<F32, PACKED>(p, row, rows, panel + i, at, ROW_COUNTS);
+            const uint8_t* packed = weights + layout.panel_bytes(start);
+            widen_grouped<C>(layout, packed, stop - start, scratch);
+            Stretch at{reinterpret_cast<const uint8_t*>(scratch), start, stop, scratch + MAX_STRETCH * PANEL, {}, {}};
+            at.next = next_packed(packed, layout.panel_bytes(stop - start), stop - start);
+            compute_rows<F32, WIDE>(p, row, rows, panel + i, at, ROW_COUNTS);
         }
     }
 }

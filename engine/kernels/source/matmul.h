@@ -204,16 +204,27 @@ inline void multiply_add(Sums<R, P>& sums, const float* a, int64_t stride, const
     }
 }
 
-// Processors fetch ahead within a page of 4 KiB only, and a panel is a few pages: with one or two rows, most of the time
-// goes by in waiting for the first lines of pages. So such a tile asks for what the next tile reads or, if panels are long,
-// for what it reads itself two pages on.
-template <int R, int P>
+// Processors fetch ahead within a page of 4 KiB only, and a panel is a few pages: with few rows, most of the time goes by
+// in waiting for the first lines of pages. So tiles ask for weights in advance, into the second-level cache. `fetch` is
+// called at element `i` of k for each vector `column` of what a tile reads, at `from`.
+struct NothingAhead {
+    void fetch(const uint8_t*, int, int64_t) const {}
+};
+
+// So many bytes behind what the tile reads.
 struct Ahead {
     int64_t distance;
-    explicit Ahead(int64_t bytes) : distance(P * bytes <= (128 << 10) ? P * bytes : 8192) {}
-    // Into the second-level cache. `column`: of the tile, a vector of words wide; once for each cache line.
-    void fetch(const uint8_t* from, int column = 0) const {
-        if (R <= 2 && P > 1 && column % 2 * LANES * 4 % 64 == 0) __builtin_prefetch(from + distance, 0, 2);
+    void fetch(const uint8_t* from, int column, int64_t) const {
+        if (column % 2 * LANES * 4 % 64 == 0) __builtin_prefetch(from + distance, 0, 2);
+    }
+};
+
+// The packed weights that will be widened next, while a tile reads those that were.
+struct NextPacked {
+    const uint8_t* packed;
+    int64_t step;  // bytes for each element of k
+    void fetch(const uint8_t*, int column, int64_t i) const {
+        if (column == 0) __builtin_prefetch(packed + i * step, 0, 2);
     }
 };
 
@@ -223,14 +234,15 @@ struct Tile;
 
 template <int R, int P>
 struct Tile<F32, R, P> {
-    static void run(Sums<R, P>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t bytes, int64_t k) {
-        const Ahead<R, P> ahead(bytes);
+    template <class A>
+    static void run(Sums<R, P>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t bytes, int64_t k,
+                    const A& ahead) {
         for (int64_t i = 0; i < k; i++) {
             Floats w[2 * P];
 #pragma GCC unroll 8
             for (int c = 0; c < 2 * P; c++) {
                 const uint8_t* from = panel + (c / 2) * bytes + (i * PANEL + (c % 2) * LANES) * 4;
-                ahead.fetch(from, c);
+                ahead.fetch(from, c, i);
                 w[c] = load_as<Floats>(from);
             }
             multiply_add<R, P>(sums, a + i, stride, w);
@@ -241,14 +253,15 @@ struct Tile<F32, R, P> {
 #if defined(__AVX512BF16__)
 template <int R, int P>
 struct Tile<BF16, R, P> {
-    static void run(Sums<R, P>& sums, const bf16* a, int64_t stride, const uint8_t* panel, int64_t bytes, int64_t k) {
-        const Ahead<R, P> ahead(bytes);
+    template <class A>
+    static void run(Sums<R, P>& sums, const bf16* a, int64_t stride, const uint8_t* panel, int64_t bytes, int64_t k,
+                    const A& ahead) {
         for (int64_t i = 0; i < (k + 1) / 2; i++) {
             Words w[2 * P];
 #pragma GCC unroll 8
             for (int c = 0; c < 2 * P; c++) {
                 const uint8_t* from = panel + (c / 2) * bytes + (i * PANEL + (c % 2) * LANES) * 4;
-                ahead.fetch(from, c);
+                ahead.fetch(from, c, i);
                 w[c] = load_as<Words>(from);
             }
 #pragma GCC unroll 12
@@ -266,15 +279,16 @@ struct Tile<BF16, R, P> {
 #else
 template <int R, int P>
 struct Tile<BF16, R, P> {
-    static void run(Sums<R, P>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t bytes, int64_t k) {
-        const Ahead<R, P> ahead(bytes);
+    template <class A>
+    static void run(Sums<R, P>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t bytes, int64_t k,
+                    const A& ahead) {
         for (int64_t i = 0; i < (k + 1) / 2; i++) {
             Words pairs[2 * P];
             Floats w[2 * P];
 #pragma GCC unroll 8
             for (int c = 0; c < 2 * P; c++) {
                 const uint8_t* from = panel + (c / 2) * bytes + (i * PANEL + (c % 2) * LANES) * 4;
-                ahead.fetch(from, c);
+                ahead.fetch(from, c, i);
                 pairs[c] = load_as<Words>(from);
             }
 #pragma GCC unroll 8
@@ -299,13 +313,14 @@ inline void add_group(Sums<R, P>& sums, const Sums<R, P>& group, const Floats (&
 
 template <int R, int P>
 struct Tile<INT8, R, P> {
-    static void run(Sums<R, P>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t bytes, int64_t k) {
-        const Ahead<R, P> ahead(bytes);
+    template <class A>
+    static void run(Sums<R, P>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t bytes, int64_t k,
+                    const A& ahead) {
         for (int64_t start = 0; start < k; start += INT8_GROUP, panel += group_bytes(INT8)) {
             Sums<R, P> group{};
             for (int i = 0; i < INT8_GROUP; i++) {
                 Floats w[2 * P];
-                for (int p = 0; p < P && i * PANEL % 64 == 0; p++) ahead.fetch(panel + p * bytes + i * PANEL);
+                for (int p = 0; p < P && i * PANEL % 64 == 0; p++) ahead.fetch(panel + p * bytes + i * PANEL, 0, i);
 #pragma GCC unroll 8
                 for (int c = 0; c < 2 * P; c++) {
                     const uint8_t* from = panel + (c / 2) * bytes + PANEL * 4 + i * PANEL + (c % 2) * LANES;
@@ -317,7 +332,7 @@ struct Tile<INT8, R, P> {
 #pragma GCC unroll 8
             for (int c = 0; c < 2 * P; c++) {
                 const uint8_t* from = panel + (c / 2) * bytes + (c % 2) * LANES * 4;
-                ahead.fetch(from + PANEL * INT8_GROUP, c);  // the end of the group, which is as long as its scales
+                ahead.fetch(from + PANEL * INT8_GROUP, c, 0);  // the end of the group, which is as long as its scales
                 scales[c] = load_as<Floats>(from);
             }
             add_group<R, P>(sums, group, scales);
@@ -357,13 +372,12 @@ inline void prepare_int4(float* row, int64_t k) {
 // sums stay in registers.
 template <int R, int P, int FIRST, int COLUMNS, int... PLACE>
 inline void multiply_add_int4(Sums<R, P>& group, const float* a, int64_t stride, const uint8_t* words, int64_t bytes,
-                              std::integer_sequence<int, PLACE...>) {
-    const Ahead<R, P> ahead(bytes);
+                              const Ahead& ahead, std::integer_sequence<int, PLACE...>) {
     Words quants[COLUMNS];
 #pragma GCC unroll 8
     for (int c = 0; c < COLUMNS; c++) {
         const uint8_t* from = words + ((FIRST + c) / 2) * bytes + ((FIRST + c) % 2) * LANES * 4;
-        ahead.fetch(from, FIRST + c);
+        ahead.fetch(from, FIRST + c, 0);
         quants[c] = load_as<Words>(from);
     }
     auto add = [&](auto place) {
@@ -381,13 +395,13 @@ inline void multiply_add_int4(Sums<R, P>& group, const float* a, int64_t stride,
 }
 
 // What the scales and minima of a group make of its sums. `x_sums`: of the first row.
-template <int R, int P>
+template <int R, int P, class A>
 inline void add_int4_group(Sums<R, P>& sums, const Sums<R, P>& group, const uint8_t* pairs, int64_t bytes,
-                           const float* x_sums, int64_t stride) {
+                           const A& ahead, const float* x_sums, int64_t stride) {
 #pragma GCC unroll 8
     for (int c = 0; c < 2 * P; c++) {
         const uint8_t* from = pairs + (c / 2) * bytes + (c % 2) * LANES * 4;
-        Ahead<R, P>(bytes).fetch(from, c);
+        ahead.fetch(from, c, 0);
         const Words pair = load_as<Words>(from);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++)
@@ -398,7 +412,7 @@ inline void add_int4_group(Sums<R, P>& sums, const Sums<R, P>& group, const uint
 template <int R, int P>
 struct Tile<INT4, R, P> {
     static void run(Sums<R, P>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t bytes, int64_t k,
-                    const float* x_sums) {
+                    const Ahead& ahead, const float* x_sums) {
         constexpr auto PLACES = std::make_integer_sequence<int, 8>();
         constexpr int COLUMNS = 2 * P < 4 ? 2 * P : 4;
         for (int64_t start = 0; start < k; start += INT4_GROUP, panel += group_bytes(INT4)) {
@@ -406,10 +420,11 @@ struct Tile<INT4, R, P> {
             for (int word = 0; word < INT4_GROUP / 8; word++) {
                 const uint8_t* words = panel + (1 + word) * PANEL * 4;
                 const float* x = a + start + word * 8;
-                multiply_add_int4<R, P, 0, COLUMNS>(group, x, stride, words, bytes, PLACES);
-                if constexpr (2 * P > COLUMNS) multiply_add_int4<R, P, COLUMNS, COLUMNS>(group, x, stride, words, bytes, PLACES);
+                multiply_add_int4<R, P, 0, COLUMNS>(group, x, stride, words, bytes, ahead, PLACES);
+                if constexpr (2 * P > COLUMNS)
+                    multiply_add_int4<R, P, COLUMNS, COLUMNS>(group, x, stride, words, bytes, ahead, PLACES);
             }
-            add_int4_group<R, P>(sums, group, panel, bytes, x_sums + start / INT4_GROUP, stride);
+            add_int4_group<R, P>(sums, group, panel, bytes, ahead, x_sums + start / INT4_GROUP, stride);
         }
     }
 };
@@ -418,12 +433,14 @@ struct Tile<INT4, R, P> {
 constexpr int64_t wide_group_bytes(Kind kind) { return PANEL * 4 * (1 + group_size(kind)); }
 
 template <Kind K, int R>
-void run_wide(Sums<R, 1>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t k, const float* x_sums) {
+void run_wide(Sums<R, 1>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t k, const NextPacked& next,
+              const float* x_sums) {
     for (int64_t start = 0; start < k; start += group_size(K), panel += wide_group_bytes(K)) {
         Sums<R, 1> group{};
-        Tile<F32, R, 1>::run(group, a + start, stride, panel + PANEL * 4, 0, group_size(K));
+        const NextPacked ahead{next.packed + start * next.step, next.step};
+        Tile<F32, R, 1>::run(group, a + start, stride, panel + PANEL * 4, 0, group_size(K), ahead);
         if constexpr (K == INT4) {
-            add_int4_group<R, 1>(sums, group, panel, 0, x_sums + start / INT4_GROUP, stride);
+            add_int4_group<R, 1>(sums, group, panel, 0, NothingAhead(), x_sums + start / INT4_GROUP, stride);
         } else {
             const Floats scales[2] = {load_as<Floats>(panel), load_as<Floats>(panel + LANES * 4)};
             add_group<R, 1>(sums, group, scales);
@@ -477,6 +494,8 @@ struct Stretch {
     const uint8_t* weights;  // of the first panel, at `start`
     int64_t start, stop;
     float* partial;  // null if the stretch is all of k
+    Ahead ahead;     // of packed weights
+    NextPacked next;  // if these were widened
 };
 
 // How a tile reads weights: as they are packed, or as `widen_panel` left them.
@@ -516,20 +535,26 @@ void compute(const Product& p, int64_t row, int64_t panel, const Stretch& stretc
         for (int r = 0; r < R; r++)
             for (int c = 0; c < 2 * P; c++) sums.of[r][c] = load(stretch.partial + r * PANEL + c * LANES);
     if constexpr (S == WIDE && has_groups(K)) {
-        run_wide<K, R>(sums, a, p.stride, stretch.weights, k, int4_sums(p, first, stretch.start));
+        run_wide<K, R>(sums, a, p.stride, stretch.weights, k, stretch.next, int4_sums(p, first, stretch.start));
     } else if constexpr (S == WIDE) {
-        Tile<F32, R, P>::run(sums, a, p.stride, stretch.weights, 0, k);
+        Tile<F32, R, P>::run(sums, a, p.stride, stretch.weights, 0, k, stretch.next);
     } else if constexpr (K == INT4) {
-        Tile<K, R, P>::run(sums, a, p.stride, stretch.weights, panel_bytes(K, p.k), k, int4_sums(p, first, stretch.start));
+        const float* x_sums = int4_sums(p, first, stretch.start);
+        Tile<K, R, P>::run(sums, a, p.stride, stretch.weights, panel_bytes(K, p.k), k, stretch.ahead, x_sums);
     } else {
-        Tile<K, R, P>::run(sums, a, p.stride, stretch.weights, panel_bytes(K, p.k), k);
+        Tile<K, R, P>::run(sums, a, p.stride, stretch.weights, panel_bytes(K, p.k), k, stretch.ahead);
     }
     if (stretch.stop == p.k) return finish<R, P>(p, row, panel, sums);
     for (int r = 0; r < R; r++)
         for (int c = 0; c < 2 * P; c++) store(stretch.partial + r * PANEL + c * LANES, sums.of[r][c]);
 }
 
-// All rows in tiles of nearly equal size.
+// What lies behind `bytes` of packed weights, `k` of each row of a panel, as the tiles with these ask for it.
+inline NextPacked next_packed(const uint8_t* packed, int64_t bytes, int64_t k) {
+    return {packed + bytes, (bytes + k - 1) / k};
+}
+
+// All rows in tiles of nearly equal size. The first asks for weights in advance.
 template <Kind K, Source S, int... R>
 void compute_rows(const Product& p, int64_t row, int64_t rows, int64_t panel, Stretch stretch,
                   std::integer_sequence<int, R...>) {
@@ -542,6 +567,8 @@ void compute_rows(const Product& p, int64_t row, int64_t rows, int64_t panel, St
         const int64_t start = rows * t / tiles, count = rows * (t + 1) / tiles - start;
         stretch.partial = partial + start * PANEL;
         functions[count - 1](p, row + start, panel, stretch);
+        stretch.ahead = {0};
+        stretch.next = {stretch.weights, 0};
     }
 }
 
@@ -585,17 +612,23 @@ void widen_panel(const uint8_t* from, int64_t k, float* to) {
 // How many panels a tile of so few rows takes: enough sums to keep the pipelines full.
 constexpr int panels_at_once(Kind kind, int64_t rows) { return rows == 1 ? (kind == INT4 ? 4 : 2) : rows == 2 ? 2 : 1; }
 
+// A tile of several panels asks for those of the next one if they are short: so it meets the beginning of each.
+inline Ahead ahead_of(int64_t panels, int64_t bytes) {
+    return {panels > 1 && panels * bytes <= (128 << 10) ? panels * bytes : 8192};
+}
+
 // Rows of x that stay in the second-level cache, times some panels. With few rows weights are widened in registers,
 // tile by tile. With many rows a stretch of a panel is widened once.
 template <Kind K>
 void compute_block(const Product& p, int64_t row, int64_t rows, int64_t panel, int64_t panels, float* scratch) {
     const int64_t bytes = panel_bytes(K, p.k);
-    const Stretch whole{p.packed + panel * bytes, 0, p.k, nullptr};
+    const uint8_t* weights = p.packed + panel * bytes;
     if (rows <= few_rows(K)) {
         const int at_once = panels_at_once(K, rows);
         for (int64_t i = 0; i < panels;) {
-            const Stretch at{whole.weights + i * bytes, 0, p.k, scratch};
+            Stretch at{weights + i * bytes, 0, p.k, scratch, ahead_of(at_once, bytes), {}};
             if (at_once == 1 || i + at_once > panels) {
+                at.ahead = ahead_of(1, bytes);
                 compute_rows<K, PACKED>(p, row, rows, panel + i++, at, ROW_COUNTS);
                 continue;
             }
@@ -613,12 +646,14 @@ void compute_block(const Product& p, int64_t row, int64_t rows, int64_t panel, i
     for (int64_t i = 0; i < panels; i++)
         for (int64_t start = 0; start < p.k; start += length) {
             const int64_t stop = std::min(p.k, start + length);
-            Stretch at{whole.weights + i * bytes + panel_bytes(K, start), start, stop, scratch + wide_floats(length)};
+            const uint8_t* packed = weights + i * bytes + panel_bytes(K, start);
+            Stretch at{packed, start, stop, scratch + wide_floats(length), ahead_of(1, bytes), {}};
             if constexpr (is_direct) {
                 compute_rows<K, PACKED>(p, row, rows, panel + i, at, ROW_COUNTS);
             } else {
-                widen_panel<K>(at.weights, stop - start, scratch);
+                widen_panel<K>(packed, stop - start, scratch);
                 at.weights = reinterpret_cast<const uint8_t*>(scratch);
+                at.next = next_packed(packed, panel_bytes(K, stop - start), stop - start);
                 compute_rows<K, WIDE>(p, row, rows, panel + i, at, ROW_COUNTS);
             }
         }

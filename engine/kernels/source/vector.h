@@ -127,23 +127,34 @@ inline Ints count_up(std::index_sequence<I...>) {
 }
 inline Ints lane_numbers() { return count_up(std::make_index_sequence<LANES>()); }
 
-// e^x to 2 units in the last place; 0 below -87, so that minus infinity gives 0. NaN stays NaN.
-inline Floats exponential(Floats x) {
-    Floats limited = smaller(x, broadcast(88.0f));
-    limited = either(limited < -87.0f, broadcast(-87.0f), limited);
+// e^x to 2 units in the last place for x from -87 to 88; 0 below, so that minus infinity gives 0. NaN stays NaN.
+// `decay`: for x of 0 at most, as weights of attention are.
+inline Floats decay(Floats x) {
+#if defined(__AVX512F__)
+    const Floats n = (Floats)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT);
+    const Floats from = x;
+#else
+    const Floats from = larger(broadcast(-87.0f), x);
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    Floats shifted = limited * 1.44269504088896341f + magic;
-    Floats n = shifted - magic;
-    Floats r = limited - n * 0.693359375f + n * 2.12194440e-4f;
+    const Floats shifted = from * 1.44269504088896341f + magic;
+    const Floats n = shifted - magic;
+#endif
+    const Floats r = from - n * 0.693359375f + n * 2.12194440e-4f;
     Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    Floats scale = (Floats)(((Ints)shifted << 23) + (Ints)broadcast(1.0f));
+#if defined(__AVX512F__)
+    const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+    return (Floats)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)n);
+#else
+    const Floats scale = (Floats)(((Ints)shifted << 23) + (Ints)broadcast(1.0f));
     return either(x < -87.0f, Floats{}, p * scale);
+#endif
 }
+inline Floats exponential(Floats x) { return decay(smaller(broadcast(88.0f), x)); }
 
 // Lanes 0, 1, ... of a and b in turn: the first half of both, and the second.
 template <size_t... I>
@@ -157,10 +168,20 @@ inline Floats interleave_high(Floats a, Floats b, std::index_sequence<I...>) {
 inline Floats low(Floats a, Floats b) { return interleave_low(a, b, std::make_index_sequence<LANES>()); }
 inline Floats high(Floats a, Floats b) { return interleave_high(a, b, std::make_index_sequence<LANES>()); }
 
-// Lane i of the result is the sum of all lanes of `rows[i]`.
-inline Floats sums(Floats (&rows)[LANES]) {
+// Of neighbouring lanes of a and b together: the first of each two, and the second. `low` and `high` put them back.
+template <size_t... I>
+inline Floats every_second(Floats a, Floats b, int from, std::index_sequence<I...>) {
+    return __builtin_shuffle(a, b, Ints{int(2 * I)...} + from);
+}
+inline Floats firsts(Floats a, Floats b) { return every_second(a, b, 0, std::make_index_sequence<LANES>()); }
+inline Floats seconds(Floats a, Floats b) { return every_second(a, b, 1, std::make_index_sequence<LANES>()); }
+
+// With as many rows as lanes: lane i of the result is the sum of all lanes of `rows[i]`. Fewer give part of that: those
+// number j, j + N, j + 2 * N, ... of the rows first, then the results of all j.
+template <int N>
+inline Floats sums(Floats (&rows)[N]) {
 #pragma GCC unroll 5
-    for (int half = LANES / 2; half > 0; half /= 2)
+    for (int half = N / 2; half > 0; half /= 2)
 #pragma GCC unroll 8
         for (int i = 0; i < half; i++) rows[i] = low(rows[i], rows[i + half]) + high(rows[i], rows[i + half]);
     return rows[0];
