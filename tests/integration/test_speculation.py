@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from common.sampling import SamplingOptions
 from tests.integration.ask import Salt
-from tests.integration.stack import Stack, running
+from tests.integration.stack import Fleet, Stack, kill, running
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -44,3 +45,32 @@ def test_no_answer_changes(stack: Stack, salt: Salt, options: SamplingOptions) -
     assert guessed.report.prefill_worker
     assert guessed.report.num_drafted_tokens >= guessed.report.num_accepted_tokens > 0
     assert plain.report.num_drafted_tokens == 0
+
+
+@pytest.mark.slow
+def test_a_seeded_answer_is_the_same_alone_in_a_batch_and_migrated(tmp_path: Path, salt: Salt) -> None:
+    """Without speculation, with it, beside seven others, and on a second decode worker after the first was killed."""
+    options: SamplingOptions = {"temperature": 0.6, "seed": 5, "max_tokens": 60, "ignore_eos": True}
+    routing = ("--min-remote-tokens=1",)
+    fleet = Fleet(tmp_path, "--speculation=ngram", prefill=1, decode=2, router_flags=routing)
+    with running(fleet), fleet.client() as client:
+        plain = client.generate(LIST * 2, speculate=False, cache_salt=salt(), **options).result()
+        alone = client.generate(LIST * 2, cache_salt=salt(), **options).result()
+        batch = client.generate(LIST * 2, n=8, cache_salt=salt(), **options).results()
+        answer = client.generate(LIST * 2, cache_salt=salt(), **options)
+        num_tokens = 0
+        for chunk in answer:
+            num_tokens += len(chunk.token_ids)
+            if num_tokens >= 8:
+                break
+        victim = fleet.busy("decode")
+        kill(victim.process)
+        migrated = answer.result()
+        fleet.replace(victim)
+    assert plain.report.num_drafted_tokens == 0
+    assert len({one.token_ids for one in batch}) > 1  # each has a seed of its own
+    for one in (alone, batch[0], migrated):
+        assert one.token_ids == plain.token_ids
+        assert one.report.num_accepted_tokens > 0
+    assert migrated.report.num_migrations == 1
+    assert migrated.report.decode_worker != victim.address

@@ -15,6 +15,8 @@ from common.beam_search import Beam, BeamSearch, BeamSearchParams
 from common.errors import OverloadedError, UnavailableError
 from common.sampling import MAX_LOGPROBS
 from common.types import FinishReason, TokenLogprob
+from router.processes.messages import Enter, Message, Placed
+from router.processes.remote_queue import RemoteQueue
 from router.serving.fair_queue import FairQueue
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches, sample
 from tests.router.fake_worker import FakeWorker
@@ -198,3 +200,14 @@ async def test_a_search_takes_a_place_for_each_beam() -> None:
     free.set()
     await asyncio.gather(*tasks)
     assert began == ["a", "b", "c"]
+
+
+async def test_processes_ask_their_parent_for_as_many_places() -> None:
+    sent: list[Message] = []
+    queue = RemoteQueue(2, sent.append)
+    searching = asyncio.create_task(queue.place("a", 1, places=3).__aenter__())
+    await asyncio.sleep(0)
+    assert isinstance(sent[0], Enter)
+    assert sent[0].places == 3
+    queue.heard(Placed(sent[0].number))
+    await searching
