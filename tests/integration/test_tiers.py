@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.report import Result
+from common.cache_hints import Retain
 from tests.integration import ask as asking
 from tests.integration.prompts import BY_NAME
 from tests.integration.reference import Expected
@@ -74,6 +75,27 @@ def test_a_second_turn_is_a_hit_wherever_it_lands(
         other = ask(fleet, second_turn, 8, salt="somebody else")
         assert other.token_ids == elsewhere.token_ids
         assert other.usage.cached_tokens == 0
+
+
+def test_hints_reach_every_tier(model_dir: Path, tmp_path: Path, expected: dict[str, Expected]) -> None:
+    prompt = expected[FIRST.name].prompt_token_ids
+    num_blocks = len(prompt) // BLOCK_SIZE
+    fleet = Fleet(tmp_path, prefill=1, decode=1)
+    with running(fleet):
+        with fleet.client() as client:
+            answer = client.generate(prompt, temperature=0.0, max_tokens=8, retain=Retain(600)).result()
+            kept = client.retain_prefix(600, prompt=prompt)
+        assert [one.num_device_blocks for one in kept.workers] == [num_blocks] * 2
+        for member in list(fleet.members):
+            end(member)
+            fleet.restart(member)
+        wait_for("every worker is ready", fleet.all_ready, START_TIMEOUT_S)
+        with fleet.client() as client:
+            (brought,) = client.prefetch_prefix(prompt=prompt).workers
+            assert (brought.num_device_blocks, brought.num_stored_blocks, brought.error) == (num_blocks, num_blocks, "")
+            assert sum(one.num_stored_blocks for one in client.evict_prefix(prompt=prompt).workers) >= num_blocks
+        again = ask(fleet, prompt, 8)
+        assert (again.token_ids, again.usage.cached_tokens) == (answer.token_ids, 0)
 
 
 @needs_nixl
