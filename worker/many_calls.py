@@ -211,6 +211,7 @@ class _Stream:
             while not self._token_ids and not self._events:
                 self._news = asyncio.get_running_loop().create_future()
                 await self._news
+                await asyncio.sleep(0)  # a call that sent its last event ends now, and both go together
             await self._context.write(self._next_message())
 
     def _next_message(self) -> decode_pb2.DecodeManyResponse:

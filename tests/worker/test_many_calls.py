@@ -331,6 +331,19 @@ async def test_what_comes_at_one_moment_is_one_message() -> None:
         assert len(router.messages) <= 3, "what waits for a message on its way goes together"
 
 
+async def test_a_call_s_end_comes_with_its_last_event() -> None:
+    async def run(request: decode_pb2.DecodeRequest, call: Call) -> None:
+        await call.write(decode_pb2.DecodeEvent())
+
+    router = Router()
+    task = asyncio.create_task(ManyCalls(run, 10).serve(cast("Any", router)))
+    router.start(1)
+    await until(lambda: router.told.heard(1).end == b"", "its end")
+    assert len(router.messages) == 1
+    router.to_worker.put_nowait(grpc.aio.EOF)
+    await task
+
+
 async def test_order_is_kept_between_tokens_and_events() -> None:
     async with served(1, 2) as (router, calls):
         router.may_write.clear()
