@@ -72,7 +72,7 @@ test-faults: $(STAMP) ## Run the whole fault matrix: every process, moment and f
 test-abuse: $(STAMP) kernels ## Be rude to a real stack: each of four fuzzers for ABUSE_SECONDS (600), ABUSE_CANCELS (10000) requests cancelled
 	@$(BIN)/python -m pytest tests/abuse
 
-test-clients: $(STAMP) kernels clients ## Ask a real stack by stock clients: the official one of OpenAI
+test-clients: $(STAMP) kernels clients ## Ask a real stack by stock clients: openai, LangChain, LlamaIndex, instructor, lm-eval
 	@$(BIN)/python -m pytest tests/clients
 
 test-gpu: ## Run the tests that need a GPU, with PYTHON's own torch and no .venv
@@ -131,7 +131,7 @@ clients: $(CLIENTS)/.installed-$(shell cksum < requirements-clients.txt | cut -d
 
 $(CLIENTS)/.installed-%: requirements-clients.txt
 	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS) || { rm -rf $(CLIENTS); exit 1; }
-	@$(CLIENTS)/bin/python -m pip install --quiet --requirement requirements-clients.txt
+	@$(CLIENTS)/bin/python -m pip install -qq --no-deps --no-compile --requirement requirements-clients.txt
 	@rm -f $(CLIENTS)/.installed-*
 	@touch $@
 
