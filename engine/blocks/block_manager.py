@@ -21,7 +21,6 @@ file tells them what becomes of a block. A lookup goes on from the device to hos
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from itertools import takewhile
 
 from engine.blocks.block_news import BlockNews
 from engine.blocks.counts import CacheCounts
+from engine.blocks.eviction_order import EvictionOrder
 from engine.blocks.host_tier import HostCopy, HostTier
 from engine.blocks.prefix_cache import PrefixCache
 from engine.blocks.retention import Retention
@@ -64,8 +64,7 @@ class BlockManager:
         self.block_size = block_size
         self._blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
         self._empty = deque(range(num_blocks))
-        self._evictable: dict[int, tuple[bool, int]] = {}  # cached blocks: (whether retained, freed_at)
-        self._eviction_order: list[tuple[tuple[bool, int], int]] = []  # heap of these, those not evictable any more too
+        self._cached = EvictionOrder()
         self._num_frees = 0
         self._held: Counter[int] = Counter()  # references of transfers
         self.counts = CacheCounts()
@@ -94,18 +93,17 @@ class BlockManager:
 
     @property
     def num_cached_blocks(self) -> int:
-        return len(self._evictable)
+        return len(self._cached)
 
     @property
     def num_available_blocks(self) -> int:
         """Blocks that an allocation could get: empty ones and cached ones."""
-        return len(self._empty) + len(self._evictable)
+        return len(self._empty) + len(self._cached)
 
     def num_spare_blocks(self, besides: Sequence[bytes]) -> int:
         """Those of them that are neither retained nor `besides`, which the device has."""
         kept = {self.cache[name] for name in besides}
-        num_kept = sum(is_retained or block_id in kept for block_id, (is_retained, _) in self._evictable.items())
-        return self.num_available_blocks - num_kept
+        return self.num_available_blocks - self._cached.num_kept(kept)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -187,9 +185,8 @@ class BlockManager:
         for name in self.names():
             self.news.gone(name)
         self.cache.clear()
-        self._empty.extend(self._evictable)
-        self._evictable.clear()
-        self._eviction_order.clear()
+        self._empty.extend(self._cached)
+        self._cached.clear()
         self.host.pool.clear()
         self.write_back.clear()
         self.retention.clear()
@@ -229,7 +226,8 @@ class BlockManager:
             block_id, was_in_host = self.cache.find(name), self.host.forget(name)
             if block_id is not None:
                 self.cache.remove(block_id)
-                if self._evictable.pop(block_id, None) is not None:
+                if block_id in self._cached:
+                    self._cached.remove(block_id)
                     self._empty.append(block_id)
             elif not was_in_host:
                 continue
@@ -291,7 +289,7 @@ class BlockManager:
         """Whether these are retained has changed."""
         for name in names:
             found = self.cache.find(name)
-            if found in self._evictable:
+            if found is not None and found in self._cached:
                 self._make_evictable(self._blocks[found])
             self.host.pool.reorder(name)
 
@@ -413,17 +411,10 @@ class BlockManager:
         if self._empty:
             block_id = self._empty.popleft()
         else:
-            block_id = self._next_evicted()
+            block_id = self._cached.take_next()
             self._evict(block_id)
         self._blocks[block_id].ref_cnt = 1
         return block_id
-
-    def _next_evicted(self) -> int:
-        while True:
-            order, block_id = heapq.heappop(self._eviction_order)
-            if self._evictable.get(block_id) == order:
-                del self._evictable[block_id]
-                return block_id
 
     def _evict(self, block_id: int) -> None:
         name = self.cache.remove(block_id)
@@ -440,7 +431,7 @@ class BlockManager:
         # Without their beginning the others would not be found: what it gave up before is as old as the rest.
         for name in reversed(request.block_hashes[: request.num_unseen_blocks]):
             found = self.cache.find(name)
-            if found in self._evictable:
+            if found is not None and found in self._cached:
                 self._num_frees += 1
                 self._blocks[found].freed_at = self._num_frees
                 self._make_evictable(self._blocks[found])
@@ -456,9 +447,9 @@ class BlockManager:
     def _share(self, block_id: int) -> None:
         block = self._blocks[block_id]
         if block.ref_cnt == 0:
-            if block_id not in self._evictable:
+            if block_id not in self._cached:
                 raise ValueError(f"block {block_id} is empty and cannot be shared")
-            del self._evictable[block_id]
+            self._cached.remove(block_id)
         block.ref_cnt += 1
 
     def _drop(self, block_id: int) -> None:
@@ -473,12 +464,8 @@ class BlockManager:
                 self._empty.append(block_id)
 
     def _make_evictable(self, block: KVBlock) -> None:
-        if len(self._eviction_order) > 2 * len(self._blocks):  # most of it is out of date
-            self._eviction_order = [(order, block_id) for block_id, order in self._evictable.items()]
-            heapq.heapify(self._eviction_order)
-        order = self.cache.name_of(block.block_id) in self.retention, block.freed_at
-        self._evictable[block.block_id] = order
-        heapq.heappush(self._eviction_order, (order, block.block_id))
+        is_retained = self.cache.name_of(block.block_id) in self.retention
+        self._cached.put(block.block_id, is_retained=is_retained, freed_at=block.freed_at)
 
     def _name(self, block_id: int, name: bytes) -> None:
         if self.cache.put(block_id, name):
@@ -511,15 +498,18 @@ class BlockManager:
             host_used.update(request.host_block_ids)
         empty = Counter(self._empty)
         for block in self._blocks:
-            name, places = f"block {block.block_id}", (empty[block.block_id], block.block_id in self._evictable)
+            name, places = f"block {block.block_id}", (empty[block.block_id], block.block_id in self._cached)
             if block.ref_cnt != expected[block.block_id]:
                 problems.append(f"{name} has ref_cnt {block.ref_cnt}, but {expected[block.block_id]} owners")
             if sum(places) + (block.ref_cnt > 0) != 1:
                 problems.append(f"{name} is in {sum(places)} free lists with ref_cnt {block.ref_cnt}")
             if places[1] and not self.cache.has_name(block.block_id):
                 problems.append(f"{name} is cached without a name")
-        for block_id, order in self._evictable.items():
-            if order != (self.cache.name_of(block_id) in self.retention, self._blocks[block_id].freed_at):
+        for block_id in self._cached:
+            if self._cached.key(block_id) != (
+                self.cache.name_of(block_id) in self.retention,
+                self._blocks[block_id].freed_at,
+            ):
                 problems.append(f"block {block_id} is out of the order of eviction")
         problems += self.cache.check_integrity() + self.write_back.check_integrity()
         problems += self.retention.check_integrity(self.names())

@@ -45,7 +45,7 @@ class Retention:
             if name not in self._holders:
                 changed[name] = None
             self._holders.setdefault(name, set()).add(tenant)
-            if until > held.get(name, 0.0):
+            if name not in held or until > held[name]:
                 held[name] = until
                 heapq.heappush(self._ends, (until, tenant, name))
             held.move_to_end(name)

@@ -1,0 +1,55 @@
+"""Which cached block is evicted next. Pure."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Container, Iterator
+
+
+class EvictionOrder:
+    """Blocks that nobody refers to and that can be found: those that are not retained first, and of these the one that
+    requests gave up the longest ago."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, tuple[bool, int]] = {}  # by block: (whether retained, when it was given up)
+        self._heap: list[tuple[tuple[bool, int], int]] = []  # those that are out of date, too
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._keys)
+
+    def __contains__(self, block_id: object) -> bool:
+        return block_id in self._keys
+
+    def key(self, block_id: int) -> tuple[bool, int]:
+        """(whether it is retained, when it was given up)."""
+        return self._keys[block_id]
+
+    def put(self, block_id: int, *, is_retained: bool, freed_at: int) -> None:
+        """Adds a block, or gives it another place."""
+        if len(self._heap) > 2 * len(self._keys) + 64:  # most of it is out of date
+            self._heap = [(key, one) for one, key in self._keys.items()]
+            heapq.heapify(self._heap)
+        self._keys[block_id] = key = is_retained, freed_at
+        heapq.heappush(self._heap, (key, block_id))
+
+    def remove(self, block_id: int) -> None:
+        del self._keys[block_id]
+
+    def take_next(self) -> int:
+        """The next one, which is in the order no longer. There must be one."""
+        while True:
+            key, block_id = heapq.heappop(self._heap)
+            if self._keys.get(block_id) == key:
+                del self._keys[block_id]
+                return block_id
+
+    def clear(self) -> None:
+        self._keys.clear()
+        self._heap.clear()
+
+    def num_kept(self, besides: Container[int]) -> int:
+        """How many are retained, or in `besides`."""
+        return sum(is_retained or block_id in besides for block_id, (is_retained, _) in self._keys.items())
