@@ -35,6 +35,7 @@ class CacheHints:
             self._remote_kv.prefetches.start(hint.call_id, names, now)
             return
         if hint.action is m.CacheAction.EVICT:
+            self._remote_kv.prefetches.evicted(names)
             num_device, num_host = blocks.evict(names)
             stored = self._remote_kv.evict_stored(names)
             self._evicting.append(_Evicting(hint.call_id, num_device, num_host, stored, now + STORE_TIMEOUT_S))

@@ -55,6 +55,7 @@ class EngineCore:
         self._connector = connector
         self._connectors = [connector] if store is connector else [connector, store]
         self._clock = clock
+        self._wake = wake
         self._read_commands = read_commands
         self._events: list[m.Event] = []
         self._has_newcomers = False  # in the scheduler's queue, since it last admitted any
@@ -208,7 +209,8 @@ class EngineCore:
         self.blocks.take_counts().report()
         metrics.worker_kv_retained_blocks.set(len(self.blocks.retention))
         self.take_in_transfers()  # P2P publications are ready at once
-        self.remote_kv.prefetches.go_on(now, self._copy, may_move=not self.scheduler.num_waiting)
+        if self.remote_kv.prefetches.go_on(now, self._copy, may_move=not self.scheduler.num_waiting):
+            self._wake()  # the next group comes with the next step, which is not to wait for anything else
         return output
 
     def begin_remote(self) -> None:

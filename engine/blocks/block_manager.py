@@ -100,10 +100,20 @@ class BlockManager:
         """Blocks that an allocation could get: empty ones and cached ones."""
         return len(self._empty) + len(self._cached)
 
+    @property
+    def num_retained_cached_blocks(self) -> int:
+        """Cached ones that are evicted last."""
+        return self._cached.num_retained
+
+    @property
+    def num_frees(self) -> int:
+        """Grows each time that a block is given up."""
+        return self._num_frees
+
     def num_spare_blocks(self, besides: Sequence[bytes]) -> int:
-        """Those of them that are neither retained nor `besides`, which the device has."""
-        kept = {self.cache[name] for name in besides}
-        return self.num_available_blocks - self._cached.num_kept(kept)
+        """Available ones that are neither retained nor `besides`, which the device has."""
+        num_besides = sum(self._cached.is_spare(self.cache[name]) for name in besides)
+        return self.num_available_blocks - self._cached.num_retained - num_besides
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -256,9 +266,10 @@ class BlockManager:
         num_device = sum(name in self.cache for name in here)
         return num_device, len(here) - num_device
 
-    def count_on_device(self, names: Sequence[bytes]) -> int:
-        """How many leading names the device has."""
-        return sum(1 for _ in takewhile(self.cache.__contains__, names))
+    def count_on_device(self, names: Sequence[bytes], start: int = 0, stop: int | None = None) -> int:
+        """How many leading names of `names[start:stop]` the device has."""
+        found = map(names.__getitem__, range(start, len(names) if stop is None else stop))
+        return sum(1 for _ in takewhile(self.cache.__contains__, found))
 
     def count_in_host(self, names: Sequence[bytes]) -> int:
         """How many leading names only host memory has."""
@@ -511,6 +522,8 @@ class BlockManager:
                 self._blocks[block_id].freed_at,
             ):
                 problems.append(f"block {block_id} is out of the order of eviction")
+        if self._cached.num_retained != sum(self._cached.key(block_id)[0] for block_id in self._cached):
+            problems.append(f"{self._cached.num_retained} retained blocks were counted, and there are others")
         problems += self.cache.check_integrity() + self.write_back.check_integrity()
         problems += self.retention.check_integrity(self.names())
         return problems + self.host.pool.check_integrity(host_used)

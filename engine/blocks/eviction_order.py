@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 
 
 class EvictionOrder:
@@ -13,6 +13,7 @@ class EvictionOrder:
     def __init__(self) -> None:
         self._keys: dict[int, tuple[bool, int]] = {}  # by block: (whether retained, when it was given up)
         self._heap: list[tuple[tuple[bool, int], int]] = []  # those that are out of date, too
+        self.num_retained = 0
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -32,24 +33,29 @@ class EvictionOrder:
         if len(self._heap) > 2 * len(self._keys) + 64:  # most of it is out of date
             self._heap = [(key, one) for one, key in self._keys.items()]
             heapq.heapify(self._heap)
+        if block_id in self._keys:
+            self.remove(block_id)
         self._keys[block_id] = key = is_retained, freed_at
+        self.num_retained += is_retained
         heapq.heappush(self._heap, (key, block_id))
 
     def remove(self, block_id: int) -> None:
-        del self._keys[block_id]
+        is_retained, _ = self._keys.pop(block_id)
+        self.num_retained -= is_retained
 
     def take_next(self) -> int:
         """The next one, which is in the order no longer. There must be one."""
         while True:
             key, block_id = heapq.heappop(self._heap)
             if self._keys.get(block_id) == key:
-                del self._keys[block_id]
+                self.remove(block_id)
                 return block_id
 
     def clear(self) -> None:
         self._keys.clear()
         self._heap.clear()
+        self.num_retained = 0
 
-    def num_kept(self, besides: Container[int]) -> int:
-        """How many are retained, or in `besides`."""
-        return sum(is_retained or block_id in besides for block_id, (is_retained, _) in self._keys.items())
+    def is_spare(self, block_id: int) -> bool:
+        """Whether it is in the order and not retained."""
+        return block_id in self._keys and not self._keys[block_id][0]

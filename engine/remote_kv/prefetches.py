@@ -7,7 +7,7 @@ last eighth. What is not done in time is given up, and what came until then stay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine import messages as m
@@ -32,7 +32,10 @@ class _Prefetch:
     lookup: Lookup | None = None
     lookup_start: int = 0  # index of the first name that the store was asked for
     in_flight: dict[int, int] = field(default_factory=dict)  # indexes of names: blocks that they are fetched into
+    num_here: int = 0  # leading names that the device had at the last look
+    touched_at: int = -1  # `BlockManager.num_frees` when nothing was newer than its blocks
     failure: str = ""
+    is_evicted: bool = False  # a caller wants names of it forgotten: none is given to a block again
 
     @property
     def request_id(self) -> str:
@@ -60,65 +63,120 @@ class Prefetches:
         else:
             self._waiting.append(one)
 
-    def go_on(self, now: float, carry_out: Callable[[list[HostCopy]], None], *, may_move: bool) -> None:
-        """Does what can be done now. Only while no step is under way, since it takes blocks. `may_move`: no request
-        waits."""
+    def go_on(self, now: float, carry_out: Callable[[list[HostCopy]], None], *, may_move: bool) -> bool:
+        """Does what can be done now, and moves one group of blocks at most. Only while no step is under way, since it
+        takes blocks. `may_move`: no request waits. Returns whether it could go on at once."""
+        self._answer_overdue(now)
         while self._waiting and not self._waiting[0].in_flight:
             one = self._waiting[0]
+            num_before = one.num_from_host
             reason = one.failure or self._next(one, carry_out, may_move=may_move)
-            if reason is None and now >= one.give_up:
-                reason = f"the worker had no time for it within {TIMEOUT_S:g} s"
             if reason is None:
-                return
+                return one.num_from_host > num_before
             del self._waiting[0]
             self._answer(one, reason)
+        return False
+
+    def evicted(self, names: Iterable[bytes]) -> None:
+        """A caller wants these forgotten: what would bring one of them again ends."""
+        gone = set(names)
+        for one in self._waiting:
+            if not gone.isdisjoint(one.names):
+                one.is_evicted, one.failure = True, "its blocks were evicted meanwhile"
+
+    def _answer_overdue(self, now: float) -> None:
+        """Also those behind one whose fetch is under way, which has to end first."""
+        overdue = [one for one in self._waiting if now >= one.give_up and not one.in_flight]
+        self._waiting = [one for one in self._waiting if one not in overdue]
+        for one in overdue:
+            is_whole = self._blocks.count_on_device(one.names) == len(one.names)
+            late = "" if is_whole else f"the worker had no time for it within {TIMEOUT_S:g} s"
+            self._answer(one, one.failure or late)
 
     def ended(self, request_id: str, arrived: Sequence[int], lost: Sequence[int], failure: str) -> None:
         """Fetches of blocks, by their indexes."""
         one = next(one for one in self._waiting if one.request_id == request_id)
+        is_newest = one.touched_at == self._blocks.num_frees
         for index in reversed(arrived):
-            self._blocks.keep_prefetched(one.in_flight.pop(index), one.names[index])
+            block_id = one.in_flight.pop(index)
+            if one.is_evicted:
+                self._blocks.unhold(block_id)
+            else:
+                self._blocks.keep_prefetched(block_id, one.names[index])
+                one.num_from_store += 1
+        if is_newest:
+            one.touched_at = self._blocks.num_frees
         for index in lost:
             self._blocks.unhold(one.in_flight.pop(index))
-            one.failure = failure
-        one.num_from_store += len(arrived)
+            one.failure = one.failure or failure
 
     def _next(self, one: _Prefetch, carry_out: Callable[[list[HostCopy]], None], *, may_move: bool) -> str | None:
-        """Goes on with a prefetch. Returns None if it has to wait, or else why nothing more comes; empty if nothing
-        more is missing."""
-        blocks = self._blocks
-        while True:
-            num_here = blocks.count_on_device(one.names)
-            missing = one.names[num_here:]
-            if not missing:
-                return ""
-            if not may_move or not self._transfers.may_write:
-                return None
-            num_spare = blocks.num_spare_blocks(one.names[:num_here]) - blocks.num_blocks // SPARED_SHARE
-            if num_spare <= 0:
-                return "no KV block is to spare"
-            if num_in_host := min(blocks.count_in_host(missing), num_spare, GROUP_BLOCKS):
-                blocks.touch(one.names[:num_here])
-                blocks.bring_up(missing[:num_in_host])
-                carry_out(blocks.take_copies())
-                one.num_from_host += num_in_host
-                continue
-            if one.lookup is None or num_here < one.lookup_start:
-                one.lookup, one.lookup_start = self._store.start_lookup(missing), num_here
-            if one.lookup.num_blocks is None:
-                return None
-            num_stored = one.lookup_start + one.lookup.num_blocks - num_here
-            if num_stored <= 0:
-                return "the rest is not stored"
-            self._fetch(one, num_here, min(num_stored, num_spare, GROUP_BLOCKS), carry_out)
+        """Moves the next group. Returns None if more may come, or else why nothing more does; empty if nothing more is
+        missing. What it costs grows with the group, not with the prompt, unless blocks were taken away meanwhile."""
+        if one.lookup is not None and one.lookup.num_blocks is None:
             return None
+        blocks, num_here = self._blocks, self._count_here(one)
+        if num_here == len(one.names):
+            return ""
+        if not may_move or not self._transfers.may_write:
+            return None
+        num_spare = self._num_spare(one)
+        if num_spare <= 0:
+            return "no KV block is to spare"
+        num_most = min(num_spare, GROUP_BLOCKS)
+        group = one.names[num_here : num_here + num_most]
+        if num_in_host := blocks.count_in_host(group):
+            self._touch(one, num_in_host)
+            is_newest = one.touched_at == blocks.num_frees
+            blocks.bring_up(group[:num_in_host])
+            if is_newest:
+                one.touched_at = blocks.num_frees
+            carry_out(blocks.take_copies())
+            one.num_from_host += num_in_host
+            return None
+        if one.lookup is None or num_here < one.lookup_start:
+            one.lookup, one.lookup_start = self._store.start_lookup(one.names[num_here:]), num_here
+        if one.lookup.num_blocks is None:
+            return None
+        num_stored = one.lookup_start + one.lookup.num_blocks - num_here
+        if num_stored <= 0:
+            return "the rest is not stored"
+        self._fetch(one, num_here, min(num_stored, num_most), carry_out)
+        return None
+
+    def _count_here(self, one: _Prefetch) -> int:
+        """Goes on from the last look if the last block that was there still is. All are looked at in the end."""
+        blocks, names = self._blocks, one.names
+        is_as_before = not one.num_here or blocks.count_on_device(names, one.num_here - 1, one.num_here)
+        first = one.num_here if is_as_before else 0
+        one.num_here = first + blocks.count_on_device(names, first)
+        if first and one.num_here == len(names):
+            one.num_here = blocks.count_on_device(names)
+        return one.num_here
+
+    def _num_spare(self, one: _Prefetch) -> int:
+        """Blocks that it may take. Its own are looked at one by one only if there may be less than a group."""
+        blocks = self._blocks
+        spared = blocks.num_blocks // SPARED_SHARE
+        num_at_least = blocks.num_available_blocks - blocks.num_retained_cached_blocks - one.num_here - spared
+        if num_at_least >= GROUP_BLOCKS:
+            return num_at_least
+        return blocks.num_spare_blocks(one.names[: one.num_here]) - spared
+
+    def _touch(self, one: _Prefetch, num_wanted: int) -> None:
+        """Before `num_wanted` blocks are taken: they are not to be taken from its own, which are the oldest ones if
+        somebody gave up others meanwhile."""
+        blocks = self._blocks
+        if one.touched_at < 0 or (one.touched_at != blocks.num_frees and num_wanted > blocks.num_empty_blocks):
+            blocks.touch(one.names[: one.num_here])
+            one.touched_at = blocks.num_frees
 
     def _fetch(self, one: _Prefetch, first: int, num: int, carry_out: Callable[[list[HostCopy]], None]) -> None:
         blocks = self._blocks
-        blocks.touch(one.names[:first])
         wanted = [
-            index for index in range(first, first + num) if not blocks.count_on_device(one.names[index : index + 1])
+            index for index in range(first, first + num) if not blocks.count_on_device(one.names, index, index + 1)
         ]
+        self._touch(one, len(wanted))
         one.in_flight = dict(zip(wanted, blocks.take_held(len(wanted)), strict=True))
         carry_out(blocks.take_copies())  # of what was evicted, before other bytes land there
         fetches = [
@@ -128,10 +186,13 @@ class Prefetches:
         self._transfers.fetch_stored(one.request_id, fetches)
 
     def _answer(self, one: _Prefetch, reason: str) -> None:
+        num_here = self._blocks.count_on_device(one.names)
+        if one.num_from_host or one.num_from_store:
+            self._blocks.touch(one.names[:num_here])  # the end of a prompt is evicted before its beginning
         self._emit(
             m.CacheHinted(
                 call_id=one.call_id,
-                num_device_blocks=self._blocks.count_on_device(one.names),
+                num_device_blocks=num_here,
                 num_host_blocks=one.num_from_host,
                 num_stored_blocks=one.num_from_store,
                 failure=reason,
