@@ -138,9 +138,11 @@ class ForwardPass:
 
     def _end_without_token(self, request: Request) -> None:
         """What it asks for leaves no token."""
-        guide = request.guide
-        field = "sampling_params.allowed_token_ids" if guide is None else "sampling_params.guided"
-        reason = (guide and guide.failure) or "what it allows next is banned by other parameters"
+        guide, params = request.guide, request.sampling_params
+        field, reason = "sampling_params", "they ban every token"
+        if guide is not None or params.allowed_token_ids:
+            field += ".allowed_token_ids" if guide is None else ".guided"
+            reason = (guide and guide.failure) or "what it allows next is banned by other parameters"
         self._fail(request, "INVALID_ARGUMENT", f"the answer cannot go on: {reason}", field)
 
     def _fail(self, request: Request, grpc_code: str, reason: str, field: str = "") -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from common.sampling import MAX_LOGPROBS
+from common.sampling import MAX_LOGPROBS, SamplingParams
 from common.types import SampledToken, TokenLogprob
 from engine.batch import SampleInput
 from engine.guide import Guide, make_masks, mask_logits
@@ -98,11 +98,16 @@ def _kernel_row(item: SampleInput, mask: int, most_top: int) -> tuple[object, ..
     return (
         *(penalised, biased, allowed, banned, bad, mask),
         0.0 if params.is_greedy else uniform(params.seed, item.num_output_tokens),
-        *(params.top_p, params.temperature, params.min_p),
+        *(params.top_p, _temperature(params), params.min_p),
         *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
         params.top_k,
         -1 if params.logprobs is None else min(params.logprobs, most_top),
     )
+
+
+def _temperature(params: SamplingParams) -> float:
+    """Where float32 and its reciprocal are finite and not 0; beyond these bounds draws are the same."""
+    return min(max(params.temperature, 1e-30), 1e30)
 
 
 def _addresses(ids: array[int], numbers: array[float] | None = None) -> tuple[int, int, int]:
@@ -141,8 +146,8 @@ def _adjust(raw: torch.Tensor, inputs: Sequence[SampleInput]) -> torch.Tensor:
 
 
 def _dead_rows(adjusted: torch.Tensor, inputs: Sequence[SampleInput]) -> set[int]:
-    """Rows in which no token is allowed. Only a grammar or a list of allowed tokens can leave so few."""
-    rows = [row for row, item in enumerate(inputs) if item.guide is not None or item.params.allowed_token_ids]
+    """Rows in which no token is allowed."""
+    rows = [row for row, item in enumerate(inputs) if item.guide is not None or item.changes is not None]
     if not rows:
         return set()
     best: list[float] = adjusted[torch.tensor(rows, device=adjusted.device)].amax(-1).tolist()
@@ -176,7 +181,7 @@ def _draw(logits: torch.Tensor, inputs: Sequence[SampleInput]) -> torch.Tensor:
     """Token ids `[num_rows]` int64, drawn by each row's own parameters, none of which is greedy."""
     device = logits.device
     params = [item.params for item in inputs]
-    temperatures = torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device)
+    temperatures = torch.tensor([_temperature(p) for p in params], dtype=torch.float32, device=device)
     # The largest logit becomes 0 before the division: a tiny temperature must not overflow.
     probs = ((logits - logits.amax(-1, keepdim=True)) / temperatures[:, None]).softmax(-1)
     filtered = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
@@ -249,7 +254,7 @@ def _with_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: Sequence
     logprobs = logits.log_softmax(-1)
     own = _at(logprobs, tokens).tolist()
     # As many whatever the rows ask for: which of equal ones come must not depend on other requests.
-    most = min(MAX_LOGPROBS, logits.shape[-1]) if any(num_top) else 0
+    most = min(max(MAX_LOGPROBS, *num_top), logits.shape[-1]) if any(num_top) else 0
     values, ids = logprobs.topk(most, dim=-1)
     result = []
     for token_id, logprob, number, *top in zip(

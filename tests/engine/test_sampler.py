@@ -83,6 +83,20 @@ def test_a_tiny_temperature_is_greedy() -> None:
     assert set(draw_many(LOGITS * 1e4, SamplingParams(temperature=1e-6))) == {0}
 
 
+@pytest.mark.parametrize("temperature", [1e-50, 1e-39])
+def test_a_temperature_that_is_no_float32_is_greedy(temperature: float) -> None:
+    assert set(draw_many(LOGITS, SamplingParams(temperature=temperature))) == {0}
+
+
+def test_a_temperature_beyond_float32_draws_all_but_what_is_banned() -> None:
+    params = SamplingParams(temperature=1e39)
+    rows = LOGITS.repeat(2)[:-1].expand(NUM_DRAWS, -1)
+    counts = Counter(
+        ids(sample(rows, [ask(replace(params, seed=seed), banned_token_ids=[14]) for seed in range(NUM_DRAWS)]))
+    )
+    assert_distributed(counts, torch.tensor([1 / 14] * 14 + [0.0]))
+
+
 def keep(kept: list[int], temperature: float = 1.0) -> torch.Tensor:
     mask = torch.full_like(LOGITS, float("-inf"))
     mask[kept] = 0
@@ -243,6 +257,12 @@ def test_only_allowed_tokens_come_in_rows_that_say_so() -> None:
 def test_a_row_without_an_allowed_token_has_none() -> None:
     banned = SamplingParams(temperature=0.0, allowed_token_ids=(3,), min_tokens=2, stop_token_ids=(3,))
     assert sample(LOGITS.expand(2, -1), [ask(banned), ask(GREEDY)]) == [None, SampledToken(0)]
+
+
+def test_stop_tokens_that_ban_a_whole_vocabulary_leave_none() -> None:
+    banned = ask(SamplingParams(temperature=0.0), banned_token_ids=range(8))
+    drawn = ask(SamplingParams(), banned_token_ids=range(8))
+    assert sample(LOGITS.expand(3, -1), [banned, drawn, ask(GREEDY)]) == [None, None, SampledToken(0)]
 
 
 def test_bad_words_end_where_they_would_be_whole() -> None:
