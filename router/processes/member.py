@@ -178,13 +178,13 @@ def main(settings: RouterSettings, file: SettingsFile | None, place: Place, pare
     setup_logging(f"router-{place.number + 1}", level=settings.log_level, log_format=settings.log_format)
     if file is not None and place.is_replacement:
         file = SettingsFile(file.path, _FirstAsBefore(settings, file).load)
-    member = Member(settings, place, parent)
 
     def ready(_http: str, _grpc: str) -> None:
         look_rarely()
         member.ready()
 
     try:
+        member = Member(settings, place, parent)
         run(settings, ready, file, member)
     except BatonError as error:
         _say_last(parent, error.message)

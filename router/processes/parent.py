@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 
 from common.config import RouterSettings
 from common.errors import BatonError, OverloadedError, StartupError
@@ -40,6 +41,10 @@ log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 5  # of each process, in WINDOW_S
 SILENT_BEATS = 20  # seconds without a sign of life, after which a process is killed
+START_BEATS = 120  # the same until it listens: it imports, reads a tokenizer and may wait for a worker
+LEDGER_RETRY_S = 0.05  # while another process has the ledger's lock
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (a folder of our own in it)
+MIN_SHARED_MIB = 32  # a page that does not fit in there ends the process that writes it
 ANSWER_TIMEOUT_S = 2.0
 KILL_GRACE_S = 5.0  # beyond the drain timeout
 
@@ -53,7 +58,8 @@ class _Child:
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     listens: bool = False
     is_ready: bool = False
-    num_silent: int = 0  # seconds since its last sign of life, as this process counts them
+    num_silent: int = 0  # seconds since its start or last sign of life, as this process counts them
+    hung: bool = False
     reason: str = ""  # why it ends, in its own words or in ours
     turns: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # requests that wait, or have a place
     asked: dict[int, asyncio.Future[list[bytes]]] = field(default_factory=dict)
@@ -77,7 +83,7 @@ async def serve(settings: RouterSettings, ready: Ready | None = None, file: Sett
         health_listen = settings.health_listen
         if health_listen is not None:
             health_listen = stack.enter_context(held(health_listen, "health_listen"))
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-router-"))
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-router-", dir=_shared_folder()))
         stack.callback(_restore, scrape.VARIABLE, os.environ.get(scrape.VARIABLE))
         os.environ[scrape.VARIABLE] = directory
         place = Place(
@@ -93,6 +99,15 @@ async def serve(settings: RouterSettings, ready: Ready | None = None, file: Sett
         scheme = "http" if settings.tls_cert is None else "https"
         tell = (lambda: ready(f"{scheme}://{http_listen}", grpc_listen)) if ready else (lambda: None)
         await _Parent(settings, file, place, tell).serve()
+
+
+def _shared_folder() -> Path | None:
+    """Shared memory if it can be written and has room: nobody cleans up there, as some do in the temporary folder.
+    None: the temporary folder."""
+    if not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
+        return None
+    room = os.statvfs(SHARED_MEMORY)
+    return SHARED_MEMORY if room.f_bavail * room.f_frsize >= MIN_SHARED_MIB * 2**20 else None
 
 
 def _restore(name: str, value: str | None) -> None:
@@ -165,8 +180,8 @@ class _Parent:
     # ------------------------------------------------------------------------------------------- life
 
     async def _keep(self, number: int) -> None:
-        """One process after another in one place. Raises `StartupError` if the first could not listen, or if they end
-        too often."""
+        """One process after another in one place. Raises `StartupError` if the first ended before it could listen, or
+        if they end too often."""
         has_listened = False
         while True:
             child = await self._start(number, is_replacement=has_listened)
@@ -176,13 +191,14 @@ class _Parent:
             finally:
                 child.gone.set()
                 del self._children[number]
-            self._ledger.process_ended(number)
+            while not self._ledger.process_ended(number):  # noqa: ASYNC110 (who has its lock may hang, and is killed)
+                await asyncio.sleep(LEDGER_RETRY_S)
             if pid is not None:
                 scrape.keep_totals(self._place.directory, pid)
             if self._is_draining:
                 return
             has_listened |= child.listens
-            if not has_listened:
+            if not has_listened and not child.hung:
                 raise StartupError(child.why())
             delay_s = self._restarts.delay_s(str(number), time.monotonic())
             what = {"number": number + 1, "pid": pid, "reason": child.why()}
@@ -275,9 +291,10 @@ class _Parent:
         while True:
             await asyncio.sleep(1.0)
             for child in self._children.values():
-                child.num_silent += child.listens
-                if child.num_silent > SILENT_BEATS and not self._is_draining:
-                    child.reason = f"gave no sign of life for {SILENT_BEATS} s, and was killed"
+                child.num_silent += 1
+                most = SILENT_BEATS if child.listens else START_BEATS
+                if child.num_silent > most and not self._is_draining:
+                    child.hung, child.reason = True, f"gave no sign of life for {most} s, and was killed"
                     child.process.kill()
 
     # --------------------------------------------------------------------------------- queue, questions

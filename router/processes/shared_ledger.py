@@ -13,9 +13,12 @@ import contextlib
 import fcntl
 import json
 import mmap
+import os
 from collections.abc import Iterator, MutableSequence
 from pathlib import Path
 from typing import cast
+
+from common.errors import StartupError
 
 NUM_STATES = 3
 ROWS_AT_ONCE = 1024
@@ -23,15 +26,23 @@ TOTAL = "total "  # names that begin so are counted for good: what a process tha
 
 
 class SharedLedger:
-    """`process` is the number of this one's column, from 0. None: it looks, and takes nothing."""
+    """`process` is the number of this one's column, from 0. None: it looks, and takes nothing. Raises `StartupError` if
+    the files are not those that other processes use."""
 
     def __init__(self, directory: str, num_processes: int, process: int | None = None) -> None:
         self.num_processes = num_processes
         self._process = process
         self._width = num_processes + 1 + NUM_STATES
         folder = Path(directory)
-        self._names = (folder / "names").open("a+b")
-        self._numbers = (folder / "numbers").open("a+b")
+        try:
+            self._names = (folder / "names").open("a+b")
+            self._numbers = (folder / "numbers").open("a+b")
+        except OSError as error:
+            raise StartupError(f"the router's shared limits cannot be opened: {error}") from error
+        # A name is written before its row: numbers without names are of files that somebody removed in part.
+        if self._numbers.seek(0, os.SEEK_END) and not self._names.seek(0, os.SEEK_END):
+            self.close()
+            raise StartupError(f"the router's shared limits in {directory} have rows and no names: a file was removed")
         self._rows: dict[str, memoryview[float]] = {}
         self._mapped: list[memoryview[float]] = []  # ROWS_AT_ONCE each
 
@@ -79,14 +90,20 @@ class SharedLedger:
         for index in range(NUM_STATES):
             state[index] = 0.0
 
-    def process_ended(self, process: int) -> None:
-        """Whatever it had in flight is not in flight any more."""
-        with self.locked():
+    def process_ended(self, process: int) -> bool:
+        """Whatever it had in flight is not in flight any more. Returns False, and changes nothing, while another
+        process has the lock."""
+        try:
+            fcntl.flock(self._numbers, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        with self.locked():  # which is had already
             self._read_names()
             for name, row in self._rows.items():
                 if name.startswith(TOTAL):
                     row[self.num_processes] += row[process]
                 row[process] = 0.0
+        return True
 
     def close(self) -> None:
         self._names.close()

@@ -188,6 +188,27 @@ async def test_a_process_that_hangs_is_killed_and_replaced(worker: FakeWorker) -
 
 
 @pytest.mark.slow
+async def test_a_process_that_hangs_before_it_listens_is_replaced(worker: FakeWorker) -> None:
+    process = await start("router.processes.parent.START_BEATS = 15", decode=[worker.address])
+    try:
+        router = RunningProcesses(process, "", "")
+        async with asyncio.timeout(60):
+            while len(pids := router.pids()) < 2:  # noqa: ASYNC110 (of other processes)
+                await asyncio.sleep(0.01)
+        os.kill(pids[0], signal.SIGSTOP)
+        assert process.stdout is not None
+        assert b"http=" in await asyncio.wait_for(process.stdout.readline(), 120), "all listen"
+        assert pids[0] not in router.pids()
+        process.terminate()
+        assert await router.ended() == 0
+        assert b"gave no sign of life for 15 s" in router.errors
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+@pytest.mark.slow
 async def test_processes_end_with_their_parent(worker: FakeWorker) -> None:
     async with running(decode=[worker.address]) as router:
         pids = router.pids()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from common.errors import InvalidArgumentError, OverloadedError
+from common.errors import InvalidArgumentError, OverloadedError, StartupError
+from router.processes import parent
 from router.processes.shared_ledger import ROWS_AT_ONCE, TOTAL, SharedLedger
 from router.serving.gate import Gate, GateLimits
 from router.serving.ledger import Ledger, LocalLedger
@@ -75,16 +77,52 @@ def test_rows_are_found_by_all_however_many_there_are(ledgers: tuple[SharedLedge
 def test_what_a_dead_process_had_in_flight_is_free_and_what_it_counted_stays(
     open_ledger: Open, ledgers: tuple[SharedLedger, SharedLedger]
 ) -> None:
-    parent = open_ledger(None)
+    looks = open_ledger(None)
     one, other = ledgers
     one.take("requests", 2, 3)
     other.take("requests", 1, 3)
     one.put({f"{TOTAL}tokens": 40})
-    parent.process_ended(0)
+    assert looks.process_ended(0)
     assert other.by_process("requests") == [0, 1]
     next_one = open_ledger(0)
     next_one.put({f"{TOTAL}tokens": 2})
     assert other.total(f"{TOTAL}tokens") == 42
+
+
+def test_a_lock_that_is_held_holds_up_no_parent(open_ledger: Open, ledgers: tuple[SharedLedger, SharedLedger]) -> None:
+    looks = open_ledger(None)
+    one, other = ledgers
+    one.take("requests", 2, 3)
+    with other.locked():
+        assert not looks.process_ended(0)
+        assert one._row("requests")[0] == 2
+    assert looks.process_ended(0)
+    assert other.by_process("requests") == [0, 0]
+    with other.locked():  # nobody else has it
+        pass
+
+
+@pytest.mark.parametrize("lost", ["names", "folder"])
+def test_files_that_somebody_removed_are_refused(tmp_path: Path, lost: str) -> None:
+    folder = tmp_path / "ledger"
+    folder.mkdir()
+    with contextlib.closing(SharedLedger(str(folder), 2, 0)) as ledger:
+        with contextlib.closing(SharedLedger(str(folder), 2, 1)):
+            pass  # before the first row
+        ledger.take("requests", 1, 3)
+        shutil.rmtree(folder) if lost == "folder" else (folder / "names").unlink()
+        with pytest.raises(StartupError, match="cannot be opened" if lost == "folder" else "rows and no names"):
+            SharedLedger(str(folder), 2, 1)
+
+
+def test_shared_memory_is_used_if_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parent, "SHARED_MEMORY", tmp_path)
+    assert parent._shared_folder() == tmp_path
+    monkeypatch.setattr(parent, "MIN_SHARED_MIB", 2**40)
+    assert parent._shared_folder() is None
+    monkeypatch.setattr(parent, "MIN_SHARED_MIB", 0)
+    monkeypatch.setattr(parent, "SHARED_MEMORY", tmp_path / "none")
+    assert parent._shared_folder() is None
 
 
 def _take_many(directory: str, process: int) -> None:
