@@ -122,7 +122,7 @@ async def serve(
         ),
         Generation(dispatcher, demand, quotas, queue),
         Embedder(registry, demand, quotas, queue),
-        PrefixHints(registry, lambda request, endpoints: dispatcher.policy.pick(request, endpoints)),
+        PrefixHints(registry, lambda request, endpoints: dispatcher.policy.pick(request, endpoints), quotas, threads),
         part,
     )
     health = Health()

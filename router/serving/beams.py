@@ -21,6 +21,10 @@ from common.types import SampledToken, TokenLogprob
 from router.serving.dispatch import Dispatcher, Progress
 from router.serving.request import GenerationRequest
 
+MAX_BLOCKS = 2**22
+"""Blocks of prompts that the requests of all searches in one body may name together. Each beam's next token is a
+request with the whole prompt. Naming a block takes about a microsecond in the router, and another in the worker: so
+many take some seconds of one core. That is 128 tokens at width 4 after 131,072 tokens in blocks of 16."""
 _KEPT = ("max_tokens", "ignore_eos", "temperature", "seed", "speculate")
 _COUNTS = (
     "num_blocks_moved",
@@ -62,6 +66,11 @@ def beam_params(
         length_penalty=choices.length_penalty,
         early_stopping=choices.early_stopping,
     )
+
+
+def most_tokens(num_beams: int, num_prompt_tokens: int, block_size: int) -> int:
+    """Of each beam, if one body asks for `num_beams` after such a prompt."""
+    return MAX_BLOCKS // (num_beams * -(-num_prompt_tokens // block_size))
 
 
 async def search(

@@ -22,6 +22,8 @@ from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry, ServedModel
 from router.policy.base import RoutingDecision, RoutingRequest
+from router.serving.quotas import Quotas
+from router.serving.threads import TextThreads
 
 Pick = Callable[[RoutingRequest, Sequence[Endpoint]], RoutingDecision]
 
@@ -38,6 +40,7 @@ class PrefixHint:
     session: str = ""  # PREFETCH: requests of one session belong together
     seconds: float = 0.0  # RETAIN
     tenant: str = ""  # RETAIN: whose share of what may be retained the blocks take
+    charged: tuple[str, str] = "", ""  # key and tenant whose token limits count it
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -61,23 +64,33 @@ class Hinted:
 class PrefixHints:
     """Shared by both interfaces of a router."""
 
-    def __init__(self, registry: Registry, pick: Pick) -> None:
+    def __init__(self, registry: Registry, pick: Pick, quotas: Quotas, threads: TextThreads) -> None:
         self._registry = registry
         self._pick = pick
+        self._quotas = quotas
+        self._threads = threads
 
     async def give(self, hint: PrefixHint, action: worker_pb2.CacheAction.ValueType) -> Hinted:
         """Tells all workers of the model's KV layout; a prefetch, the decode worker that the prompt would go to. Raises
-        `UnavailableError` if there is none."""
-        model = hint.model
-        names = await asyncio.to_thread(
-            partial(
+        `UnavailableError` if there is none, `OverloadedError` if the client's token limits, which count it as a prompt,
+        do not allow it now. Tokens of a hint that no worker was asked for are given back."""
+        model, num_tokens = hint.model, len(hint.token_ids)
+        self._quotas.prompt(*hint.charged, num_tokens)
+        try:
+            name = partial(
                 block_hashes,
                 root_hash(model.fingerprint),
                 hint.token_ids,
                 model.block_size,
                 extra_keys(cache_salt=hint.cache_salt),
             )
-        )
+            names = await self._threads.run(num_tokens, name)
+            endpoints = self._endpoints(hint, names, action)
+        except BaseException:
+            self._quotas.give_back(*hint.charged, num_tokens)
+            raise
+        if not endpoints:
+            self._quotas.give_back(*hint.charged, num_tokens)
         request = worker_pb2.HintCacheRequest(
             fingerprint=model.fingerprint,
             action=action,
@@ -85,11 +98,19 @@ class PrefixHints:
             seconds=hint.seconds,
             tenant=hint.tenant,
         )
-        endpoints = [one for one in self._registry.endpoints() if one.fingerprint == model.fingerprint]
-        if action == worker_pb2.CACHE_ACTION_PREFETCH and names:
-            endpoints = [self._pick(self._routing(hint, names), endpoints).decode]
-        asked = [self._ask(one, request, len(names)) for one in endpoints if names]
+        asked = [self._ask(one, request, len(names)) for one in endpoints]
         return Hinted(len(names) * model.block_size, len(names), await asyncio.gather(*asked))
+
+    def _endpoints(
+        self, hint: PrefixHint, names: Sequence[bytes], action: worker_pb2.CacheAction.ValueType
+    ) -> Sequence[Endpoint]:
+        """That are asked; none if no block is meant."""
+        if not names:
+            return []
+        endpoints = [one for one in self._registry.endpoints() if one.fingerprint == hint.model.fingerprint]
+        if action == worker_pb2.CACHE_ACTION_PREFETCH:
+            return [self._pick(self._routing(hint, names), endpoints).decode]
+        return endpoints
 
     def _routing(self, hint: PrefixHint, names: Sequence[bytes]) -> RoutingRequest:
         return RoutingRequest(

@@ -28,7 +28,7 @@ from common.validation import (
 from protos.baton.v1 import embed_pb2
 from router.fleet.registry import ServedModel
 from router.serving.answer_parts import Reading
-from router.serving.beams import beam_params, beam_sampling
+from router.serving.beams import MAX_BLOCKS, beam_params, beam_sampling, most_tokens
 from router.serving.clients import ApiClient, CallHints
 from router.serving.conversation import Conversation, texts_of
 from router.serving.embedding import MAX_DIMENSIONS, MAX_INPUTS, EmbedRequest
@@ -202,6 +202,9 @@ class Preparation:
                 f"count as {num_of_prompt + counted}: this router allows one request {allowed}",
             )
         most = max(1, (allowed - num_of_prompt) // counted)
+        if choices.use_beam_search:
+            most_of_search = most_tokens(num_answers, len(prompt.token_ids), model.block_size)
+            most = max(1, min(most, most_of_search))
         params = resolve(
             sampling,
             model.limits,
@@ -217,6 +220,13 @@ class Preparation:
                 name("min_tokens" if is_for_min else "max_tokens"),
                 f"{params.max_tokens} tokens of {num_answers} answers with {num_logprobs} logprobs count as "
                 f"{params.max_tokens * counted}{of_prompt}: this router allows one request {allowed}",
+            )
+        if choices.use_beam_search and params.max_tokens > most_of_search:
+            raise InvalidArgumentError(
+                name("max_tokens"),
+                f"each of {params.max_tokens} tokens of {num_answers} beams is a request with the whole prompt: after "
+                f"{len(prompt.token_ids)} tokens {most_of_search} tokens are the most, so that all requests name "
+                f"{MAX_BLOCKS} of its KV blocks at most",
             )
         if params.bad_words:
             params = replace(params, bad_words_ids=_bad_words_ids(model, params))
@@ -264,6 +274,7 @@ class Preparation:
             session=_session(client, hints),
             seconds=seconds or 0.0,
             tenant=name_of(client.name, client.tenant) if client else name_of("", ""),
+            charged=(client.name, client.tenant) if client else ("", ""),
         )
 
     def embed_request(

@@ -12,11 +12,12 @@ import pytest
 
 from baton.async_client import AsyncClient
 from common.beam_search import Beam, BeamSearch, BeamSearchParams
-from common.errors import OverloadedError, UnavailableError
+from common.errors import InvalidArgumentError, OverloadedError, UnavailableError
 from common.sampling import MAX_LOGPROBS
 from common.types import FinishReason, TokenLogprob
 from router.processes.messages import Enter, Message, Placed
 from router.processes.remote_queue import RemoteQueue
+from router.serving import beams
 from router.serving.fair_queue import FairQueue
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches, sample
 from tests.router.fake_worker import FakeWorker
@@ -116,6 +117,31 @@ async def test_what_is_refused(router: RunningRouter, worker: FakeWorker, more: 
         answer = await client.post("/v1/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
     assert not worker.requests
+
+
+async def test_long_prompts_bound_a_search(
+    router: RunningRouter, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beams times tokens times blocks of the prompt; PROMPT has one block, and 17 tokens have two."""
+    monkeypatch.setattr(beams, "MAX_BLOCKS", 20)
+    body = {"prompt": PROMPT, "n": 2, "use_beam_search": True, "max_tokens": 10}
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        for more in ({"max_tokens": 11}, {"prompt": [5] * 17, "max_tokens": 6}, {"prompt": [PROMPT] * 2}):
+            answer = await client.post("/v1/completions", json={**body, **more})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens"), answer.text
+        assert not worker.requests
+        for more in ({}, {"prompt": [5] * 17, "max_tokens": 5}):
+            assert (await client.post("/v1/completions", json={**body, **more})).status_code == 200
+        chat = {"messages": [{"role": "user", "content": "x"}], "n": 2, "use_beam_search": True}
+        assert (await client.post("/v1/chat/completions", json=chat)).status_code == 200, "it has what the bound leaves"
+    async with AsyncClient(router.grpc_address) as grpc_client:
+        with pytest.raises(InvalidArgumentError, match=r"max_tokens.* 10 tokens are the most"):
+            await grpc_client.generate(PROMPT, n=2, use_beam_search=True, max_tokens=11).results()
+
+
+def test_what_the_docs_say_of_that_bound() -> None:
+    assert beams.most_tokens(4, 131_072, 16) == 128
+    assert beams.most_tokens(4, 2_048, 16) == 8_192
 
 
 async def test_forced_calls_are_refused(router: RunningRouter) -> None:

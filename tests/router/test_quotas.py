@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import httpx
@@ -12,8 +14,10 @@ import pytest
 from common.errors import OverloadedError, StartupError
 from common.grpc_status import error_of_call
 from common.watched_files import WatchedFiles
-from protos.baton.v1 import demand_pb2, demand_pb2_grpc, inference_pb2
+from protos.baton.v1 import demand_pb2, demand_pb2_grpc, inference_pb2, worker_pb2
+from router.serving.prefix_hints import PrefixHint, PrefixHints
 from router.serving.quotas import Quotas
+from router.serving.threads import TextThreads
 from router.serving.token_bucket import TokenBucket
 from tests.router.conftest import StartRouter, StartWorker
 
@@ -294,3 +298,44 @@ async def test_autoscalers_see_what_waits(start_worker: StartWorker, start_route
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_hints_count_as_prompts(start_worker: StartWorker, start_router: StartRouter, tmp_path: Path) -> None:
+    keys, limits = tmp_path / "keys", tmp_path / "limits.yaml"
+    keys.write_text("key-a name=ann\nkey-b name=bob tenant=lab\n")
+    limits.write_text("keys: {ann: {tokens_per_second: 5}}\ntenants: {lab: {tokens_per_second: 5}}\n")
+    worker = await start_worker()
+    router = await start_router(worker, api_keys_file=str(keys), limits_file=str(limits))
+
+    async def hint(key: str, action: str, num_tokens: int) -> int:
+        async with httpx.AsyncClient(base_url=router.url) as client:
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {"prompt": [1] * num_tokens, **({"seconds": 9} if action == "retain" else {})}
+            return (await client.post(f"/v1/cache/{action}", json=body, headers=headers)).status_code
+
+    for key in ("key-a", "key-b"):
+        for action in ("retain", "evict", "prefetch"):
+            assert await hint(key, action, 10) == 200, "it has no full block: nobody is asked, and it costs nothing"
+        assert await hint(key, "evict", 60) == 200
+        for action in ("retain", "evict", "prefetch"):
+            assert await hint(key, action, 60) == 429
+    assert len(worker.hints) == 2
+
+
+async def test_a_hint_that_nobody_is_asked_for_keeps_its_tokens() -> None:
+    """Names are made in the threads of texts, which may be too busy."""
+    threads, quotas = TextThreads(1, max_waiting=0), Quotas()
+    given: list[int] = []
+    quotas.give_back = lambda key, tenant, num: given.append(num)  # type: ignore[method-assign,assignment]
+    release = threading.Event()
+    busy = asyncio.create_task(threads.run(10**6, lambda: release.wait(60)))
+    await asyncio.sleep(0)
+    model = SimpleNamespace(fingerprint="f1", block_size=16)
+    hints = PrefixHints(None, None, quotas, threads)  # type: ignore[arg-type] # neither is asked
+    hint = PrefixHint(model=model, token_ids=[1] * 10_000, cache_salt="")  # type: ignore[arg-type]
+    with pytest.raises(OverloadedError, match="too many long texts"):
+        await hints.give(hint, worker_pb2.CACHE_ACTION_EVICT)
+    assert given == [10_000]
+    release.set()
+    await busy
+    threads.close()
