@@ -16,7 +16,6 @@ from engine import messages as m
 log = logging.getLogger(__name__)
 
 MAX_UNREAD_EVENTS = 2048  # of one request; before that, gRPC has taken megabytes of them
-_UNREAD = f"the caller left {MAX_UNREAD_EVENTS} events of its stream unread"
 
 
 class Engine(Protocol):
@@ -96,7 +95,7 @@ class EngineStream:
         except TimeoutError:
             if not self._is_unread:
                 raise
-            raise SlowReaderError(_UNREAD) from None
+            raise SlowReaderError(_unread()) from None
         finally:
             self._delivery = None
 
@@ -107,7 +106,7 @@ class EngineStream:
         log.warning("the caller does not read its stream: the request ends", extra=extra)
         self._is_unread = True
         self._events = asyncio.Queue()
-        self._events.put_nowait(m.RequestFailed(self.engine_id, SlowReaderError.grpc_code, _UNREAD))
+        self._events.put_nowait(m.RequestFailed(self.engine_id, SlowReaderError.grpc_code, _unread()))
         if not self.keep_s:
             self.release()
         if self._delivery is not None:
@@ -126,3 +125,7 @@ class EngineStream:
         while not self._events.empty():
             events.append(self._events.get_nowait())
         return events
+
+
+def _unread() -> str:
+    return f"the caller left {MAX_UNREAD_EVENTS} events of its stream unread"

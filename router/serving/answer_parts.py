@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 _ID_CHARS = string.ascii_letters + string.digits
@@ -44,7 +44,18 @@ class Pieces:
             self.parts.append(TextPart(text, is_reasoning))
 
     def add_call(self, delta: ToolCallDelta) -> None:
-        self.parts.append(delta)
+        last = self.parts[-1] if self.parts else None
+        if isinstance(last, ToolCallDelta) and last.index == delta.index:
+            self.parts[-1] = replace(last, arguments=last.arguments + delta.arguments)
+        else:
+            self.parts.append(delta)
+
+    def extend(self, later: Pieces) -> None:
+        for part in later.parts:
+            if isinstance(part, ToolCallDelta):
+                self.add_call(part)
+            else:
+                self.add_text(part.text, is_reasoning=part.is_reasoning)
 
     @property
     def content(self) -> str:

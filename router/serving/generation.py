@@ -15,8 +15,8 @@ from common.errors import BatonError
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
 from router.serving.admission import DEADLINE_SLACK_S
-from router.serving.answer_parts import PartsParser
-from router.serving.answer_text import AnswerText
+from router.serving.answer_parts import PartsParser, Pieces
+from router.serving.answer_text import AnswerText, NewText
 from router.serving.beams import search
 from router.serving.demand import Demand
 from router.serving.dispatch import Dispatcher, NewTokens, Progress
@@ -47,11 +47,11 @@ class Generation:
                 async with aclosing(self._dispatcher.run(request, progress)) as run:
                     async for new in run:
                         self._demand.num_output_tokens += len(new.tokens)
-                        output = answer.output(new)
-                        self._quotas.answered(request.client, request.tenant, len(output.tokens))
-                        yield output
-                        if output.finish_reason is not None:
-                            return
+                        for output in answer.outputs(new):
+                            self._quotas.answered(request.client, request.tenant, len(output.tokens))
+                            yield output
+                            if output.finish_reason is not None:
+                                return
 
     async def beams(self, requests: Sequence[GenerationRequest]) -> list[Output]:
         """Whole answers, best first, one for each of `requests`, whose `beams` are set. Inside `allowed`."""
@@ -114,49 +114,61 @@ class _Answer:
         self._text = AnswerText(request.model.tokenizer, request.prompt_token_ids, params, reading)
         self._parser = reading.parser() if reading else None
 
+    def outputs(self, new: NewTokens) -> Iterator[Output]:
+        """One for all of `new`, or one for each token if tokens with logprobs have to be told apart by their part."""
+        if self._parser is None or self._request.sampling_params.logprobs is None or len(new.tokens) < 2:
+            yield self.output(new)
+            return
+        for token in new.tokens[:-1]:
+            yield self.output(replace(new, tokens=[token], finish_reason=None, stop_token_id=None))
+            new = replace(new, prompt_logprobs=[])
+        yield self.output(replace(new, tokens=new.tokens[-1:]))
+
     def output(self, new: NewTokens) -> Output:
+        if self._parser is not None:
+            return self._in_parts(new, self._parser)
         piece = self._text.add(new.tokens, new.finish_reason, new.stop_token_id)
         if piece.finish_reason is None:
-            output = Output(text=piece.text, tokens=new.tokens, prompt_logprobs=new.prompt_logprobs)
+            return Output(text=piece.text, tokens=new.tokens, prompt_logprobs=new.prompt_logprobs)
+        return self._last(replace(new, tokens=new.tokens[: piece.num_tokens]), piece)
+
+    def _in_parts(self, new: NewTokens, parser: PartsParser) -> Output:
+        """Reasoning and calls are apart from the text. The last output, if the answer may not have what follows.
+        Tokens are read one by one: the same ones give the same answer, however many come together."""
+        pieces, num_reasoning_tokens, end = Pieces(), 0, None
+        for index, token in enumerate(new.tokens, 1):
+            piece = self._text.add((token,), None, None)
+            given = parser.add(piece.text)
+            num_reasoning_tokens += bool(given.reasoning)
+            pieces.extend(given)
+            if piece.finish_reason is not None or parser.is_done:
+                end = NewText("", 1, piece.finish_reason or FinishReason.STOP, piece.stop_reason)
+                new = replace(new, tokens=new.tokens[:index])
+                break
+        if end is None and new.finish_reason is not None:
+            end = self._text.add((), new.finish_reason, new.stop_token_id)
+            pieces.extend(parser.add(end.text))
+        if end is None:
+            output = Output(text="", tokens=new.tokens, prompt_logprobs=new.prompt_logprobs)
         else:
-            kept = new.tokens[: piece.num_tokens]
-            output = self._last(piece.text, kept, new.prompt_logprobs, piece.finish_reason, piece.stop_reason)
-        return output if self._parser is None else self._in_parts(output, self._parser)
+            pieces.extend(parser.end())
+            if parser.num_calls and end.finish_reason is FinishReason.STOP:
+                end.finish_reason = FinishReason.TOOL_CALLS
+            output = self._last(new, end)
+        output.text, output.reasoning = pieces.content, pieces.reasoning
+        output.tool_calls, output.parts = pieces.calls, pieces.parts
+        output.num_reasoning_tokens = num_reasoning_tokens
+        return output
 
-    def _in_parts(self, output: Output, parser: PartsParser) -> Output:
-        """`output` with reasoning and calls apart from the text. The last one, if the answer may not have what
-        follows."""
-        pieces = parser.add(output.text)
-        if output.finish_reason is None and parser.is_done:
-            output = self._last("", output.tokens, output.prompt_logprobs, FinishReason.STOP, None)
-        if output.finish_reason is not None:
-            pieces.parts += parser.end().parts
-        reason = output.finish_reason
-        return replace(
-            output,
-            text=pieces.content,
-            reasoning=pieces.reasoning,
-            tool_calls=pieces.calls,
-            parts=pieces.parts,
-            finish_reason=FinishReason.TOOL_CALLS if parser.num_calls and reason is FinishReason.STOP else reason,
-        )
-
-    def _last(
-        self,
-        text: str,
-        tokens: list[SampledToken],
-        prompt_logprobs: list[SampledToken],
-        finish_reason: FinishReason,
-        stop_reason: str | int | None,
-    ) -> Output:
+    def _last(self, new: NewTokens, end: NewText) -> Output:
         _complete(self._request, self._progress, self._text.num_tokens)
         _observe(self._request, self._progress)
         return Output(
-            text=text,
-            tokens=tokens,
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
+            text=end.text,
+            tokens=new.tokens,
+            prompt_logprobs=new.prompt_logprobs,
+            finish_reason=end.finish_reason,
+            stop_reason=end.stop_reason,
             report=self._progress.report,
             usage=self._progress.usage,
         )

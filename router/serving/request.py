@@ -98,6 +98,7 @@ class Output:
     tokens: list[SampledToken]
     prompt_logprobs: list[SampledToken] = field(default_factory=list)  # further tokens, from the second on
     reasoning: str = ""
+    num_reasoning_tokens: int = 0  # of `tokens`; 0 without `reasoning`
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
     parts: Sequence[Part] = ()  # text, reasoning and calls in their order; empty if there is nothing but text
     logprob: float | None = None  # of all tokens of the answer together; of a beam search

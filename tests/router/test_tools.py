@@ -60,14 +60,19 @@ async def test_calls(router: RunningRouter, worker: FakeWorker) -> None:
     assert answer.usage.completion_tokens_details.reasoning_tokens == len(ids_of("hm"))
 
 
-async def test_streamed_calls(router: RunningRouter) -> None:
+async def test_streamed_calls(router: RunningRouter, worker: FakeWorker) -> None:
+    worker.hang_after = len(ids_of(TWO_CALLS[: TWO_CALLS.index("1}")]))
+    deltas = []
     async with router.openai.chat.completions.stream(
         model="tiny", messages=ASK, tools=[TOOL], max_tokens=200
     ) as stream:
-        events = [event async for event in stream]
-    deltas = [event.arguments_delta for event in events if event.type == "tool_calls.function.arguments.delta"]
+        async for event in stream:
+            if event.type == "tool_calls.function.arguments.delta":
+                deltas.append(event.arguments_delta)
+                worker.hang_after = None  # a call is shown while it is being written
     assert "".join(deltas) == '{"x": 1}{"x": 2}'
-    assert len(deltas) > 4
+    assert '{"x": 1}'.startswith(deltas[0])
+    assert deltas[0] != '{"x": 1}'
     final = (await stream.get_final_completion()).choices[0]
     assert final.finish_reason == "tool_calls"
     assert final.message.content == "Yes."
@@ -348,15 +353,20 @@ async def test_required(router: RunningRouter, worker: FakeWorker, parallel: boo
 
 async def test_a_named_tool(router: RunningRouter, worker: FakeWorker) -> None:
     worker.answer = ids_of('{"x": 1}')
+    worker.hang_after = 4
     choice: Any = {"type": "function", "function": {"name": "f"}}
     stream = await router.openai.chat.completions.create(
         model="tiny", messages=ASK, tools=TWO_TOOLS, tool_choice=choice, stream=True
     )
-    chunks = [chunk async for chunk in stream]
+    chunks = []
+    async for chunk in stream:
+        chunks.append(chunk)
+        if chunk.choices[0].delta.tool_calls:
+            worker.hang_after = None  # a call is shown while it is being written
     deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     assert [call.function.name for call in deltas if call.id and call.function] == ["f"]
     assert "".join(call.function.arguments or "" for call in deltas if call.function) == '{"x": 1}'
-    assert len(deltas) > 2
+    assert len(deltas) > 1
     assert chunks[-1].choices[0].finish_reason == "stop", "as OpenAI has it for a tool that was named"
     assert json.loads(worker.requests[-1].sampling_params.guided.json_schema) == TOOL["function"]["parameters"]
 

@@ -48,7 +48,7 @@ class Script(msgspec.Struct, frozen=True, omit_defaults=True):
     prefill_fails: bool = False  # the prefill engine gives the request up
     ignores_prefill: bool = False  # what a prefill worker says counts for nothing, until none is left
     num_tokens: int | None = None  # of the answer; the request's max_tokens if None
-    floods: bool = False  # millions of tokens, at once
+    floods: bool = False  # 200 events of 500 tokens, at once
     num_cached: int = 0  # leading blocks that the decode engine has and the prefill engine lacks
     lends_nothing: bool = False  # the decode engine does not answer who asks for them
     is_garbage: bool = False  # the engine says what its front does not understand
@@ -202,7 +202,7 @@ class FakeEngine:
         elif request.script.floods:
             flood = m.TokensGenerated(request_id=command.request_id, tokens=[SampledToken(7)] * 500)
             for _ in range(20):
-                self._socket.send(m.encode([flood] * 250))
+                self._socket.send(m.encode([flood] * 10))
         elif command.mode is m.RequestMode.PREFILL:
             if request.script.prefill_fails:
                 self._emit(m.RequestFailed(command.request_id, "INTERNAL", "the script says so"))

@@ -17,11 +17,19 @@ from baton.stack_plan import free_ports
 from common import metrics
 from common.config import WorkerSettings
 from common.grpc_status import DETAILS_KEY
-from protos.baton.v1 import decode_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
+from protos.baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, worker_pb2, worker_pb2_grpc
 from tests.worker.conftest import RunningWorker, StartWorker, decode_request
 from tests.worker.words import ANSWER, FLOOD, WAIT
 from worker import engine_client, engine_stream
 from worker.port import max_message_bytes
+
+# gRPC takes 0.1 MB of what nobody reads. Otherwise it takes 6 MB, more than is left of an engine's flood if the worker
+# writes as fast as its engine sends.
+SMALL_WINDOW = [
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 2**16),
+    ("grpc.use_local_subchannel_pool", 1),
+]
 
 
 async def refusal(worker: RunningWorker, word: int, num_tokens: int = 8) -> grpc.aio.AioRpcError:
@@ -99,16 +107,18 @@ async def test_a_full_prefill_worker_refuses_too(start_worker: StartWorker) -> N
 
 
 async def test_what_a_caller_does_not_read_is_bounded_and_ends_its_request_alone(
-    start_worker: StartWorker, caplog: pytest.LogCaptureFixture
+    start_worker: StartWorker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(engine_stream, "MAX_UNREAD_EVENTS", 64)
     worker = await start_worker()
     before = metrics.worker_streams_unread._value.get()
-    slow = worker.decode.Decode(decode_request(FLOOD), timeout=120)
-    assert await slow.read()
-    while metrics.worker_streams_unread._value.get() == before:
-        assert await answer_or_refusal(worker) is None  # a caller beside it is served
-    with pytest.raises(grpc.aio.AioRpcError) as failed:
-        await read_all(slow)
+    async with grpc.aio.insecure_channel(worker.address, options=SMALL_WINDOW) as channel:
+        slow = decode_pb2_grpc.DecodeServiceStub(channel).Decode(decode_request(FLOOD))
+        assert await slow.read()
+        while metrics.worker_streams_unread._value.get() == before:
+            assert await answer_or_refusal(worker) is None  # a caller beside it is served
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await read_all(slow)
     assert failed.value.code() is grpc.StatusCode.ABORTED
     assert f"{engine_stream.MAX_UNREAD_EVENTS} events" in (failed.value.details() or "")
     assert any("does not read its stream" in record.message for record in caplog.records)

@@ -127,7 +127,7 @@ class Answer:
         if choice.echo is not None:
             output = choice.echo.before(output)
         choice.num_tokens += len(output.tokens)
-        choice.num_reasoning_tokens += len(output.tokens) if output.reasoning else 0
+        choice.num_reasoning_tokens += output.num_reasoning_tokens
         choice.logprob += sum(token.logprob or 0.0 for token in output.tokens)
         choice.whole.add(output)
         if piece := self._logprobs(choice, output):
@@ -186,7 +186,7 @@ class Answer:
         choice.num_tokens += len(output.tokens)
         if output.is_only_text and not self._wants_logprobs and not self._wants_usage_so_far:
             return self._text_chunk(index, choice, output.text)
-        choice.num_reasoning_tokens += len(output.tokens) if output.reasoning else 0
+        choice.num_reasoning_tokens += output.num_reasoning_tokens
         logprobs = self._logprobs(choice, output) if output.tokens or output.prompt_logprobs else None
         has_text = output.text or output.reasoning or output.tool_calls
         if output.finish_reason is None and not has_text and logprobs is None:

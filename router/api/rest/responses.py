@@ -116,8 +116,7 @@ class ResponseAnswer:
     def _take(self, output: Output) -> Iterator[tuple[str, JsonObject]]:
         if self._wants_logprobs:
             self._unsaid += output.tokens
-        if output.reasoning:
-            self._num_reasoning_tokens += len(output.tokens)
+        self._num_reasoning_tokens += output.num_reasoning_tokens
         for part in output.parts or [TextPart(output.text)]:
             if isinstance(part, ToolCallDelta):
                 yield from self._add_call(part)
