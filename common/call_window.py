@@ -11,3 +11,6 @@ TOKEN_COST = 32
 
 MAX_TOKENS = 2**13
 """Without events of their own, in one message: others are not held up for long."""
+
+MAX_EVENTS = 2**16
+"""In one message. An end may be empty, so their bytes alone would not bound them."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from common.call_window import MAX_TOKENS, TOKEN_COST, WINDOW_BYTES
+from common.call_window import MAX_EVENTS, MAX_TOKENS, TOKEN_COST, WINDOW_BYTES
 from common.errors import DeadlineError, InvalidArgumentError, OverloadedError
 from common.grpc_calls import failure_of
 from common.grpc_status import rich_status
@@ -220,7 +220,9 @@ class _Stream:
         token_ids, self._token_ids = self._token_ids[:MAX_TOKENS], self._token_ids[MAX_TOKENS:]
         message = decode_pb2.DecodeManyResponse(call_ids=call_ids, token_ids=token_ids)
         num_bytes = 0
-        while self._events and not self._token_ids and num_bytes < BATCH_BYTES:  # after the tokens that came before
+        while self._events and not self._token_ids:  # after the tokens that came before
+            if num_bytes >= BATCH_BYTES or len(message.events) >= MAX_EVENTS:
+                break
             call, data, is_end = self._events.popleft()
             call.num_events -= 1
             num_bytes += len(data)

@@ -23,7 +23,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, status_pb2
 
-from common.call_window import MAX_TOKENS, TOKEN_COST, WINDOW_BYTES
+from common.call_window import MAX_EVENTS, MAX_TOKENS, TOKEN_COST, WINDOW_BYTES
 from common.grpc_options import REQUEST_OTHER_BYTES, REQUEST_TOKEN_BYTES
 from common.grpc_status import DETAILS_KEY, Metadata
 from common.grpc_streams import MessageStream
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 MAX_OLDER = 1024  # workers that are remembered to have no streams of many calls
 MAX_UNREAD_BYTES = 2 * WINDOW_BYTES  # of a call, when more comes: honest workers stop at half of it
+MIN_UNREAD_COST = 4  # of an unread event: no honest one has less than half, and workers stop at half of what is allowed
 MAX_ENDED_BYTES = 2**14  # of a call's status
 START_BYTES = 64  # of a message that starts a call, beside its request
 FLOOD = ("INTERNAL", "it sends more than it has credit for")
@@ -97,7 +98,7 @@ class DecodeCall:
         self._alone: Callable[[], SingleCall] | None = alone
         self._single: SingleCall | None = None
         self._arrived: deque[list[int] | bytes] = deque()  # tokens, or an event
-        self._num_unread = 0  # bytes, as workers count them
+        self._num_unread = 0  # bytes, as workers count them; but tiny events cost more
         self._num_read = 0  # bytes that the worker has no credit for yet
         self._has_ended = self._ends_by_itself = self._goes_alone = False
         self._failure: CallFailedError | None = None
@@ -116,9 +117,12 @@ class DecodeCall:
             await self._news
         data = self._arrived.popleft()
         self._alone = None  # it holds the request
-        num_bytes = len(data) if isinstance(data, bytes) else TOKEN_COST * len(data)
-        self._num_unread -= num_bytes
-        self._num_read += num_bytes
+        if isinstance(data, bytes):
+            self._num_unread -= max(len(data), MIN_UNREAD_COST)
+            self._num_read += len(data)
+        else:
+            self._num_unread -= TOKEN_COST * len(data)
+            self._num_read += TOKEN_COST * len(data)
         if self._num_read >= WINDOW_BYTES // 2 and not self._has_ended:
             self._stream.credit(self._call_id, self._num_read)
             self._num_read = 0
@@ -162,7 +166,7 @@ class DecodeCall:
         if self._num_unread >= MAX_UNREAD_BYTES:
             self._stream.give_up(self._call_id, FLOOD)
             return
-        self._num_unread += len(data)
+        self._num_unread += max(len(data), MIN_UNREAD_COST)
         self._arrived.append(data)
         self._wake()
 
@@ -329,6 +333,8 @@ class _Stream:
         calls, num_tokens = self._calls, len(message.token_ids)
         if num_tokens != len(message.call_ids) or num_tokens > MAX_TOKENS:
             raise _FalseStreamError(f"sends {num_tokens} tokens of {len(message.call_ids)} calls in one message")
+        if len(message.events) > MAX_EVENTS:
+            raise _FalseStreamError(f"sends {len(message.events)} events in one message")
         for call_id, token_id in zip(message.call_ids, message.token_ids, strict=True):
             if (call := calls.get(call_id)) is not None:
                 call.put_token(token_id)

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from common.call_window import MAX_TOKENS, TOKEN_COST, WINDOW_BYTES
+from common.call_window import MAX_EVENTS, MAX_TOKENS, TOKEN_COST, WINDOW_BYTES
 from common.errors import InvalidArgumentError
 from common.grpc_options import REQUEST_OTHER_BYTES
 from common.grpc_status import rich_status
@@ -238,6 +238,11 @@ def ended(call_id: int, status: bytes = b"") -> decode_pb2.DecodeManyResponse:
     return decode_pb2.DecodeManyResponse(events=[decode_pb2.CallEvent(call_id=call_id, ended=status)])
 
 
+def empty_events(number: int, call_id: int = 1) -> decode_pb2.DecodeManyResponse:
+    one = decode_pb2.DecodeManyResponse(events=[decode_pb2.CallEvent(call_id=call_id)])
+    return decode_pb2.DecodeManyResponse.FromString(one.SerializeToString() * number)
+
+
 async def test_tokens_that_wait_come_together_and_are_credited_when_they_are_taken() -> None:
     half = WINDOW_BYTES // TOKEN_COST // 2
 
@@ -261,6 +266,8 @@ async def test_tokens_that_wait_come_together_and_are_credited_when_they_are_tak
     [
         (decode_pb2.DecodeManyResponse(call_ids=[1, 1], token_ids=[5]), "1 tokens of 2 calls"),
         (decode_pb2.DecodeManyResponse(call_ids=[1] * (MAX_TOKENS + 1), token_ids=[5] * (MAX_TOKENS + 1)), "tokens of"),
+        (empty_events(MAX_EVENTS + 1), "65537 events in one message"),
+        (empty_events(2**20), "1048576 events in one message"),
     ],
 )
 async def test_a_message_that_cannot_be_ends_the_stream(said: decode_pb2.DecodeManyResponse, words: str) -> None:
@@ -299,6 +306,37 @@ async def test_a_worker_that_sends_more_than_it_may_is_not_listened_to() -> None
             await take()
         assert len(taken) <= 2 * number
         assert await tokens_of(client.call()) == [4]
+
+
+async def test_empty_events_do_not_come_without_end() -> None:
+    def says(call_id: int) -> list[decode_pb2.DecodeManyResponse]:
+        return [empty_events(10_000)] * 100 if call_id == 1 else [bare((2, 4)), ended(2)]
+
+    async with scripted(says) as (worker, client):
+        flooded, other = client.call(), client.call()
+        assert await tokens_of(other) == [4]
+        taken: list[object] = []
+
+        async def take() -> None:
+            async for arrived in flooded:
+                taken.append(arrived)
+
+        with pytest.raises(CallFailedError, match="more than it has credit for"):
+            await take()
+        assert 0 < len(taken) <= WINDOW_BYTES
+        await until(lambda: worker.cancelled() == [1])
+
+
+async def test_an_honest_worker_s_smallest_events_are_no_flood() -> None:
+    event = decode_pb2.DecodeEvent(offers_handover=True)
+    number = WINDOW_BYTES // event.ByteSize()
+    said = decode_pb2.DecodeManyResponse()
+    for _ in range(number):
+        said.events.add(call_id=1, event=event.SerializeToString())
+
+    async with scripted(lambda _: [said, ended(1)]) as (_, client):
+        call = client.call()
+        assert [arrived async for arrived in call] == [event] * number
 
 
 async def test_false_events_and_ends_end_their_call_alone() -> None:

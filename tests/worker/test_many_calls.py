@@ -411,6 +411,18 @@ async def test_more_tokens_than_a_message_takes_keep_their_order() -> None:
         assert max(len(message.token_ids) for message in router.messages) == MAX_TOKENS
 
 
+async def test_a_message_has_no_more_events_than_routers_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.many_calls.MAX_EVENTS", 2)
+    async with served(*range(1, 8)) as (router, calls):
+        router.may_write.clear()
+        for end in calls.ends.values():
+            end.set()
+        await asyncio.sleep(0.01)
+        router.may_write.set()
+        await until(lambda: all(router.told.heard(one).end == b"" for one in range(1, 8)), "all ends")
+        assert max(len(message.events) for message in router.messages) == 2
+
+
 async def test_calls_are_bounded_and_so_are_their_unread_ends() -> None:
     router, calls = Router(), Calls()
     task = asyncio.create_task(ManyCalls(calls.run, 2).serve(cast("Any", router)))

@@ -111,7 +111,9 @@ Global___Credit: _TypeAlias = Credit  # noqa: Y015
 
 @_typing.final
 class DecodeManyResponse(_message.Message):
-    """A call's tokens are older than its `events` in the same message."""
+    """A call's tokens are older than its `events` in the same message, of which there are 65,536 at most: more of them end
+    the stream. A router cancels a call of which twice what it began with is unread; each event counts at least 4 there.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
