@@ -22,8 +22,8 @@ END_WAIT_S = 2.0  # for a prefill worker to end the stream; it does so at once
 
 
 class PrefillStream:
-    """`task` ends with the stream, and has its failure: `grpc.aio.AioRpcError`, or `TransferError` for what must not
-    be said. All is called from the same event loop."""
+    """`task` ends when the stream ends. It fails with `grpc.aio.AioRpcError` if the call failed, with `TransferError`
+    if the worker said what it must not. All is called from the same event loop."""
 
     def __init__(
         self,

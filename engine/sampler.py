@@ -13,6 +13,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from common.sampling import MAX_LOGPROBS, SamplingParams
@@ -20,8 +21,24 @@ from common.types import SampledToken, TokenLogprob
 from engine.batch import SampleInput
 from engine.guide import Guide, make_masks, mask_logits
 from engine.kernels.library import Kernels
-from engine.kernels.sampling import NO_IDS, sample_rows
+from engine.kernels.sampling import sample_rows
 from engine.logit_changes import LogitChanges
+
+_NO_IDS = (0, 0, 0)
+_IDS = [("ids", "u8"), ("numbers", "u8"), ("count", "i8")]
+_KERNEL_ROW = np.dtype(
+    [
+        *((name, _IDS) for name in ("penalised", "biased", "allowed", "banned", "bad")),
+        ("mask", "u8"),
+        ("uniform", "f8"),
+        ("top_p", "f8"),
+        *((name, "f4") for name in ("temperature", "min_p", "repetition", "presence", "frequency")),
+        ("top_k", "i4"),
+        ("num_top", "i4"),
+    ],
+    align=True,
+)
+"""`Asked` of sample.h: addresses of int64 token ids, of a float32 for each of them (0: none), and how many they are."""
 
 _FIRST_CANDIDATES = 1024  # most nuclei lie within these; sorting the whole vocabulary is 20 times slower
 
@@ -75,7 +92,7 @@ def _sample_with(kernels: Kernels, logits: torch.Tensor, inputs: Sequence[Sample
     addresses = {row: masks[index].data_ptr() for index, (row, _) in enumerate(guided)}
     most_top = min(max((item.params.logprobs or 0 for item in inputs), default=0), logits.shape[-1])
     rows = [_kernel_row(item, addresses.get(row, 0), most_top) for row, item in enumerate(inputs)]
-    sampled = sample_rows(kernels, logits, rows, most_top)
+    sampled = sample_rows(kernels, logits, np.array(rows, dtype=_KERNEL_ROW), most_top)
     result = [None if token_id < 0 else SampledToken(token_id) for token_id in sampled.tokens]
     for row, item in enumerate(inputs):
         if item.params.logprobs is not None and result[row] is not None:
@@ -86,14 +103,14 @@ def _sample_with(kernels: Kernels, logits: torch.Tensor, inputs: Sequence[Sample
 
 
 def _kernel_row(item: SampleInput, mask: int, most_top: int) -> tuple[object, ...]:
-    """The fields of `engine.kernels.sampling.ROW`. `mask`: its address, or 0."""
+    """The fields of `_KERNEL_ROW`. `mask`: its address, or 0."""
     params, changes = item.params, item.changes
-    penalised = biased = allowed = banned = bad = NO_IDS
+    penalised = biased = allowed = banned = bad = _NO_IDS
     if changes is not None:
         penalised = _addresses(changes.seen_ids, changes.counts)
         biased = _addresses(changes.bias_ids, changes.bias)
         allowed = _addresses(changes.allowed_ids)
-        banned = _addresses(changes.banned_ids) if item.num_output_tokens < params.min_tokens else NO_IDS
+        banned = _addresses(changes.banned_ids) if item.num_output_tokens < params.min_tokens else _NO_IDS
         bad = _addresses(changes.bad_ids)
     return (
         *(penalised, biased, allowed, banned, bad, mask),
@@ -112,7 +129,7 @@ def _temperature(params: SamplingParams) -> float:
 
 def _addresses(ids: array[int], numbers: array[float] | None = None) -> tuple[int, int, int]:
     if not ids:
-        return NO_IDS
+        return _NO_IDS
     return (ids.buffer_info()[0], 0 if numbers is None else numbers.buffer_info()[0], len(ids))
 
 

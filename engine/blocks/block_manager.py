@@ -14,9 +14,10 @@ is left. `free` returns a request's blocks last one first, so that of equally ol
 goes first, also of a request that gave up the first ones while it ran; a transfer that held a block meanwhile changes
 nothing about that.
 
-Five rooms beside it know the rest: `PrefixCache` the names of blocks, `HostTier` what host memory holds, `WriteBack`
-what the store still lacks, `BlockNews` what routers have not heard yet, `Retention` which names are evicted last. This
-file tells them what becomes of a block. A lookup goes on from the device to host memory, block by block.
+Rooms beside it know the rest: `PrefixCache` the names of blocks, `HostTier` what host memory holds, `WriteBack` what
+the store still lacks, `BlockNews` what routers have not heard yet, `Retention` which names are evicted last,
+`EvictionOrder` which block is next. This file tells them what becomes of a block. A lookup goes on from the device to
+host memory, block by block.
 """
 
 from __future__ import annotations

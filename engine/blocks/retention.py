@@ -36,8 +36,8 @@ class Retention:
 
     def retain(self, tenant: str, names: Sequence[bytes], seconds: float) -> tuple[Collection[bytes], int]:
         """Retains the names of a prompt's blocks, first one first, from `now` on; nothing is retained for a shorter
-        time than before. Returns (names that are retained now and were not, or the other way round, how many names gave
-        way, of these or others)."""
+        time than before. Returns (names whose retention began or ended, how many names lost
+        their place); both may be of these or others."""
         taken, until = names[: self._max_tenant_blocks], self.now + seconds
         held = self._tenants.setdefault(tenant, OrderedDict())
         changed: dict[bytes, None] = {}

@@ -17,7 +17,8 @@ class Ledger(Protocol):
     num_processes: int
 
     def take(self, name: str, num: int, most: float) -> bool:
-        """Adds `num` to what this process has of `name`, unless all would have more than `most` then. Whether so."""
+        """Adds `num` to what this process has of `name`. Returns False, and changes nothing, if the total of all
+        processes would exceed `most`."""
 
     def give(self, name: str, num: int) -> None:
         """Takes `num` off again."""

@@ -1,4 +1,4 @@
-"""What one process of a router has in common with the others: nothing, as long as it is the only one.
+"""State that the processes of a router share. This is the version for a single process, and shares nothing.
 
 `router.processes.member` is the same for a router of several processes (`--processes`).
 """

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 
-FIXED_TOKENS = 256  # that computing takes as long as what each prompt costs beside its tokens
+FIXED_TOKENS = 256  # of work that each prompt costs beside its own tokens
 WINDOW = 256  # prompts
 MIN_PROMPTS = 16  # before anything is known
-SHARE = 0.95  # of the prompts are not slower, for its cost, than one that is usual
+SHARE = 0.95  # percentile of the seconds per token that counts as usual
 LATE_FACTOR = 2.0  # times what is usual
 MIN_LATE_S = 0.25
 SORT_EVERY = 16  # prompts
