@@ -46,6 +46,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         await self._many.serve(context)
 
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
+        await context.send_initial_metadata(())  # else gRPC could not end a call whose first write is given up
         await self._decode(request, OneCall(context))
 
     async def _decode(self, request: decode_pb2.DecodeRequest, caller: Caller) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from common import metrics
 from common.errors import SlowReaderError
@@ -85,10 +85,13 @@ class EngineStream:
         else:
             self._events.put_nowait(event)
 
-    async def deliver(self, writing: Awaitable[None]) -> None:
+    async def deliver(self, writing: Coroutine[Any, Any, None]) -> None:
         """Writes something to the caller. Raises `SlowReaderError` if too many events come while that one waits to be
-        read: the caller takes no more."""
-        self._delivery = asyncio.timeout(0.0 if self._is_unread else None)  # events came before it was its turn
+        read, or came before it was its turn: the caller takes no more."""
+        if self._is_unread:
+            writing.close()  # gRPC could not end a call whose first write began and was cancelled
+            raise SlowReaderError(_unread())
+        self._delivery = asyncio.timeout(None)
         try:
             async with self._delivery:
                 await writing

@@ -113,8 +113,7 @@ async def test_what_a_caller_does_not_read_is_bounded_and_ends_its_request_alone
     worker = await start_worker()
     before = metrics.worker_streams_unread._value.get()
     async with grpc.aio.insecure_channel(worker.address, options=SMALL_WINDOW) as channel:
-        slow = decode_pb2_grpc.DecodeServiceStub(channel).Decode(decode_request(FLOOD))
-        assert await slow.read()
+        slow = decode_pb2_grpc.DecodeServiceStub(channel).Decode(decode_request(FLOOD), timeout=60)
         while metrics.worker_streams_unread._value.get() == before:
             assert await answer_or_refusal(worker) is None  # a caller beside it is served
         with pytest.raises(grpc.aio.AioRpcError) as failed:

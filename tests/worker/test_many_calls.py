@@ -21,6 +21,7 @@ from tests.worker.conftest import RunningWorker, StartWorker, decode_request
 from tests.worker.fake_engine import Script, answer_to
 from tests.worker.fronts import Front, request_of, until
 from tests.worker.words import ANSWER, WAIT
+from worker import engine_stream
 from worker.many_calls import BATCH_BYTES, Call, Caller, ManyCalls
 
 PATIENCE_S = 60.0
@@ -190,7 +191,8 @@ async def test_one_slow_reader_is_cut_and_delays_nobody(worker: RunningWorker) -
     assert (await stream.ended(2)).end == b""
 
 
-async def test_credit_lets_a_call_go_on(decode: Front) -> None:
+async def test_credit_lets_a_call_go_on(decode: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_stream, "MAX_UNREAD_EVENTS", 2**16)  # however slow this test reads
     stream, number = Stream(decode.decode), 3 * WINDOW_BYTES // TOKEN_COST // 2
     await stream.start(1, request_of(PROMPT, max_tokens=number))
     num_credited = 0
