@@ -71,7 +71,7 @@ class Call:
         data = event.SerializeToString()
         self._left -= len(data)
         self._stream.add(self, data, is_end=False)
-        while self._left <= 0:
+        while self._left <= 0 and not event.finish_reason:  # who has the last event may give no credit any more
             self._room = asyncio.get_running_loop().create_future()
             await self._room
 
@@ -130,12 +130,17 @@ class _Stream:
         self._token_ids: list[int] = []
         self._events: deque[tuple[Call, bytes, bool]] = deque()  # that wait to be sent; the third: whether it is an end
         self._num_unsent_ends = 0
+        self._num_unsent_bytes = 0
         self._news: asyncio.Future[None] | None = None  # for the writer
 
     # ------------------------------------------------------------------------------------------ from the router
 
     async def read(self) -> None:
+        most_bytes = self._calls.max_calls * WINDOW_BYTES
         while (message := await uncancelled(self._context.read())) is not grpc.aio.EOF:
+            # Windows bound what honest routers leave: this one cancels calls, or gives them credit, and does not read.
+            if self._num_unsent_bytes > most_bytes:
+                raise OverloadedError(f"{self._num_unsent_bytes} bytes of the stream are unread")
             if message.HasField("start"):
                 self._start(message.start)
             for credit in message.credits:
@@ -194,12 +199,14 @@ class _Stream:
     def add_tokens(self, call_id: int, token_ids: list[int]) -> None:
         self._call_ids += [call_id] * len(token_ids)
         self._token_ids += token_ids
+        self._num_unsent_bytes += TOKEN_COST * len(token_ids)
         self._wake()
 
     def add(self, call: Call, data: bytes, *, is_end: bool) -> None:
         self._events.append((call, data, is_end))
         call.num_events += 1
         self._num_unsent_ends += is_end
+        self._num_unsent_bytes += len(data)
         self._wake()
 
     def _wake(self) -> None:
@@ -231,4 +238,5 @@ class _Stream:
                 message.events.add(call_id=call.call_id, ended=data)
             else:
                 message.events.add(call_id=call.call_id, event=data)
+        self._num_unsent_bytes -= TOKEN_COST * len(token_ids) + num_bytes
         return message

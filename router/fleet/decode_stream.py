@@ -229,6 +229,7 @@ class _Stream:
         self._channel = channel
         self._rpc = decode_pb2_grpc.DecodeServiceStub(channel).DecodeMany()
         self._on_end = on_end
+        self._has_heard = False  # a message: the worker knows such streams
         self._has_ended = False
         self._numbers = itertools.count(1)
         self._calls: dict[int, DecodeCall] = {}
@@ -315,12 +316,13 @@ class _Stream:
         is_unknown = False
         try:
             while isinstance(message := await self._rpc.read(), decode_pb2.DecodeManyResponse):
+                self._has_heard = True
                 self._take_in(message)
             if message is not grpc.aio.EOF:
                 raise _FalseStreamError("sends a message that cannot be read")
         except grpc.aio.AioRpcError as error:
-            is_unknown = error.code() is grpc.StatusCode.UNIMPLEMENTED
-            failure = _failure_of_all(error)
+            is_unknown = error.code() is grpc.StatusCode.UNIMPLEMENTED and not self._has_heard
+            failure = _failure_of_all(error, has_heard=self._has_heard)
         except _FalseStreamError as error:
             failure = CallFailedError("INTERNAL", f"it {error}")
         except asyncio.CancelledError:  # its channel is closed
@@ -364,10 +366,11 @@ class _FalseStreamError(Exception):
     """The worker said what cannot be."""
 
 
-def _failure_of_all(error: grpc.aio.AioRpcError) -> CallFailedError:
-    """What the end of their stream means to its calls. However it ended, the worker is to blame, and not a request."""
+def _failure_of_all(error: grpc.aio.AioRpcError, *, has_heard: bool) -> CallFailedError:
+    """What the end of their stream means to its calls. However it ended, the worker is to blame, and not a request.
+    Only a stream of which nothing was heard can have been refused by a full worker."""
     code, details = error.code().name, error.details() or ""
-    if code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED"):
+    if code == "UNAVAILABLE" or (code == "RESOURCE_EXHAUSTED" and not has_heard):
         return CallFailedError(code, details, error.trailing_metadata())
     return CallFailedError("UNAVAILABLE", f"its stream broke with {code}: {details}")
 

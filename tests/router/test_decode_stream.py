@@ -198,8 +198,9 @@ Says = Callable[[int], list[decode_pb2.DecodeManyResponse]]
 class Scripted(decode_pb2_grpc.DecodeServiceServicer):
     """Answers each start with what the test says, and keeps the stream open."""
 
-    def __init__(self, says: Says) -> None:
+    def __init__(self, says: Says, breaks: grpc.StatusCode | None = None) -> None:
         self.says = says
+        self.breaks = breaks  # how the stream ends after the first answer, if it does
         self.heard: list[decode_pb2.DecodeManyRequest] = []
 
     async def DecodeMany(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
@@ -209,6 +210,8 @@ class Scripted(decode_pb2_grpc.DecodeServiceServicer):
             if message.HasField("start"):
                 for said in self.says(message.start.call_id):
                     await context.write(said)
+                if self.breaks is not None:
+                    await context.abort(self.breaks, "has had enough")
 
     def credits(self) -> int:
         return sum(credit.num_bytes for message in self.heard for credit in message.credits)
@@ -218,8 +221,8 @@ class Scripted(decode_pb2_grpc.DecodeServiceServicer):
 
 
 @asynccontextmanager
-async def scripted(says: Says) -> AsyncIterator[tuple[Scripted, Client]]:
-    server, servicer = grpc.aio.server(), Scripted(says)
+async def scripted(says: Says, breaks: grpc.StatusCode | None = None) -> AsyncIterator[tuple[Scripted, Client]]:
+    server, servicer = grpc.aio.server(), Scripted(says, breaks)
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
     client = Client(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
     await server.start()
@@ -355,6 +358,50 @@ async def test_false_events_and_ends_end_their_call_alone() -> None:
         for _ in range(3):
             assert (await failure_of(client.call())).code == "UNKNOWN"
         assert await tokens_of(client.call()) == [9], "what is said of calls that are over, or of none, is ignored"
+
+
+BREAKS = pytest.mark.parametrize("code", [grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED])
+
+
+@BREAKS
+async def test_a_stream_that_worked_is_broken_by_whatever_ends_it(code: grpc.StatusCode) -> None:
+    """It was neither unknown to the worker, nor refused by a full one."""
+    async with scripted(lambda call_id: [bare((call_id, 3))], code) as (_, client):
+        for _ in range(2):
+            one, other = client.call(), client.call()
+            assert await anext(one) == [3]
+            for call in (one, other):
+                failure = await failure_of(call)
+                assert failure.code == "UNAVAILABLE"
+                assert failure.details == f"its stream broke with {code.name}: has had enough"
+            assert isinstance(one, DecodeCall), "it is asked for a stream of many again"
+
+
+@BREAKS
+async def test_an_answer_moves_from_a_stream_that_breaks(
+    code: grpc.StatusCode, start_worker: StartWorker, start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = await start_worker(), await start_worker()
+    second.num_requests_waiting = 5
+    first.hang_after = 4
+    router = await start_router(first, second)
+    serve = first._many.serve
+
+    async def breaks(context: Any) -> None:
+        serving = asyncio.create_task(serve(context))
+        await has_some.wait()
+        serving.cancel()
+        await asyncio.wait([serving])
+        await context.abort(code, "has had enough")
+
+    has_some = asyncio.Event()
+    monkeypatch.setattr(first._many, "serve", breaks)
+    responses = []
+    async for response in router.inference.Generate(inference_pb2.GenerateRequest(prompt="Hello")):
+        responses.append(response)
+        has_some.set()
+    assert "".join(response.text for response in responses) == ANSWER
+    assert responses[-1].report.num_migrations == 1
 
 
 async def test_a_stream_that_ends_is_the_worker_s_fault_and_not_a_request_s() -> None:

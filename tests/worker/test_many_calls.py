@@ -437,6 +437,65 @@ async def test_calls_are_bounded_and_so_are_their_unread_ends() -> None:
         await asyncio.wait_for(task, PATIENCE_S)
 
 
+@pytest.mark.parametrize("how", ["cancelled calls", "one call with credit"])
+async def test_what_a_router_does_not_read_is_bounded(how: str) -> None:
+    async def run(request: decode_pb2.DecodeRequest, call: Call) -> None:
+        assert call.take_tokens([7] * 100)
+        while True:
+            await call.write(large)
+
+    large = decode_pb2.DecodeEvent(tokens=[types_pb2.SampledToken(token_id=1)] * 25_000)
+    max_calls, num_asked = 10, 0
+    router = Router()
+    task = asyncio.create_task(ManyCalls(run, max_calls).serve(cast("Any", router)))
+    router.may_write.clear()
+    while not task.done() and num_asked < 100:
+        num_asked += 1
+        if how == "cancelled calls":
+            router.start(num_asked)
+            await asyncio.sleep(0.001)
+            router.to_worker.put_nowait(decode_pb2.DecodeManyRequest(cancelled_call_ids=[num_asked]))
+        elif num_asked == 1:
+            router.start(1)
+        else:
+            router.credit(1, 2**31)
+        await asyncio.sleep(0.001)
+    with pytest.raises(OverloadedError, match="bytes of the stream are unread"):
+        await asyncio.wait_for(task, PATIENCE_S)
+    assert num_asked <= max_calls
+
+
+async def test_what_was_read_does_not_count_as_unread() -> None:
+    """A stream that carries much for long goes on."""
+
+    async def run(request: decode_pb2.DecodeRequest, call: Call) -> None:
+        assert call.take_tokens([7] * 1000)
+        await call.write(decode_pb2.DecodeEvent(tokens=[types_pb2.SampledToken(token_id=1)] * 1000))
+
+    router = Router()
+    task = asyncio.create_task(ManyCalls(run, 2).serve(cast("Any", router)))
+    for call_id in range(1, 20):
+        router.start(call_id)
+        await until(lambda call_id=call_id: router.told.heard(call_id).end == b"", "its end")  # type: ignore[misc]
+    router.to_worker.put_nowait(grpc.aio.EOF)
+    await task
+
+
+async def test_a_last_event_waits_for_no_credit() -> None:
+    """Its router may close the call once it has that, and give no more."""
+
+    async def run(request: decode_pb2.DecodeRequest, call: Call) -> None:
+        tokens = [types_pb2.SampledToken(token_id=1)] * WINDOW_BYTES
+        await call.write(decode_pb2.DecodeEvent(tokens=tokens, finish_reason=types_pb2.FINISH_REASON_LENGTH))
+
+    router = Router()
+    task = asyncio.create_task(ManyCalls(run, 10).serve(cast("Any", router)))
+    router.start(1)
+    await until(lambda: router.told.heard(1).end == b"", "its end")
+    router.to_worker.put_nowait(grpc.aio.EOF)
+    await task
+
+
 async def test_a_defect_ends_its_call_alone(caplog: pytest.LogCaptureFixture) -> None:
     async def run(request: decode_pb2.DecodeRequest, call: Call) -> None:
         if request.request_id == "1":

@@ -85,8 +85,8 @@ Global___StartCall: _TypeAlias = StartCall  # noqa: Y015
 @_typing.final
 class Credit(_message.Message):
     """How much more a call may send. It begins with 65,536 bytes: its events count with their size, and each of `token_ids`
-    counts 32. The event that exceeds what is left is sent; after it the call waits for credit, which never grows beyond
-    what it began with. A call of which the engine has 2,048 further events by then ends with ABORTED. Other calls go on.
+    counts 32. The event that exceeds what is left is sent; after it the call waits for credit, but not after its last
+    event. Credit never grows beyond what a call began with. A call of which the engine has 2,048 further events by then ends with ABORTED. Other calls go on.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
