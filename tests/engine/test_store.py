@@ -527,6 +527,17 @@ def test_a_store_that_takes_nothing_disturbs_nobody(tmp_path: Path, caplog: pyte
     assert "the store does not take computed KV" in caplog.text
 
 
+def run_to_end(core: EngineCore) -> list[m.Event]:
+    """Also if a write to the store holds the blocks that a request needs to go on."""
+    events = run(core)
+    deadline = time.monotonic() + PATIENCE_S
+    while core.scheduler.has_work:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+        events += run(core)
+    return events
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     turns=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 25), st.integers(1, 9)), min_size=3, max_size=12),
