@@ -40,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder: Path = tmp_path_factory.mktemp("fleet")
     flags = ("--connector=nixl", "--engine-timeout=30", "--transfer-timeout-s=10")
     # The second turn comes to the decode worker that has the first one.
-    fleet = tiny_fleet(folder, *flags, prefill=2, decode=2, router_flags=("--policy=prefix_aware",))
+    fleet = tiny_fleet(folder, *flags, prefill=2, decode=2, router_flags=("--policy=session",))
     with running(fleet):
         yield Place(fleet, LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval())
 
@@ -60,7 +60,10 @@ def test_a_loan_in_which_one_end_is_lost(
     with fleet.client() as client, ThreadPoolExecutor(1) as pool:
 
         def ask(prompt: list[int], num_tokens: int) -> Result:
-            return client.generate(prompt, temperature=0.0, max_tokens=num_tokens, cache_salt=one_salt).result()
+            call = client.generate(
+                prompt, temperature=0.0, max_tokens=num_tokens, cache_salt=one_salt, session=one_salt
+            )
+            return call.result()
 
         prompt = random_prompt(draw, NUM_PROMPT)
         prompt = [*prompt, *ask(prompt, NUM_ANSWER).token_ids, *random_prompt(draw, NUM_NEW)]
