@@ -5,7 +5,7 @@ lock that changes of the status need, and anybody may watch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -25,6 +25,8 @@ class Health:
         self._news = asyncio.Event()
         self._is_ending = False
         self._num_watchers = 0
+        self.renew: Callable[[], None] = lambda: None
+        """Sets what is true now, before each answer to a check: it may depend on what nobody tells of."""
 
     def set(self, service: str, status: int) -> None:
         """The empty name is the server as a whole."""
@@ -45,6 +47,7 @@ class Health:
     async def Check(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> health_pb2.HealthCheckResponse:
+        self.renew()
         status = self._statuses.get(request.service)
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
@@ -54,6 +57,7 @@ class Health:
     async def List(  # noqa: N802
         self, _request: health_pb2.HealthListRequest, _context: Context
     ) -> health_pb2.HealthListResponse:
+        self.renew()
         statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._statuses.items()}
         return health_pb2.HealthListResponse(statuses=statuses)
 

@@ -168,7 +168,8 @@ async def serve(
         web = _WebServer(web_config)
         with stop_signals(stop), hang_up_signal(reload):
             part.takes_signals()
-            _set_health(health, front)
+            health.renew = functools.partial(_set_health, health, front)
+            health.renew()
             await grpc_server.start()
             if probed is not None:
                 await probed.start()

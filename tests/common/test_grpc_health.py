@@ -8,7 +8,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from common.grpc_health import MAX_WATCHERS, SERVING, Health
+from common.grpc_health import MAX_WATCHERS, NOT_SERVING, SERVING, Health
 
 REQUEST = health_pb2.HealthCheckRequest()
 
@@ -34,3 +34,12 @@ async def test_watchers_leave_room_for_checks() -> None:
     another = health.Watch(REQUEST, context)
     assert (await anext(another)).status == SERVING
     await another.aclose()
+
+
+async def test_a_check_is_told_what_is_true_now() -> None:
+    health = Health()
+    health.set("", SERVING)
+    health.renew = lambda: health.set("", NOT_SERVING)
+    assert (await health.Check(REQUEST, AsyncMock())).status == NOT_SERVING
+    health.renew = lambda: health.set("", SERVING)
+    assert (await health.List(health_pb2.HealthListRequest(), AsyncMock())).statuses[""].status == SERVING

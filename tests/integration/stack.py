@@ -102,7 +102,10 @@ class Service:
         return Client(self.grpc, timeout=CALL_TIMEOUT_S, **self.client_options)
 
     def workers(self) -> list[FleetWorker]:
-        with Client(self.grpc, timeout=30, **self.client_options) as client:
+        return self.seen_by(self.grpc)
+
+    def seen_by(self, router: str) -> list[FleetWorker]:
+        with Client(router, timeout=30, **self.client_options) as client:
             return client.fleet()
 
     def settle(self) -> None:
@@ -306,7 +309,7 @@ class Fleet(Service):
     def all_ready(self) -> bool:
         ended = [member.process for member in self.members if not member.process.running]
         assert not ended, "\n".join(f"{process.name} ended:\n{process.tail()}" for process in ended)
-        return all(worker.state is WorkerState.READY for router in self.routers for worker in _seen_by(router.grpc))
+        return all(worker.state is WorkerState.READY for router in self.routers for worker in self.seen_by(router.grpc))
 
     def member(self, address: str) -> Member:
         return next(member for member in self.members if member.address == address)
@@ -347,11 +350,6 @@ class Fleet(Service):
                 process.popen.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
-
-
-def _seen_by(router: str) -> list[FleetWorker]:
-    with Client(router, timeout=30) as client:
-        return client.fleet()
 
 
 def router_names(number: int) -> list[str]:
