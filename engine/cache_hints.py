@@ -36,16 +36,16 @@ class CacheHints:
             return
         if hint.action is m.CacheAction.EVICT:
             self._remote_kv.prefetches.evicted(names)
-            num_device, num_host = blocks.evict(names)
+            num_device, num_host = blocks.named.evict(names)
             stored = self._remote_kv.evict_stored(names)
             self._evicting.append(_Evicting(hint.call_id, num_device, num_host, stored, now + STORE_TIMEOUT_S))
             self.report(now)
             return
-        num_device, num_host = blocks.count_here(names)
+        num_device, num_host = blocks.named.count_here(names)
         if hint.seconds > 0:
-            blocks.retain(hint.tenant, names, hint.seconds)
+            blocks.named.retain(hint.tenant, names, hint.seconds)
         else:
-            blocks.end_retention(hint.tenant, names)
+            blocks.named.end_retention(hint.tenant, names)
         self._emit(m.CacheHinted(call_id=hint.call_id, num_device_blocks=num_device, num_host_blocks=num_host))
 
     def report(self, now: float) -> None:

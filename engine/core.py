@@ -190,7 +190,7 @@ class EngineCore:
         self.remote_kv.give_up_overdue()
         self._take_back()
         now = self._clock()
-        self.blocks.expire_retention(now)
+        self.blocks.named.expire_retention(now)
         self._hints.report(now)
         self.remote_kv.age_stored(now)
         if not self.scheduler.has_work:

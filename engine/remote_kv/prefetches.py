@@ -33,7 +33,7 @@ class _Prefetch:
     lookup_start: int = 0  # index of the first name that the store was asked for
     in_flight: dict[int, int] = field(default_factory=dict)  # indexes of names: blocks that they are fetched into
     num_here: int = 0  # leading names that the device had at the last look
-    touched_at: int = -1  # `BlockManager.num_frees` when nothing was newer than its blocks
+    touched_at: int = -1  # `BlockPool.num_frees` when nothing was newer than its blocks
     failure: str = ""
     is_evicted: bool = False  # a caller wants names of it forgotten: none is given to a block again
 
@@ -89,23 +89,23 @@ class Prefetches:
         overdue = [one for one in self._waiting if now >= one.give_up and not one.in_flight]
         self._waiting = [one for one in self._waiting if one not in overdue]
         for one in overdue:
-            is_whole = self._blocks.count_on_device(one.names) == len(one.names)
+            is_whole = self._blocks.named.count_on_device(one.names) == len(one.names)
             late = "" if is_whole else f"the worker had no time for it within {TIMEOUT_S:g} s"
             self._answer(one, one.failure or late)
 
     def ended(self, request_id: str, arrived: Sequence[int], lost: Sequence[int], failure: str) -> None:
         """Fetches of blocks, by their indexes."""
         one = next(one for one in self._waiting if one.request_id == request_id)
-        is_newest = one.touched_at == self._blocks.num_frees
+        is_newest = one.touched_at == self._blocks.pool.num_frees
         for index in reversed(arrived):
             block_id = one.in_flight.pop(index)
             if one.is_evicted:
                 self._blocks.unhold(block_id)
             else:
-                self._blocks.keep_prefetched(block_id, one.names[index])
+                self._blocks.named.keep_prefetched(block_id, one.names[index])
                 one.num_from_store += 1
         if is_newest:
-            one.touched_at = self._blocks.num_frees
+            one.touched_at = self._blocks.pool.num_frees
         for index in lost:
             self._blocks.unhold(one.in_flight.pop(index))
             one.failure = one.failure or failure
@@ -125,12 +125,12 @@ class Prefetches:
             return "no KV block is to spare"
         num_most = min(num_spare, GROUP_BLOCKS)
         group = one.names[num_here : num_here + num_most]
-        if num_in_host := blocks.count_in_host(group):
+        if num_in_host := blocks.named.count_in_host(group):
             self._touch(one, num_in_host)
-            is_newest = one.touched_at == blocks.num_frees
-            blocks.bring_up(group[:num_in_host])
+            is_newest = one.touched_at == blocks.pool.num_frees
+            blocks.named.bring_up(group[:num_in_host])
             if is_newest:
-                one.touched_at = blocks.num_frees
+                one.touched_at = blocks.pool.num_frees
             carry_out(blocks.take_copies())
             one.num_from_host += num_in_host
             return None
@@ -147,37 +147,39 @@ class Prefetches:
     def _count_here(self, one: _Prefetch) -> int:
         """Goes on from the last look if the last block that was there still is. All are looked at in the end."""
         blocks, names = self._blocks, one.names
-        is_as_before = not one.num_here or blocks.count_on_device(names, one.num_here - 1, one.num_here)
+        is_as_before = not one.num_here or blocks.named.count_on_device(names, one.num_here - 1, one.num_here)
         first = one.num_here if is_as_before else 0
-        one.num_here = first + blocks.count_on_device(names, first)
+        one.num_here = first + blocks.named.count_on_device(names, first)
         if first and one.num_here == len(names):
-            one.num_here = blocks.count_on_device(names)
+            one.num_here = blocks.named.count_on_device(names)
         return one.num_here
 
     def _num_spare(self, one: _Prefetch) -> int:
         """Blocks that it may take. Its own are looked at one by one only if there may be less than a group."""
         blocks = self._blocks
         spared = blocks.num_blocks // SPARED_SHARE
-        num_at_least = blocks.num_available_blocks - blocks.num_retained_cached_blocks - one.num_here - spared
+        num_at_least = blocks.num_available_blocks - blocks.pool.num_retained_cached_blocks - one.num_here - spared
         if num_at_least >= GROUP_BLOCKS:
             return num_at_least
-        return blocks.num_spare_blocks(one.names[: one.num_here]) - spared
+        return blocks.named.num_spare_blocks(one.names[: one.num_here]) - spared
 
     def _touch(self, one: _Prefetch, num_wanted: int) -> None:
         """Before `num_wanted` blocks are taken: they are not to be taken from its own, which are the oldest ones if
         somebody gave up others meanwhile."""
         blocks = self._blocks
-        if one.touched_at < 0 or (one.touched_at != blocks.num_frees and num_wanted > blocks.num_empty_blocks):
-            blocks.touch(one.names[: one.num_here])
-            one.touched_at = blocks.num_frees
+        if one.touched_at < 0 or (one.touched_at != blocks.pool.num_frees and num_wanted > blocks.num_empty_blocks):
+            blocks.named.touch(one.names[: one.num_here])
+            one.touched_at = blocks.pool.num_frees
 
     def _fetch(self, one: _Prefetch, first: int, num: int, carry_out: Callable[[list[HostCopy]], None]) -> None:
         blocks = self._blocks
         wanted = [
-            index for index in range(first, first + num) if not blocks.count_on_device(one.names, index, index + 1)
+            index
+            for index in range(first, first + num)
+            if not blocks.named.count_on_device(one.names, index, index + 1)
         ]
         self._touch(one, len(wanted))
-        one.in_flight = dict(zip(wanted, blocks.take_held(len(wanted)), strict=True))
+        one.in_flight = dict(zip(wanted, blocks.pool.take_held(len(wanted)), strict=True))
         carry_out(blocks.take_copies())  # of what was evicted, before other bytes land there
         fetches = [
             FetchBlock(BlockRef(index=index, block_hash=one.names[index]), block_id)
@@ -186,9 +188,9 @@ class Prefetches:
         self._transfers.fetch_stored(one.request_id, fetches)
 
     def _answer(self, one: _Prefetch, reason: str) -> None:
-        num_here = self._blocks.count_on_device(one.names)
+        num_here = self._blocks.named.count_on_device(one.names)
         if one.num_from_host or one.num_from_store:
-            self._blocks.touch(one.names[:num_here])  # the end of a prompt is evicted before its beginning
+            self._blocks.named.touch(one.names[:num_here])  # the end of a prompt is evicted before its beginning
         self._emit(
             m.CacheHinted(
                 call_id=one.call_id,

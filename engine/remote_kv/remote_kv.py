@@ -142,7 +142,7 @@ class RemoteKV:
         """Copies blocks up that only host memory has and the store lacks, and writes them, if no transfer is under way.
         Only while no step is under way, since it takes blocks."""
         if self.transfers.may_write:
-            self._blocks.load_for_write_back(WRITE_TOKENS)
+            self._blocks.named.load_for_write_back(WRITE_TOKENS)
             carry_out(self._blocks.take_copies())
             self._write_back()
 

@@ -271,7 +271,7 @@ def test_integrity_names_a_leak_and_a_double_free() -> None:
     request = computed(blocks, [1, 2, 3])
     assert "owners" in blocks.check_integrity([])[0]
     blocks.free(request)
-    blocks._empty.append(0)
+    blocks.pool._empty.append(0)
     assert any("free lists" in problem for problem in blocks.check_integrity([]))
 
 
@@ -348,7 +348,7 @@ def test_what_the_store_lacks_comes_up_from_host_memory_to_be_written() -> None:
     blocks.take_copies()
     written = []
     for _ in range(2):
-        blocks.load_for_write_back(8)
+        blocks.named.load_for_write_back(8)
         assert kinds(blocks.take_copies()).count("promote") == 2
         run = blocks.write_back.next_run(8)
         written += [block.index for block in run]
@@ -452,7 +452,7 @@ class Lifecycle(RuleBasedStateMachine):
     @rule()
     def store(self) -> None:
         if not self.writing:
-            self.blocks.load_for_write_back(8)
+            self.blocks.named.load_for_write_back(8)
             self.carry_out()
             run = self.blocks.write_back.next_run(8)
             self.blocks.hold(block.block_id for block in run)
@@ -491,38 +491,38 @@ class Lifecycle(RuleBasedStateMachine):
 
     @rule(name=live, tenant=st.sampled_from("ab"), seconds=st.integers(0, 20))
     def retain(self, name: str, tenant: str, seconds: int) -> None:
-        self.blocks.retain(tenant, self.requests[name].block_hashes, seconds)
+        self.blocks.named.retain(tenant, self.requests[name].block_hashes, seconds)
 
     @rule(name=live, first=st.integers(0, 3))
     def evict(self, name: str, first: int) -> None:
         names = self.requests[name].block_hashes[first:]
-        self.blocks.evict(names)
+        self.blocks.named.evict(names)
         assert not self.blocks.names() & set(names)
 
     @rule(name=live)
     def prefetch(self, name: str) -> None:
         request = self.requests[name]
-        num_here = self.blocks.count_on_device(request.block_hashes)
+        num_here = self.blocks.named.count_on_device(request.block_hashes)
         missing = request.block_hashes[num_here:]
-        if not missing or self.blocks.num_spare_blocks(request.block_hashes[:num_here]) <= 0:
+        if not missing or self.blocks.named.num_spare_blocks(request.block_hashes[:num_here]) <= 0:
             return
-        self.blocks.touch(request.block_hashes[:num_here])
-        if self.blocks.count_in_host(missing):
-            self.blocks.bring_up(missing[:1])
+        self.blocks.named.touch(request.block_hashes[:num_here])
+        if self.blocks.named.count_in_host(missing):
+            self.blocks.named.bring_up(missing[:1])
         else:
-            (block_id,) = self.blocks.take_held(1)
+            (block_id,) = self.blocks.pool.take_held(1)
             self.carry_out()
             self.device[block_id] = tuple(request.token_ids[: (num_here + 1) * 4])
-            self.blocks.keep_prefetched(block_id, missing[0])
-        assert self.blocks.count_on_device(request.block_hashes) > num_here
+            self.blocks.named.keep_prefetched(block_id, missing[0])
+        assert self.blocks.named.count_on_device(request.block_hashes) > num_here
 
     @rule(name=live, tenant=st.sampled_from("ab"))
     def end_retention(self, name: str, tenant: str) -> None:
-        self.blocks.end_retention(tenant, self.requests[name].block_hashes)
+        self.blocks.named.end_retention(tenant, self.requests[name].block_hashes)
 
     @rule(seconds=st.integers(0, 10))
     def wait(self, seconds: int) -> None:
-        self.blocks.expire_retention(self.blocks.retention.now + seconds)
+        self.blocks.named.expire_retention(self.blocks.retention.now + seconds)
 
     @rule()
     def reset(self) -> None:

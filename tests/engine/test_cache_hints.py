@@ -179,7 +179,7 @@ def test_what_host_memory_has_is_brought_up() -> None:
     for name, start in (("a", 0), ("b", 40)):
         add(core, name, list(range(start, start + 22)), max_tokens=2)
         run(core)
-    num_here = core.blocks.count_on_device(names())
+    num_here = core.blocks.named.count_on_device(names())
     found = prefetch(core, names())
     assert found == m.CacheHinted(call_id=7, num_device_blocks=5, num_host_blocks=5 - num_here)
     runner.num_tokens_per_step.clear()
@@ -198,7 +198,7 @@ def test_it_takes_no_retained_block_and_leaves_some(tmp_path: Path) -> None:
         assert hint(core, m.CacheAction.RETAIN, names(list(range(40, 62))), 100_000.0).num_device_blocks == 5
         found = prefetch(core, names())
         assert (found.num_device_blocks, found.failure) == (2, "no KV block is to spare")
-        assert core.blocks.count_on_device(names(list(range(40, 62)))) == 5
+        assert core.blocks.named.count_on_device(names(list(range(40, 62)))) == 5
 
 
 def test_it_waits_for_who_waits_and_gives_up() -> None:

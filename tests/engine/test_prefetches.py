@@ -51,13 +51,13 @@ def in_host_memory() -> EngineCore:
     """All 64 blocks of LONG are there, and the device has others in their place."""
     core, _ = make_core(num_blocks=80, host_cache_gb=0.001)
     for prompt in (LONG, OTHER):
-        held = core.blocks.take_held(80)
+        held = core.blocks.pool.take_held(80)
         for block_id, name in zip(held, names(prompt), strict=False):
-            core.blocks.keep_prefetched(block_id, name)
+            core.blocks.named.keep_prefetched(block_id, name)
         for block_id in held[len(names(prompt)) :]:
             core.blocks.unhold(block_id)
         core._copy(core.blocks.take_copies())
-    assert core.blocks.count_in_host(names(LONG)) == 64
+    assert core.blocks.named.count_in_host(names(LONG)) == 64
     return core
 
 
@@ -76,16 +76,16 @@ def answers(core: EngineCore) -> list[m.CacheHinted]:
 def test_one_group_comes_at_a_time_and_a_request_goes_first() -> None:
     core = in_host_memory()
     hashes = names(LONG)
-    assert core.blocks.count_on_device(hashes) == 0
+    assert core.blocks.named.count_on_device(hashes) == 0
     prefetch(core, hashes)
     prefetch(core, hashes, call_id=2)
     assert go_on(core), "there is more to do at once"
-    assert core.blocks.count_on_device(hashes) == GROUP_BLOCKS
+    assert core.blocks.named.count_on_device(hashes) == GROUP_BLOCKS
     assert not go_on(core, may_move=False)
-    assert core.blocks.count_on_device(hashes) == GROUP_BLOCKS
+    assert core.blocks.named.count_on_device(hashes) == GROUP_BLOCKS
     for num_groups in (2, 3, 4):
         assert go_on(core)
-        assert core.blocks.count_on_device(hashes) == num_groups * GROUP_BLOCKS
+        assert core.blocks.named.count_on_device(hashes) == num_groups * GROUP_BLOCKS
         assert core.scheduler.check_integrity() == []
     assert not go_on(core)
     assert answers(core) == [
@@ -98,7 +98,7 @@ def test_the_engine_goes_on_without_its_idle_poll(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(prefetches, "TIMEOUT_S", 10.0**6)  # the clock goes on by a second each time that it is read
     core = in_host_memory()
     woken: list[int] = []
-    core._wake = lambda: woken.append(core.blocks.count_on_device(names(LONG)))
+    core._wake = lambda: woken.append(core.blocks.named.count_on_device(names(LONG)))
     prefetch(core, names(LONG))
     for _ in range(6):
         core.step()
@@ -108,18 +108,18 @@ def test_the_engine_goes_on_without_its_idle_poll(monkeypatch: pytest.MonkeyPatc
 def test_what_came_is_touched_at_the_start_and_the_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     core = in_host_memory()
     hashes, touched = names(LONG), list[int]()
-    touch = core.blocks.touch
+    touch = core.blocks.named.touch
 
     def counted(some: list[bytes]) -> None:
         touched.append(len(some))
         touch(some)
 
-    monkeypatch.setattr(core.blocks, "touch", counted)
+    monkeypatch.setattr(core.blocks.named, "touch", counted)
     prefetch(core, hashes)
     while go_on(core):
         pass
     assert touched == [0, 64]
-    freed_at = [core.blocks._blocks[core.blocks.cache[name]].freed_at for name in hashes]
+    freed_at = [core.blocks.pool._blocks[core.blocks.cache[name]].freed_at for name in hashes]
     assert freed_at == sorted(freed_at, reverse=True), "the end is evicted before the beginning"
 
 
@@ -128,10 +128,11 @@ def test_it_takes_none_of_its_own_blocks_when_others_are_newer() -> None:
     hashes = names(LONG)
     prefetch(core, hashes)
     go_on(core)
-    core.blocks.touch([name for name in core.blocks.cache.names() if name not in hashes])  # as if requests used them
+    others = [name for name in core.blocks.cache.names() if name not in hashes]
+    core.blocks.named.touch(others)  # as if requests used them
     while go_on(core):
-        assert core.blocks.count_on_device(hashes[:GROUP_BLOCKS]) == GROUP_BLOCKS
-    assert core.blocks.count_on_device(hashes) == 64
+        assert core.blocks.named.count_on_device(hashes[:GROUP_BLOCKS]) == GROUP_BLOCKS
+    assert core.blocks.named.count_on_device(hashes) == 64
 
 
 def test_it_notices_what_was_taken_away_meanwhile() -> None:
@@ -140,7 +141,7 @@ def test_it_notices_what_was_taken_away_meanwhile() -> None:
     prefetch(core, hashes)
     go_on(core)
     go_on(core)
-    core.blocks.evict(hashes[3:4])
+    core.blocks.named.evict(hashes[3:4])
     while go_on(core):
         pass
     (answer,) = answers(core)
@@ -154,7 +155,7 @@ def test_a_lookup_without_an_answer_costs_nothing(monkeypatch: pytest.MonkeyPatc
     prefetch(core, names(LONG))
     assert not go_on(core)
     for name in ("count_on_device", "count_in_host", "num_spare_blocks", "touch"):
-        monkeypatch.setattr(core.blocks, name, lambda *_: pytest.fail("looked"))
+        monkeypatch.setattr(core.blocks.named, name, lambda *_: pytest.fail("looked"))
     assert not go_on(core)
     assert len(store.lookups) == 1
 
@@ -196,6 +197,6 @@ def test_what_is_evicted_does_not_come_back() -> None:
     for call_id in (0, 1):
         assert told[call_id] == m.CacheHinted(call_id=call_id, failure="its blocks were evicted meanwhile")
     assert 2 not in told
-    assert core.blocks.count_on_device(hashes) == 0
+    assert core.blocks.named.count_on_device(hashes) == 0
     assert core.scheduler.check_integrity() == []
     assert core.blocks.num_available_blocks == core.blocks.num_blocks

@@ -56,12 +56,12 @@ def test_only_the_first_tokens_are_retained_if_so_asked() -> None:
 
 def test_it_ends() -> None:
     blocks = manager()
-    blocks.expire_retention(100.0)
+    blocks.named.expire_retention(100.0)
     finish(blocks, A, Retain(10))
     finish(blocks, B)
-    blocks.expire_retention(109.9)
+    blocks.named.expire_retention(109.9)
     assert len(blocks.retention) == 2
-    blocks.expire_retention(110.0)
+    blocks.named.expire_retention(110.0)
     assert len(blocks.retention) == 0
     take(blocks, 4)
     assert (num_found(blocks, A), num_found(blocks, B)) == (0, 2)
@@ -71,10 +71,10 @@ def test_a_later_hint_makes_it_longer_and_never_shorter() -> None:
     blocks = manager()
     finish(blocks, A, Retain(10))
     finish(blocks, A, Retain(2))
-    blocks.expire_retention(5.0)
+    blocks.named.expire_retention(5.0)
     assert len(blocks.retention) == 2
     finish(blocks, A, Retain(10))
-    blocks.expire_retention(12.0)
+    blocks.named.expire_retention(12.0)
     assert len(blocks.retention) == 2
 
 
@@ -95,7 +95,7 @@ def test_host_memory_keeps_it_too() -> None:
     finish(blocks, B)  # A goes to host memory
     finish(blocks, list(range(40, 48)))  # B would, and A would make room
     assert (num_found(blocks, A), num_found(blocks, B)) == (2, 0)
-    blocks.expire_retention(10.0)
+    blocks.named.expire_retention(10.0)
     finish(blocks, B)
     assert num_found(blocks, A) == 0
 

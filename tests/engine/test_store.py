@@ -239,14 +239,14 @@ def until_answered(core: EngineCore, *names: str) -> list[m.Event]:
             time.sleep(0.002)
         assert core.scheduler.check_integrity() == []
         running = [request for request in core.scheduler.requests.values() if request.num_computed_tokens]
-        assert not any(core.blocks._held.keys() & set(request.block_ids) for request in running)
+        assert not any(core.blocks.pool._held.keys() & set(request.block_ids) for request in running)
         events += core.take_events()
     return events
 
 
 def test_a_read_that_hangs_is_computed_elsewhere(tmp_path: Path) -> None:
     with a_hanging_fetch(tmp_path) as (core, go_on):
-        held = [block_id for block_id, block in enumerate(core.blocks._blocks) if block.ref_cnt > 1]
+        held = [block_id for block_id, block in enumerate(core.blocks.pool._blocks) if block.ref_cnt > 1]
         assert len(held) == 7
         assert tokens_of(until_answered(core, "a")) == {"a": reference(PROMPT, 4)}
         assert core.blocks.num_available_blocks == core.blocks.num_blocks - 7, "bytes may land in those"

@@ -1,0 +1,107 @@
+"""Where the content of a name is: on the device, in host memory, on both, or gone. Pure.
+
+Rooms that have to know are told here what becomes of a name: `WriteBack`, what the store still lacks; `BlockNews`, what
+routers have not heard yet; `Retention`, which names are evicted last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from engine.blocks.block_news import BlockNews
+from engine.blocks.counts import CacheCounts
+from engine.blocks.host_tier import HostTier
+from engine.blocks.prefix_cache import PrefixCache
+from engine.blocks.retention import Retention
+from engine.blocks.write_back import NoWriteBack, WriteBack
+
+
+class Tiers:
+    def __init__(
+        self,
+        block_size: int,
+        root_hash: bytes,
+        retention: Retention,
+        *,
+        enable_prefix_caching: bool,
+        num_host_blocks: int,
+        keep_evicted: bool,
+        has_store: bool,
+    ) -> None:
+        self.counts = CacheCounts()
+        self._num_dropped_before = 0  # in the counts that were taken
+        self.cache = PrefixCache(block_size, root_hash, is_enabled=enable_prefix_caching)
+        self.news = BlockNews()
+        self.retention = retention
+        self.host = HostTier(
+            num_host_blocks, self.counts, self._left_host, retention.__contains__, keep_evicted=keep_evicted
+        )
+        self.write_back = (
+            WriteBack(block_size, self.cache, self.host, self.counts)
+            if has_store and enable_prefix_caching
+            else NoWriteBack()
+        )
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self.cache or name in self.host
+
+    def names(self) -> Set[bytes]:
+        """Of all blocks that can be found, on the device or in host memory."""
+        return self.cache.names() | self.host.names()
+
+    def take_counts(self) -> CacheCounts:
+        """What was counted since the last call."""
+        num_dropped = self.write_back.num_dropped
+        self.counts.dropped = num_dropped - self._num_dropped_before
+        self._num_dropped_before = num_dropped
+        return self.counts.take()
+
+    # ------------------------------------------------------------------------------------- what became of it
+
+    def put(self, block_id: int, name: bytes) -> None:
+        """The device's block has this content. Of equal blocks the first one keeps the name."""
+        if self.cache.put(block_id, name):
+            self.news.here(name)
+            self.write_back.promoted(name)
+
+    def evicted(self, block_id: int) -> None:
+        """The device's block gets another content."""
+        name = self.cache.remove(block_id)
+        if name is None:
+            return
+        if self.host.demote(block_id, name):
+            self.write_back.demoted(name)
+        else:
+            self._lost(name)
+
+    def forget(self, name: bytes) -> None:
+        """Somebody wants no block to have the name, which none has any more."""
+        self.retention.forget(name)
+        self.news.gone(name)
+        self.write_back.gone(name)
+
+    def clear(self) -> None:
+        """Forgets every name."""
+        for name in self.names():
+            self.news.gone(name)
+        self.cache.clear()
+        self.host.pool.clear()
+        self.write_back.clear()
+        self.retention.clear()
+
+    def _left_host(self, name: bytes) -> None:
+        if name not in self.cache:
+            self._lost(name)
+
+    def _lost(self, name: bytes) -> None:
+        """Neither tier has it any more."""
+        self.news.gone(name)
+        self.write_back.gone(name)
+        self.counts.yielded += self.retention.forget(name)
+
+    # -------------------------------------------------------------------------------------------- integrity
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong with names; empty if each finds what it stands for."""
+        problems = self.cache.check_integrity() + self.write_back.check_integrity()
+        return problems + self.retention.check_integrity(self.names())
