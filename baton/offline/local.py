@@ -31,7 +31,7 @@ from engine.speculation.draft_model import load_draft_model
 from kv_store.no_store import NoStore
 from protos.baton.v1 import inference_pb2
 from router.api.grpc_chat import conversation
-from router.fleet.registry import ServedModel
+from router.fleet.served_model import ServedModel
 from router.serving.answer_parts import PartsParser
 from router.serving.answer_text import AnswerText
 from router.serving.preparation import Preparation

@@ -17,7 +17,7 @@ from protos.convert import finish_reason_to_proto, token_to_proto
 from protos.messages import given_fields, message_of, value_of
 from router.api.api_keys import current_client
 from router.api.grpc_chat import conversation
-from router.fleet.registry import ServedModel
+from router.fleet.served_model import ServedModel
 from router.serving.choices import candidates, likeliest, merged
 from router.serving.clients import call_hints
 from router.serving.embedding import MAX_AT_ONCE

@@ -1,10 +1,7 @@
 """The workers that a router knows: connected, watched, and described as `Endpoint` values.
 
-Each configured address has one channel and one task that asks the worker who it is, then reads its load for as long as
-the stream lasts. A stream that ends or falls silent makes the worker UNREACHABLE until it answers again.
-
-    connecting ── GetInfo ──> known ── WatchLoad ──> READY / DRAINING ── stream ends, or silence ──> UNREACHABLE ─┐
-        ^─────────────────────────────────────────────────────────────────────────────────────────────────────────┘
+Each configured address has one channel (`WorkerChannels`) and one task that watches it (`WorkerWatch`). A worker whose
+stream ends or falls silent is UNREACHABLE until it answers again.
 """
 
 from __future__ import annotations
@@ -12,94 +9,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import grpc
 
 from common import metrics
 from common.errors import UnavailableError
-from common.grpc_streams import uncancelled
 from common.grpc_transport import Channels
 from common.tasks import VitalTasks
-from common.types import WorkerLoad, WorkerRole, WorkerState
-from common.validation import ModelLimits
+from common.types import WorkerRole, WorkerState
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
-from protos.convert import role_of, sampling_parameters_of, state_of
-from protos.messages import value_of
+from protos.convert import role_of
 from router.fleet.block_watch import BlockWatch
 from router.fleet.endpoint import Endpoint
+from router.fleet.served_model import ServedModel, ask_for_model, why_excluded
 from router.fleet.track_record import TrackRecord
-from router.fleet.worker_info import false_info
-from router.serving.tokenizer import Tokenizer, load_tokenizer
+from router.fleet.worker import Sent, Worker
+from router.fleet.worker_channels import WorkerChannels
+from router.fleet.worker_watch import WorkerWatch
 
 log = logging.getLogger(__name__)
 
-INFO_TIMEOUT_S = 5.0
-SILENCE_S = 5.0  # workers report at least once a second
-REPORT_LAG_S = 0.05  # workers report at most this often: a younger request may not be in a report
-RETRY_S = 0.2
 RECONNECT_WAIT_S = 2.0  # a request waits this long for workers that were there a moment ago
 LOST_LATELY_S = 3.0  # what "a moment ago" is, counted from when the loss was noticed
-
-
-@dataclass(slots=True, frozen=True)
-class ServedModel:
-    """What the fleet serves now, as the first decode worker that answered describes it. But `max_model_len` is the
-    longest of the decode workers that are ready, or were last: policies send a request to one that can take it."""
-
-    limits: ModelLimits
-    fingerprint: str
-    fingerprint_but_dtype: str  # empty if the worker is too old to say
-    dtype: str
-    eos_token_ids: frozenset[int]
-    tokenizer: Tokenizer
-    block_size: int  # tokens per KV block
-
-
-@dataclass(slots=True, frozen=True)
-class _Sent:
-    at: float  # time.monotonic()
-    num_tokens: int  # of the prompt, that the worker computes
-
-
-@dataclass(slots=True)
-class _Worker:
-    """One configured address, with what is known of it."""
-
-    address: str
-    role: WorkerRole
-    channel: grpc.aio.Channel
-    channel_version: int  # of the certificates that it shows
-    info: worker_pb2.WorkerInfo | None = None
-    parameters: frozenset[str] = frozenset()  # of sampling, that it knows
-    load: WorkerLoad = field(default_factory=WorkerLoad)
-    state: WorkerState = WorkerState.UNREACHABLE
-    problem: str = ""
-    lost_at: float = -math.inf  # time.monotonic() when it was last found to be gone after it had been ready
-    sent: dict[object, _Sent] = field(default_factory=dict)  # running requests that no report counts
-    running: set[object] = field(default_factory=set)  # requests, reported or not
-
-    def endpoint(self, excluded: str) -> Endpoint:
-        info = self.info
-        return Endpoint(
-            worker_id=info.worker_id if info else "",
-            role=self.role,
-            address=self.address,
-            epoch=info.epoch if info else "",
-            fingerprint=info.fingerprint if info else "",
-            block_size=info.block_size if info else 0,
-            parameters=self.parameters,
-            max_model_len=info.max_model_len if info else None,
-            load=self.load,
-            state=self.state,
-            excluded=excluded,
-            num_unreported=len(self.sent),
-            num_unreported_tokens=sum(sent.num_tokens for sent in self.sent.values()),
-        )
 
 
 class Registry:
@@ -116,19 +51,19 @@ class Registry:
         vital: VitalTasks | None = None,
     ) -> None:
         """`vital` is told if a worker is not watched any more, by a defect: its process should end."""
-        self._channels = channels or Channels()
+        self._channels = WorkerChannels(channels or Channels())
         self._vital = vital or VitalTasks()
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, Worker] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_running: Counter[str] = Counter()  # requests, by address; of former workers too, while they have any
         self._started = False
         self._sweeping: asyncio.Task[None] | None = None
-        self._closing: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()
         self._adopting = asyncio.Lock()
         self.model: ServedModel | None = None
         self.blocks = BlockWatch()
         self.track = TrackRecord()
+        self._watch = WorkerWatch(self.blocks, self._channels, self._learn, self._set_state)
         self.set_addresses(prefill, decode)
 
     def start(self) -> None:
@@ -150,7 +85,7 @@ class Registry:
                 role = WorkerRole.BOTH
             known = before.get(address)
             if known is None or known.role is not role:
-                known = _Worker(address, role, self._channels.open(address), self._channels.version)
+                known = Worker(address, role, self._channels.open(address), self._channels.version)
             self._workers[address] = known
         for worker in before.values():
             if self._workers.get(worker.address) is not worker:
@@ -158,45 +93,24 @@ class Registry:
         for worker in self._workers.values() if self._started else ():
             if worker.address not in self._tasks:
                 name = f"watch {worker.address}"
-                self._tasks[worker.address] = self._vital.start(self._watch(worker), name=name)
+                self._tasks[worker.address] = self._vital.start(self._watch.run(worker), name=name)
         self._measure_context()
         self._count_states()
         self._tell()
 
-    def _retire(self, worker: _Worker) -> None:
+    def _retire(self, worker: Worker) -> None:
         if task := self._tasks.pop(worker.address, None):
             task.cancel()
         self._count_requests(worker.address, 0)
-        self._close_when_idle(worker)
-
-    def _close_when_idle(self, worker: _Worker) -> None:
-        """Closes the channel that `worker` has now, once the requests that run now have ended."""
-        channel, running = worker.channel, set(worker.running)
-
-        async def close() -> None:
-            try:
-                while running & worker.running:  # noqa: ASYNC110 (nothing waits for this)
-                    await asyncio.sleep(1.0)
-            finally:
-                await channel.close()
-
         if self._started:
-            closing = asyncio.create_task(close(), name=f"close {worker.address}")
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-
-    def _renew_channel(self, worker: _Worker) -> None:
-        """Before it connects anew: a channel goes on showing the certificate that it was opened with."""
-        if self._channels.version != worker.channel_version:
-            self._close_when_idle(worker)
-            worker.channel_version = self._channels.version
-            worker.channel = self._channels.open(worker.address)
+            self._channels.close_when_idle(worker)
 
     async def close(self) -> None:
-        tasks = [*self._tasks.values(), *self._closing, *([self._sweeping] if self._sweeping else [])]
+        tasks = [*self._tasks.values(), *([self._sweeping] if self._sweeping else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._channels.close()
         for worker in self._workers.values():
             await worker.channel.close()
 
@@ -272,7 +186,7 @@ class Registry:
         key = object()
         workers = [self._workers[address] for address in tokens if address in self._workers]
         for worker in workers:
-            worker.sent[key] = _Sent(time.monotonic(), tokens[worker.address])
+            worker.sent[key] = Sent(time.monotonic(), tokens[worker.address])
             worker.running.add(key)
             self._count_requests(worker.address, 1)
         try:
@@ -299,76 +213,15 @@ class Registry:
         if worker.info.epoch == epoch and worker.state is WorkerState.READY:
             self._set_state(worker, WorkerState.UNREACHABLE, reason)
 
-    # ------------------------------------------------------------------------------------------ watching
+    # -------------------------------------------------------------------------------------- what is learnt
 
-    async def _watch(self, worker: _Worker) -> None:
-        while True:
-            self._renew_channel(worker)
-            stub = worker_pb2_grpc.WorkerServiceStub(worker.channel)
-            try:
-                info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S, wait_for_ready=True)
-                if false := false_info(info):
-                    self._note_false(worker, false)
-                    raise UnavailableError(false)
-                worker.info, worker.parameters = info, sampling_parameters_of(info)
-                self.track.forget_others({one.endpoint("").incarnation for one in self._workers.values()})
-                async with self._adopting:  # of workers that answer at the same time, the first decides
-                    await self._adopt(worker, stub)
-                async with self._following_blocks(worker, stub):
-                    await self._read_load(worker, stub)
-                problem = "its load stream ended"
-            except grpc.aio.AioRpcError as error:
-                problem = f"{error.code().name}: {error.details()}"
-                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    problem = "does not answer"
-            except TimeoutError:
-                problem = f"has been silent for {SILENCE_S:g} s"
-            except UnavailableError as error:
-                problem = error.message
-            except Exception as error:  # one worker's odd answer must not end the watch
-                log.exception("watching a worker failed", extra={"address": worker.address})
-                problem = repr(error)
-            self._set_state(worker, WorkerState.UNREACHABLE, problem)
-            await asyncio.sleep(RETRY_S)
+    async def _learn(self, worker: Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+        """The worker has said who it is."""
+        self.track.forget_others({one.endpoint("").incarnation for one in self._workers.values()})
+        async with self._adopting:  # of workers that answer at the same time, the first decides
+            await self._adopt(worker, stub)
 
-    @contextlib.asynccontextmanager
-    async def _following_blocks(
-        self, worker: _Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub
-    ) -> AsyncIterator[None]:
-        """While the worker reports its load, it is followed which blocks it has."""
-        epoch = worker.info.epoch if worker.info else ""
-        following = asyncio.create_task(self.blocks.follow(worker.address, epoch, stub))
-        try:
-            yield
-        finally:
-            following.cancel()
-            await asyncio.wait((following,))
-
-    def _note_false(self, worker: _Worker, problem: str) -> None:
-        """Once for each that a worker goes on saying."""
-        if problem != worker.problem:
-            metrics.router_false_workers.labels("info").inc()
-            log.error("a worker says what cannot be", extra={"address": worker.address, "reason": problem})
-
-    async def _read_load(self, worker: _Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
-        call = stub.WatchLoad(worker_pb2.WatchLoadRequest(), wait_for_ready=True)
-        try:
-            while True:
-                async with asyncio.timeout(SILENCE_S):
-                    load = await uncancelled(call.read())
-                if not isinstance(load, worker_pb2.WorkerLoad):  # grpc.aio.EOF
-                    return
-                if worker.info is None or (load.epoch and load.epoch != worker.info.epoch):
-                    return  # another process answers at this address now: ask who it is
-                worker.load = value_of(load, WorkerLoad)
-                reported = time.monotonic() - REPORT_LAG_S
-                for key in [key for key, sent in worker.sent.items() if sent.at < reported]:
-                    del worker.sent[key]
-                self._set_state(worker, state_of(load.state), "")
-        finally:
-            call.cancel()
-
-    def _set_state(self, worker: _Worker, state: WorkerState, problem: str) -> None:
+    def _set_state(self, worker: Worker, state: WorkerState, problem: str) -> None:
         if (state, problem) == (worker.state, worker.problem):
             return
         extra = {"address": worker.address, "role": worker.role.value, "state": state.value}
@@ -412,27 +265,10 @@ class Registry:
 
     # ------------------------------------------------------------------------------------- compatibility
 
-    def _excluded(self, worker: _Worker) -> str:
-        info = worker.info
-        if info is None:
-            return ""
-        role = role_of(info.role)
-        if role is not worker.role and role is not WorkerRole.BOTH:
-            return f"is configured for role {worker.role.value}, but is a worker for {role.value if role else '?'}"
-        if self.model is None:
-            return ""
-        if info.model != self.model.limits.model:
-            return f"serves model {info.model!r}, not {self.model.limits.model!r}"
-        if info.fingerprint == self.model.fingerprint:
-            return ""
-        if info.fingerprint_but_dtype and info.fingerprint_but_dtype == self.model.fingerprint_but_dtype:
-            return (
-                f"holds KV of another kind: it computes in {info.dtype} ({info.dtype_reason}), others in "
-                f"{self.model.dtype}. Nothing else differs: give all workers one --dtype"
-            )
-        return f"holds KV of another kind ({info.fingerprint}, not {self.model.fingerprint})"
+    def _excluded(self, worker: Worker) -> str:
+        return why_excluded(worker.info, worker.role, self.model)
 
-    async def _adopt(self, worker: _Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+    async def _adopt(self, worker: Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
         """Makes this decode worker's model the one that is served, if none is served yet, or if no worker is left that
         has the model which was served."""
         info = worker.info
@@ -448,24 +284,7 @@ class Registry:
                 return
         if role_of(info.role) not in (WorkerRole.DECODE, WorkerRole.BOTH):
             return
-        answer = await stub.GetTokenizer(worker_pb2.GetTokenizerRequest(), timeout=30.0, wait_for_ready=True)
-        files = {file.name: file.content for file in answer.files}
-        tokenizer = await asyncio.to_thread(load_tokenizer, files)
-        limits = ModelLimits(
-            model=info.model,
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            max_token_bytes=tokenizer.max_token_bytes,
-        )
-        self.model = ServedModel(
-            limits,
-            info.fingerprint,
-            info.fingerprint_but_dtype,
-            info.dtype,
-            frozenset(info.eos_token_ids),
-            tokenizer,
-            info.block_size,
-        )
+        self.model = await ask_for_model(info, stub)
         self._measure_context()
         log.info("serving a model", extra={"model": info.model, "max_model_len": info.max_model_len})
         for other in self._workers.values():  # those that were ready before

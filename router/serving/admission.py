@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from common import metrics
 from common.errors import BatonError, UnavailableError
-from router.fleet.registry import Registry, ServedModel
+from router.fleet.registry import Registry
+from router.fleet.served_model import ServedModel
 from router.serving.clients import ApiClient
 from router.serving.demand import Demand
 from router.serving.gate import Gate

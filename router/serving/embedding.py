@@ -28,7 +28,8 @@ from common.retry_budget import RetryBudget
 from common.types import WorkerRole
 from protos.baton.v1 import embed_pb2, embed_pb2_grpc
 from router.fleet.endpoint import Endpoint
-from router.fleet.registry import Registry, ServedModel
+from router.fleet.registry import Registry
+from router.fleet.served_model import ServedModel
 from router.policy.base import RoutingRequest
 from router.policy.least_load import load_score
 from router.policy.routing import unusable

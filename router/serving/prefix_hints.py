@@ -20,7 +20,8 @@ from common.peers import MAX_WORDS
 from common.types import WorkerState
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from router.fleet.endpoint import Endpoint
-from router.fleet.registry import Registry, ServedModel
+from router.fleet.registry import Registry
+from router.fleet.served_model import ServedModel
 from router.policy.base import RoutingDecision, RoutingRequest
 from router.serving.quotas import Quotas
 from router.serving.threads import TextThreads

@@ -26,7 +26,7 @@ from common.validation import (
     check_token_ids,
 )
 from protos.baton.v1 import embed_pb2
-from router.fleet.registry import ServedModel
+from router.fleet.served_model import ServedModel
 from router.serving.answer_parts import Reading
 from router.serving.beams import MAX_BLOCKS, beam_params, beam_sampling, most_tokens
 from router.serving.clients import ApiClient, CallHints

@@ -12,7 +12,7 @@ from common.guided import Guided
 from common.sampling import FieldName, SamplingParams
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
-from router.fleet.registry import ServedModel
+from router.fleet.served_model import ServedModel
 from router.serving.answer_parts import Part, Reading, ToolCallDelta
 
 

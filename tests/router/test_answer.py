@@ -21,7 +21,7 @@ from common.validation import ModelLimits
 from protos.baton.v1 import inference_pb2, types_pb2
 from router.api.rest.answer import Answer
 from router.api.rest.formats import AnswerFormat, ChatFormat, CompletionFormat, JsonObject
-from router.fleet.registry import ServedModel
+from router.fleet.served_model import ServedModel
 from router.serving.answer_parts import ToolCallDelta
 from router.serving.choices import MAX_AHEAD, merged
 from router.serving.request import GenerationRequest, Output

@@ -334,7 +334,7 @@ async def test_a_taken_port_is_one_line(router: RunningRouter) -> None:
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("where", ["router.fleet.registry.Registry._watch", "router.server._watch_health"])
+@pytest.mark.parametrize("where", ["router.fleet.worker_watch.WorkerWatch.run", "router.server._watch_health"])
 async def test_a_router_ends_with_a_task_that_it_stands_on(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_: object) -> None:
         raise ValueError("a defect")

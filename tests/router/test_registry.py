@@ -11,7 +11,7 @@ from prometheus_client import generate_latest
 
 from common.grpc_transport import Channels
 from common.types import WorkerRole, WorkerState
-from router.fleet import registry as registry_module
+from router.fleet import worker_watch
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from tests.router.conftest import StartWorker
@@ -56,7 +56,7 @@ async def test_sent_requests_count_until_they_are_reported(registry: Registry, w
     await until(registry, lambda: not registry.not_ready())
     with registry.sending({worker.address: 7}):
         assert endpoint(registry, worker.address).num_unreported == 1
-        await asyncio.sleep(2 * registry_module.REPORT_LAG_S)
+        await asyncio.sleep(2 * worker_watch.REPORT_LAG_S)
         worker.change(num_requests_waiting=1)
         await until(registry, lambda: endpoint(registry, worker.address).num_unreported == 0)
     assert endpoint(registry, worker.address).num_unreported == 0
@@ -66,7 +66,7 @@ async def test_a_silent_worker_is_unreachable(
     registry: Registry, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await until(registry, lambda: not registry.not_ready())
-    monkeypatch.setattr(registry_module, "SILENCE_S", 0.2)
+    monkeypatch.setattr(worker_watch, "SILENCE_S", 0.2)
     worker.silent = True
     await until(registry, lambda: endpoint(registry, worker.address).state is WorkerState.UNREACHABLE)
     monkeypatch.undo()

@@ -14,7 +14,7 @@ from common.errors import InvalidArgumentError, OverloadedError, UnavailableErro
 from common.guided import Guided
 from common.sampling import SamplingParams
 from common.validation import ModelLimits
-from router.fleet.registry import ServedModel
+from router.fleet.served_model import ServedModel
 from router.serving.conversation import Conversation
 from router.serving.preparation import Preparation
 from router.serving.threads import SHORT, TextThreads

@@ -43,7 +43,7 @@ from router.api.rest.schema import (
     schemas,
 )
 from router.api.rest.tools import NamedTool
-from router.fleet.registry import ServedModel
+from router.fleet.served_model import ServedModel
 from router.serving.choices import candidates
 from router.serving.clients import CallHints, call_hints
 from router.serving.decisions import MAX_DECISIONS

@@ -1,0 +1,118 @@
+"""Asks a worker who it is, and reads its load for as long as the stream lasts; then it begins anew.
+
+    connecting ── GetInfo ──> known ── WatchLoad ──> READY / DRAINING ── stream ends, or silence ──> UNREACHABLE ─┐
+        ^─────────────────────────────────────────────────────────────────────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc
+
+from common import metrics
+from common.errors import UnavailableError
+from common.grpc_streams import uncancelled
+from common.types import WorkerLoad, WorkerState
+from protos.baton.v1 import worker_pb2, worker_pb2_grpc
+from protos.convert import sampling_parameters_of, state_of
+from protos.messages import value_of
+from router.fleet.block_watch import BlockWatch
+from router.fleet.worker import Worker
+from router.fleet.worker_channels import WorkerChannels
+from router.fleet.worker_info import false_info
+
+log = logging.getLogger(__name__)
+
+INFO_TIMEOUT_S = 5.0
+SILENCE_S = 5.0  # workers report at least once a second
+REPORT_LAG_S = 0.05  # workers report at most this often: a younger request may not be in a report
+RETRY_S = 0.2
+
+
+class WorkerWatch:
+    """One for all workers of a router."""
+
+    def __init__(
+        self,
+        blocks: BlockWatch,
+        channels: WorkerChannels,
+        learn: Callable[[Worker, worker_pb2_grpc.WorkerServiceAsyncStub], Awaitable[None]],
+        set_state: Callable[[Worker, WorkerState, str], None],
+    ) -> None:
+        """`learn` is called when a worker has said who it is, `set_state` with each state and what the problem is."""
+        self._blocks = blocks
+        self._channels = channels
+        self._learn = learn
+        self._set_state = set_state
+
+    async def run(self, worker: Worker) -> None:
+        """Until it is cancelled."""
+        while True:
+            self._channels.renew(worker)
+            stub = worker_pb2_grpc.WorkerServiceStub(worker.channel)
+            try:
+                info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=INFO_TIMEOUT_S, wait_for_ready=True)
+                if false := false_info(info):
+                    _note_false(worker, false)
+                    raise UnavailableError(false)
+                worker.info, worker.parameters = info, sampling_parameters_of(info)
+                await self._learn(worker, stub)
+                async with self._following_blocks(worker, stub):
+                    await self._read_load(worker, stub)
+                problem = "its load stream ended"
+            except grpc.aio.AioRpcError as error:
+                problem = f"{error.code().name}: {error.details()}"
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    problem = "does not answer"
+            except TimeoutError:
+                problem = f"has been silent for {SILENCE_S:g} s"
+            except UnavailableError as error:
+                problem = error.message
+            except Exception as error:  # one worker's odd answer must not end the watch
+                log.exception("watching a worker failed", extra={"address": worker.address})
+                problem = repr(error)
+            self._set_state(worker, WorkerState.UNREACHABLE, problem)
+            await asyncio.sleep(RETRY_S)
+
+    @contextlib.asynccontextmanager
+    async def _following_blocks(
+        self, worker: Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub
+    ) -> AsyncIterator[None]:
+        """While the worker reports its load, it is followed which blocks it has."""
+        epoch = worker.info.epoch if worker.info else ""
+        following = asyncio.create_task(self._blocks.follow(worker.address, epoch, stub))
+        try:
+            yield
+        finally:
+            following.cancel()
+            await asyncio.wait((following,))
+
+    async def _read_load(self, worker: Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
+        call = stub.WatchLoad(worker_pb2.WatchLoadRequest(), wait_for_ready=True)
+        try:
+            while True:
+                async with asyncio.timeout(SILENCE_S):
+                    load = await uncancelled(call.read())
+                if not isinstance(load, worker_pb2.WorkerLoad):  # grpc.aio.EOF
+                    return
+                if worker.info is None or (load.epoch and load.epoch != worker.info.epoch):
+                    return  # another process answers at this address now: ask who it is
+                worker.load = value_of(load, WorkerLoad)
+                reported = time.monotonic() - REPORT_LAG_S
+                for key in [key for key, sent in worker.sent.items() if sent.at < reported]:
+                    del worker.sent[key]
+                self._set_state(worker, state_of(load.state), "")
+        finally:
+            call.cancel()
+
+
+def _note_false(worker: Worker, problem: str) -> None:
+    """Once for each that a worker goes on saying."""
+    if problem != worker.problem:
+        metrics.router_false_workers.labels("info").inc()
+        log.error("a worker says what cannot be", extra={"address": worker.address, "reason": problem})
