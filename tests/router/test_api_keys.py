@@ -23,6 +23,7 @@ from protos.baton.v1 import demand_pb2, demand_pb2_grpc, inference_pb2, inferenc
 from router.api.api_keys import ApiKeys
 from router.server import serve
 from router.serving.clients import ApiClient
+from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, StartRouter, sample
 from tests.router.fake_worker import ANSWER, FakeWorker
 from worker.shell import check_names
@@ -156,7 +157,7 @@ async def test_the_openai_client_needs_a_key(guarded: RunningRouter, worker: Fak
     assert [request.cache_salt for request in worker.requests] == ['["research", ""]', '["research", "s"]']
 
 
-@pytest.mark.parametrize("url", ["/v1/models", "/tokenize", "/openapi.json", "/nowhere", "/health/"])
+@each_case("url", ["/v1/models", "/tokenize", "/openapi.json", "/nowhere", "/health/"])
 async def test_every_other_path_needs_a_key(guarded: RunningRouter, url: str) -> None:
     async with httpx.AsyncClient() as client:
         answer = await client.get(guarded.url + url)
@@ -167,7 +168,7 @@ async def test_every_other_path_needs_a_key(guarded: RunningRouter, url: str) ->
         assert known.status_code != 401
 
 
-@pytest.mark.parametrize("url", ["/health", "/metrics"])
+@each_case("url", ["/health", "/metrics"])
 async def test_probes_and_prometheus_need_none(guarded: RunningRouter, url: str) -> None:
     async with httpx.AsyncClient() as client:
         assert (await client.get(guarded.url + url)).status_code == 200

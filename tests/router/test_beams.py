@@ -19,10 +19,11 @@ from router.processes.messages import Enter, Message, Placed
 from router.processes.remote_queue import RemoteQueue
 from router.serving import beams
 from router.serving.fair_queue import FairQueue
+from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches, sample
 from tests.router.fake_worker import FakeWorker
-from tests.router.test_tools import ASK, TOOL
 from tests.router.tiny_tokenizer import eos_id, tiny_tokenizer, vocab_size
+from tests.router.tool_calls import ASK, TOOL
 
 PROMPT = [5, 6, 7]
 LIKELY = [11, 13, 17, 19]
@@ -52,7 +53,7 @@ async def worker(start_worker: StartWorker) -> FakeWorker:
     return worker
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("width", "penalty", "early"), [(1, 1.0, False), (3, 1.0, False), (4, 0.0, True), (8, 2.0, False)]
 )
 async def test_the_clients_get_the_beams(router: RunningRouter, width: int, penalty: float, early: bool) -> None:
@@ -92,7 +93,7 @@ async def test_rest(router: RunningRouter, worker: FakeWorker) -> None:
     assert len(decisions) == 3  # one for each search, and not one for each token
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("more", "field"),
     [
         ({"stream": True}, "stream"),

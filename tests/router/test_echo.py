@@ -15,6 +15,7 @@ from router.api.rest.answer import Answer
 from router.api.rest.echo import EchoedPrompt
 from router.api.rest.formats import CompletionFormat
 from router.serving.request import Output
+from tests.each_case import each_case
 from tests.router.conftest import RunningRouter
 from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.test_answer import REPORT, USAGE, FakeGeneration, requests
@@ -42,7 +43,7 @@ def texts_at(logprobs: dict[str, list[object]], text: str) -> None:
         assert "\ufffd" in token or text.startswith(token, offset)
 
 
-@pytest.mark.parametrize("prompt", [PROMPT, IDS])
+@each_case("prompt", [PROMPT, IDS])
 async def test_the_prompt_comes_first(router: RunningRouter, prompt: object) -> None:
     whole = await complete(router, prompt=prompt, echo=True, logprobs=1, max_tokens=4, n=2)
     for choice in whole["choices"]:
@@ -84,7 +85,7 @@ async def test_as_lm_eval_asks(router: RunningRouter) -> None:
         assert choice["logprobs"]["token_logprobs"][2:-1] == [-at for at in range(2, len(prompt))]
 
 
-@pytest.mark.parametrize("prompt", [PROMPT, "a"])
+@each_case("prompt", [PROMPT, "a"])
 async def test_streams_begin_with_it(router: RunningRouter, prompt: str) -> None:
     body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 3, "stream": True}
     async with httpx.AsyncClient(base_url=router.url) as client:

@@ -10,6 +10,7 @@ import pytest
 from common.errors import InvalidArgumentError
 from common.types import WorkerRole
 from protos.baton.v1 import embed_pb2, inference_pb2
+from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
 from tests.router.fake_worker import FakeWorker
 from tests.router.tiny_tokenizer import ids_of
@@ -44,7 +45,7 @@ async def test_token_ids(router: RunningRouter, worker: FakeWorker, given: list[
     assert (request.cache_salt != "", request.request_id, request.fingerprint) == (True, "r", "f1")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "param"),
     [
         ({}, "input"),

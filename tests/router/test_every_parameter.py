@@ -21,6 +21,7 @@ from common.sampling import SamplingParams, TokenSequence, TypeForm, parameters
 from common.validation import ModelLimits
 from engine import messages as m
 from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2
+from tests.each_case import each_case
 from tests.router import nested_parameters
 from tests.router.conftest import RunningRouter
 from tests.router.fake_worker import MAX_MODEL_LEN, FakeWorker
@@ -68,7 +69,10 @@ def in_the_engine(request: decode_pb2.DecodeRequest) -> SamplingParams:
     return command.sampling_params
 
 
-every_parameter = pytest.mark.parametrize("name", list(parameters()))
+NAMES = [name for name in nested_parameters.VALUES if name in parameters()] or list(parameters())
+"""In the process of `test_nested_values`, those that are declared there."""
+
+every_parameter = each_case("name", NAMES)
 
 
 def test_the_wire_and_the_declaration_have_the_same_fields() -> None:
@@ -123,8 +127,9 @@ async def test_command(
     flags = [flag, typed] if typed else [flag]
     command = ["generate", "Hi", "--json", "--router", router.grpc_address]
     assert await asyncio.to_thread(main, [*command, *flags]) == 0
-    monkeypatch.setenv(f"BATON_{name.upper()}", typed or "true")
-    assert await asyncio.to_thread(main, command) == 0
+    with monkeypatch.context() as environment:
+        environment.setenv(f"BATON_{name.upper()}", typed or "true")
+        assert await asyncio.to_thread(main, command) == 0
     assert [getattr(in_the_engine(request), name) for request in worker.requests] == [value, value]
     assert json.loads(capsys.readouterr().out.splitlines()[0])["finish_reason"]
 
@@ -139,12 +144,11 @@ async def test_the_page_has_the_help_of_each(router: RunningRouter) -> None:
 
 def test_nested_values() -> None:
     """The tests above with parameters that are, or hold, dataclasses: they are declared in a process of their own."""
-    names = " or ".join(f"[{name}]" for name in nested_parameters.VALUES)
-    selected = "same_fields or help_of_each or " + names
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "tests.router.nested_parameters", __file__]
+    selected = "same_fields or help_of_each or test_rest or test_grpc or test_client or test_command"
+    command = [sys.executable, "-m", "pytest", "-v", "-n0", "-p", "tests.router.nested_parameters", __file__]
     result = subprocess.run([*command, "-k", selected], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
-    assert f"{len(nested_parameters.VALUES) * 4 + 2} passed" in result.stdout
+    assert f"6 passed, {len(nested_parameters.VALUES) * 4} subtests passed" in result.stdout
 
 
 async def test_bad_words_become_tokens(router: RunningRouter, worker: FakeWorker) -> None:

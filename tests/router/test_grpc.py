@@ -20,6 +20,7 @@ from router.api.fleet_service import ask_worker
 from router.api.grpc_parser import invalid_utf8_field
 from router.fleet.endpoint import Endpoint
 from router.server import serve
+from tests.each_case import each_case
 from tests.router.conftest import SETTINGS, RunningRouter, StartRouter, StartWorker
 from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.tiny_tokenizer import eos_id, ids_of
@@ -123,7 +124,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("request_", "field"), BAD)
+@each_case(("request_", "field"), BAD)
 async def test_bad_requests(router: RunningRouter, request_: inference_pb2.GenerateRequest, field: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await collect(router, request_)
@@ -133,7 +134,7 @@ async def test_bad_requests(router: RunningRouter, request_: inference_pb2.Gener
     assert await collect(router, inference_pb2.GenerateRequest(prompt="a"))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("data", "field"),
     [
         (b"\x1a\x02\xff\xfe", "prompt"),
@@ -218,7 +219,7 @@ async def test_health_follows_the_fleet_and_names_services(router: RunningRouter
     watch.cancel()
 
 
-@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+@each_case("version", ["v1", "v1alpha"])
 async def test_reflection(router: RunningRouter, version: str) -> None:
     method = router.channel.stream_stream(
         f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",

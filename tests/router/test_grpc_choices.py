@@ -16,6 +16,7 @@ from common.types import FinishReason, SampledToken
 from protos.baton.v1 import inference_pb2, types_pb2
 from router.serving.choices import likeliest
 from router.serving.request import Output
+from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
 from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.test_grpc import violated_field
@@ -93,7 +94,7 @@ async def test_the_likeliest_are_given_best_first() -> None:
     assert found == [(0, "1"), (0, "1"), (0, "1"), (1, "2"), (1, "2")]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("choices", "field"),
     [
         ({"n": 0}, "n"),

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import sys
-from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from router.api.rest.limits import LimitMiddleware
 from router.serving.gate import Gate
 from tests.router.conftest import RunningRouter, StartRouter, reaches, sample
 from tests.router.fake_worker import ANSWER, FakeWorker
+from tests.router.processes.running import running
 
 MIB = 2**20
 KEY = "k" * 32
@@ -370,32 +369,17 @@ async def test_a_watcher_that_reads_nothing_holds_up_nobody(router: RunningRoute
     writer.close()
 
 
-CODE = """
-import sys
-from common.config import RouterSettings
-from router.server import main
-sys.exit(main(RouterSettings(decode=sys.argv[1], api_keys_file=sys.argv[2], http_listen="127.0.0.1:0",
-                             grpc_listen="127.0.0.1:0")))
-"""
-
-
 async def test_nothing_is_read_for_a_missing_key(worker: FakeWorker, tmp_path: Path) -> None:
     """Messages near the largest, at a router in a process of its own: what it needs at most stays what it was."""
     (tmp_path / "keys").write_text(KEY)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CODE, worker.address, str(tmp_path / "keys"), stdout=PIPE
-    )
-    try:
-        assert process.stdout is not None
-        ready = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().split()
-        fields = dict(word.split("=", 1) for word in ready[1:])
-        async with grpc.aio.insecure_channel(fields["grpc"]) as channel:
+    async with running(processes=1, decode=[worker.address], api_keys_file=str(tmp_path / "keys")) as router:
+        async with grpc.aio.insecure_channel(router.grpc_address) as channel:
             call = inference_pb2_grpc.InferenceServiceStub(channel).Generate
             request = inference_pb2.GenerateRequest(prompt="x" * int(3.9 * MIB))
-            before = peak_bytes(process.pid)
+            before = peak_bytes(router.process.pid)
             outcomes = await asyncio.gather(*(ask(call, request) for _ in range(40)))
             assert set(outcomes) == {grpc.StatusCode.UNAUTHENTICATED}
-        async with httpx.AsyncClient(base_url=fields["http"]) as client:
+        async with httpx.AsyncClient(base_url=router.url) as client:
             for _ in range(8):
                 answer = await client.post("/v1/completions", content=b"x" * 20 * MIB)
                 assert answer.status_code == 401
@@ -404,10 +388,7 @@ async def test_nothing_is_read_for_a_missing_key(worker: FakeWorker, tmp_path: P
             for _ in range(8):
                 answer = await client.post("/v1/chat/completions", content=spread, headers=headers)
                 assert answer.json()["error"]["param"] == "messages[0]"
-        assert peak_bytes(process.pid) - before < 40 * MIB
-    finally:
-        process.kill()
-        await process.wait()
+        assert peak_bytes(router.process.pid) - before < 40 * MIB
 
 
 async def ask(

@@ -11,26 +11,17 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tests.router import chat_templates
-from tests.router.conftest import RunningRouter, StartWorker
-from tests.router.fake_worker import FakeWorker
+from tests.each_case import each_case
+from tests.router.conftest import RunningRouter
 from tests.router.test_responses import LOGPROBS
 from tests.router.test_responses import TOOL as RESPONSES_TOOL
-from tests.router.test_tools import ASK, TOOL, TWO_CALLS
-from tests.router.tiny_tokenizer import ids_of
+from tests.router.tool_calls import ASK, TOOL, worker
+
+__all__ = ["worker"]
 
 USAGE = {"stream_options": {"include_usage": True}}
 CHAT = {"messages": ASK, "max_tokens": 200}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-
-
-@pytest.fixture
-async def worker(start_worker: StartWorker) -> FakeWorker:
-    worker = await start_worker()
-    worker.chat_template = chat_templates.HERMES
-    worker.answer = ids_of(TWO_CALLS)
-    worker.false_info = {"max_model_len": 1024}
-    return worker
 
 
 async def post(router: RunningRouter, path: str, body: dict[str, object]) -> str:
@@ -45,7 +36,7 @@ def events_of(text: str) -> list[str]:
     return [data for data in datas if data != "[DONE]"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "body", "kind"),
     [
         ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2, "n": 2}, ChatCompletion),
@@ -79,7 +70,7 @@ async def test_whole_answers(router: RunningRouter, path: str, body: dict[str, o
     kind.model_validate_json(await post(router, path, body), strict=True)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "body", "kind"),
     [
         ("/v1/chat/completions", {**CHAT, **USAGE, "tools": [TOOL]}, ChatCompletionChunk),
@@ -96,7 +87,7 @@ async def test_chunks(router: RunningRouter, path: str, body: dict[str, object],
     assert len(chunks) > 4
 
 
-@pytest.mark.parametrize(
+@each_case(
     "body",
     [
         {"tools": [RESPONSES_TOOL]},

@@ -11,6 +11,7 @@ import pytest
 from common.block_hash import block_hashes, extra_keys, root_hash
 from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2, worker_pb2
+from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
 from tests.router.fake_worker import FakeWorker
 from tests.router.test_grpc import violated_field
@@ -151,7 +152,7 @@ BAD: list[tuple[str, dict[str, object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "field"), BAD)
+@each_case(("path", "body", "field"), BAD)
 async def test_bad_bodies(
     router: RunningRouter, worker: FakeWorker, path: str, body: dict[str, object], field: str
 ) -> None:
@@ -171,7 +172,7 @@ BAD_GRPC = [
 ]
 
 
-@pytest.mark.parametrize(("prefix", "seconds", "field"), BAD_GRPC)
+@each_case(("prefix", "seconds", "field"), BAD_GRPC)
 async def test_bad_messages(
     router: RunningRouter, worker: FakeWorker, prefix: inference_pb2.Prefix, seconds: float, field: str
 ) -> None:

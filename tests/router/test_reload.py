@@ -6,8 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
-from asyncio.subprocess import PIPE
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from router.serving.dispatch import Dispatcher
 from router.serving.fair_queue import FairQueue
 from tests.router.conftest import sample
 from tests.router.fake_worker import FakeWorker
+from tests.router.processes.running import running_with_file
 from tests.router.test_fair_queue import Runner
 
 
@@ -100,22 +99,9 @@ async def test_the_level_of_the_log(path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
 async def test_sighup(worker: FakeWorker, path: Path) -> None:
-    flags = [f"--decode={worker.address}", "--http-listen=127.0.0.1:0", "--grpc-listen=127.0.0.1:0"]
-    command = [sys.executable, "-m", "baton", "router", f"--config={path}", *flags]
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, start_new_session=True)
-    try:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert (await asyncio.wait_for(process.stdout.readline(), 60)).startswith(b"ready")
+    async with running_with_file(path, worker.address) as router:
         write(path, "{max_running: 2, drain_timeout: 1}")
-        os.kill(process.pid, signal.SIGHUP)
-        async with asyncio.timeout(30):
-            while b"need a restart settings=drain_timeout" not in await process.stderr.readline():
-                assert process.returncode is None
-        process.terminate()
-        await process.communicate()
-        assert process.returncode == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.communicate()
+        os.kill(router.process.pid, signal.SIGHUP)
+        await router.said(b"need a restart settings=drain_timeout")
+        router.process.terminate()
+        assert await router.ended() == 0

@@ -12,12 +12,14 @@ from common.types import FinishReason
 from router.api.rest.responses import ResponseAnswer
 from router.serving.answer_parts import TextPart, ToolCallDelta
 from router.serving.request import Output
+from tests.each_case import each_case
 from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartWorker
 from tests.router.fake_worker import FakeWorker
 from tests.router.test_answer import REPORT, USAGE, FakeGeneration, requests
-from tests.router.test_tools import TWO_CALLS, prompt_of
+from tests.router.test_tools import prompt_of
 from tests.router.tiny_tokenizer import byte_ids, ids_of
+from tests.router.tool_calls import TWO_CALLS
 
 TOOL: Any = {
     "type": "function",
@@ -163,7 +165,7 @@ async def test_a_stream_that_fails(router: RunningRouter, worker: FakeWorker) ->
         await router.openai.responses.create(model="tiny", input="x", stream=True)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "param"),
     [
         ({}, "input"),

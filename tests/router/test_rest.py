@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, sample
 from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.tiny_tokenizer import byte_ids, eos_id, ids_of
@@ -75,7 +76,7 @@ async def test_completions_of_several_prompts(router: RunningRouter, worker: Fak
     assert len((answer.model_extra or {})["baton"]["choices"]) == 4
 
 
-@pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
+@each_case("prompt", [[1, 2, 3], [[1, 2, 3]]])
 async def test_completions_of_token_ids(router: RunningRouter, worker: FakeWorker, prompt: list[int]) -> None:
     answer = await router.openai.completions.create(model="tiny", prompt=prompt)
     assert list(worker.requests[0].prompt_token_ids) == [1, 2, 3]
@@ -129,7 +130,7 @@ async def test_stop_string_cuts_and_cancels(router: RunningRouter, worker: FakeW
     assert (answer.choices[0].model_extra or {})["stop_reason"] == "Paris"
 
 
-@pytest.mark.parametrize("text", ["naïve 東京 😀 end", "👩‍👩‍👧 e\u0301 한국어"])
+@each_case("text", ["naïve 東京 😀 end", "👩‍👩‍👧 e\u0301 한국어"])
 async def test_characters_split_across_tokens(router: RunningRouter, worker: FakeWorker, text: str) -> None:
     worker.answer = byte_ids(text)
     stream = await router.openai.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
@@ -303,7 +304,7 @@ BAD_CHAT = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param"), BAD_CHAT)
+@each_case(("body", "param"), BAD_CHAT)
 async def test_bad_chat_requests(router: RunningRouter, body: dict[str, object], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await router.openai.chat.completions.create(model="tiny", messages=MESSAGES, extra_body=body)
@@ -313,7 +314,7 @@ async def test_bad_chat_requests(router: RunningRouter, body: dict[str, object],
     assert answer.choices[0].message.content == ANSWER
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "param"),
     [
         ({"prompt": ""}, "prompt"),
@@ -346,7 +347,7 @@ async def test_bad_completions(router: RunningRouter, body: dict[str, object], p
     assert answer.json()["error"]["param"] == param
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("data", "param"),
     [
         (b'{"prompt": "a', None),
@@ -430,7 +431,7 @@ async def test_an_error_after_the_first_token_is_an_event(router: RunningRouter,
     assert ANSWER.startswith("".join(received))
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@each_case("stream", [False, True])
 async def test_how_requests_end_is_counted(router: RunningRouter, stream: bool) -> None:
     async with httpx.AsyncClient(base_url=router.url) as client:
         for body, outcome in (({}, "ok"), ({"top_p": 2}, "invalid_argument"), ({"model": "x"}, "invalid_argument")):

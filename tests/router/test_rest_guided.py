@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from common.guided import Guided
+from tests.each_case import each_case
 from tests.router.conftest import RunningRouter
 from tests.router.fake_worker import FakeWorker
 from tests.router.test_every_parameter import in_the_engine
@@ -28,7 +29,7 @@ async def post(router: RunningRouter, path: str = "/v1/completions", **fields: o
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "guided"),
     [
         (response_format("text"), None),
@@ -60,7 +61,7 @@ async def test_asked_for(
     assert in_the_engine(worker.requests[0]).guided == guided
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "param", "words"),
     [
         (response_format("yaml"), "response_format.type", "must be one of text, json_object"),

@@ -18,13 +18,14 @@ from router.serving.answer_parser import AnswerReader
 from router.serving.conversation import Tool, Tools
 from router.serving.response_templates import response_template
 from tests.common.test_guided import matches, tokenizer
+from tests.each_case import each_case
 from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
 from tests.router.fake_worker import FakeWorker
-from tests.router.test_tools import ASK, TOOL, TWO_CALLS, TWO_TOOLS
-from tests.router.tiny_tokenizer import eos_id, ids_of, tokenizer_files, vocab_size
+from tests.router.tiny_tokenizer import eos_id, tokenizer_files, vocab_size
+from tests.router.tool_calls import ASK, TOOL, TWO_TOOLS, worker
 
-__all__ = ["tokenizer"]
+__all__ = ["tokenizer", "worker"]
 
 X: dict[str, Any] = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 STRICT = Tool(name="f", parameters=X | {"additionalProperties": False}, strict=True)
@@ -128,15 +129,6 @@ def test_shapes_that_cannot_be_held(chat_template: str, marks: tuple[str, ...], 
         guide_of(chat_template, with_marks(*marks), Tools(tools=(STRICT,)))
 
 
-@pytest.fixture
-async def worker(start_worker: StartWorker) -> FakeWorker:
-    worker = await start_worker()
-    worker.chat_template = chat_templates.HERMES
-    worker.answer = ids_of(TWO_CALLS)
-    worker.false_info = {"max_model_len": 1024}
-    return worker
-
-
 async def test_a_request(router: RunningRouter, worker: FakeWorker) -> None:
     """What the worker is asked for, and that its answer is read as that of any model with tools."""
     answer = await router.openai.chat.completions.create(
@@ -161,7 +153,7 @@ async def test_what_is_refused(start_worker: StartWorker, start_router: StartRou
     assert caught.value.param == "tools[1].strict"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("more", "field"),
     [
         ({"guided_regex": "a"}, "guided_regex"),

@@ -10,33 +10,14 @@ import openai
 import pytest
 
 from protos.baton.v1 import inference_pb2, types_pb2
+from tests.each_case import each_case
 from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
 from tests.router.fake_worker import FakeWorker
 from tests.router.tiny_tokenizer import ids_of, tiny_tokenizer
+from tests.router.tool_calls import ASK, TOOL, TWO_CALLS, TWO_TOOLS, worker
 
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "f",
-        "description": "Does it",
-        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
-    },
-}
-ASK: Any = [{"role": "user", "content": "Do"}]
-TWO_CALLS = (
-    '<think>hm</think>\n\nYes.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "f", "arguments": {"x": 2}}\n</tool_call>'
-)
-
-
-@pytest.fixture
-async def worker(start_worker: StartWorker) -> FakeWorker:
-    worker = await start_worker()
-    worker.chat_template = chat_templates.HERMES
-    worker.answer = ids_of(TWO_CALLS)
-    worker.false_info = {"max_model_len": 1024}
-    return worker
+__all__ = ["worker"]
 
 
 def prompt_of(worker: FakeWorker) -> str:
@@ -199,7 +180,7 @@ def called(**changes: object) -> dict[str, object]:
     return {"messages": [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "param"),
     [
         ({"tools": tools(129)}, "tools"),
@@ -332,10 +313,7 @@ async def test_names_of_speakers_are_for_the_template(start_worker: StartWorker,
     assert prompt_of(worker) == "ann: Hello"
 
 
-TWO_TOOLS: Any = [TOOL, {"type": "function", "function": {"name": "g", "strict": True}}]
-
-
-@pytest.mark.parametrize("parallel", [True, False])
+@each_case("parallel", [True, False])
 async def test_required(router: RunningRouter, worker: FakeWorker, parallel: bool) -> None:
     worker.answer = ids_of('[{"name": "f", "parameters": {"x": 1}}, {"name": "g", "parameters": {}}]')
     answer = await router.openai.chat.completions.create(
@@ -371,7 +349,7 @@ async def test_a_named_tool(router: RunningRouter, worker: FakeWorker) -> None:
     assert json.loads(worker.requests[-1].sampling_params.guided.json_schema) == TOOL["function"]["parameters"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "param"),
     [
         ({"tools": tools(strict=True, parameters={"type": "object", "not": {}})}, "tools"),

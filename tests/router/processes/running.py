@@ -1,4 +1,4 @@
-"""A router of several processes, as a process tree of its own."""
+"""A router, of several processes or of one, as a process tree of its own."""
 
 from __future__ import annotations
 
@@ -59,6 +59,15 @@ class RunningProcesses:
         samples = [one for family in text_string_to_metric_families(page) for one in family.samples if one.name == name]
         return sum(one.value for one in samples if labels.items() <= one.labels.items())
 
+    async def said(self, text: bytes, num: int = 1) -> None:
+        """Returns when so many lines of its log have it."""
+        assert self.process.stderr is not None
+        async with asyncio.timeout(60):
+            while num:
+                line = await self.process.stderr.readline()
+                assert line, "the router has ended"
+                num -= text in line
+
     async def ended(self) -> int:
         assert self.process.stderr is not None
         self.errors += await asyncio.wait_for(self.process.stderr.read(), 60)
@@ -91,12 +100,33 @@ async def start(before: str = "", **settings: object) -> Process:
 
 @contextlib.asynccontextmanager
 async def running(before: str = "", **settings: object) -> AsyncIterator[RunningProcesses]:
-    process = await start(before, **settings)
+    async with _listening(await start(before, **settings)) as router:
+        yield router
+
+
+@contextlib.asynccontextmanager
+async def running_with_file(path: Path, decode: str, processes: int = 1) -> AsyncIterator[RunningProcesses]:
+    """`baton router` with a settings file, and one decode worker."""
+    flags = [f"--processes={processes}", f"--decode={decode}", "--http-listen=127.0.0.1:0", "--grpc-listen=127.0.0.1:0"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "baton", "router", f"--config={path}", *flags),
+        stdout=PIPE,
+        stderr=PIPE,
+        start_new_session=True,
+    )
+    async with _listening(process) as router:
+        yield router
+
+
+@contextlib.asynccontextmanager
+async def _listening(process: Process) -> AsyncIterator[RunningProcesses]:
+    """It is ended afterwards, if the test has not done that."""
     try:
         assert process.stdout is not None
         ready = (await asyncio.wait_for(process.stdout.readline(), 120)).decode().split()
         if not ready:
             raise AssertionError((await process.communicate())[1].decode())
+        assert ready[0] == "ready"
         fields = dict(word.split("=", 1) for word in ready[1:])
         yield RunningProcesses(process, fields["http"], fields["grpc"])
     finally:

@@ -7,8 +7,6 @@ import os
 import shutil
 import signal
 import ssl
-import sys
-from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
 import grpc
@@ -21,7 +19,7 @@ from common.tls import TlsFiles
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.kube.certificates import make_ca, make_leaf
 from tests.router.fake_worker import ANSWER, FakeWorker
-from tests.router.processes.running import REQUEST, RunningProcesses, running, start
+from tests.router.processes.running import REQUEST, RunningProcesses, running, running_with_file, start
 
 pytestmark = pytest.mark.slow
 
@@ -73,28 +71,10 @@ async def test_tls_keys_and_probes(tmp_path: Path, unused_port: int) -> None:
         await worker.stop()
 
 
-async def lines(process: Process, text: bytes, num: int) -> None:
-    """Returns when so many lines have it."""
-    assert process.stderr is not None
-    async with asyncio.timeout(60):
-        while num:
-            line = await process.stderr.readline()
-            assert line, "the router has ended"
-            num -= text in line
-
-
 async def test_changed_settings_reach_all(worker: FakeWorker, tmp_path: Path) -> None:
     path = tmp_path / "router.yaml"
     path.write_text("{max_running: 1, max_queued: 1}")
-    flags = ["--processes=2", f"--decode={worker.address}", "--http-listen=127.0.0.1:0", "--grpc-listen=127.0.0.1:0"]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "baton", "router", f"--config={path}", *flags, stdout=PIPE, stderr=PIPE
-    )
-    try:
-        assert process.stdout is not None
-        ready = (await asyncio.wait_for(process.stdout.readline(), 120)).decode().split()
-        fields = dict(word.split("=", 1) for word in ready[1:])
-        router = RunningProcesses(process, fields["http"], fields["grpc"])
+    async with running_with_file(path, worker.address, processes=2) as router:
         worker.delay_s = 0.01
 
         async def served(num: int) -> int:
@@ -104,25 +84,20 @@ async def test_changed_settings_reach_all(worker: FakeWorker, tmp_path: Path) ->
 
         assert await served(6) == 2
         path.write_text("{max_running: 2, max_queued: 2, log_level: debug}")
-        process.send_signal(signal.SIGHUP)
-        await lines(process, b"settings changed settings=log_level, max_queued, max_running", 2)
+        router.process.send_signal(signal.SIGHUP)
+        await router.said(b"settings changed settings=log_level, max_queued, max_running", 2)
         assert await served(8) == 4
         # A file of no use keeps nobody from taking the place of a process that ended.
         path.write_text("max_running: none")
         os.kill(router.pids()[0], signal.SIGKILL)
-        await lines(process, b"the settings file cannot be used: the old ones stay", 1)
+        await router.said(b"the settings file cannot be used: the old ones stay")
         async with asyncio.timeout(60):
             while await router.metric("baton_router_process_restarts_total") != 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert await served(8) >= 2
-        process.terminate()
-        _, errors = await process.communicate()
-        assert process.returncode == 0, errors.decode()
-        assert b"Traceback" not in errors
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.communicate()
+        router.process.terminate()
+        assert await router.ended() == 0, router.errors.decode()
+        assert b"Traceback" not in router.errors
 
 
 async def test_signals_wait_until_a_process_has_handlers(worker: FakeWorker) -> None:
