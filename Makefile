@@ -50,10 +50,12 @@ up: $(STAMP) kernels ## Run a stack until Ctrl-C
 
 # More processes than cores: many tests wait more than they compute. A file stays together, for what its tests share.
 PYTEST := $(BIN)/python -m pytest --dist=loadfile
+# Of these folders it runs nothing, so it does not read them either: each process would take seconds for what they import.
+NOT_QUICK := --ignore=tests/abuse --ignore=tests/clients --ignore=tests/gpu --ignore=tests/integration
 OTHER_TARGETS := not clients and not gpu and not kube and not faults and not abuse
 
 test: $(STAMP) kernels ## Run the quick tests: all pure ones, and one real stack (4 minutes on two cores)
-	@$(PYTEST) --numprocesses=4 -m "not slow and not integration and $(OTHER_TARGETS)" tests
+	@$(PYTEST) --numprocesses=4 -m "not slow and not integration and $(OTHER_TARGETS)" $(NOT_QUICK) tests
 
 test-slow: $(STAMP) kernels ## Run those that `make test` leaves out: real processes in every way a request can go
 	@$(PYTEST) --numprocesses=3 -m "(slow or integration) and $(OTHER_TARGETS)" tests

@@ -8,10 +8,22 @@ from collections import Counter
 from collections.abc import Iterator
 from types import FrameType
 
+import pytest
+
 from common.errors import BatonError
 
 PACKAGES = ("common", "decode_service", "prefill_service", "router", "worker")
 GRPC_KEEPS = ("handle", "handle_call", "abort")  # frames of an aborted call that grpcio keeps; these hold no request
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_are_left_out() -> Iterator[None]:
+    """Import it: what was there before the module's tests, a million objects and more, is looked at once and not in each
+    test."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @contextlib.contextmanager

@@ -10,9 +10,12 @@ import httpx
 import pytest
 
 from protos.baton.v1 import inference_pb2
-from tests.garbage import left_of_requests, only_collected
+from tests.each_case import each_case
+from tests.garbage import left_of_requests, old_objects_are_left_out, only_collected
 from tests.router.conftest import RunningRouter
 from tests.router.fake_worker import FakeWorker
+
+__all__ = ["old_objects_are_left_out"]
 
 WARM_UP = 5
 NUM_ASKS = 3
@@ -68,7 +71,7 @@ async def client(router: RunningRouter) -> AsyncIterator[httpx.AsyncClient]:
         yield one
 
 
-@pytest.mark.parametrize("name", ASKS)
+@each_case("name", ASKS)
 async def test_nothing_of_a_request_is_left(
     router: RunningRouter, worker: FakeWorker, client: httpx.AsyncClient, name: str
 ) -> None:

@@ -8,9 +8,11 @@ import grpc
 import pytest
 
 from protos.baton.v1 import prefill_pb2
-from tests.garbage import left_of_requests, only_collected
+from tests.garbage import left_of_requests, old_objects_are_left_out, only_collected
 from tests.worker.conftest import RunningWorker, StartWorker, decode_request
 from tests.worker.words import ANSWER, VOCAB_SIZE
+
+__all__ = ["old_objects_are_left_out"]
 
 WARM_UP = 5
 NUM_ASKS = 3

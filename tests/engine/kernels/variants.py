@@ -18,7 +18,13 @@ def _best_and_slow_others(names: list[str]) -> list[object]:
     return [name if name == names[-1] else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-each_variant = pytest.mark.parametrize("variant", VARIANTS or _NONE)
+def _ends_and_slow_others(names: list[str]) -> list[object]:
+    return [name if name in (names[0], names[-1]) else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+each_variant = pytest.mark.parametrize("variant", _ends_and_slow_others(VARIANTS) or _NONE)
+"""The quick tier runs the plainest and the best."""
+
 best_and_slow_other_variants = pytest.mark.parametrize("variant", _best_and_slow_others(VARIANTS) or _NONE)
 
 ALL = ["torch", *VARIANTS]
