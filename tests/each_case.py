@@ -12,8 +12,8 @@ Test = Callable[..., Awaitable[None]]
 
 
 def each_case(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Test], Test]:
-    """As `pytest.mark.parametrize`, but fixtures are made once for all cases. A case that fails is named, and the others
-    go on. Each finds a fake worker that was asked for nothing yet."""
+    """As `pytest.mark.parametrize`, but fixtures are made once for all cases. A case that fails is named, and the
+    others go on. Each finds a fake worker that was asked for nothing yet."""
     all_names = (names,) if isinstance(names, str) else names
     values = [(case,) if isinstance(names, str) else case for case in cases]
 

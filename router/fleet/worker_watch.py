@@ -1,7 +1,7 @@
 """Asks a worker who it is, and reads its load for as long as the stream lasts; then it begins anew.
 
-    connecting ── GetInfo ──> known ── WatchLoad ──> READY / DRAINING ── stream ends, or silence ──> UNREACHABLE ─┐
-        ^─────────────────────────────────────────────────────────────────────────────────────────────────────────┘
+connecting ── GetInfo ──> known ── WatchLoad ──> READY / DRAINING ── stream ends, or silence ──> UNREACHABLE ─┐
+    ^─────────────────────────────────────────────────────────────────────────────────────────────────────────┘
 """
 
 from __future__ import annotations

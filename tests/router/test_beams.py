@@ -53,9 +53,7 @@ async def worker(start_worker: StartWorker) -> FakeWorker:
     return worker
 
 
-@each_case(
-    ("width", "penalty", "early"), [(1, 1.0, False), (3, 1.0, False), (4, 0.0, True), (8, 2.0, False)]
-)
+@each_case(("width", "penalty", "early"), [(1, 1.0, False), (3, 1.0, False), (4, 0.0, True), (8, 2.0, False)])
 async def test_the_clients_get_the_beams(router: RunningRouter, width: int, penalty: float, early: bool) -> None:
     params = BeamSearchParams(beam_width=width, max_tokens=6, length_penalty=penalty, early_stopping=early)
     wanted = beams_of(params)

@@ -382,8 +382,10 @@ async def test_a_body_that_is_too_large_is_refused_by_its_head(router: RunningRo
     host, _, port = router.url.removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (2**26 + 1))
-    head, _, body = (await asyncio.wait_for(reader.read(), 60)).partition(b"\r\n\r\n")
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
     assert head.startswith(b"HTTP/1.1 413 ")
+    (length,) = (int(line[15:]) for line in head.splitlines() if line.lower().startswith(b"content-length:"))
+    body = await asyncio.wait_for(reader.readexactly(length), 60)
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
     writer.close()
 
