@@ -2,7 +2,6 @@
 
 BatonError
 ├── InvalidArgumentError      the request is wrong: names the field        INVALID_ARGUMENT     400
-│   └── UnknownModelError     it names a model that is not served
 ├── ModelNotFoundError        no such model is served                      NOT_FOUND            404
 ├── UnauthenticatedError      no API key, or none that is known            UNAUTHENTICATED      401
 ├── OverloadedError           try again after `retry_after_s`              RESOURCE_EXHAUSTED   429
@@ -54,14 +53,7 @@ class InvalidArgumentError(BatonError):
         super().__init__(reason, field=field)
 
 
-class UnknownModelError(InvalidArgumentError):
-    def __init__(self, model: str, served: str) -> None:
-        super().__init__("model", f"{model!r} is not served here; this is {served!r}")
-
-
 class ModelNotFoundError(BatonError):
-    """What was asked for is the model itself, as at /v1/models/NAME."""
-
     grpc_code = "NOT_FOUND"
     http_status = 404
 

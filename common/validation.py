@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.errors import InvalidArgumentError, UnknownModelError
+from common.errors import InvalidArgumentError, ModelNotFoundError
 
 MAX_MESSAGES = 4096
 MAX_SALT_CHARS = 256
@@ -39,9 +39,9 @@ class ModelLimits:
 
 
 def check_model(model: str, limits: ModelLimits) -> None:
-    """An empty name means the model that is served. Raises `UnknownModelError` for any other name."""
+    """An empty name means the model that is served. Raises `ModelNotFoundError` for any other name."""
     if model and model != limits.model:
-        raise UnknownModelError(model, limits.model)
+        raise ModelNotFoundError(f"{model!r} is not served here; this is {limits.model!r}", field="model")
 
 
 def check_request_id(request_id: str, name: str = "request_id") -> None:

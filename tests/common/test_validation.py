@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import InvalidArgumentError, UnknownModelError
+from common.errors import InvalidArgumentError, ModelNotFoundError
 from common.validation import (
     ModelLimits,
     chat_role,
@@ -46,7 +46,7 @@ def test_bad_request_ids(request_id: str) -> None:
 def test_the_rest() -> None:
     check_model("", LIMITS)
     check_model("m", LIMITS)
-    with pytest.raises(UnknownModelError):
+    with pytest.raises(ModelNotFoundError, match=r"^model: 'M' is not served here"):
         check_model("M", LIMITS)
     check_cache_salt("s" * 256)
     with pytest.raises(InvalidArgumentError, match="cache_salt"):

@@ -135,7 +135,7 @@ def test_unknown_model_names_the_field(two: Stack) -> None:
         method = channel.unary_stream(GENERATE, request_serializer=bytes, response_deserializer=bytes)
         with pytest.raises(grpc.RpcError) as caught:
             list(method(generate(model="gpt-4"), timeout=60))
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     assert "model: 'gpt-4'" in str(caught.value.details())
     answer = httpx.post(f"{two.http}/v1/completions", json={"model": "gpt-4", "prompt": "x"}, trust_env=False)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")

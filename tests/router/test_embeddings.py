@@ -59,7 +59,6 @@ async def test_token_ids(router: RunningRouter, worker: FakeWorker, given: list[
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "dimensions": 2**21}, "dimensions"),
         ({"input": "a", "pooling": "max"}, "pooling"),
-        ({"input": "a", "model": "other"}, "model"),
         ({"input": "a", "colour": 1}, "colour"),
     ],
 )

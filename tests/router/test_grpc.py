@@ -162,7 +162,7 @@ def test_valid_messages_have_no_invalid_field() -> None:
 async def test_unknown_model(router: RunningRouter) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await collect(router, inference_pb2.GenerateRequest(model="other", prompt="a"))
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     assert violated_field(caught.value) == "model"
 
 

@@ -391,9 +391,19 @@ async def test_a_body_that_is_too_large_is_refused_by_its_head(router: RunningRo
 
 
 async def test_unknown_model(router: RunningRouter) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        await router.openai.chat.completions.create(model="other", messages=MESSAGES)
-    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+    client = router.openai
+    for asking in (
+        client.chat.completions.create(model="other", messages=MESSAGES),
+        client.chat.completions.create(model="other", messages=MESSAGES, stream=True),
+        client.completions.create(model="other", prompt="a"),
+        client.responses.create(model="other", input="a"),
+        client.embeddings.create(model="other", input="a"),
+        client.models.retrieve("other"),
+    ):
+        with pytest.raises(openai.NotFoundError) as caught:
+            await asking
+        error = caught.value
+        assert (error.type, error.param, error.code) == ("invalid_request_error", "model", "model_not_found")
 
 
 async def test_full_worker_is_a_rate_limit(router: RunningRouter, worker: FakeWorker) -> None:

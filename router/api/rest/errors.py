@@ -16,7 +16,6 @@ from common.errors import (
     InvalidArgumentError,
     ModelNotFoundError,
     UnauthenticatedError,
-    UnknownModelError,
 )
 
 log = logging.getLogger(__name__)
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 _TYPES = {
     400: "invalid_request_error",
     401: "invalid_request_error",
-    404: "not_found_error",
+    404: "invalid_request_error",
     408: "timeout_error",
     409: "conflict_error",
     413: "invalid_request_error",
@@ -33,7 +32,6 @@ _TYPES = {
     504: "timeout_error",
 }
 _CODES: dict[type[BatonError], str] = {
-    UnknownModelError: "model_not_found",
     ModelNotFoundError: "model_not_found",
     InvalidArgumentError: "invalid_value",
     UnauthenticatedError: "invalid_api_key",

@@ -72,7 +72,7 @@ assert len(client.embeddings.create(model=MODEL, input="a cat", dimensions=64).d
 assert [model.id for model in client.models.list()] == [MODEL]
 try:
     client.chat.completions.create(model="other", messages=ASK)
-except openai.BadRequestError as error:
+except openai.NotFoundError as error:
     assert error.code == "model_not_found", error
 else:
     raise AssertionError("another model is served")
