@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from common.choices import MAX_BEST_OF, MAX_N
 from common.logs import LogFormat
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -375,7 +376,25 @@ class ChatSettings(ClientSettings):
     timeline: bool = Field(False, description="print where each answer's time went")
 
 
-class GenerateSettings(ClientSettings):
+class ChoiceSettings(Settings):
+    """`common.choices.Choices`. Unset is the server's to decide, and the server says which values are good."""
+
+    n: int | None = Field(None, description=f"answers to the prompt, at most {MAX_N}; 1 if unset")
+    best_of: int | None = Field(
+        None, description=f"answers computed, at most {MAX_BEST_OF}: the n with the highest logprob per token are shown"
+    )
+    use_beam_search: bool | None = Field(
+        None, description="the answers are the n best sequences of a beam search of width n"
+    )
+    length_penalty: float | None = Field(
+        None, description="of a beam search: above 0, longer sequences are preferred; 1 if unset"
+    )
+    early_stopping: bool | None = Field(
+        None, description="a beam search ends as soon as n sequences have, and not when no other is likely to be better"
+    )
+
+
+class GenerateSettings(ChoiceSettings, ClientSettings):
     """`baton generate`, without the sampling parameters."""
 
     timeline: bool = Field(False, description="print where the answer's time went, to standard error")

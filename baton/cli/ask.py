@@ -8,13 +8,14 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
 from baton.cli.options import AS_JSON, SettingsCommand
 from baton.sampling_settings import sampling_options
 from baton.settings import CHAT_SETTINGS, DEMO_SETTINGS, GENERATE_SETTINGS
+from common.choices import ChoiceOptions
 from common.config import ChatSettings, ClientSettings, DemoSettings, GenerateSettings
 from common.errors import BatonError, ConfigError
 
@@ -49,6 +50,12 @@ def sampling(settings: ClientSettings, *, as_json: bool = False) -> SamplingOpti
         if name in options and not as_json:
             raise ConfigError("--" + name.replace("_", "-"), "is only shown by `baton generate --json`")
     return options
+
+
+def choices(settings: GenerateSettings) -> ChoiceOptions:
+    """What was set."""
+    values = {name: getattr(settings, name) for name in ChoiceOptions.__annotations__}
+    return cast("ChoiceOptions", {name: value for name, value in values.items() if value is not None})
 
 
 # ------------------------------------------------------------------------------------------ chat and generate
@@ -112,14 +119,19 @@ def converse(client: Client, settings: ChatSettings, history: list[tuple[str, st
 def generate(settings: GenerateSettings, *, prompt: str, as_json: bool) -> int:
     text = sys.stdin.read() if prompt == "-" else prompt
     with connect(settings) as client:
-        answer = client.generate(text, **sampling(settings, as_json=as_json))
-        if not as_json:
+        answer = client.generate(text, **sampling(settings, as_json=as_json), **choices(settings))
+        if not as_json and settings.n in (None, 1):
             stream(answer)
-        result = answer.result()
-    if as_json:
-        print(json.dumps(dataclasses.asdict(result), ensure_ascii=False))
-    if settings.timeline:
-        print_timeline(result)
+        results = answer.results()
+    for number, result in enumerate(results, 1):
+        title = f"--- {number} of {len(results)} ---" if len(results) > 1 else ""
+        if as_json:
+            print(json.dumps(dataclasses.asdict(result), ensure_ascii=False))
+        elif title:
+            print(title if result.cumulative_logprob is None else f"{title} logprob {result.cumulative_logprob:.3f}")
+            print(result.text)
+        if settings.timeline:
+            print_timeline(result, title)
     return 0
 
 
@@ -130,14 +142,14 @@ def stream(answer: Answer) -> None:
     print(flush=True)
 
 
-def print_timeline(result: Result) -> None:
-    """To standard error, so that standard output holds the answer alone."""
+def print_timeline(result: Result, title: str = "") -> None:
+    """To standard error, so that standard output holds the answer alone. `title` says which of several it is of."""
     from baton.timeline import render_timeline
 
     width = min(80, shutil.get_terminal_size().columns)
     ascii_only = not (sys.stderr.encoding or "").lower().startswith("utf")
     picture = render_timeline(result.report, result.usage, result.finish_reason, width=width, ascii_only=ascii_only)
-    print(f"\n{picture}", file=sys.stderr, flush=True)
+    print(f"\n{title}\n{picture}" if title else f"\n{picture}", file=sys.stderr, flush=True)
 
 
 # ----------------------------------------------------------------------------------------------------- fleet
@@ -243,8 +255,13 @@ ASK_COMMANDS = (
         examples=[
             'baton generate "Once upon a time" --max-tokens 40',
             'baton generate "1, 2, 3," --temperature 0 --json',
+            'baton generate "Once upon a time" --n 3 --best-of 5',
+            'baton generate "Once upon a time" --n 4 --use-beam-search --max-tokens 20',
         ],
-        params=[click.Argument(["prompt"]), AS_JSON],
+        params=[
+            click.Argument(["prompt"]),
+            click.Option(["--json", "as_json"], is_flag=True, help="Print a JSON object for each answer, one a line."),
+        ],
     ),
     SettingsCommand(
         "status",

@@ -16,6 +16,7 @@ from baton.settings import CONFIG_VARIABLE, config_path, env_name, flag_name, lo
 from common.config import (
     AutoscalerSettings,
     ChatSettings,
+    ChoiceSettings,
     ClientSettings,
     ConnectorSettings,
     DemoSettings,
@@ -43,6 +44,7 @@ GROUPS: dict[type[Settings], str] = {
     AutoscalerSettings: "Signals, planner and Kubernetes",
     ChatSettings: "Conversation",
     GenerateSettings: "Output",
+    ChoiceSettings: "Several answers",
     ClientSettings: "Router",
     SAMPLING_SETTINGS: "Sampling",
     ModelSettings: "Model",

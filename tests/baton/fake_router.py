@@ -41,6 +41,8 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
         for index in range(max(request.choices.n, 1)):
             for response in self._answer(request.prompt or " ".join(map(str, request.prompt_token_ids)), context):
                 response.index = index
+                if request.choices.use_beam_search:
+                    response.cumulative_logprob = -1.5 - index
                 yield response
 
     def Embed(  # noqa: N802

@@ -203,6 +203,31 @@ def test_generate_text_and_json(router: tuple[FakeRouter, str], capsys: pytest.C
     assert result["report"]["timings"]["total_ms"] == 20
 
 
+def test_generate_several_answers(router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", "one two", "--router", router[1], "--n", "2"]
+    assert main([*command, "--best-of", "3", "--timeline"]) == 0
+    output = capsys.readouterr()
+    assert output.out == "--- 1 of 2 ---\none two \n--- 2 of 2 ---\none two \n"
+    first, second = output.err.split("--- 2 of 2 ---")
+    assert "--- 1 of 2 ---" in first
+    assert "prefill on p:1" in first
+    assert "prefill on p:1" in second
+    choices = router[0].requests[-1].choices
+    assert (choices.n, choices.best_of, choices.HasField("use_beam_search")) == (2, 3, False)
+    assert main([*command, "--json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["text"] for line in lines] == ["one two "] * 2
+
+
+def test_generate_by_beam_search(router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--use-beam-search", "--length-penalty", "0.5", "--early-stopping"]
+    assert main(["generate", "one", "--router", router[1], "--n", "2", *flags]) == 0
+    expected = "--- 1 of 2 --- logprob -1.500\none \n--- 2 of 2 --- logprob -2.500\none \n"
+    assert capsys.readouterr().out == expected
+    choices = router[0].requests[-1].choices
+    assert (choices.use_beam_search, choices.length_penalty, choices.early_stopping) == (True, 0.5, True)
+
+
 def test_chat_with_a_question_and_its_timeline(
     router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
