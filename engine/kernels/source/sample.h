@@ -32,9 +32,9 @@ struct Asked {
     int32_t top_k;    // 0: off
     int32_t num_top;  // -1: no logprobs
 
-    bool has_changes() const {
-        return penalised.count || biased.count || allowed.count || banned.count || bad.count || mask != nullptr;
-    }
+    bool has_ids() const { return penalised.count || biased.count || allowed.count || banned.count || bad.count; }
+
+    bool is_masked_out(int64_t token) const { return mask != nullptr && !((mask[token / 8] >> (token % 8)) & 1); }
 };
 
 constexpr float NONE = -std::numeric_limits<float>::infinity();
@@ -273,18 +273,17 @@ inline int64_t draw(const Row& row, float least, double total, double uniform) {
 inline int64_t sample_row(const Row& row, const float* logits, const Asked& asked, float* logprobs, int64_t* ids) {
     Best best = best_of(logits, row.size);
     float log_sum = 0;
-    const bool is_changed = asked.has_changes();
-    if (is_changed || asked.temperature > 0 || asked.num_top >= 0) row.fill(logits);
+    // If the mask leaves the likeliest token, that is the likeliest of those which it leaves.
+    const bool is_best = !asked.has_ids() && !asked.is_masked_out(best.column);
+    if (!is_best || asked.temperature > 0 || asked.num_top >= 0) row.fill(logits);
     if (asked.num_top >= 0) {
         log_sum = best.value + float(std::log(weigh<false>(row, best.value, 1.0f)));
         if (asked.num_top > 0 && std::isfinite(log_sum)) likeliest(row, asked.num_top, log_sum, logprobs + 1, ids);
         for (int64_t i = 0; i < asked.num_top && !std::isfinite(log_sum); i++)
             ids[i] = i, logprobs[1 + i] = std::numeric_limits<float>::quiet_NaN();
     }
-    if (is_changed) {
-        change(row, asked);
-        best = best_of(row.values, row.size);
-    }
+    if (!is_best || asked.temperature > 0) change(row, asked);
+    if (!is_best) best = best_of(row.values, row.size);
     if (best.value == NONE) return -1;
     int64_t token = best.column;
     if (asked.temperature > 0) {

@@ -127,15 +127,19 @@ def test_masks_of_grammars(variant: str, tmp_path: Path) -> None:
     """Guided rows between others, greedy and drawn; one whose grammar leaves only what is banned."""
     file = tmp_path / "tokenizer.json"
     file.write_bytes(tokenizer_files()["tokenizer.json"])
-    guide = GrammarCompiler(file, vocab_size(), [eos_id()])(Guided(regex="[0-9]"))
-    logits = torch.randn(40, vocab_size(), generator=torch.Generator().manual_seed(1))
+    compiler = GrammarCompiler(file, vocab_size(), [eos_id()])
+    guide, wide = (compiler(Guided(regex=regex)) for regex in ("[0-9]", "[^0-9]+"))
+    logits = torch.randn(60, vocab_size(), generator=torch.Generator().manual_seed(1))
     inputs = []
-    for row in range(40):
-        params = SamplingParams(temperature=float(row % 2), seed=row)
-        inputs.append(SampleInput(params=params, num_output_tokens=0, guide=guide.fork() if row % 3 else None))
+    for row in range(60):
+        params = SamplingParams(temperature=float(row % 2), seed=row, logprobs=2 if row % 5 == 4 else None)
+        own = (None, guide.fork(), wide.fork())[row % 3]  # the mask of the last one leaves the likeliest token, mostly
+        inputs.append(SampleInput(params=params, num_output_tokens=0, guide=own))
     tokens = sample(logits, inputs)
-    assert sample(logits, inputs, kernels(variant)) == tokens
-    digits = {token.token_id for token, item in zip(tokens, inputs, strict=True) if token and item.guide}
+    sampled = sample(logits, inputs, kernels(variant))
+    assert [token and token.token_id for token in sampled] == [token and token.token_id for token in tokens]
+    digits = {token.token_id for token in tokens[1::3] if token}
+    assert {token.token_id for token in tokens[2::3] if token}.isdisjoint(digits)
     params = SamplingParams(bad_words_ids=tuple(TokenSequence(token_ids=(one,)) for one in range(vocab_size())))
     banned = SampleInput(params=params, num_output_tokens=0, changes=LogitChanges(params), guide=guide.fork())
     assert sample(logits[:1], [banned], kernels(variant)) == [None]
