@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Protocol
 
 from llguidance import LLMatcher, LLTokenizer
-from tokenizers import Tokenizer
 
 from common import metrics
 from common.errors import InternalError, InvalidArgumentError, OverloadedError
@@ -41,7 +40,7 @@ class Compiler(Protocol):
 
 
 class GrammarCompiler:
-    """For one model's tokenizer, which is read when the first grammar comes."""
+    """For one model's tokenizer, which is read by `load`, or when the first grammar comes."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer_file = tokenizer_file
@@ -59,6 +58,11 @@ class GrammarCompiler:
             raise ValueError(grammar_error(guided, matcher.get_error()))
         return Guide(matcher, tokenizer.vocab_size)
 
+    def load(self) -> None:
+        """Reads the tokenizer, which takes a fifth of a second for each 50,000 tokens, and holds the interpreter lock
+        meanwhile. Raises `ValueError` if guided text cannot be had from this model; so will every guided request."""
+        self._loaded()
+
     def _loaded(self) -> LLTokenizer:
         with self._lock:
             if self._tokenizer is None:
@@ -67,11 +71,11 @@ class GrammarCompiler:
                     raise ValueError("cannot be used: this model names no token that ends an answer")
                 if not self._tokenizer_file.is_file():
                     raise ValueError(f"cannot be used: this model has no {self._tokenizer_file.name}")
-                # Models may lack logits for the last tokens of their tokenizer: those are cut off the masks.
-                known = Tokenizer.from_file(str(self._tokenizer_file)).get_vocab_size(with_added_tokens=True)
-                self._tokenizer = LLTokenizer(
-                    str(self._tokenizer_file), n_vocab=max(self._vocab_size, known), eos_token=self._eos_token_ids
-                )
+                file, ends = str(self._tokenizer_file), self._eos_token_ids
+                try:
+                    self._tokenizer = LLTokenizer(file, n_vocab=self._vocab_size, eos_token=ends)
+                except ValueError:  # the model may lack logits for the last tokens: those are cut off the masks
+                    self._tokenizer = LLTokenizer(file, eos_token=ends)
             return self._tokenizer
 
 

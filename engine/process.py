@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -135,7 +136,14 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     connector = create_connector(settings.connector, config)
     store = create_store(settings.connector, settings.store, config)
     runner = ModelRunner(Path(bootstrap.model_dir), settings)
-    runner.warm_up()
+    compile_grammar = GrammarCompiler(
+        Path(bootstrap.model_dir) / "tokenizer.json", runner.vocab_size, runner.eos_token_ids
+    )
+    with ThreadPoolExecutor(1) as beside:  # later it would hold up the loop below, whatever thread it is on
+        loading = beside.submit(compile_grammar.load)
+        runner.warm_up()
+    if (error := loading.exception()) is not None:
+        log.info("no guided text from this model", extra={"reason": str(error)})
     commands = _Commands(socket)
     core = EngineCore(
         settings,
@@ -145,9 +153,7 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
         wakeup.set,
         store,
         read_commands=lambda: commands.hand_to(core),
-        compile_grammar=GrammarCompiler(
-            Path(bootstrap.model_dir) / "tokenizer.json", runner.vocab_size, runner.eos_token_ids
-        ),
+        compile_grammar=compile_grammar,
         drafter=load_draft_model(settings, runner),
     )
     socket.send(m.encode([core.ready()]))

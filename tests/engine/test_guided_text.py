@@ -350,6 +350,15 @@ def test_masks_of_a_vocabulary_that_the_model_cuts_off(compiler: GrammarCompiler
         assert sorted(text_of([token]) for token in allowed) == list("0123456789")
 
 
+def test_a_tokenizer_is_loaded_ahead(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(tokenizer_files()["tokenizer.json"])
+    compiler = GrammarCompiler(file, vocab_size(), [eos_id()])
+    compiler.load()
+    file.unlink()
+    compiler(Guided(regex="a"))
+
+
 def test_a_model_that_guided_text_cannot_be_had_from_says_so(tmp_path: Path) -> None:
     guided = Guided(regex="a")
     with pytest.raises(ValueError, match=r"has no tokenizer\.json"):

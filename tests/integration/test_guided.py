@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jsonschema
 import openai
@@ -15,9 +16,11 @@ from common.config import DEFAULT_MODEL
 from common.errors import InvalidArgumentError
 from common.guided import Guided
 from common.types import FinishReason
+from tests.chaos.tiny_model import write_tiny_model
 from tests.integration.ask import Salt
 from tests.integration.schemas import schemas
-from tests.integration.stack import CALL_TIMEOUT_S, Stack
+from tests.integration.stack import CALL_TIMEOUT_S, Stack, running
+from tests.router.tiny_tokenizer import eos_id
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -46,6 +49,18 @@ def test_answers_validate(two: Stack, salt: Salt) -> None:
     for (schema, _), result in ended:
         jsonschema.validate(json.loads(result.text), schema, jsonschema.Draft202012Validator)  # type: ignore[arg-type]
     assert sum(bool(result.report.prefill_worker) for result in results) > len(cases) // 2
+
+
+def test_the_first_guided_request_waits_for_no_tokenizer(tmp_path: Path) -> None:
+    """Workers have read it when they are ready."""
+    model = tmp_path / "model"
+    write_tiny_model(model)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_id()}))
+    stack = Stack(tmp_path, f"--model={model}")
+    with running(stack):
+        (model / "tokenizer.json").unlink()
+        with stack.client() as client:
+            assert client.generate([5, 6, 7], guided=Guided(choice=("cat", "dog"))).result().text in ("cat", "dog")
 
 
 def test_seeded_answers_are_the_same_alone(two: Stack, salt: Salt) -> None:
