@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
 import torch
 from llguidance import LLExecutor, LLMatcher
 
+from engine.batch import SampleInput
 from engine.guide_state import GuideError
 
 
@@ -39,6 +41,19 @@ class Guide:
         return " ".join(self.matcher.get_error().partition("<state>")[0].split())[:500]
 
 
+def guides_of(inputs: Sequence[SampleInput]) -> list[Guide]:
+    """Those of the guided rows, in their order."""
+    return [item.guide for item in inputs if isinstance(item.guide, Guide)]
+
+
+def begin_masks(inputs: Sequence[SampleInput]) -> Future[torch.Tensor] | None:
+    """`make_masks` for `guides_of(inputs)` on a thread of its own, beside the forward pass: what may come next depends
+    on the tokens so far, not on the logits. None if there are no guides. Until the masks are there, nobody may use
+    these guides."""
+    guides = guides_of(inputs)
+    return _maker().submit(make_masks, guides) if guides else None
+
+
 def make_masks(guides: Sequence[Guide]) -> torch.Tensor:
     """`[num_guides, bytes]` uint8: a bit for each token that may come next, lowest first, in whole words of 32; none if
     the grammar has failed. All masks are made in parallel."""
@@ -52,19 +67,19 @@ def make_masks(guides: Sequence[Guide]) -> torch.Tensor:
     return masks
 
 
-def mask_logits(logits: torch.Tensor, rows: Sequence[tuple[int, Guide]]) -> None:
-    """In place and in one pass: minus infinity for tokens that the row's grammar does not allow.
+def mask_logits(logits: torch.Tensor, rows: Sequence[int], masks: torch.Tensor) -> None:
+    """In place and in one pass: minus infinity for tokens that the grammars of these rows do not allow.
 
-    `logits` `[num_rows, vocab_size]` float32, maybe fewer columns than the tokenizer has tokens.
+    `logits` `[num_rows, vocab_size]` float32, maybe fewer columns than the tokenizer has tokens. `masks` has one for
+    each of `rows`.
     """
-    masks = make_masks([guide for _, guide in rows])
     if logits.device.type == "cpu":  # row by row, each within the processor's cache
         table, allowed, values = _addends().numpy(), masks.numpy(), logits.numpy()
-        for index, (row, _) in enumerate(rows):
+        for index, row in enumerate(rows):
             values[row] += table.take(allowed[index], axis=0).reshape(-1)[: logits.shape[-1]]
         return
     addends = _addends().to(logits.device)[masks.to(logits.device).int()].view(len(rows), -1)
-    logits[torch.tensor([row for row, _ in rows], device=logits.device)] += addends[:, : logits.shape[-1]]
+    logits[torch.tensor(rows, device=logits.device)] += addends[:, : logits.shape[-1]]
 
 
 @cache
@@ -72,6 +87,11 @@ def _addends() -> torch.Tensor:
     """`[256, 8]` float32: what each byte of a mask adds to the logits of its eight tokens, lowest bit first."""
     bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
     return torch.zeros(256, 8).masked_fill(bits == 0, float("-inf"))
+
+
+@cache
+def _maker() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="masks")
 
 
 @cache

@@ -19,7 +19,7 @@ import torch
 from common.sampling import MAX_LOGPROBS, SamplingParams
 from common.types import SampledToken, TokenLogprob
 from engine.batch import SampleInput
-from engine.guide import Guide, make_masks, mask_logits
+from engine.guide import Guide, guides_of, make_masks, mask_logits
 from engine.kernels.library import Kernels
 from engine.kernels.sampling import sample_rows
 from engine.logit_changes import LogitChanges
@@ -44,18 +44,23 @@ _FIRST_CANDIDATES = 1024  # most nuclei lie within these; sorting the whole voca
 
 
 def sample(
-    logits: torch.Tensor, inputs: Sequence[SampleInput], kernels: Kernels | None = None
+    logits: torch.Tensor,
+    inputs: Sequence[SampleInput],
+    kernels: Kernels | None = None,
+    masks: torch.Tensor | None = None,
 ) -> list[SampledToken | None]:
     """One token per row of `logits` `[num_rows, vocab_size]`, any float dtype; None for a row in which none is allowed.
-    `logits` itself is left as it is.
+    `logits` itself is left as it is. `masks` are those of the guided rows, if they are made already.
 
     Penalties, bias, bans and grammars change the logits of greedy rows too. Logprobs are of the model's own
     distribution, before any of that and before temperature.
     """
     raw = logits.float()
+    if masks is None and (guides := guides_of(inputs)):
+        masks = make_masks(guides)
     if kernels is not None:
-        return _sample_with(kernels, raw.contiguous(), inputs)
-    adjusted = _adjust(raw, inputs)
+        return _sample_with(kernels, raw.contiguous(), inputs, masks)
+    adjusted = _adjust(raw, inputs, masks)
     dead = _dead_rows(adjusted, inputs)
     random = [row for row, item in enumerate(inputs) if not item.params.is_greedy and row not in dead]
     tokens = adjusted.argmax(dim=-1)
@@ -86,10 +91,12 @@ def uniform(seed: int, index: int) -> float:
     return int.from_bytes(digest, "little") * 2.0**-48
 
 
-def _sample_with(kernels: Kernels, logits: torch.Tensor, inputs: Sequence[SampleInput]) -> list[SampledToken | None]:
-    guided = [(row, item.guide) for row, item in enumerate(inputs) if isinstance(item.guide, Guide)]
-    masks = make_masks([guide for _, guide in guided]) if guided else torch.empty(0, 0)
-    addresses = {row: masks[index].data_ptr() for index, (row, _) in enumerate(guided)}
+def _sample_with(
+    kernels: Kernels, logits: torch.Tensor, inputs: Sequence[SampleInput], masks: torch.Tensor | None
+) -> list[SampledToken | None]:
+    addresses = {}
+    if masks is not None:
+        addresses = dict(zip(_guided(inputs), (mask.data_ptr() for mask in masks), strict=True))
     most_top = min(max((item.params.logprobs or 0 for item in inputs), default=0), logits.shape[-1])
     rows = [_kernel_row(item, addresses.get(row, 0), most_top) for row, item in enumerate(inputs)]
     sampled = sample_rows(kernels, logits, np.array(rows, dtype=_KERNEL_ROW), most_top)
@@ -133,11 +140,15 @@ def _addresses(ids: array[int], numbers: array[float] | None = None) -> tuple[in
     return (ids.buffer_info()[0], 0 if numbers is None else numbers.buffer_info()[0], len(ids))
 
 
-def _adjust(raw: torch.Tensor, inputs: Sequence[SampleInput]) -> torch.Tensor:
+def _guided(inputs: Sequence[SampleInput]) -> list[int]:
+    """The rows that masks are made for."""
+    return [row for row, item in enumerate(inputs) if isinstance(item.guide, Guide)]
+
+
+def _adjust(raw: torch.Tensor, inputs: Sequence[SampleInput], masks: torch.Tensor | None) -> torch.Tensor:
     """Penalties, bias, bans, grammars, in this order, each for all rows at once; `raw` itself if no row asks."""
     changes = [(row, item.changes) for row, item in enumerate(inputs) if item.changes is not None]
-    guides = [(row, item.guide) for row, item in enumerate(inputs) if isinstance(item.guide, Guide)]
-    if not changes and not guides:
+    if not changes and masks is None:
         return raw
     adjusted = raw.clone()
     flat = adjusted.view(-1)
@@ -157,8 +168,8 @@ def _adjust(raw: torch.Tensor, inputs: Sequence[SampleInput]) -> torch.Tensor:
     banned += [(row * size, changed.bad_ids) for row, changed in changes if changed.bad_ids]
     if banned:
         flat[_joined(banned, raw.device)] = float("-inf")
-    if guides:
-        mask_logits(adjusted, guides)
+    if masks is not None:
+        mask_logits(adjusted, _guided(inputs), masks)
     return adjusted
 
 

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 
 from common import metrics
+from common.config import EngineSettings
 from common.guided import Guided
 from common.sampling import SamplingParams
 from common.types import FinishReason, SampledToken
 from engine import grammars as grammars_module
+from engine import guide as guide_module
 from engine import messages as m
-from engine.batch import SequenceInput
+from engine.batch import SampleInput, SequenceInput, StepOutput
 from engine.core import EngineCore
 from engine.grammars import GrammarCompiler
-from engine.guide import Guide, mask_logits
+from engine.guide import Guide, begin_masks, make_masks, mask_logits
+from engine.model_runner import ModelRunner
 from engine.sampler import sample
 from engine.speculation.speculation import Drafter
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
+from tests.chaos.tiny_model import write_tiny_model
 from tests.engine.fakes import BLOCK_SIZE, FakeRunner, assert_idle, next_token, run, tokens_of
 from tests.router.tiny_tokenizer import eos_id, tiny_tokenizer, tokenizer_files, vocab_size
 
@@ -42,10 +47,17 @@ PROMPT = list(range(5, 26))
 
 
 class RandomRunner(FakeRunner):
-    """Logits that depend on every byte of KV, and the real sampler."""
+    """Logits that depend on every byte of KV, and the real sampler; masks are made while the step computes."""
 
     vocab_size = vocab_size()
     eos_token_ids = [eos_id()]  # noqa: RUF012
+    masks: dict[int, Future[torch.Tensor] | None]  # by id of the sequence
+
+    def execute(
+        self, sequences: Sequence[SequenceInput], between_layers: Callable[[], None] = lambda: None
+    ) -> list[StepOutput]:
+        self.masks = {id(one): begin_masks([one.sample]) for one in sequences if one.sample is not None}
+        return super().execute(sequences, between_layers)
 
     def _sample(self, sequence: SequenceInput) -> SampledToken | None:
         if sequence.sample is None:
@@ -55,7 +67,8 @@ class RandomRunner(FakeRunner):
         assert [position for _, position in seen] == list(range(num_tokens))
         generator = torch.Generator().manual_seed(next_token([int(token) for token, _ in seen]) + num_tokens * 1000)
         logits = torch.randn(1, self.vocab_size, generator=generator)
-        return sample(logits, [sequence.sample])[0]
+        masks = self.masks[id(sequence)]
+        return sample(logits, [sequence.sample], masks=None if masks is None else masks.result())[0]
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +89,6 @@ class Engine:
         drafter: Drafter | None = None,
         **settings: object,
     ) -> None:
-        from common.config import EngineSettings
-
         self.woken = threading.Event()
         self.clock = 0.0
         self.core = EngineCore(
@@ -344,10 +355,40 @@ def test_masks_of_a_vocabulary_that_the_model_cuts_off(compiler: GrammarCompiler
     for size in (vocab_size() - 20, vocab_size() + 100):
         guide = GrammarCompiler(file, size, [eos_id()])(Guided(regex="[0-9]"))
         logits = torch.zeros(3, size)
-        mask_logits(logits, [(1, guide)])
+        mask_logits(logits, [1], make_masks([guide]))
         assert bool(torch.isfinite(logits[[0, 2]]).all())
         allowed = torch.isfinite(logits[1]).nonzero().flatten().tolist()
         assert sorted(text_of([token]) for token in allowed) == list("0123456789")
+
+
+def test_masks_are_made_while_the_model_computes(
+    compiler: GrammarCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = threading.Event()
+
+    def noted(guides: Sequence[Guide]) -> torch.Tensor:
+        masks = make_masks(guides)
+        made.set()
+        return masks
+
+    def wait() -> None:
+        assert made.wait(60), "the masks are made after the forward pass"
+
+    monkeypatch.setattr(guide_module, "make_masks", noted)
+    write_tiny_model(tmp_path, num_layers=1, max_len=64)
+    settings = EngineSettings(dtype="float32", kernels="torch", num_threads=1, num_blocks=8)
+    runner = ModelRunner(tmp_path, settings)
+    rows = []
+    for number, regex in enumerate(("[0-9]", None, "[a-z]")):
+        guide = None if regex is None else compiler(Guided(regex=regex))
+        asked = SampleInput(params=SamplingParams(temperature=0.0), num_output_tokens=0, guide=guide)
+        tokens = PROMPT[: (12, 8, 1)[number]]  # single tokens are computed first, so masks come in that order too
+        rows.append(SequenceInput(token_ids=tokens, num_computed_tokens=0, block_ids=[number], sample=asked))
+    first, _, last = runner.execute(rows, wait)
+    assert isinstance(first, SampledToken)
+    assert isinstance(last, SampledToken)
+    assert text_of([first.token_id]).isdigit()
+    assert text_of([last.token_id]).isalpha()
 
 
 def test_a_tokenizer_is_loaded_ahead(tmp_path: Path) -> None:
