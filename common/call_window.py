@@ -1,4 +1,4 @@
-"""How much of one call a `DecodeMany` stream has on its way at a time. Routers and workers count it alike."""
+"""What both ends of a `DecodeMany` stream keep to. Routers and workers count alike how much of a call is on its way."""
 
 from __future__ import annotations
 
@@ -14,3 +14,6 @@ MAX_TOKENS = 2**13
 
 MAX_EVENTS = 2**16
 """In one message. An end may be empty, so their bytes alone would not bound them."""
+
+STARTS_KEY = "baton-many-starts"
+"""In the initial metadata of a worker that takes several calls' starts in one message."""

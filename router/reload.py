@@ -77,7 +77,7 @@ class Reload:
         before, self._settings = self._settings, settings
         changed = {name for name in RouterSettings.model_fields if getattr(before, name) != getattr(settings, name)}
         if changed & PolicySettings.model_fields.keys():
-            self._dispatcher.policy = policy_of(settings)
+            self._dispatcher.routes.policy = policy_of(settings)
         if changed & LimitSettings.model_fields.keys():
             self._queue.change(
                 settings.max_running, max_waiting=settings.max_queued, max_wait_s=settings.max_queue_wait

@@ -122,7 +122,9 @@ async def serve(
         ),
         Generation(dispatcher, demand, quotas, queue),
         Embedder(registry, demand, quotas, queue),
-        PrefixHints(registry, lambda request, endpoints: dispatcher.policy.pick(request, endpoints), quotas, threads),
+        PrefixHints(
+            registry, lambda request, endpoints: dispatcher.routes.policy.pick(request, endpoints), quotas, threads
+        ),
         part,
     )
     health = Health()

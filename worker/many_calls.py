@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from common.call_window import MAX_EVENTS, MAX_TOKENS, TOKEN_COST, WINDOW_BYTES
+from common.call_window import MAX_EVENTS, MAX_TOKENS, STARTS_KEY, TOKEN_COST, WINDOW_BYTES
 from common.errors import DeadlineError, InvalidArgumentError, OverloadedError
 from common.grpc_calls import failure_of
 from common.grpc_status import rich_status
@@ -106,7 +106,7 @@ class ManyCalls:
 
     async def serve(self, context: Context) -> None:
         """One stream, until its router ends it. Raises `InvalidArgumentError` for what no router sends."""
-        await context.send_initial_metadata(())  # routers wait for it
+        await context.send_initial_metadata(((STARTS_KEY, "1"),))  # routers wait for it
         stream = _Stream(self, context)
         tasks = [asyncio.create_task(stream.read()), asyncio.create_task(stream.write())]
         try:
@@ -141,8 +141,8 @@ class _Stream:
             # Windows bound what honest routers leave: this one cancels calls, or gives them credit, and does not read.
             if self._num_unsent_bytes > most_bytes:
                 raise OverloadedError(f"{self._num_unsent_bytes} bytes of the stream are unread")
-            if message.HasField("start"):
-                self._start(message.start)
+            for start in message.starts:
+                self._start(start)
             for credit in message.credits:
                 if (found := self._running.get(credit.call_id)) is not None:
                     found[0].credit(credit.num_bytes)
@@ -152,7 +152,7 @@ class _Stream:
 
     def _start(self, start: decode_pb2.StartCall) -> None:
         if start.call_id <= self._last_id:
-            raise InvalidArgumentError("start.call_id", f"must be above {self._last_id}, not {start.call_id}")
+            raise InvalidArgumentError("starts.call_id", f"must be above {self._last_id}, not {start.call_id}")
         if self._num_unsent_ends >= self._calls.max_calls:
             raise OverloadedError(f"the ends of {self._num_unsent_ends} calls of the stream are unread")
         self._last_id = start.call_id
@@ -171,7 +171,7 @@ class _Stream:
 
     async def _run(self, call: Call, start: decode_pb2.StartCall) -> None:
         if start.HasField("timeout_s") and not (math.isfinite(start.timeout_s) and start.timeout_s >= 0):
-            raise InvalidArgumentError("start.timeout_s", "must be a number of seconds, 0 at least")
+            raise InvalidArgumentError("starts.timeout_s", "must be a number of seconds, 0 at least")
         if self._calls.num_calls > self._calls.max_calls:
             raise OverloadedError(f"the worker has {self._calls.max_calls} calls in hand")
         await self._calls.run(start.request, call)

@@ -84,9 +84,9 @@ class Admission:
     async def serving(self) -> ServedModel:
         """`served`, after waiting for a worker if there is none: a first one, or one whose connection broke a moment
         ago. Raises `UnavailableError`."""
-        wait_s = self._worker_wait_s or self.registry.reconnect_wait_s()
-        give_up_at = time.monotonic() + wait_s
-        if wait_s and not self._draining and self.registry.not_ready():
+        if not self._draining and self.registry.not_ready():
+            wait_s = self._worker_wait_s or self.registry.reconnect_wait_s()
+            give_up_at = time.monotonic() + wait_s
             with self.demand.waiting() if self._worker_wait_s else contextlib.nullcontext():
                 while not self._draining and self.registry.not_ready() and (left := give_up_at - time.monotonic()) > 0:
                     await self.registry.changed(min(left, 1.0))

@@ -18,7 +18,8 @@ from common.errors import InternalError, InvalidArgumentError
 from common.peers import MAX_BYTES, MAX_COUNT
 from common.sampling import MAX_LOGPROBS, FieldName, Given, SamplingParams, parameters
 from common.types import SampledToken, TokenLogprob
-from router.serving.dispatch import Dispatcher, Progress
+from router.serving.dispatch import Dispatcher
+from router.serving.progress import Progress
 from router.serving.request import GenerationRequest
 
 MAX_BLOCKS = 2**22

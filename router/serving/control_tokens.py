@@ -17,7 +17,7 @@ import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer as RustTokenizer
@@ -34,19 +34,19 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # what byte fallback looks up by na
 class Hidden:
     """Control tokens in the texts of one conversation, each replaced by a mark."""
 
-    def __init__(self, texts: Collection[str]) -> None:
-        """`texts`: all of the conversation's; no mark occurs in them."""
+    def __init__(self, texts: Iterable[str]) -> None:
+        """`texts`: all of the conversation's; no mark occurs in them. They are looked at once there is a mark."""
         self._marks: dict[str, str] = {}
         self._texts: dict[str, str] = {}
-        nonce = _digits(secrets.randbits(120), 10)
-        while any(nonce in text for text in texts):
-            nonce = _digits(secrets.randbits(120), 10)
-        self._nonce = nonce
+        self._all_texts = texts
+        self._nonce = ""
 
     def __bool__(self) -> bool:
         return bool(self._marks)
 
     def mark(self, text: str) -> str:
+        if not self._nonce:
+            self._nonce = _nonce_beside([*self._all_texts])
         if text not in self._marks:
             mark = self._marks[text] = self._nonce + _digits(len(self._marks), 2)
             self._texts[mark] = text
@@ -77,6 +77,8 @@ class ControlTokens:
         self._beginnings = {text[:end] for text in special for end in range(1, len(text))}
         self._endings = {text[start:] for text in special for start in range(1, len(text))}
         self._longest = max(map(len, special), default=0)
+        self._first_chars = frozenset(text[0] for text in self._beginnings)
+        self._last_chars = frozenset(text[-1] for text in self._endings)
         self.tokenizer = self._renamed(definition) if special else None
         normalizes = definition.get("normalizer") is not None
         is_found_later = any(token["special"] and token["normalized"] for token in added)
@@ -99,16 +101,21 @@ class ControlTokens:
         text = self._pattern.sub(lambda match: hidden.mark(match[0]) if match[0] in self._names else match[0], text)
         # A control token may also be completed by what the template writes beside the text, which it may trim.
         trimmed = text.rstrip()
-        for size in range(min(self._longest, len(trimmed)), 0, -1):
+        for size in self._sizes(trimmed[-self._longest :], self._first_chars):
             if (end := trimmed[-size:]) in self._beginnings:
                 text = trimmed[:-size] + hidden.mark(end) + text[len(trimmed) :]
                 break
         trimmed = text.lstrip()
-        for size in range(min(self._longest, len(trimmed)), 0, -1):
+        for size in self._sizes(trimmed[: self._longest], self._last_chars):
             if (start := trimmed[:size]) in self._endings:
                 text = text[: len(text) - len(trimmed)] + hidden.mark(start) + trimmed[size:]
                 break
         return text
+
+    def _sizes(self, edge: str, chars: frozenset[str]) -> Iterable[int]:
+        """How long a part of a control token at this edge of a text may be, the longest first: none is there without
+        one of `chars`."""
+        return () if chars.isdisjoint(edge) else range(len(edge), 0, -1)
 
     def encode(self, prompt: str, hidden: Hidden) -> list[int]:
         """Token ids of a rendered `prompt`: each control token that stands in it is one, and marks are text.
@@ -190,6 +197,14 @@ class ControlTokens:
             return None
         is_same = all(rust.token_to_id(names[content]) == token_id for content, token_id in self._ids.items())
         return rust if is_same else None
+
+
+def _nonce_beside(texts: Collection[str]) -> str:
+    """What occurs in none of them."""
+    nonce = _digits(secrets.randbits(120), 10)
+    while any(nonce in text for text in texts):
+        nonce = _digits(secrets.randbits(120), 10)
+    return nonce
 
 
 def _digits(number: int, length: int) -> str:

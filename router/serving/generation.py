@@ -19,8 +19,9 @@ from router.serving.answer_parts import PartsParser, Pieces
 from router.serving.answer_text import AnswerText, NewText
 from router.serving.beams import search
 from router.serving.demand import Demand
-from router.serving.dispatch import Dispatcher, NewTokens, Progress
+from router.serving.dispatch import Dispatcher
 from router.serving.fair_queue import FairQueue, Places, name_of
+from router.serving.progress import NewTokens, Progress
 from router.serving.quotas import Quotas
 from router.serving.request import GenerationRequest, Output
 

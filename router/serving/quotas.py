@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pydantic
 import yaml
@@ -113,8 +113,7 @@ class Quotas:
         """So many tokens of `prompt` were not computed after all."""
         self._take("tokens_per_second", key, tenant, -num_tokens)
 
-    @contextlib.contextmanager
-    def streams(self, key: str, tenant: str, num: int = 1, field: str = "") -> Iterator[None]:
+    def streams(self, key: str, tenant: str, num: int = 1, field: str = "") -> contextlib.AbstractContextManager[None]:
         """Around the answers to one request, of which `field` asks for `num`. Raises `OverloadedError`, and
         `InvalidArgumentError` if so many are never allowed."""
         owners = [
@@ -125,6 +124,10 @@ class Quotas:
         for (kind, _), most in owners:
             if num > most:
                 raise InvalidArgumentError(field, f"{num} answers: this {kind} may have {most} at a time")
+        return self._taken(owners, num) if owners else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _taken(self, owners: Sequence[tuple[tuple[str, str], int]], num: int) -> Iterator[None]:
         with contextlib.ExitStack() as taken:
             for (kind, name), most in owners:
                 entry = f"streams of {kind} {name}"

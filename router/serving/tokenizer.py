@@ -90,7 +90,7 @@ class Tokenizer:
         stays text.
         `check` sees the prompt before it is tokenized. Raises `InvalidArgumentError` for `messages`.
         """
-        hidden = Hidden(list(_texts(conversation)))
+        hidden = Hidden(_texts(conversation))
         if not control_tokens:
             conversation = self._hide(conversation, hidden)
         try:
@@ -110,16 +110,15 @@ class Tokenizer:
             {"role": message["role"], **hide({k: v for k, v in message.items() if k != "role"}, hidden)}
             for message in conversation.messages
         ]
-        tools = [
-            replace(tool, description=hide(tool.description, hidden), parameters=hide(tool.parameters, hidden))
-            for tool in conversation.tools.tools
-        ]
-        return replace(
-            conversation,
-            messages=messages,
-            tools=replace(conversation.tools, tools=tuple(tools)),
-            template_options=hide(conversation.template_options, hidden),
-        )
+        tools = conversation.tools
+        if tools.tools:
+            shown = [
+                replace(tool, description=hide(tool.description, hidden), parameters=hide(tool.parameters, hidden))
+                for tool in tools.tools
+            ]
+            tools = replace(tools, tools=tuple(shown))
+        options = hide(conversation.template_options, hidden)
+        return replace(conversation, messages=messages, tools=tools, template_options=options)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         if len(token_ids) <= SHORT_DECODE:  # a batch costs more, and this is done for every token of an answer

@@ -57,13 +57,18 @@ RIGHT: dict[str, Callable[[Target], Message]] = {
         request_id="r", prompt_token_ids=[5] * 40, sampling_params=LITTLE, prefill_addresses=[target.prefill]
     ),
     "DecodeMany": lambda target: decode_pb2.DecodeManyRequest(
-        start=decode_pb2.StartCall(
-            call_id=1,
-            timeout_s=CALL_S,
-            request=decode_pb2.DecodeRequest(
-                request_id="r", prompt_token_ids=[5] * 40, sampling_params=LITTLE, prefill_addresses=[target.prefill]
-            ),
-        )
+        starts=[
+            decode_pb2.StartCall(
+                call_id=1,
+                timeout_s=CALL_S,
+                request=decode_pb2.DecodeRequest(
+                    request_id="r",
+                    prompt_token_ids=[5] * 40,
+                    sampling_params=LITTLE,
+                    prefill_addresses=[target.prefill],
+                ),
+            )
+        ]
     ),
     "Prefill": lambda _: prefill_pb2.PrefillRequest(
         start=prefill_pb2.PrefillStart(request_id="p", prompt_token_ids=[5] * 40, sampling_params=LITTLE)

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import httpx
 
+from common.call_window import STARTS_KEY
 from protos.baton.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -66,11 +67,11 @@ class Liar(
             yield event
 
     async def DecodeMany(self, request_iterator, context) -> AsyncIterator[decode_pb2.DecodeManyResponse]:  # noqa: N802
-        await context.send_initial_metadata(())
+        await context.send_initial_metadata(((STARTS_KEY, "1"),))
         async for message in request_iterator:
-            if message.HasField("start"):
+            for start in message.starts:
                 self.num_asked += 1
-                rng, call_id = random.Random(self.num_asked), message.start.call_id
+                rng, call_id = random.Random(self.num_asked), start.call_id
                 for _ in range(rng.randrange(6)):
                     yield self._lie(rng, call_id)
                 yield decode_pb2.DecodeManyResponse(events=[decode_pb2.CallEvent(call_id=call_id, ended=b"")])

@@ -11,12 +11,13 @@ from typing import Any
 import grpc
 import pytest
 
-from common.call_window import MAX_EVENTS, MAX_TOKENS, TOKEN_COST, WINDOW_BYTES
+from common.call_window import MAX_EVENTS, MAX_TOKENS, STARTS_KEY, TOKEN_COST, WINDOW_BYTES
 from common.errors import InvalidArgumentError
 from common.grpc_options import REQUEST_OTHER_BYTES
 from common.grpc_status import rich_status
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, types_pb2
-from router.fleet.decode_stream import CallFailedError, DecodeCall, DecodeStreams, SingleCall
+from router.fleet.decode_call import CallFailedError, DecodeCall, SingleCall
+from router.fleet.decode_stream import DecodeStreams
 from tests.router.conftest import StartRouter, StartWorker
 from tests.router.fake_worker import ANSWER, FakeWorker
 
@@ -198,17 +199,18 @@ Says = Callable[[int], list[decode_pb2.DecodeManyResponse]]
 class Scripted(decode_pb2_grpc.DecodeServiceServicer):
     """Answers each start with what the test says, and keeps the stream open."""
 
-    def __init__(self, says: Says, breaks: grpc.StatusCode | None = None) -> None:
+    def __init__(self, says: Says, breaks: grpc.StatusCode | None = None, *, takes_batches: bool = True) -> None:
         self.says = says
+        self.takes_batches = takes_batches  # a worker of an older version does not say so
         self.breaks = breaks  # how the stream ends after the first answer, if it does
         self.heard: list[decode_pb2.DecodeManyRequest] = []
 
     async def DecodeMany(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
-        await context.send_initial_metadata(())
+        await context.send_initial_metadata(((STARTS_KEY, "1"),) if self.takes_batches else ())
         async for message in request_iterator:
             self.heard.append(message)
-            if message.HasField("start"):
-                for said in self.says(message.start.call_id):
+            for start in message.starts:
+                for said in self.says(start.call_id):
                     await context.write(said)
                 if self.breaks is not None:
                     await context.abort(self.breaks, "has had enough")
@@ -221,8 +223,10 @@ class Scripted(decode_pb2_grpc.DecodeServiceServicer):
 
 
 @asynccontextmanager
-async def scripted(says: Says, breaks: grpc.StatusCode | None = None) -> AsyncIterator[tuple[Scripted, Client]]:
-    server, servicer = grpc.aio.server(), Scripted(says, breaks)
+async def scripted(
+    says: Says, breaks: grpc.StatusCode | None = None, *, takes_batches: bool = True
+) -> AsyncIterator[tuple[Scripted, Client]]:
+    server, servicer = grpc.aio.server(), Scripted(says, breaks, takes_batches=takes_batches)
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server)
     client = Client(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
     await server.start()
@@ -244,6 +248,24 @@ def ended(call_id: int, status: bytes = b"") -> decode_pb2.DecodeManyResponse:
 def empty_events(number: int, call_id: int = 1) -> decode_pb2.DecodeManyResponse:
     one = decode_pb2.DecodeManyResponse(events=[decode_pb2.CallEvent(call_id=call_id)])
     return decode_pb2.DecodeManyResponse.FromString(one.SerializeToString() * number)
+
+
+@pytest.mark.parametrize("takes_batches", [True, False])
+async def test_calls_that_start_at_one_moment_are_one_message(takes_batches: bool) -> None:
+    """A worker of an older version would take them for one call."""
+
+    def says(call_id: int) -> list[decode_pb2.DecodeManyResponse]:
+        return [bare((call_id, call_id)), ended(call_id)]
+
+    async with scripted(says, takes_batches=takes_batches) as (worker, client):
+        for first in (1, 11):
+            calls = [client.call() for _ in range(10)]
+            assert [await tokens_of(call) for call in calls] == [[first + n] for n in range(10)]
+        batches = [[start.call_id for start in message.starts] for message in worker.heard]
+        if takes_batches:
+            assert batches == [[*range(1, 11)], [*range(11, 21)]]
+        else:
+            assert batches == [[call_id] for call_id in range(1, 21)]
 
 
 async def test_tokens_that_wait_come_together_and_are_credited_when_they_are_taken() -> None:
@@ -409,9 +431,9 @@ async def test_a_stream_that_ends_is_the_worker_s_fault_and_not_a_request_s() ->
 
     class Refuses(decode_pb2_grpc.DecodeServiceServicer):
         async def DecodeMany(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
-            error = InvalidArgumentError("start.call_id", "is wrong")
+            error = InvalidArgumentError("starts.call_id", "is wrong")
             details = (("grpc-status-details-bin", rich_status(error).SerializeToString()),)
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "start.call_id: is wrong", details)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "starts.call_id: is wrong", details)
 
     server = grpc.aio.server()
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(Refuses(), server)
@@ -419,6 +441,6 @@ async def test_a_stream_that_ends_is_the_worker_s_fault_and_not_a_request_s() ->
     await server.start()
     failure = await failure_of(client.call())
     assert failure.code == "UNAVAILABLE"
-    assert "start.call_id" in failure.details
+    assert "starts.call_id" in failure.details
     await client.channel.close()
     await server.stop(None)

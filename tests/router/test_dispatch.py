@@ -19,7 +19,8 @@ from protos.baton.v1 import inference_pb2, types_pb2, worker_pb2
 from router.fleet import registry
 from router.fleet.endpoint import Endpoint
 from router.policy.base import RoutingDecision, RoutingRequest
-from router.serving.dispatch import Dispatcher, DispatchLimits, Progress
+from router.serving.dispatch import Dispatcher, DispatchLimits
+from router.serving.progress import Progress
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches, sample
 from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.test_answer import requests

@@ -21,8 +21,8 @@ from router.api.rest.responses import ResponseAnswer
 from router.serving.answer_parser import AnswerReader
 from router.serving.conversation import Tool, Tools
 from router.serving.demand import Demand
-from router.serving.dispatch import NewTokens, Progress
 from router.serving.generation import Generation
+from router.serving.progress import NewTokens, Progress
 from router.serving.request import GenerationRequest, Output
 from router.serving.response_templates import response_template
 from tests.router import chat_templates

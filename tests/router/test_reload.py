@@ -48,18 +48,18 @@ def path(tmp_path: Path) -> Path:
 
 async def test_what_may_change_is_taken_over(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     router = Router(path)
-    runner, before = Runner(router.queue), router.dispatcher.policy
+    runner, before = Runner(router.queue), router.dispatcher.routes.policy
     await runner.add("a1")
     await runner.add("a2")
     router.reload.look()
     assert runner.order == ["a1"]
-    assert router.dispatcher.policy is before
+    assert router.dispatcher.routes.policy is before
     with caplog.at_level("INFO"):
         write(path, "{max_running: 2, policy: session, request_timeout: 5, http_listen: 127.0.0.1:2}")
         router.reload.look()
     await asyncio.sleep(0)
     assert runner.order == ["a1", "a2"]
-    assert router.dispatcher.policy is not before
+    assert router.dispatcher.routes.policy is not before
     lines = {record.getMessage(): record.__dict__.get("settings") for record in caplog.records}
     assert lines["settings changed"] == "max_running, policy"
     assert lines["settings changed that need a restart"] == "request_timeout", "a flag wins over the file"
@@ -75,11 +75,11 @@ async def test_what_may_change_is_taken_over(path: Path, caplog: pytest.LogCaptu
 async def test_a_file_of_no_use_changes_nothing(path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     router = Router(path)
     before = sample("baton_file_reloads_total", what="settings", outcome="failed")
-    policy = router.dispatcher.policy
+    policy = router.dispatcher.routes.policy
     write(path, text + " ")
     router.reload.look()
     router.reload.look()
-    assert router.dispatcher.policy is policy
+    assert router.dispatcher.routes.policy is policy
     assert sample("baton_file_reloads_total", what="settings", outcome="failed") == before + 1
     assert "changed files cannot be used" in caplog.text
     read = partial(load, RouterSettings, {}, environ={}, config=str(path))

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from google.rpc import code_pb2, status_pb2
 
-from common.call_window import MAX_TOKENS, TOKEN_COST, WINDOW_BYTES
+from common.call_window import MAX_TOKENS, STARTS_KEY, TOKEN_COST, WINDOW_BYTES
 from common.errors import BatonError, InvalidArgumentError, OverloadedError
 from common.grpc_status import DETAILS_KEY, error_of_call
 from protos.baton.v1 import decode_pb2, types_pb2
@@ -53,7 +53,7 @@ class Stream:
 
     async def start(self, call_id: int, request: decode_pb2.DecodeRequest, **fields: Any) -> None:
         start = decode_pb2.StartCall(call_id=call_id, request=request, **fields)
-        await self.rpc.write(decode_pb2.DecodeManyRequest(start=start))
+        await self.rpc.write(decode_pb2.DecodeManyRequest(starts=[start]))
 
     async def cancel(self, *call_ids: int) -> None:
         await self.rpc.write(decode_pb2.DecodeManyRequest(cancelled_call_ids=call_ids))
@@ -163,7 +163,7 @@ async def test_a_refused_request_ends_alone_and_says_why(worker: RunningWorker) 
     await stream.start(2, decode_request(ANSWER), timeout_s=math.nan)
     await stream.start(3, decode_request(ANSWER))
     assert (await stream.ended(3)).end == b""
-    for call_id, name in ((1, "prompt_token_ids"), (2, "start.timeout_s")):
+    for call_id, name in ((1, "prompt_token_ids"), (2, "starts.timeout_s")):
         error = (await stream.ended(call_id)).error
         assert isinstance(error, InvalidArgumentError)
         assert error.field == name
@@ -209,7 +209,7 @@ async def test_ids_go_up(worker: RunningWorker) -> None:
     stream = Stream(worker.decode)
     await stream.start(5, decode_request(WAIT))
     await stream.start(5, decode_request(ANSWER))
-    with pytest.raises(grpc.aio.AioRpcError, match=r"start\.call_id") as failed:
+    with pytest.raises(grpc.aio.AioRpcError, match=r"starts\.call_id") as failed:
         await stream.read()
     assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert (await answered(worker)).end == b""
@@ -286,7 +286,7 @@ class Router:
     def start(self, *call_ids: int) -> None:
         for call_id in call_ids:
             start = decode_pb2.StartCall(call_id=call_id, request=decode_pb2.DecodeRequest(request_id=str(call_id)))
-            self.to_worker.put_nowait(decode_pb2.DecodeManyRequest(start=start))
+            self.to_worker.put_nowait(decode_pb2.DecodeManyRequest(starts=[start]))
 
     def credit(self, call_id: int, num_bytes: int) -> None:
         credit = decode_pb2.Credit(call_id=call_id, num_bytes=num_bytes)
@@ -315,6 +315,25 @@ async def served(*call_ids: int, max_calls: int = 100) -> AsyncIterator[tuple[Ro
     yield router, calls
     router.to_worker.put_nowait(grpc.aio.EOF)
     await task
+
+
+async def test_calls_that_start_in_one_message_are_calls_of_their_own(worker: RunningWorker) -> None:
+    stream = Stream(worker.decode)
+    starts = [
+        decode_pb2.StartCall(call_id=1, request=decode_request(ANSWER)),
+        decode_pb2.StartCall(call_id=2, request=decode_request(ANSWER, prompt_token_ids=[])),
+        decode_pb2.StartCall(call_id=3, request=decode_request(WAIT, request_id="late"), timeout_s=0.2),
+        decode_pb2.StartCall(call_id=5, request=decode_request(WAIT, request_id="cancelled")),
+    ]
+    assert STARTS_KEY in await stream.rpc.initial_metadata(), "routers know by that"
+    await stream.rpc.write(decode_pb2.DecodeManyRequest(starts=starts))
+    assert (await stream.ended(1)).end == b""
+    assert isinstance((await stream.ended(2)).error, InvalidArgumentError)
+    assert (await stream.ended(3)).error.grpc_code == "DEADLINE_EXCEEDED"
+    await stream.cancel(5)
+    await stream.start(6, decode_request(ANSWER))
+    assert (await stream.ended(6)).end == b""
+    assert stream.heard(5).end is None
 
 
 async def test_what_comes_at_one_moment_is_one_message() -> None:

@@ -26,7 +26,7 @@ _sym_db = _symbol_database.Default()
 from protos.baton.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"v\n\x11\x44\x65\x63odeManyRequest\x12\"\n\x05start\x18\x01 \x01(\x0b\x32\x13.baton.v1.StartCall\x12\x1a\n\x12\x63\x61ncelled_call_ids\x18\x02 \x03(\x04\x12!\n\x07\x63redits\x18\x03 \x03(\x0b\x32\x10.baton.v1.Credit\"l\n\tStartCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x16\n\ttimeout_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12(\n\x07request\x18\x03 \x01(\x0b\x32\x17.baton.v1.DecodeRequestB\x0c\n\n_timeout_s\",\n\x06\x43redit\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\r\"^\n\x12\x44\x65\x63odeManyResponse\x12\x10\n\x08\x63\x61ll_ids\x18\x01 \x03(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12#\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x13.baton.v1.CallEvent\"F\n\tCallEvent\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x0f\n\x05\x65vent\x18\x02 \x01(\x0cH\x00\x12\x0f\n\x05\x65nded\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04what\"\xdb\x02\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x31\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x19\n\x11prefill_addresses\x18\x07 \x03(\t\x12\x18\n\x10output_token_ids\x18\x08 \x03(\r\x12\x19\n\x11min_remote_tokens\x18\t \x01(\r\x12\x1a\n\rhedge_after_s\x18\n \x01(\x01H\x00\x88\x01\x01\x12 \n\x06retain\x18\x0b \x01(\x0b\x32\x10.baton.v1.Retain\x12\x0e\n\x06tenant\x18\x0c \x01(\tB\x10\n\x0e_hedge_after_s\"\xab\x02\n\x0b\x44\x65\x63odeEvent\x12&\n\x06tokens\x18\x01 \x03(\x0b\x32\x16.baton.v1.SampledToken\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0foffers_handover\x18\x05 \x01(\x08\x12\'\n\x06report\x18\x06 \x01(\x0b\x32\x17.baton.v1.RequestReport\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.baton.v1.Usage\x12/\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x16.baton.v1.SampledTokenB\x10\n\x0e_stop_token_idJ\x04\x08\x04\x10\x05\x32\x98\x01\n\rDecodeService\x12K\n\nDecodeMany\x12\x1b.baton.v1.DecodeManyRequest\x1a\x1c.baton.v1.DecodeManyResponse(\x01\x30\x01\x12:\n\x06\x44\x65\x63ode\x12\x17.baton.v1.DecodeRequest\x1a\x15.baton.v1.DecodeEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"w\n\x11\x44\x65\x63odeManyRequest\x12#\n\x06starts\x18\x01 \x03(\x0b\x32\x13.baton.v1.StartCall\x12\x1a\n\x12\x63\x61ncelled_call_ids\x18\x02 \x03(\x04\x12!\n\x07\x63redits\x18\x03 \x03(\x0b\x32\x10.baton.v1.Credit\"l\n\tStartCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x16\n\ttimeout_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12(\n\x07request\x18\x03 \x01(\x0b\x32\x17.baton.v1.DecodeRequestB\x0c\n\n_timeout_s\",\n\x06\x43redit\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x11\n\tnum_bytes\x18\x02 \x01(\r\"^\n\x12\x44\x65\x63odeManyResponse\x12\x10\n\x08\x63\x61ll_ids\x18\x01 \x03(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12#\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x13.baton.v1.CallEvent\"F\n\tCallEvent\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x0f\n\x05\x65vent\x18\x02 \x01(\x0cH\x00\x12\x0f\n\x05\x65nded\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04what\"\xdb\x02\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x31\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x19\n\x11prefill_addresses\x18\x07 \x03(\t\x12\x18\n\x10output_token_ids\x18\x08 \x03(\r\x12\x19\n\x11min_remote_tokens\x18\t \x01(\r\x12\x1a\n\rhedge_after_s\x18\n \x01(\x01H\x00\x88\x01\x01\x12 \n\x06retain\x18\x0b \x01(\x0b\x32\x10.baton.v1.Retain\x12\x0e\n\x06tenant\x18\x0c \x01(\tB\x10\n\x0e_hedge_after_s\"\xab\x02\n\x0b\x44\x65\x63odeEvent\x12&\n\x06tokens\x18\x01 \x03(\x0b\x32\x16.baton.v1.SampledToken\x12-\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0foffers_handover\x18\x05 \x01(\x08\x12\'\n\x06report\x18\x06 \x01(\x0b\x32\x17.baton.v1.RequestReport\x12\x1e\n\x05usage\x18\x07 \x01(\x0b\x32\x0f.baton.v1.Usage\x12/\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x16.baton.v1.SampledTokenB\x10\n\x0e_stop_token_idJ\x04\x08\x04\x10\x05\x32\x98\x01\n\rDecodeService\x12K\n\nDecodeMany\x12\x1b.baton.v1.DecodeManyRequest\x1a\x1c.baton.v1.DecodeManyResponse(\x01\x30\x01\x12:\n\x06\x44\x65\x63ode\x12\x17.baton.v1.DecodeRequest\x1a\x15.baton.v1.DecodeEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,19 +34,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.decode_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DECODEMANYREQUEST']._serialized_start=57
-  _globals['_DECODEMANYREQUEST']._serialized_end=175
-  _globals['_STARTCALL']._serialized_start=177
-  _globals['_STARTCALL']._serialized_end=285
-  _globals['_CREDIT']._serialized_start=287
-  _globals['_CREDIT']._serialized_end=331
-  _globals['_DECODEMANYRESPONSE']._serialized_start=333
-  _globals['_DECODEMANYRESPONSE']._serialized_end=427
-  _globals['_CALLEVENT']._serialized_start=429
-  _globals['_CALLEVENT']._serialized_end=499
-  _globals['_DECODEREQUEST']._serialized_start=502
-  _globals['_DECODEREQUEST']._serialized_end=849
-  _globals['_DECODEEVENT']._serialized_start=852
-  _globals['_DECODEEVENT']._serialized_end=1151
-  _globals['_DECODESERVICE']._serialized_start=1154
-  _globals['_DECODESERVICE']._serialized_end=1306
+  _globals['_DECODEMANYREQUEST']._serialized_end=176
+  _globals['_STARTCALL']._serialized_start=178
+  _globals['_STARTCALL']._serialized_end=286
+  _globals['_CREDIT']._serialized_start=288
+  _globals['_CREDIT']._serialized_end=332
+  _globals['_DECODEMANYRESPONSE']._serialized_start=334
+  _globals['_DECODEMANYRESPONSE']._serialized_end=428
+  _globals['_CALLEVENT']._serialized_start=430
+  _globals['_CALLEVENT']._serialized_end=500
+  _globals['_DECODEREQUEST']._serialized_start=503
+  _globals['_DECODEREQUEST']._serialized_end=850
+  _globals['_DECODEEVENT']._serialized_start=853
+  _globals['_DECODEEVENT']._serialized_end=1152
+  _globals['_DECODESERVICE']._serialized_start=1155
+  _globals['_DECODESERVICE']._serialized_end=1307
 # @@protoc_insertion_point(module_scope)

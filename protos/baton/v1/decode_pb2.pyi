@@ -24,11 +24,13 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class DecodeManyRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    START_FIELD_NUMBER: _builtins.int
+    STARTS_FIELD_NUMBER: _builtins.int
     CANCELLED_CALL_IDS_FIELD_NUMBER: _builtins.int
     CREDITS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def start(self) -> Global___StartCall: ...
+    def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___StartCall]:
+        """in the order of their ids"""
+
     @_builtins.property
     def cancelled_call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """calls that have ended, and ids that were never used, are ignored"""
@@ -40,13 +42,13 @@ class DecodeManyRequest(_message.Message):
     def __init__(
         self,
         *,
-        start: Global___StartCall | None = ...,
+        starts: _abc.Iterable[Global___StartCall] | None = ...,
         cancelled_call_ids: _abc.Iterable[_builtins.int] | None = ...,
         credits: _abc.Iterable[Global___Credit] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled_call_ids", b"cancelled_call_ids", "credits", b"credits", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled_call_ids", b"cancelled_call_ids", "credits", b"credits", "starts", b"starts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,7 +36,9 @@ class DecodeServiceStub:
     """Runs requests to their ends: takes a prompt's KV over from a prefill worker, or computes it here, then streams
     tokens. One stream carries all requests of one router, and what one engine step gives them travels as one message.
     Each request is a call of its own: its deadline, or its id among `cancelled_call_ids`, ends it on this worker and
-    on prefill, and its failure is its own. The worker sends its initial metadata at once, and routers wait for it. The stream is the lease of all its calls: whatever ends it, ends them.
+    on prefill, and its failure is its own. The stream is the lease of all its calls: whatever ends it, ends them. The
+    worker sends its initial metadata at once, and routers wait for it: with `baton-many-starts` in it the worker takes
+    several `starts` in one message, and without it one.
     """
     Decode: _grpc.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeEvent]
     """One request in a stream of its own, for routers that know no DecodeMany. The next release will not have it."""
@@ -48,7 +50,9 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """Runs requests to their ends: takes a prompt's KV over from a prefill worker, or computes it here, then streams
     tokens. One stream carries all requests of one router, and what one engine step gives them travels as one message.
     Each request is a call of its own: its deadline, or its id among `cancelled_call_ids`, ends it on this worker and
-    on prefill, and its failure is its own. The worker sends its initial metadata at once, and routers wait for it. The stream is the lease of all its calls: whatever ends it, ends them.
+    on prefill, and its failure is its own. The stream is the lease of all its calls: whatever ends it, ends them. The
+    worker sends its initial metadata at once, and routers wait for it: with `baton-many-starts` in it the worker takes
+    several `starts` in one message, and without it one.
     """
     Decode: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeEvent]  # type: ignore[assignment]
     """One request in a stream of its own, for routers that know no DecodeMany. The next release will not have it."""
@@ -63,7 +67,9 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         """Runs requests to their ends: takes a prompt's KV over from a prefill worker, or computes it here, then streams
         tokens. One stream carries all requests of one router, and what one engine step gives them travels as one message.
         Each request is a call of its own: its deadline, or its id among `cancelled_call_ids`, ends it on this worker and
-        on prefill, and its failure is its own. The worker sends its initial metadata at once, and routers wait for it. The stream is the lease of all its calls: whatever ends it, ends them.
+        on prefill, and its failure is its own. The stream is the lease of all its calls: whatever ends it, ends them. The
+        worker sends its initial metadata at once, and routers wait for it: with `baton-many-starts` in it the worker takes
+        several `starts` in one message, and without it one.
         """
 
     @_abc_1.abstractmethod
