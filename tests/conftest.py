@@ -12,6 +12,8 @@ import pytest
 for _name in [name for name in os.environ if name.startswith("BATON_")]:
     del os.environ[_name]
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Several test processes share the cores, and threads that share busy cores spend their time waiting for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if importlib.util.find_spec("hypothesis"):  # the bare machine of `make test-gpu` may lack it
     import hypothesis
