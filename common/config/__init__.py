@@ -1,0 +1,58 @@
+"""Every setting of every process, validated. Flags, `BATON_*` variables and YAML keys are all made from these fields.
+
+A field's name is its YAML key; `--num-blocks` and `BATON_NUM_BLOCKS` are the same setting. Descriptions are the help
+texts. Defaults that depend on the machine or model are None here and decided where the machine or model is known.
+"""
+
+from __future__ import annotations
+
+from common.config.autoscaler import AutoscalerSettings
+from common.config.base import (
+    Addresses,
+    HealthSettings,
+    LogSettings,
+    Port,
+    Positive,
+    Settings,
+    TlsSettings,
+    comma_separated,
+)
+from common.config.client import ChatSettings, ChoiceSettings, ClientSettings, GenerateSettings
+from common.config.router import MAX_PROCESSES, LimitSettings, PolicySettings, RouterSettings
+from common.config.stack import DemoSettings, UpSettings
+from common.config.worker import (
+    DEFAULT_MODEL,
+    ConnectorSettings,
+    EngineSettings,
+    ModelSettings,
+    WorkerSettings,
+    default_cache_dir,
+)
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "MAX_PROCESSES",
+    "Addresses",
+    "AutoscalerSettings",
+    "ChatSettings",
+    "ChoiceSettings",
+    "ClientSettings",
+    "ConnectorSettings",
+    "DemoSettings",
+    "EngineSettings",
+    "GenerateSettings",
+    "HealthSettings",
+    "LimitSettings",
+    "LogSettings",
+    "ModelSettings",
+    "PolicySettings",
+    "Port",
+    "Positive",
+    "RouterSettings",
+    "Settings",
+    "TlsSettings",
+    "UpSettings",
+    "WorkerSettings",
+    "comma_separated",
+    "default_cache_dir",
+]

@@ -1,0 +1,56 @@
+"""What settings are made of, and what several processes have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from common.logs import LogFormat
+
+
+def comma_separated(value: object) -> object:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+Addresses = Annotated[tuple[str, ...], BeforeValidator(comma_separated)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Positive = Annotated[int, Field(gt=0)]
+
+
+class Settings(BaseModel):
+    """Base of all settings: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), validate_default=True)
+
+
+class LogSettings(Settings):
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line shown")
+    log_format: LogFormat = Field("text", description="text, or json (one object per line)")
+
+
+class TlsSettings(Settings):
+    """Certificates of one process, for its ports and for its channels to others; plain text if none is given.
+
+    The files are read again when they change.
+    """
+
+    tls_cert: str | None = Field(
+        None, description="certificate chain (PEM) that this process shows, as server and as client"
+    )
+    tls_key: str | None = Field(None, description="its private key (PEM)")
+    tls_ca: str | None = Field(
+        None,
+        description="CA (PEM) that peers' certificates have to come from; a worker then takes no client without one",
+    )
+    tls_server_name: str | None = Field(
+        None, description="name that peers' certificates have to hold; the host of their address if unset"
+    )
+
+
+class HealthSettings(Settings):
+    health_listen: str | None = Field(
+        None, description="further gRPC address with health checks alone, in plain text, for probes; off if unset"
+    )

@@ -1,0 +1,105 @@
+"""Settings of a router."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from common.config.base import Addresses, HealthSettings, LogSettings, Positive, Settings, TlsSettings
+
+MAX_PROCESSES = 64  # of one router
+
+
+class PolicySettings(Settings):
+    """How a router chooses workers."""
+
+    policy: str = Field(
+        "least_load",
+        description="who gets a request: least_load, power_of_two, prefix_aware, round_robin or session",
+    )
+    prefill_policy: str | None = Field(None, description="which of them chooses prefill workers; --policy if unset")
+    decode_policy: str | None = Field(None, description="which of them chooses decode workers; --policy if unset")
+    min_remote_tokens: Positive | None = Field(
+        None,
+        description="fewest prompt tokens without KV for which a prefill worker is asked; one KV block if unset",
+    )
+    hedge_prefill: bool = Field(
+        False,
+        description="ask a second prefill worker if the first is much later than others were for as long a prompt; "
+        "the first to answer goes on",
+    )
+
+
+class LimitSettings(Settings):
+    """How much a router takes on, and from whom."""
+
+    limits_file: str | None = Field(
+        None, description="YAML of what keys and tenants may ask for; read again when it changes; no limits if unset"
+    )
+    max_running: Positive | None = Field(
+        None,
+        description="answers that workers make at a time; further ones wait here for their turn; no queue if unset",
+    )
+    max_queued: Positive = Field(256, description="answers that wait for their turn; further ones are refused")
+    max_queue_wait: float = Field(
+        30.0, gt=0, description="seconds that one may wait for its turn; what would wait longer is refused at once"
+    )
+
+
+class RouterSettings(PolicySettings, LimitSettings, TlsSettings, HealthSettings, LogSettings):
+    """`baton router`. With --tls-cert and --tls-key both of its ports speak TLS."""
+
+    prefill: Addresses = Field((), description="prefill workers: host:port, dns:///name:port or k8s:///ns/service:port")
+    decode: Addresses = Field((), description="decode workers, spelled likewise (a worker of both roles in both)")
+    http_listen: str = Field("127.0.0.1:8000", description="REST address; port 0 takes a free one")
+    grpc_listen: str = Field("127.0.0.1:50051", description="gRPC address; port 0 takes a free one")
+    processes: int = Field(
+        1,
+        ge=1,
+        le=MAX_PROCESSES,
+        description="router processes that share both ports (Linux only); limits hold for all of them together",
+    )
+    tls_client_ca: str | None = Field(
+        None, description="CA (PEM) of clients' certificates; --tls-ca's are taken, too; clients need none if unset"
+    )
+    api_keys_file: str | None = Field(
+        None,
+        description="file of API keys, of which a client needs one; read again when it changes; all may if unset",
+    )
+    drain_timeout: float = Field(30.0, ge=0, description="seconds that SIGTERM waits for answers to end")
+    request_timeout: float = Field(
+        600.0, gt=0, description="deadline in seconds of a request that brings none, and the most that one may ask for"
+    )
+    max_requests: Positive = Field(
+        1024, description="requests in flight, each choice of an answer counted; more are refused with a delay"
+    )
+    max_requests_per_key: Positive | None = Field(
+        None, description="those of one API key; half of --max-requests if unset"
+    )
+    max_request_mb: float | None = Field(
+        None, gt=0, description="MiB of one request's body; from the model's context if unset, over gRPC at most 4"
+    )
+    max_buffered_mb: float = Field(256.0, gt=0, description="MiB of the bodies of all requests in flight")
+    max_answer_tokens: Positive | None = Field(
+        None,
+        description="tokens of all answers to one request: max_tokens, times n (best_of) and prompts, times 1 + "
+        "logprobs / 4 rounded up; prompt tokens whose logprobs are asked for count likewise. A request that asks for "
+        "more is refused, one without max_tokens ends there. If unset, what one answer may need in the model's "
+        "context, and 2^20 at least",
+    )
+    max_retain: float = Field(
+        3600.0, ge=0, description="seconds for which a request may have its prompt's KV retained; 0: not at all"
+    )
+    max_connections: Positive = Field(1024, description="connections of clients, of REST and of gRPC each")
+    receive_timeout: float = Field(
+        30.0,
+        gt=0,
+        description="seconds that a client may take for its TLS handshake, for the head of a request, and for its body",
+    )
+    control_tokens: bool = Field(
+        False,
+        description="control tokens (such as <|im_end|>) in chat messages are control tokens, not text: clients may "
+        "then begin and end turns in a message",
+    )
+    worker_wait: float = Field(
+        0.0, ge=0, description="seconds that a request waits while there is no worker (a fleet scaled to zero)"
+    )

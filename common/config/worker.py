@@ -1,0 +1,130 @@
+"""Settings of a model, of its engine, of how KV moves, and of the worker that has all of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from common.config.base import HealthSettings, LogSettings, Port, Positive, Settings, TlsSettings, comma_separated
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def default_cache_dir() -> str:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return str(Path(base) / "baton")
+
+
+class ModelSettings(Settings):
+    model: str = Field(
+        DEFAULT_MODEL,
+        description=f"{DEFAULT_MODEL} (embedded), a model directory or GGUF file on disk, or org/name on a hub",
+    )
+    served_model_name: str | None = Field(None, description="name that clients use; the model's own if unset")
+    cache_dir: str = Field(default_factory=default_cache_dir, description="where converted models are kept")
+
+
+class EngineSettings(ModelSettings):
+    """What one engine process needs."""
+
+    dtype: Literal["auto", "bfloat16", "float32", "float16"] = Field(
+        "auto",
+        description="of weights, activations and KV; auto: the model's own, or float32 on a CPU that is slow in it",
+    )
+    device: str = Field("auto", description="cpu, cuda or cuda:N; auto: a CUDA device if there is one, else cpu")
+    kernels: Literal["auto", "avx2", "avx512", "avx512_bf16", "amx", "neon", "torch"] = Field(
+        "auto", description="instruction set of the CPU kernels; auto: the best that this CPU has; torch: none"
+    )
+    quantization: Literal["none", "int8", "int4"] = Field(
+        "none", description="of weights, when they are loaded; needs the CPU kernels"
+    )
+    block_size: Positive = Field(16, description="tokens per KV block")
+    num_blocks: Positive | None = Field(None, description="KV blocks; from --kv-cache-memory-gb if unset")
+    kv_cache_memory_gb: float | None = Field(
+        None, gt=0, description="KV cache size in GiB; if unset 1 on CPU, --memory-utilization on CUDA"
+    )
+    memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a CUDA device's memory that may be used")
+    max_model_len: Positive | None = Field(None, description="prompt and answer tokens; the model's own if unset")
+    max_num_seqs: Positive = Field(64, description="requests in one batch")
+    max_num_batched_tokens: Positive = Field(2048, description="tokens in one engine step")
+    chunk_size: Positive = Field(512, description="tokens of one prompt in one engine step")
+    announce: Literal["chunk", "end"] = Field(
+        "chunk", description="when prefill announces KV blocks: chunk by chunk, or all at the end (to measure overlap)"
+    )
+    enable_prefix_caching: bool = Field(True, description="reuse KV blocks of equal prefixes")
+    retain_share: float = Field(
+        0.5, ge=0, le=1, description="share of the KV blocks that requests may have retained (docs/cache-hints.md)"
+    )
+    retain_tenant_share: float = Field(0.25, ge=0, le=1, description="the same of each tenant's requests")
+    speculation: str = Field(
+        "none",
+        description="guess tokens of answers, several of which one step checks; no answer changes: none, "
+        "ngram (as the text went on where its last tokens stood before), or a smaller model, as --model names one",
+    )
+    speculation_tokens: Positive = Field(8, description="most tokens of one guess")
+    queue_policy: Literal["fcfs", "priority"] = Field(
+        "fcfs",
+        description="who is next: who came first, and priorities are refused; or by priority, one step of which is "
+        "worth 10 seconds of waiting",
+    )
+    preemption_mode: Literal["recompute", "swap"] = Field(
+        "recompute", description="what happens to a request that has to give its KV blocks back"
+    )
+    host_cache_gb: float = Field(
+        0.0, ge=0, description="host memory in GiB for KV blocks that the device evicts; only worth it on a device"
+    )
+    swap_space_gb: float = Field(1.0, gt=0, description="host memory for --preemption-mode swap, GiB")
+    engine_timeout: float = Field(
+        30.0, gt=0, description="seconds of silence after which an engine process that hangs is killed"
+    )
+    num_threads: Positive | None = Field(None, description="compute threads; the pinned cores' number if unset")
+    cpu_cores: Annotated[tuple[int, ...], BeforeValidator(comma_separated)] = Field(
+        (), description="cores that the engine process is pinned to, as 0,1; none pinned if empty"
+    )
+
+
+class ConnectorSettings(Settings):
+    """What all connectors share. Further fields are those of single connectors, which each has a class for in its own
+    package: they are carried along here unread, by name. `kv_store.registry` knows those classes; `baton.settings` puts
+    them together, so that a command knows every flag and refuses unknown ones."""
+
+    model_config = ConfigDict(extra="allow")
+
+    connector: str = Field(
+        "shared_storage",
+        description="how KV blocks move: shared_storage (files), nixl (memory to memory) or lmcache (a server)",
+    )
+    store: str = Field(
+        "",
+        description="keeps computed KV for all workers, beside a connector that is no store: shared_storage or lmcache",
+    )
+    transfer_timeout_s: float = Field(10.0, gt=0, description="a KV block's transfer fails after this many seconds")
+    verify_checksums: bool = Field(False, description="verify KV that moves from peer to peer (stores always do)")
+    lend_blocks: bool = Field(
+        True, description="decode workers lend prefill workers the blocks of a prompt that these lack (nixl)"
+    )
+
+
+class WorkerSettings(EngineSettings, ConnectorSettings, TlsSettings, HealthSettings, LogSettings):
+    """`baton prefill`, `baton decode` and `baton worker`."""
+
+    model_config = ConfigDict(extra="allow")  # see ConnectorSettings
+
+    listen: str = Field("127.0.0.1:50061", description="gRPC address; port 0 takes a free one")
+    advertise: str | None = Field(None, description="address by which others reach this worker; --listen if unset")
+    max_waiting_requests: Positive = Field(
+        1024, description="requests that wait for the engine to begin with them; further ones are refused"
+    )
+    max_waiting_tokens: Positive = Field(524_288, description="prompt tokens of those requests, likewise")
+    max_request_time: float = Field(
+        3600.0, gt=0, description="seconds that a request or a lease may take here, whatever its caller says"
+    )
+    drain_timeout: float = Field(
+        30.0,
+        ge=0,
+        description="seconds that SIGTERM lets streams and leases end; streams are handed over after 3/4 of them",
+    )
+    metrics_port: Port | None = Field(None, description="port of Prometheus' /metrics over HTTP; off if unset")
