@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from common.errors import StartupError
 from common.model_files import ModelFiles
@@ -40,6 +41,7 @@ _HARMLESS = frozenset(
     | {"output_attentions", "output_hidden_states", "return_dict", "layer_head_mask", "position_embeddings"}
     | {"num_items_in_batch", "output_router_logits", "logits_to_keep", "past_key_values", "rotary_pos_emb"}
 )
+_CALLED = {"s_aux": "sinks (s_aux)"}
 
 
 class UnsupportedAttentionError(Exception):
@@ -110,8 +112,10 @@ def _look(
     options: dict[str, object],
 ) -> None:
     layer = getattr(module, "layer_idx", None)
-    if not isinstance(layer, int) or layer in probe.layers:
-        raise UnsupportedAttentionError("layers that share a number, or have none")
+    if not isinstance(layer, int):
+        raise UnsupportedAttentionError("attention layers without a number")
+    if layer in probe.layers:
+        raise UnsupportedAttentionError("layers that attend more than once")
     latent = latent_of(module)
     if latent is None and (key.shape != value.shape or query.shape[3] != key.shape[3]):
         raise UnsupportedAttentionError("K and V of unlike sizes")
@@ -123,7 +127,7 @@ def _look(
         raise UnsupportedAttentionError("a mask of its own")
     for name, option in options.items():
         if name not in _HARMLESS and option is not None and option is not False:
-            raise UnsupportedAttentionError(f"attention with {name}")
+            raise UnsupportedAttentionError(f"attention with {_CALLED.get(name, name)}")
     scale, window, cap = options.get("scaling"), options.get("sliding_window"), options.get("softcap")
     if isinstance(scale, torch.Tensor):
         raise UnsupportedAttentionError("a scale for each token")
@@ -165,6 +169,11 @@ class _Given(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.hidden = torch.empty(0)
+
+    @property
+    def decoder(self) -> _Given:
+        """Some heads ask the decoder inside their model."""
+        return self
 
     def forward(self, *_: object, **__: object) -> _Hidden:
         return _Hidden(self.hidden)
@@ -256,10 +265,16 @@ class TransformersModel(CausalLM):
     def _probe(self) -> list[_LayerShape]:
         probe = _Probe()
         tokens = torch.zeros(2, dtype=torch.long, device=self._device)
-        with self._as_current(probe):
-            hidden = self._run(tokens, torch.arange(2, device=self._device))
-        self.hidden_size = hidden.shape[1]
-        self.vocab_size = self.logits(hidden).shape[1]
+        called: set[nn.Module] = set()
+        hook = register_module_forward_pre_hook(lambda module, _: called.add(module))
+        try:
+            with self._as_current(probe):
+                hidden = self._run(tokens, torch.arange(2, device=self._device))
+            self.hidden_size = hidden.shape[1]
+            self.vocab_size = self.logits(hidden).shape[1]
+        finally:
+            hook.remove()
+        self._not_called = {child for parent in called for child in parent.children()} - called
         if sorted(probe.layers) != list(range(len(probe.layers))) or not probe.layers:
             raise UnsupportedAttentionError("layers without attention, or attention of its own")
         layers = [probe.layers[index] for index in range(len(probe.layers))]
@@ -272,7 +287,7 @@ class TransformersModel(CausalLM):
 
     def finish(self, kernels: Kernels | None) -> None:
         """Linear layers become Baton's, but for a head whose weight is an embedding's too: that one does if weights are
-        quantised, and the embedding stays as it is."""
+        quantised, and the embedding stays as it is. So does a layer whose weight is used, but that is never called."""
         import transformers
         from transformers.pytorch_utils import Conv1D
 
@@ -281,7 +296,7 @@ class TransformersModel(CausalLM):
         num_swapped = 0  # elements
         for parent in [*self._base.modules(), self._top]:
             for name, child in list(parent.named_children()):
-                if type(child) not in (nn.Linear, Conv1D):
+                if type(child) not in (nn.Linear, Conv1D) or child in self._not_called:
                     continue
                 weight: nn.Parameter = child.weight  # type: ignore[assignment]
                 bias: nn.Parameter | None = child.bias  # type: ignore[assignment]

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from common.errors import StartupError
@@ -45,7 +47,9 @@ SIZES: dict[str, object] = {
         ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "shared_expert_intermediate_size"), 80
     ),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 256),
-    **dict.fromkeys(("moe_intermediate_size", "expert_intermediate_size", "intermediate_size_mlp"), 48),
+    **dict.fromkeys(
+        ("moe_intermediate_size", "expert_intermediate_size", "expert_ffn_hidden_size", "intermediate_size_mlp"), 48
+    ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "num_experts_per_token", "moe_topk"), 2),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
@@ -66,6 +70,8 @@ SIZES: dict[str, object] = {
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "num_kv_shared_layers": 2,
+    "zero_expert_num": 2,
+    "default_language": "en_XX",
 }
 
 
@@ -74,13 +80,25 @@ VARIATIONS: tuple[dict[str, object], ...] = (
     {},
     {"num_key_value_heads": 4},
     {"num_key_value_heads": None, "head_dim": None, "pad_token_id": None},
+    # Whose lists of layers are as long as they are by default, and what else single types ask for.
+    {"num_hidden_layers": None, "num_experts_per_tok": 1, "num_heads": 8},
+    {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+        },
+    },
 )
 
 
-# Types that a small config leaves without the layers that their published checkpoints have.
-PUBLISHED_WITH: dict[str, str] = {
-    "lfm2": "conv",
-    "minimax_m3_vl_text": "minimax_m3_sparse",
+# Of types whose small config does not show it.
+REASONS: dict[str, str] = {
+    "gemma4_assistant": "it attends to the KV of another model",
+    "gemma4_unified_assistant": "it attends to the KV of another model",
+    "lfm2": "layers of type conv in the published checkpoints",
+    "lfm2_moe": "layers of type conv in the published checkpoints",
+    "minimax_m3_vl_text": "layers of type minimax_m3_sparse in the published checkpoints",
 }
 
 
@@ -105,24 +123,57 @@ class RefusedError(Exception):
     """Why a model cannot be served."""
 
 
+class DifferentError(RefusedError):
+    """It computes, and something else."""
+
+
 def examine(model_type: str, folder: Path) -> str:
     """Why this type is refused; empty if whole prompts, chunks and single tokens give what transformers gives."""
-    if model_type in PUBLISHED_WITH:
-        return f"layers of type {PUBLISHED_WITH[model_type]} in the published checkpoints"
-    reason = ""
+    if reason := REASONS.get(model_type) or _by_config(model_type):
+        return reason
     for number, variation in enumerate(VARIATIONS):
         try:
             with _time_limit():
                 _compare(model_type, folder / str(number), variation)
         except UnbuildableError as error:
-            reason = reason or f"not compared: {error}"
+            reason = reason or _why_none_is_small(model_type) or f"not compared: {error}"
             continue
+        except DifferentError as error:
+            return _why_different(model_type, folder / "whole", variation) or str(error)
         except RefusedError as error:
             return str(error)
         except Exception as error:
             return f"it does not compute on a paged cache: {_line(error)}"
         return ""
     return reason
+
+
+def _why_different(model_type: str, folder: Path, variation: Mapping[str, object]) -> str:
+    try:
+        _compare(model_type, folder, {**variation, "sliding_window": None})
+    except (UnbuildableError, RefusedError):
+        return ""
+    return "windows that its attention does not tell"
+
+
+def _by_config(model_type: str) -> str:
+    try:
+        is_pair = CONFIG_MAPPING[model_type]().is_encoder_decoder
+    except Exception:  # some have no default
+        return ""
+    return "its checkpoints are of an encoder and a decoder" if is_pair else ""
+
+
+def _why_none_is_small(model_type: str) -> str:
+    if parts := ", ".join(sorted(CONFIG_MAPPING[model_type].sub_configs_defaults)):
+        return f"it is made of several models: {parts}"
+    return "" if _has_interface(model_type) else "its code has no attention interface"
+
+
+def _has_interface(model_type: str) -> bool:
+    """If its code asks transformers' attention interface for attention, whatever its flags say."""
+    code = inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]])
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(code)
 
 
 def _compare(model_type: str, folder: Path, variation: Mapping[str, object]) -> None:
@@ -132,7 +183,7 @@ def _compare(model_type: str, folder: Path, variation: Mapping[str, object]) -> 
     except UnsupportedAttentionError as error:
         raise RefusedError(str(error)) from error
     reference = _built(config)
-    if not getattr(reference, "_supports_attention_backend", False):
+    if not _has_interface(model_type):
         raise RefusedError("its code has no attention interface")
     _write(reference, folder)
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
@@ -152,7 +203,8 @@ def _check(folder: Path, token_ids: list[int], sizes: tuple[int, ...], expected:
     try:
         runner = make_runner(folder)
     except StartupError as error:
-        raise RefusedError(error.message.removeprefix(f"model {folder}: ")) from error
+        reason = error.message.removeprefix(f"model {folder}: ").removesuffix(", which is not supported")
+        raise RefusedError(re.sub(r"^model type \S+ (has )?", "", reason)) from error
     sequence = Progress(token_ids, [9, 3, 11, 5])
     other = Progress(token_ids[5:45], [20, 21, 22])
     for size in sizes:
@@ -160,9 +212,9 @@ def _check(folder: Path, token_ids: list[int], sizes: tuple[int, ...], expected:
     for position, logprobs in sequence.logprobs.items():
         difference = (logprobs - expected[position]).abs().max().item()
         if not difference < TOLERANCE:
-            raise RefusedError(f"results differ from those of transformers (by {difference:.1g})")
+            raise DifferentError(f"results differ from those of transformers (by {difference:.1g})")
         if logprobs.argmax() != expected[position].argmax():
-            raise RefusedError("another token than that of transformers")
+            raise DifferentError("another token than that of transformers")
 
 
 def _small(model_type: str, wanted: Mapping[str, object]) -> PreTrainedConfig:
