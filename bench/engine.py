@@ -1,6 +1,7 @@
 """The engine alone against other engines: same weights, precision, threads and tokens, in turn, in one run.
 
-    python -m bench.engine [--peers transformers,llamacpp] [--llamacpp DIR] [--quick] [--minutes 40] [--json FILE]
+    python -m bench.engine [--peers transformers,llamacpp] [--llamacpp DIR] [--quick] [--rows TEXT]
+                           [--minutes 40] [--json FILE]
 
 Prefill of one prompt to its first token, and decode in batches after contexts that are filled outside the clock. The
 limit is what this machine's memory bandwidth and its fastest library's products allow (weights, KV and attention
@@ -205,15 +206,17 @@ def _say(line: str) -> None:
 
 
 def _parts(args: argparse.Namespace) -> list[Part]:
-    rows = QUICK_ROWS if args.quick else ROWS
+    rows, few_rows = (
+        [row for row in each if args.rows in row.name] for each in (QUICK_ROWS if args.quick else ROWS, FEW_ROWS)
+    )
     parts = [
         Part("smollm2-135m", dtype, threads, rows)
         for dtype in args.dtypes
         for threads in (args.threads[-1:] if args.quick else args.threads)
     ]
     if "llama-1b" in args.models and not args.quick:
-        parts.append(Part("llama-1b", args.dtypes[0], args.threads[-1], FEW_ROWS))
-    return [part for part in parts if part.model in args.models]
+        parts.append(Part("llama-1b", args.dtypes[0], args.threads[-1], few_rows))
+    return [part for part in parts if part.model in args.models and part.rows]
 
 
 def main() -> None:
@@ -226,6 +229,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--minutes", type=float, default=40.0, help="no repetition begins that would end later")
     parser.add_argument("--quick", action="store_true", help="some minutes: few rows, once, all cores, the small model")
+    parser.add_argument("--rows", default="", help='only those whose name has this in it, such as "batch 1,"')
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     args.threads = args.threads or sorted({1, len(os.sched_getaffinity(0))})
@@ -244,6 +248,8 @@ def main() -> None:
             parser.error(error.message)
     begin = time.monotonic()
     parts = _parts(args)
+    if not parts:
+        parser.error(f"--rows: no row of these tables has {args.rows!r} in its name")
     results = []
     with ExitStack() as stack:
         for number, part in enumerate(parts):

@@ -69,7 +69,7 @@ struct Operand {
             finish(reinterpret_cast<bf16*>(memory + row * row_bytes));
         else
             finish(reinterpret_cast<float*>(memory + row * row_bytes));
-        if (kind == INT4) prepare_int4(reinterpret_cast<float*>(memory + row * row_bytes), k);
+        if (kind == INT4) prepare_int4(reinterpret_cast<OperandOf<INT4>*>(memory + row * row_bytes), k);
     }
 };
 

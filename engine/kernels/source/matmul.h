@@ -4,7 +4,8 @@
 // chain of fused multiply-adds over k = 0, 1, ... in one lane, in whatever tile it is computed: a row's bits depend
 // neither on the other rows of the batch nor on the number of threads. Quantised weights have such a chain for each
 // group: x times the integers. Its end times the group's scale is added to the result, and with INT4 the sum of the
-// group's x times the minimum: two additions a group instead of one for each weight.
+// group's x times the minimum: two additions a group instead of one for each weight. Where the CPU multiplies pairs of
+// bfloat16, INT4 does so too, two weights at a time.
 #pragma once
 
 #include <algorithm>
@@ -43,19 +44,23 @@ constexpr int tile_rows(Kind kind) { return kind == BF16 && LANES == 8 ? 4 : MAX
 constexpr int few_rows(Kind kind) { return kind == INT4 ? MAX_ROWS : 24; }
 
 // What x has to be made of before it is multiplied by a weight of that kind.
-inline bool takes_bf16(Kind kind) { return kind == BF16 && std::is_same<Bf16Operand, bf16>::value; }
-inline int64_t operand_size(Kind kind) { return takes_bf16(kind) ? 2 : 4; }
+constexpr bool takes_bf16(Kind kind) { return (kind == BF16 || kind == INT4) && std::is_same<Bf16Operand, bf16>::value; }
+constexpr int64_t operand_size(Kind kind) { return takes_bf16(kind) ? 2 : 4; }
+template <Kind K>
+using OperandOf = typename std::conditional<takes_bf16(K), bf16, float>::type;
 
 constexpr bool has_groups(Kind kind) { return kind == INT8 || kind == INT4; }
 constexpr int group_size(Kind kind) { return kind == INT8 ? INT8_GROUP : INT4_GROUP; }
 constexpr int64_t group_bytes(Kind kind) { return PANEL * (kind == INT8 ? 4 + INT8_GROUP : 4 + INT4_GROUP / 2); }
 
-// Elements of a row of an operand behind its k, padded: for INT4 the sum of each group.
-inline int64_t num_group_sums(Kind kind, int64_t k) { return kind == INT4 ? round_up(k, K_MULTIPLE) / INT4_GROUP : 0; }
+// Elements of a row of an operand behind its k, padded: for INT4 the sum of each group, as float32.
+inline int64_t group_sums_size(Kind kind, int64_t k) {
+    return kind == INT4 ? round_up(k, K_MULTIPLE) / INT4_GROUP * 4 / operand_size(kind) : 0;
+}
 
 // Elements from one row of an operand to the next: never a power of two, or the rows of a tile share few cache sets.
 inline int64_t operand_stride(Kind kind, int64_t k) {
-    return round_up(round_up(k, K_MULTIPLE) + num_group_sums(kind, k), 64) + 64 / operand_size(kind);
+    return round_up(round_up(k, K_MULTIPLE) + group_sums_size(kind, k), 64) + 64 / operand_size(kind);
 }
 
 // Of `k` weights of each row of a panel.
@@ -93,6 +98,10 @@ void transpose(int64_t words, const Row& row, uint8_t* to, const Word& word) {
         }
     }
 }
+
+// Which four bits of a word hold the i-th of its eight weights. Neighbours that are multiplied as a pair stand in the two
+// halves of the word.
+constexpr int int4_place(int i) { return takes_bf16(INT4) ? i / 2 + i % 2 * 4 : i; }
 
 // `row(i)`: the i-th of the panel's weight rows, or null behind the last.
 template <class T, class Row>
@@ -148,7 +157,7 @@ void pack_panel(Kind kind, int64_t k, const Row& row, uint8_t* to) {
                     uint32_t quants = 0;
                     for (int i = 0; i < 8; i++) {
                         const float value = at(column, start + word * 8 + i);
-                        quants |= uint32_t(nearest((value - minimum) * inverse, 0, 15)) << (4 * i);
+                        quants |= uint32_t(nearest((value - minimum) * inverse, 0, 15)) << (4 * int4_place(i));
                     }
                     std::memcpy(to + (PANEL + word * PANEL + column) * 4, &quants, 4);
                 }
@@ -340,16 +349,61 @@ struct Tile<INT8, R, P> {
     }
 };
 
-// Four bits of a word stay where they are and become 16^place times their value, for which x is divided (`prepare_int4`):
-// both are exact. Only the highest four are shifted, for their sign.
-template <int PLACE>
-inline Floats int4_place(Words quants) {
-    if constexpr (PLACE == 7)
+// A word of eight weights is multiplied in INT4_STEPS steps: `int4_factors` makes what step STEP multiplies with what
+// `int4_operand` makes of the elements of x, which `prepare_int4` has prepared.
+#if defined(__AVX512BF16__)
+
+// Two weights at a time, one of each half of the word: four bits in the middle of bfloat16's mantissa, under the exponent
+// of 16, are 16 more than their value. What that is too much goes off the minimum (`add_int4_group`).
+constexpr int INT4_STEPS = 4;
+constexpr float INT4_EXCESS = 16.0f;
+using Int4Factors = Words;
+
+template <int STEP>
+inline Words int4_factors(Words quants) {
+    const Words shifted = STEP == 0 ? quants << 3 : quants >> (4 * STEP - 3);
+    constexpr int AND_THEN_OR = 0xea;
+    return (Words)_mm512_ternarylogic_epi32((__m512i)shifted, _mm512_set1_epi32(0x00780078), _mm512_set1_epi32(0x41804180),
+                                            AND_THEN_OR);
+}
+inline Words int4_operand(const bf16* x) {
+    uint32_t pair;
+    std::memcpy(&pair, x, 4);
+    return broadcast(pair);
+}
+inline Floats int4_multiply_add(Floats sum, Words x, Words w) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
+}
+
+// Of a row of x [k, padded with zeros]: the sums of its groups go behind it.
+inline void prepare_int4(bf16* row, int64_t k) {
+    bf16* group_sums = row + round_up(k, K_MULTIPLE);
+    for (int64_t start = 0; start < round_up(k, K_MULTIPLE); start += INT4_GROUP, group_sums += 2) {
+        static_assert(INT4_GROUP == 2 * LANES);
+        const float total = sum(load(row + start) + load(row + start + LANES));
+        std::memcpy(group_sums, &total, sizeof total);
+    }
+}
+
+#else
+
+// Four bits of a word stay where they are and become 16^place times their value, for which x is divided: both are exact.
+// Only the highest four are shifted, for their sign.
+constexpr int INT4_STEPS = 8;
+constexpr float INT4_EXCESS = 0.0f;
+using Int4Factors = Floats;
+
+template <int STEP>
+inline Floats int4_factors(Words quants) {
+    if constexpr (STEP == 7)
         return __builtin_convertvector((Ints)(quants >> 28), Floats);
     else
-        return __builtin_convertvector((Ints)(quants & (15u << (4 * PLACE))), Floats);
+        return __builtin_convertvector((Ints)(quants & (15u << (4 * STEP))), Floats);
 }
-alignas(64) const float INT4_FACTORS[16] = {
+inline Floats int4_operand(const float* x) { return broadcast(*x); }
+inline Floats int4_multiply_add(Floats sum, Floats x, Floats w) { return sum + x * w; }
+
+alignas(64) const float INT4_DIVIDED[16] = {
     1, 0x1p-4f, 0x1p-8f, 0x1p-12f, 0x1p-16f, 0x1p-20f, 0x1p-24f, 1,
     1, 0x1p-4f, 0x1p-8f, 0x1p-12f, 0x1p-16f, 0x1p-20f, 0x1p-24f, 1,
 };
@@ -362,17 +416,21 @@ inline void prepare_int4(float* row, int64_t k) {
         for (int64_t i = start; i < start + INT4_GROUP; i += LANES) {
             const Floats x = load(row + i);
             total += x;
-            store(row + i, x * load(INT4_FACTORS + i % 8));
+            store(row + i, x * load(INT4_DIVIDED + i % 8));
         }
         group_sums[start / INT4_GROUP] = sum(total);
     }
 }
 
-// Places 0 to 7 of one word of a group, for COLUMNS of the tile's columns from FIRST on: so many that the words and all
-// sums stay in registers.
-template <int R, int P, int FIRST, int COLUMNS, int... PLACE>
-inline void multiply_add_int4(Sums<R, P>& group, const float* a, int64_t stride, const uint8_t* words, int64_t bytes,
-                              const Ahead& ahead, std::integer_sequence<int, PLACE...>) {
+#endif
+
+using Int4Steps = std::make_integer_sequence<int, INT4_STEPS>;
+
+// All of one word of a group, for COLUMNS of the tile's columns from FIRST on: so many that the words and all sums stay in
+// registers.
+template <int R, int P, int FIRST, int COLUMNS, int... STEP>
+inline void multiply_add_int4(Sums<R, P>& group, const OperandOf<INT4>* a, int64_t stride, const uint8_t* words,
+                              int64_t bytes, const Ahead& ahead, std::integer_sequence<int, STEP...>) {
     Words quants[COLUMNS];
 #pragma GCC unroll 8
     for (int c = 0; c < COLUMNS; c++) {
@@ -380,21 +438,24 @@ inline void multiply_add_int4(Sums<R, P>& group, const float* a, int64_t stride,
         ahead.fetch(from, FIRST + c, 0);
         quants[c] = load_as<Words>(from);
     }
-    auto add = [&](auto place) {
-        Floats w[COLUMNS];
+    auto add = [&](auto step) {
+        Int4Factors w[COLUMNS];
 #pragma GCC unroll 8
-        for (int c = 0; c < COLUMNS; c++) w[c] = int4_place<place()>(quants[c]);
+        for (int c = 0; c < COLUMNS; c++) w[c] = int4_factors<step()>(quants[c]);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
-            const Floats x = broadcast(a[r * stride + place()]);
+            const auto x = int4_operand(a + r * stride + step() * (8 / INT4_STEPS));
 #pragma GCC unroll 8
-            for (int c = 0; c < COLUMNS; c++) group.of[r][FIRST + c] += x * w[c];
+            for (int c = 0; c < COLUMNS; c++) {
+                Floats& sum = group.of[r][FIRST + c];
+                sum = int4_multiply_add(sum, x, w[c]);
+            }
         }
     };
-    (add(std::integral_constant<int, PLACE>()), ...);
+    (add(std::integral_constant<int, STEP>()), ...);
 }
 
-// What the scales and minima of a group make of its sums. `x_sums`: of the first row.
+// What the scales and minima of a group make of its sums. `x_sums`: of the first row; the next row's stand `stride` behind.
 template <int R, int P, class A>
 inline void add_int4_group(Sums<R, P>& sums, const Sums<R, P>& group, const uint8_t* pairs, int64_t bytes,
                            const A& ahead, const float* x_sums, int64_t stride) {
@@ -403,44 +464,50 @@ inline void add_int4_group(Sums<R, P>& sums, const Sums<R, P>& group, const uint
         const uint8_t* from = pairs + (c / 2) * bytes + (c % 2) * LANES * 4;
         ahead.fetch(from, c, 0);
         const Words pair = load_as<Words>(from);
+        const Floats scale = even(pair);
+        Floats minimum = odd(pair);
+        if constexpr (INT4_EXCESS != 0) minimum -= scale * INT4_EXCESS;
 #pragma GCC unroll 12
-        for (int r = 0; r < R; r++)
-            sums.of[r][c] += group.of[r][c] * even(pair) + broadcast(x_sums[r * stride]) * odd(pair);
+        for (int r = 0; r < R; r++) sums.of[r][c] += group.of[r][c] * scale + broadcast(x_sums[r * stride]) * minimum;
     }
 }
 
+constexpr int64_t int4_sums_stride(int64_t stride) { return stride * operand_size(INT4) / 4; }
+
 template <int R, int P>
 struct Tile<INT4, R, P> {
-    static void run(Sums<R, P>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t bytes, int64_t k,
-                    const Ahead& ahead, const float* x_sums) {
-        constexpr auto PLACES = std::make_integer_sequence<int, 8>();
+    static void run(Sums<R, P>& sums, const OperandOf<INT4>* a, int64_t stride, const uint8_t* panel, int64_t bytes,
+                    int64_t k, const Ahead& ahead, const float* x_sums) {
         constexpr int COLUMNS = 2 * P < 4 ? 2 * P : 4;
         for (int64_t start = 0; start < k; start += INT4_GROUP, panel += group_bytes(INT4)) {
             Sums<R, P> group{};
             for (int word = 0; word < INT4_GROUP / 8; word++) {
                 const uint8_t* words = panel + (1 + word) * PANEL * 4;
-                const float* x = a + start + word * 8;
-                multiply_add_int4<R, P, 0, COLUMNS>(group, x, stride, words, bytes, ahead, PLACES);
+                const auto* x = a + start + word * 8;
+                multiply_add_int4<R, P, 0, COLUMNS>(group, x, stride, words, bytes, ahead, Int4Steps());
                 if constexpr (2 * P > COLUMNS)
-                    multiply_add_int4<R, P, COLUMNS, COLUMNS>(group, x, stride, words, bytes, ahead, PLACES);
+                    multiply_add_int4<R, P, COLUMNS, COLUMNS>(group, x, stride, words, bytes, ahead, Int4Steps());
             }
-            add_int4_group<R, P>(sums, group, panel, bytes, ahead, x_sums + start / INT4_GROUP, stride);
+            add_int4_group<R, P>(sums, group, panel, bytes, ahead, x_sums + start / INT4_GROUP, int4_sums_stride(stride));
         }
     }
 };
 
-// Quantised weights that were widened to memory: what a group begins with stays in front of its values.
-constexpr int64_t wide_group_bytes(Kind kind) { return PANEL * 4 * (1 + group_size(kind)); }
+// Quantised weights that were widened to memory, in floats or in pairs of bfloat16: what a group begins with stays in
+// front of its values.
+constexpr int64_t wide_group_words(Kind kind) { return PANEL * (1 + group_size(kind) * operand_size(kind) / 4); }
 
 template <Kind K, int R>
-void run_wide(Sums<R, 1>& sums, const float* a, int64_t stride, const uint8_t* panel, int64_t k, const NextPacked& next,
-              const float* x_sums) {
-    for (int64_t start = 0; start < k; start += group_size(K), panel += wide_group_bytes(K)) {
+void run_wide(Sums<R, 1>& sums, const OperandOf<K>* a, int64_t stride, const uint8_t* panel, int64_t k,
+              const NextPacked& next, const float* x_sums) {
+    constexpr Kind WIDENED = takes_bf16(K) ? BF16 : F32;
+    for (int64_t start = 0; start < k; start += group_size(K), panel += 4 * wide_group_words(K)) {
         Sums<R, 1> group{};
-        const NextPacked ahead{next.packed + start * next.step, next.step};
-        Tile<F32, R, 1>::run(group, a + start, stride, panel + PANEL * 4, 0, group_size(K), ahead);
+        const NextPacked ahead{next.packed + start * next.step, next.step * 4 / operand_size(K)};
+        Tile<WIDENED, R, 1>::run(group, a + start, stride, panel + PANEL * 4, 0, group_size(K), ahead);
         if constexpr (K == INT4) {
-            add_int4_group<R, 1>(sums, group, panel, 0, NothingAhead(), x_sums + start / INT4_GROUP, stride);
+            const float* group_sums = x_sums + start / INT4_GROUP;
+            add_int4_group<R, 1>(sums, group, panel, 0, NothingAhead(), group_sums, int4_sums_stride(stride));
         } else {
             const Floats scales[2] = {load_as<Floats>(panel), load_as<Floats>(panel + LANES * 4)};
             add_group<R, 1>(sums, group, scales);
@@ -521,14 +588,14 @@ inline void finish(const Product& p, int64_t row, int64_t panel, const Sums<R, P
 
 // Sums of the groups from `start` on of a row of x.
 inline const float* int4_sums(const Product& p, const void* row, int64_t start) {
-    return static_cast<const float*>(row) + round_up(p.k, K_MULTIPLE) + start / INT4_GROUP;
+    const auto* behind = static_cast<const uint8_t*>(row) + round_up(p.k, K_MULTIPLE) * operand_size(INT4);
+    return reinterpret_cast<const float*>(behind) + start / INT4_GROUP;
 }
 
 template <Kind K, Source S, int R, int P>
 void compute(const Product& p, int64_t row, int64_t panel, const Stretch& stretch) {
-    using Operand = typename std::conditional<K == BF16, Bf16Operand, float>::type;
-    const Operand* first = static_cast<const Operand*>(p.a) + row * p.stride;
-    const Operand* a = first + stretch.start;
+    const auto* first = static_cast<const OperandOf<K>*>(p.a) + row * p.stride;
+    const auto* a = first + stretch.start;
     const int64_t k = stretch.stop - stretch.start;
     Sums<R, P> sums{};
     if (stretch.start > 0)
@@ -574,15 +641,15 @@ void compute_rows(const Product& p, int64_t row, int64_t rows, int64_t panel, St
 
 constexpr auto ROW_COUNTS = std::make_integer_sequence<int, MAX_ROWS>();
 
-// Floats that `k` weights of each row of a panel take if they are widened, with what each group begins with.
+// Floats that `k` weights of each row of a panel take at most if they are widened, with what each group begins with.
 constexpr int64_t wide_floats(int64_t k) { return (k + k / INT4_GROUP) * PANEL; }
 
-template <int... PLACE>
-inline void widen_int4(Words quants, float* to, std::integer_sequence<int, PLACE...>) {
-    (store(to + PLACE * PANEL, int4_place<PLACE>(quants)), ...);
+template <int... STEP>
+inline void widen_int4(Words quants, float* to, std::integer_sequence<int, STEP...>) {
+    (store(to + STEP * PANEL, (Floats)int4_factors<STEP>(quants)), ...);
 }
 
-// Weights of one panel as float32, [k, PANEL]: the very factors that `Tile` computes for itself.
+// Weights of one panel as float32, [k, PANEL], or in pairs: the very factors that `Tile` computes for itself.
 template <Kind K>
 void widen_panel(const uint8_t* from, int64_t k, float* to) {
     if constexpr (K == BF16) {
@@ -600,17 +667,21 @@ void widen_panel(const uint8_t* from, int64_t k, float* to) {
             const uint8_t* quants = from + PANEL * 4;
             for (int i = 0; i < 2 * group_size(K) && K == INT8; i++)
                 store(to + i * LANES, load(reinterpret_cast<const int8_t*>(quants) + i * LANES));
-            for (int i = 0; i < group_size(K) && K == INT4; i += 8)
+            for (int word = 0; word < group_size(K) / 8 && K == INT4; word++)
                 for (int c = 0; c < 2; c++)
-                    widen_int4(load_as<Words>(quants + (i / 8 * PANEL + c * LANES) * 4), to + i * PANEL + c * LANES,
-                               std::make_integer_sequence<int, 8>());
-            to += group_size(K) * PANEL;
+                    widen_int4(load_as<Words>(quants + (word * PANEL + c * LANES) * 4),
+                               to + word * INT4_STEPS * PANEL + c * LANES, Int4Steps());
+            to += wide_group_words(K) - PANEL;
         }
     }
 }
 
-// How many panels a tile of so few rows takes: enough sums to keep the pipelines full.
-constexpr int panels_at_once(Kind kind, int64_t rows) { return rows == 1 ? (kind == INT4 ? 4 : 2) : rows == 2 ? 2 : 1; }
+// How many panels a tile of so few rows takes: enough sums to keep the pipelines full. INT4 in pairs is limited by memory,
+// which gives one stream the fastest.
+constexpr int panels_at_once(Kind kind, int64_t rows) {
+    if (rows == 1 && kind == INT4) return takes_bf16(INT4) ? 1 : 4;
+    return rows <= 2 ? 2 : 1;
+}
 
 // A tile of several panels asks for those of the next one if they are short: so it meets the beginning of each.
 inline Ahead ahead_of(int64_t panels, int64_t bytes) {

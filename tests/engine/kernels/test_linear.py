@@ -77,6 +77,17 @@ def test_quantised_weights_are_within_half_a_step(variant: str, kind: WeightKind
 
 
 @each_variant
+@pytest.mark.parametrize("kind", [WeightKind.INT8, WeightKind.INT4])
+def test_nothing_but_the_weights_is_rounded_if_x_is_in_bfloat16(variant: str, kind: WeightKind) -> None:
+    """Products in float32's precision with the weights as they are kept, also where int4 multiplies in bfloat16."""
+    linear = kernels(variant).pack(torch.randn(70, 416), None, kind)
+    kept = linear(torch.eye(416)).T.double()
+    for m in (1, 2, 7, 40):
+        x = (torch.randn(m, 416) + 0.5).bfloat16().float()
+        assert error(linear(x), x.double() @ kept.T) < KIND_ERROR[WeightKind.FLOAT32], m
+
+
+@each_variant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 7), (70, 130), (1030, 64)])
 def test_rows_that_are_looked_up_are_those_packed(variant: str, dtype: torch.dtype, n: int, k: int) -> None:
