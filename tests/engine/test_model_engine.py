@@ -21,6 +21,7 @@ from tests.engine.test_model_families import greedy_of_transformers, model
 from tests.engine.tiny_models import BLOCK_SIZE, FAMILIES, VOCAB_SIZE
 
 KERNELS = ["torch", *VARIANTS[-1:]]
+BEST_AND_SLOW_TORCH = [*(pytest.param(name, marks=pytest.mark.slow) for name in KERNELS[:-1]), KERNELS[-1]]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def params(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", BEST_AND_SLOW_TORCH)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_greedy_tokens_whatever_happens(models: Path, family: str, kernels: str, mode: str) -> None:

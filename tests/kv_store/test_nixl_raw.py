@@ -16,6 +16,7 @@ def test_blocks_in_any_order() -> None:
         assert raw.read() > 0
 
 
+@pytest.mark.slow
 def test_a_producer_that_is_gone() -> None:
     with RawNixlReads(4, 4096) as raw:
         raw._producer.kill()
