@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 MAX_RESTARTS = 5  # of each process, in WINDOW_S
 SILENT_BEATS = 20  # seconds without a sign of life, after which a process is killed
 START_BEATS = 120  # the same until it listens: it imports, reads a tokenizer and may wait for a worker
-LEDGER_RETRY_S = 0.05  # while another process has the ledger's lock
+LOCK_RETRY_S = 0.05  # while another process has the lock of the ledger, or of the files of metrics
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (a folder of our own in it)
 MIN_SHARED_MIB = 32  # a page that does not fit in there ends the process that writes it
 ANSWER_TIMEOUT_S = 2.0
@@ -192,9 +192,9 @@ class _Parent:
                 child.gone.set()
                 del self._children[number]
             while not self._ledger.process_ended(number):  # noqa: ASYNC110 (who has its lock may hang, and is killed)
-                await asyncio.sleep(LEDGER_RETRY_S)
-            if pid is not None:
-                scrape.keep_totals(self._place.directory, pid)
+                await asyncio.sleep(LOCK_RETRY_S)
+            while pid is not None and not scrape.keep_totals(self._place.directory, pid):  # noqa: ASYNC110 (as above)
+                await asyncio.sleep(LOCK_RETRY_S)
             if self._is_draining:
                 return
             has_listened |= child.listens

@@ -27,13 +27,18 @@ def page(directory: str, pids: Callable[[], Iterable[int]]) -> bytes:
     registry = CollectorRegistry()
     MultiProcessCollector(registry, directory)  # type: ignore[no-untyped-call]
     registry.register(_Processes(pids))
-    with _locked(directory):
+    with _locked(directory, fcntl.LOCK_SH):
         return generate_latest(registry)
 
 
-def keep_totals(directory: str, pid: int) -> None:
-    """Of a process that has ended: what it counted is added to what others did before it. Its gauges go."""
-    with _locked(directory):
+def keep_totals(directory: str, pid: int) -> bool:
+    """Of a process that has ended: what it counted is added to what others did before it. Its gauges go. Returns False,
+    and changes nothing, while a page is being made: who makes it may hang."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(_locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
         for path in Path(directory).glob(f"*_{pid}.db"):
             kind = path.name.removesuffix(f"_{pid}.db")
             if not kind.startswith("gauge"):
@@ -43,14 +48,15 @@ def keep_totals(directory: str, pid: int) -> None:
                     kept.write_value(key, before + value, 0.0)  # type: ignore[no-untyped-call]
                 kept.close()  # type: ignore[no-untyped-call]
             path.unlink()
+    return True
 
 
 @contextlib.contextmanager
-def _locked(directory: str) -> Iterator[None]:
-    """Nobody reads the files while totals move from one to another."""
+def _locked(directory: str, kind: int) -> Iterator[None]:
+    """Nobody reads the files while totals move from one to another; any number of processes may read at a time."""
     handle = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        fcntl.flock(handle, kind)
         yield
     finally:
         os.close(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -49,7 +50,7 @@ def test_counters_are_summed_and_stay(tmp_path: Path) -> None:
     for has_ended in (False, True):
         if has_ended:
             for pid in pids:
-                scrape.keep_totals(str(tmp_path), pid)
+                assert scrape.keep_totals(str(tmp_path), pid)
         found = samples(tmp_path)
         assert found['baton_router_requests_total{"interface": "rest", "outcome": "ok"}'] == 3
         assert found["baton_router_time_to_first_token_seconds_count{}"] == 2
@@ -60,3 +61,20 @@ def test_counters_are_summed_and_stay(tmp_path: Path) -> None:
         assert found.get('baton_router_endpoints{"role": "decode", "state": "ready"}') == (None if has_ended else 2)
         assert found["process_resident_memory_bytes{}"] > 0
         assert not any("pid" in name for name in found)
+
+
+def test_whoever_makes_a_page_holds_nobody_up(tmp_path: Path) -> None:
+    """It may hang with the lock: others make theirs, and who would change the files is told at once to come later."""
+    pid = count(tmp_path, 3)
+    files = sorted(tmp_path.iterdir())
+    handle = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH)
+        name = 'baton_router_requests_total{"interface": "rest", "outcome": "ok"}'
+        assert samples(tmp_path)[name] == 3
+        assert not scrape.keep_totals(str(tmp_path), pid)
+        assert sorted(tmp_path.iterdir()) == files
+    finally:
+        os.close(handle)
+    assert scrape.keep_totals(str(tmp_path), pid)
+    assert samples(tmp_path)[name] == 3
