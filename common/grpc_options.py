@@ -10,6 +10,7 @@ from __future__ import annotations
 MAX_MESSAGE_BYTES = 64 * 2**20
 REQUEST_TOKEN_BYTES = 5  # of a token id in a message to a worker, at most
 REQUEST_OTHER_BYTES = 256 * 2**10  # sampling parameters, names and addresses of the largest request to a worker
+SAMPLING_BYTES = REQUEST_OTHER_BYTES - 2**14  # of these, what sampling parameters may take
 KEEPALIVE_TIME_MS = 2_000
 KEEPALIVE_TIMEOUT_MS = 3_000
 LOSS_NOTICED_S = (KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS) / 1000  # at the latest, by each end of a broken connection

@@ -91,7 +91,7 @@ class _Stream:
         num_bytes = request.ByteSize()
         if num_bytes > REQUEST_TOKEN_BYTES * num_tokens + REQUEST_OTHER_BYTES - START_BYTES:
             # The worker would end the stream for it, and all other calls with it.
-            call.end(CallFailedError("RESOURCE_EXHAUSTED", "the request is larger than workers take"))
+            call.end(CallFailedError("INVALID_ARGUMENT", "the request is larger than any worker takes"))
             return call
         self._calls[call_id] = call
         call.timer = loop.call_later(timeout_s, self.give_up, call_id, LATE)

@@ -12,6 +12,7 @@ from functools import partial
 from common.cache_hints import Retain, check_num_tokens, check_retain, check_retain_s
 from common.choices import Choices
 from common.errors import InvalidArgumentError
+from common.grpc_options import SAMPLING_BYTES
 from common.guided import Guided, check_grammar
 from common.sampling import MAX_LOGPROBS, FieldName, Given, SamplingParams, TokenSequence, resolve
 from common.validation import (
@@ -25,7 +26,8 @@ from common.validation import (
     check_token_count,
     check_token_ids,
 )
-from protos.baton.v1 import embed_pb2
+from protos.baton.v1 import embed_pb2, types_pb2
+from protos.messages import message_of
 from router.fleet.served_model import ServedModel
 from router.serving.answer_parts import Reading
 from router.serving.beams import MAX_BLOCKS, beam_params, beam_sampling, most_tokens
@@ -228,8 +230,10 @@ class Preparation:
                 f"{len(prompt.token_ids)} tokens {most_of_search} tokens are the most, so that all requests name "
                 f"{MAX_BLOCKS} of its KV blocks at most",
             )
+        _check_size(params, name)
         if params.bad_words:
             params = replace(params, bad_words_ids=_bad_words_ids(model, params))
+            _check_size(params, name, "bad_words")
         return GenerationRequest(
             request_id=request_id or new_request_id(),
             model=model,
@@ -348,6 +352,28 @@ def _bad_words_ids(model: ServedModel, params: SamplingParams) -> tuple[TokenSeq
     texts = (text for word in params.bad_words for text in (word, f" {word}"))
     words = (TokenSequence(token_ids=tuple(model.tokenizer.encode(text, add_special_tokens=False))) for text in texts)
     return tuple(dict.fromkeys((*params.bad_words_ids, *words)))
+
+
+def _check_size(params: SamplingParams, name: FieldName, field: str = "") -> None:
+    """Workers take no larger parameters. `field`: what has just made them larger; else the largest one is to blame."""
+    if not (params.bad_words or params.bad_words_ids or params.guided):  # all others together are never so large
+        return
+    message = message_of(params, types_pb2.SamplingParams)
+    if message.ByteSize() <= SAMPLING_BYTES:
+        return
+    field = field or max((one.name for one, _ in message.ListFields()), key=partial(_size, message))
+    raise InvalidArgumentError(
+        name(field),
+        f"is too large: the sampling parameters take {message.ByteSize()} bytes on their way to a worker, and "
+        f"{SAMPLING_BYTES} are the most",
+    )
+
+
+def _size(message: types_pb2.SamplingParams, field: str) -> int:
+    others = types_pb2.SamplingParams()
+    others.CopyFrom(message)
+    others.ClearField(field)  # type: ignore[arg-type]
+    return message.ByteSize() - others.ByteSize()
 
 
 def _with_calls(sampling: Given, guided: Guided, name: FieldName) -> tuple[Given, FieldName]:

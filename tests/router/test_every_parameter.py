@@ -9,7 +9,9 @@ import asyncio
 import json
 import subprocess
 import sys
+from typing import Any
 
+import grpc
 import httpx
 import msgspec
 import pytest
@@ -21,6 +23,7 @@ from common.sampling import SamplingParams, TokenSequence, TypeForm, parameters
 from common.validation import ModelLimits
 from engine import messages as m
 from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2
+from router.serving import admission
 from tests.each_case import each_case
 from tests.router import nested_parameters
 from tests.router.conftest import RunningRouter
@@ -158,3 +161,30 @@ async def test_bad_words_become_tokens(router: RunningRouter, worker: FakeWorker
     await router.openai.completions.create(model="tiny", prompt="Hi", extra_body=given)
     ids = [one.token_ids for one in in_the_engine(worker.requests[0]).bad_words_ids]
     assert ids == [(7, 8), *(tuple(ids_of(text)) for text in ("fox", " fox", "a", " a"))]
+
+
+WORDS = [f"{number} " + "x" * 400 for number in range(256)]
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"bad_words": ["x" * 1000] * 256}, "bad_words"),
+        ({"bad_words": WORDS, "bad_words_ids": [{"token_ids": [7]}]}, "bad_words"),  # what they are made into
+        ({"bad_words": ["x" * 1000] * 100, "guided": {"choice": ["€" * 60_000]}}, "guided"),
+    ],
+)
+async def test_what_no_worker_takes_is_refused_by_name(
+    router: RunningRouter,
+    worker: FakeWorker,
+    given: dict[str, Any],
+    field: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "BODY_OVERHEAD_BYTES", 2**20)  # as for a model of a longer context
+    params = types_pb2.SamplingParams(**given)
+    with pytest.raises(grpc.aio.AioRpcError, match=rf"{field}: is too large") as failed:
+        async for _ in router.inference.Generate(inference_pb2.GenerateRequest(prompt="Hi", sampling_params=params)):
+            pass
+    assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert worker.requests == []
