@@ -1,10 +1,12 @@
-"""A GGUF file and a checkpoint of int4, each split over a prefill and a decode worker that has too few blocks."""
+"""A GGUF file and quantised checkpoints, each split over a prefill and a decode worker that has too few blocks."""
 
 from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,10 @@ from tests.engine.test_model_gguf import MIXED
 from tests.engine.test_model_quantized import FIXTURES, dequantized, matrices
 from tests.engine.tiny_models import VOCAB_SIZE, edit_config
 from tests.integration.stack import Fleet, running
-from tests.nixl import needs_nixl
+from tests.nixl import skip_without_nixl
 from tests.router.tiny_tokenizer import tokenizer_files
 
-pytestmark = [pytest.mark.timeout(600), needs_nixl]
+pytestmark = pytest.mark.timeout(600)
 
 NUM_TOKENS = 50
 LENGTHS = (40, 75, 131, 190)
@@ -36,11 +38,11 @@ def gguf_model(folder: Path) -> tuple[Path, Path]:
     return written.file, written.reference
 
 
-def awq_model(folder: Path) -> tuple[Path, Path]:
-    path, plain = folder / "awq", folder / "plain"
-    shutil.copytree(FIXTURES / "awq", path, ignore=shutil.ignore_patterns("expected.safetensors"))
-    for name, content in tokenizer_files().items():
-        (path / name).write_bytes(content)
+def checkpoint(name: str, folder: Path) -> tuple[Path, Path]:
+    path, plain = folder / name, folder / "plain"
+    shutil.copytree(FIXTURES / name, path, ignore=shutil.ignore_patterns("expected.safetensors"))
+    for file, content in tokenizer_files().items():
+        (path / file).write_bytes(content)
     shutil.copytree(path, plain)
     edit_config(plain, quantization_config=None)
     tensors = {key: dequantized(tensor).contiguous() for key, tensor in matrices(path).items()}
@@ -48,7 +50,11 @@ def awq_model(folder: Path) -> tuple[Path, Path]:
     return path, plain
 
 
-MODELS = {"gguf": gguf_model, "awq": awq_model}
+# Of each project that packs checkpoints, and of each kind of scale; what it has beside is for the engine's tests.
+MODELS: dict[str, Callable[[Path], tuple[Path, Path]]] = {
+    "gguf": gguf_model,
+    **{name: partial(checkpoint, name) for name in ("awq", "gptq-4", "w8a16", "fp8")},
+}
 
 
 @torch.inference_mode()
@@ -64,8 +70,10 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@pytest.mark.parametrize("connector", ["nixl", "shared_storage"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_split_preempted_and_from_the_prefix_cache(tmp_path: Path, kind: str) -> None:
+def test_split_preempted_and_from_the_prefix_cache(tmp_path: Path, kind: str, connector: str) -> None:
+    skip_without_nixl(connector)
     model, plain = MODELS[kind](tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")
     rng = random.Random(kind)
@@ -74,7 +82,7 @@ def test_split_preempted_and_from_the_prefix_cache(tmp_path: Path, kind: str) ->
     assert sum(map(len, wanted)) > NUM_TOKENS * len(prompts) / 2
     flags = (
         f"--model={model}",
-        "--connector=nixl",
+        f"--connector={connector}",
         f"--num-blocks={NUM_BLOCKS}",
         "--chunk-size=64",
         "--dtype=float32",
