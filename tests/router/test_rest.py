@@ -446,7 +446,7 @@ async def test_an_error_after_the_first_token_is_an_event(router: RunningRouter,
 @each_case("stream", [False, True])
 async def test_how_requests_end_is_counted(router: RunningRouter, stream: bool) -> None:
     async with httpx.AsyncClient(base_url=router.url) as client:
-        for body, outcome in (({}, "ok"), ({"top_p": 2}, "invalid_argument"), ({"model": "x"}, "invalid_argument")):
+        for body, outcome in (({}, "ok"), ({"top_p": 2}, "invalid_argument"), ({"model": "x"}, "not_found")):
             before = sample("baton_router_requests_total", interface="rest", outcome=outcome)
             await client.post("/v1/chat/completions", json={"messages": MESSAGES, "stream": stream, **body})
             assert sample("baton_router_requests_total", interface="rest", outcome=outcome) == before + 1
