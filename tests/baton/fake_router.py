@@ -32,6 +32,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
         self.requests: list[Any] = []
         self.metadata: list[dict[str, Any]] = []  # of calls for answers
         self.ended = Event()  # set when the last request has, however it did
+        self.knows_beams = True  # else it answers a beam search as any request, as older ones do
 
     def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -41,7 +42,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
         for index in range(max(request.choices.n, 1)):
             for response in self._answer(request.prompt or " ".join(map(str, request.prompt_token_ids)), context):
                 response.index = index
-                if request.choices.use_beam_search:
+                if request.choices.use_beam_search and self.knows_beams:
                     response.cumulative_logprob = -1.5 - index
                 yield response
 

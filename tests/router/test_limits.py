@@ -131,8 +131,8 @@ async def test_errors_fit_into_a_call_s_end(router: RunningRouter) -> None:
     request = inference_pb2.GenerateRequest(prompt="x", model="\u65e5" * 10_000)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await router.inference.Generate(request).read()
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    error = error_of_call("INVALID_ARGUMENT", "", caught.value.trailing_metadata())
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    error = error_of_call("NOT_FOUND", "", caught.value.trailing_metadata())
     assert error.field == "model"
     assert error.reason.endswith("...")
 
