@@ -83,7 +83,7 @@ async def test_chunks(router: RunningRouter, path: str, body: dict[str, object],
         if kind is Completion:  # whose reason has no null in these types, as it has in OpenAI's streams
             chunk = chunk.replace('"finish_reason":null', '"finish_reason":"stop"')
         kind.model_validate_json(chunk, strict=True)
-    assert len(chunks) > 4
+    assert len(chunks) > 2  # tokens that wait for a busy machine come as one
 
 
 @each_case(
