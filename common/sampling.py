@@ -28,6 +28,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 256
+MAX_BANNED_SEQUENCES = 2 * MAX_BAD_WORDS  # each word has two
+MAX_BANNED_TOKENS = 64  # of one sequence
 
 Given = Mapping[str, object]
 """The parameters that a client set, by name. What it left out is missing here."""
@@ -86,7 +88,9 @@ class TokenSequence:
     __pydantic_config__ = ConfigDict(extra="forbid", revalidate_instances="always")
 
     token_ids: Annotated[
-        tuple[Annotated[int, Strict()], ...], Field(min_length=1, max_length=64), AfterValidator(_in_vocabulary)
+        tuple[Annotated[int, Strict()], ...],
+        Field(min_length=1, max_length=MAX_BANNED_TOKENS),
+        AfterValidator(_in_vocabulary),
     ]
 
 
@@ -161,7 +165,7 @@ class SamplingParams:
     ] = ()
     bad_words_ids: Annotated[
         tuple[TokenSequence, ...],
-        Field(max_length=2 * MAX_BAD_WORDS, description="sequences of tokens that the answer has not"),
+        Field(max_length=MAX_BANNED_SEQUENCES, description="sequences of tokens that the answer has not"),
     ] = ()
     speculate: Annotated[
         Flag, Field(description="the worker may guess tokens of the answer ahead, if it is set to; no token changes")

@@ -48,6 +48,7 @@ class GrammarCompiler:
         self._eos_token_ids = list(eos_token_ids)
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
+        self._failure = ""  # why it cannot be read; it is not tried again
 
     def __call__(self, guided: Guided) -> Guide:
         tokenizer = self._loaded()
@@ -65,6 +66,8 @@ class GrammarCompiler:
 
     def _loaded(self) -> LLTokenizer:
         with self._lock:
+            if self._failure:
+                raise ValueError(self._failure)
             if self._tokenizer is None:
                 # A model that guided text cannot be had from. Its requests fail like those with a bad grammar.
                 if not self._eos_token_ids:
@@ -73,10 +76,17 @@ class GrammarCompiler:
                     raise ValueError(f"cannot be used: this model has no {self._tokenizer_file.name}")
                 file, ends = str(self._tokenizer_file), self._eos_token_ids
                 try:
-                    self._tokenizer = LLTokenizer(file, n_vocab=self._vocab_size, eos_token=ends)
-                except ValueError:  # the model may lack logits for the last tokens: those are cut off the masks
-                    self._tokenizer = LLTokenizer(file, eos_token=ends)
+                    self._tokenizer = self._read(file, ends)
+                except ValueError as error:
+                    self._failure = str(error)
+                    raise
             return self._tokenizer
+
+    def _read(self, file: str, ends: list[int]) -> LLTokenizer:
+        try:
+            return LLTokenizer(file, n_vocab=self._vocab_size, eos_token=ends)
+        except ValueError:  # the model may lack logits for the last tokens: those are cut off the masks
+            return LLTokenizer(file, eos_token=ends)
 
 
 @dataclass(slots=True)

@@ -157,9 +157,10 @@ class _Stream:
             raise OverloadedError(f"the ends of {self._num_unsent_ends} calls of the stream are unread")
         self._last_id = start.call_id
         call = Call(self, start.call_id)
-        task = asyncio.create_task(self._run(call, start))
-        self._running[call.call_id] = call, task
         self._calls.num_calls += 1
+        is_one_too_many = self._calls.num_calls > self._calls.max_calls
+        task = asyncio.create_task(self._run(call, start, is_one_too_many))
+        self._running[call.call_id] = call, task
         task.add_done_callback(lambda task: self._ended(call, task))
         if start.HasField("timeout_s") and start.timeout_s >= 0:
 
@@ -169,10 +170,10 @@ class _Stream:
 
             call.timer = asyncio.get_running_loop().call_later(min(start.timeout_s, LONGEST_S), expire)
 
-    async def _run(self, call: Call, start: decode_pb2.StartCall) -> None:
+    async def _run(self, call: Call, start: decode_pb2.StartCall, is_one_too_many: bool) -> None:
         if start.HasField("timeout_s") and not (math.isfinite(start.timeout_s) and start.timeout_s >= 0):
             raise InvalidArgumentError("starts.timeout_s", "must be a number of seconds, 0 at least")
-        if self._calls.num_calls > self._calls.max_calls:
+        if is_one_too_many:
             raise OverloadedError(f"the worker has {self._calls.max_calls} calls in hand")
         await self._calls.run(start.request, call)
 

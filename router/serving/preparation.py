@@ -7,14 +7,23 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 from common.cache_hints import Retain, check_num_tokens, check_retain, check_retain_s
 from common.choices import Choices
 from common.errors import InvalidArgumentError
 from common.grpc_options import SAMPLING_BYTES
 from common.guided import Guided, check_grammar
-from common.sampling import MAX_LOGPROBS, FieldName, Given, SamplingParams, TokenSequence, resolve
+from common.sampling import (
+    MAX_BANNED_SEQUENCES,
+    MAX_BANNED_TOKENS,
+    MAX_LOGPROBS,
+    FieldName,
+    Given,
+    SamplingParams,
+    TokenSequence,
+    resolve,
+)
 from common.validation import (
     check_cache_salt,
     check_messages,
@@ -39,6 +48,7 @@ from router.serving.forced_calls import forced_guide, forced_reading
 from router.serving.prefix_hints import PrefixHint
 from router.serving.request import GenerationRequest, Prompt, new_request_id
 from router.serving.threads import SHORT, TextThreads
+from router.serving.tokenizer import Tokenizer
 
 MAX_ANSWER_TOKENS = 2**20  # unless one answer as long as the context is more
 LOGPROBS_OF_A_TOKEN = 4  # so many are as much work for the router as one more token: they only have to be written out
@@ -232,7 +242,7 @@ class Preparation:
             )
         _check_size(params, name)
         if params.bad_words:
-            params = replace(params, bad_words_ids=_bad_words_ids(model, params))
+            params = replace(params, bad_words_ids=_bad_words_ids(model, params, name))
             _check_size(params, name, "bad_words")
         return GenerationRequest(
             request_id=request_id or new_request_id(),
@@ -347,11 +357,31 @@ def _weight(num_logprobs: int) -> int:
     return 1 + math.ceil(num_logprobs / LOGPROBS_OF_A_TOKEN)
 
 
-def _bad_words_ids(model: ServedModel, params: SamplingParams) -> tuple[TokenSequence, ...]:
+def _bad_words_ids(model: ServedModel, params: SamplingParams, name: FieldName) -> tuple[TokenSequence, ...]:
     """Those that the client gave, and each bad word as the model writes it, with a space before and without."""
-    texts = (text for word in params.bad_words for text in (word, f" {word}"))
-    words = (TokenSequence(token_ids=tuple(model.tokenizer.encode(text, add_special_tokens=False))) for text in texts)
-    return tuple(dict.fromkeys((*params.bad_words_ids, *words)))
+    try:
+        sequences = tuple(dict.fromkeys((*params.bad_words_ids, *_written(model.tokenizer, params.bad_words))))
+    except ValueError as error:
+        raise InvalidArgumentError(name("bad_words"), str(error)) from None
+    if len(sequences) > MAX_BANNED_SEQUENCES:
+        raise InvalidArgumentError(
+            name("bad_words"),
+            f"with bad_words_ids these are {len(sequences)} sequences of tokens: {MAX_BANNED_SEQUENCES} are the most",
+        )
+    return sequences
+
+
+@lru_cache(maxsize=8)  # all prompts of a body have the same words
+def _written(tokenizer: Tokenizer, words: tuple[str, ...]) -> tuple[TokenSequence, ...]:
+    """Raises `ValueError` at the first word that is too long."""
+    sequences = []
+    for word in words:
+        for text in (word, f" {word}"):
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            if len(token_ids) > MAX_BANNED_TOKENS:
+                raise ValueError(f"{word[:40]!r} has {len(token_ids)} tokens: {MAX_BANNED_TOKENS} are the most")
+            sequences.append(TokenSequence(token_ids=tuple(token_ids)))
+    return tuple(sequences)
 
 
 def _check_size(params: SamplingParams, name: FieldName, field: str = "") -> None:

@@ -400,6 +400,24 @@ def test_a_tokenizer_is_loaded_ahead(tmp_path: Path) -> None:
     compiler(Guided(regex="a"))
 
 
+def test_a_tokenizer_of_no_use_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds up the whole engine meanwhile, and clients may ask for it with each request."""
+    read: list[str] = []
+
+    def refuse(file: str, **_: object) -> None:
+        read.append(file)
+        raise ValueError("no decoder of a kind that is known")
+
+    monkeypatch.setattr(grammars_module, "LLTokenizer", refuse)
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    compiler = GrammarCompiler(file, 10, [1])
+    for regex in "ab":
+        with pytest.raises(ValueError, match="no decoder of a kind"):
+            compiler(Guided(regex=regex))
+    assert len(read) == 2  # with the model's number of logits, and with the tokenizer's own
+
+
 def test_a_model_that_guided_text_cannot_be_had_from_says_so(tmp_path: Path) -> None:
     guided = Guided(regex="a")
     with pytest.raises(ValueError, match=r"has no tokenizer\.json"):

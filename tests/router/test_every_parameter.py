@@ -24,6 +24,7 @@ from common.validation import ModelLimits
 from engine import messages as m
 from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2
 from router.serving import admission
+from router.serving.tokenizer import Tokenizer
 from tests.each_case import each_case
 from tests.router import nested_parameters
 from tests.router.conftest import RunningRouter
@@ -155,6 +156,19 @@ def test_nested_values() -> None:
     assert f" {len(nested_parameters.VALUES) * 4} subtests passed " in result.stdout
 
 
+async def test_the_bad_words_of_a_body_are_read_once(router: RunningRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+        read.append(text)
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    await router.openai.completions.create(model="tiny", prompt=["a", "b"], extra_body={"bad_words": ["once"]})
+    assert (read.count("once"), read.count(" once")) == (1, 1)
+
+
 async def test_bad_words_become_tokens(router: RunningRouter, worker: FakeWorker) -> None:
     """With a space before and without; beside those that the client gave as tokens."""
     given = {"bad_words": ["fox", "a"], "bad_words_ids": [{"token_ids": [7, 8]}]}
@@ -163,27 +177,28 @@ async def test_bad_words_become_tokens(router: RunningRouter, worker: FakeWorker
     assert ids == [(7, 8), *(tuple(ids_of(text)) for text in ("fox", " fox", "a", " a"))]
 
 
-WORDS = [f"{number} " + "x" * 400 for number in range(256)]
-
-
 @pytest.mark.parametrize(
-    ("given", "field"),
+    ("given", "reason"),
     [
-        ({"bad_words": ["x" * 1000] * 256}, "bad_words"),
-        ({"bad_words": WORDS, "bad_words_ids": [{"token_ids": [7]}]}, "bad_words"),  # what they are made into
-        ({"bad_words": ["x" * 1000] * 100, "guided": {"choice": ["€" * 60_000]}}, "guided"),
+        ({"bad_words": ["x" * 1000] * 256}, "bad_words: is too large"),
+        ({"bad_words": ["x" * 1000] * 100, "guided": {"choice": ["€" * 60_000]}}, "guided: is too large"),
+        ({"bad_words": ["fox", "fox " * 65]}, "bad_words: 'fox fox .*tokens: 64 are the most"),
+        (
+            {"bad_words": [str(number) for number in range(256)], "bad_words_ids": [{"token_ids": [7, 7]}]},
+            "bad_words: with bad_words_ids these are 513 sequences of tokens: 512 are the most",
+        ),
     ],
 )
 async def test_what_no_worker_takes_is_refused_by_name(
     router: RunningRouter,
     worker: FakeWorker,
     given: dict[str, Any],
-    field: str,
+    reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(admission, "BODY_OVERHEAD_BYTES", 2**20)  # as for a model of a longer context
     params = types_pb2.SamplingParams(**given)
-    with pytest.raises(grpc.aio.AioRpcError, match=rf"{field}: is too large") as failed:
+    with pytest.raises(grpc.aio.AioRpcError, match=reason) as failed:
         async for _ in router.inference.Generate(inference_pb2.GenerateRequest(prompt="Hi", sampling_params=params)):
             pass
     assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -336,6 +336,22 @@ async def test_calls_that_start_in_one_message_are_calls_of_their_own(worker: Ru
     assert stream.heard(5).end is None
 
 
+async def test_of_starts_in_one_message_those_beyond_the_bound_are_refused() -> None:
+    run: list[str] = []
+
+    async def note(request: decode_pb2.DecodeRequest, _call: Call) -> None:
+        run.append(request.request_id)
+
+    router = Router()
+    task = asyncio.create_task(ManyCalls(note, max_calls=2).serve(cast("Any", router)))
+    starts = [decode_pb2.StartCall(call_id=number) for number in (1, 2, 3)]
+    router.to_worker.put_nowait(decode_pb2.DecodeManyRequest(starts=starts))
+    await until(lambda: len(run) == 2, "those within the bound have run")
+    router.to_worker.put_nowait(grpc.aio.EOF)
+    await task
+    assert len(run) == 2
+
+
 async def test_what_comes_at_one_moment_is_one_message() -> None:
     async with served(1, 2, 3) as (router, calls):
         for number, caller in enumerate(calls.callers.values()):
