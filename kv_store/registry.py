@@ -17,6 +17,7 @@ class _Entry:
     connector: str  # module:class
     settings: str = ""  # the same, of its own settings; none if empty
     is_store: bool = False  # as the class says, known without loading it
+    is_for_fleets: bool = True  # workers on other hosts are reached, too
 
 
 _CONNECTORS = {
@@ -29,7 +30,7 @@ _CONNECTORS = {
         "kv_store.lmcache.connector:LMCacheConnector", "kv_store.lmcache.settings:LMCacheSettings", is_store=True
     ),
     "nixl": _Entry("kv_store.nixl.connector:NixlConnector", "kv_store.nixl.settings:NixlSettings"),
-    "memory": _Entry("kv_store.memory:MemoryConnector"),
+    "memory": _Entry("kv_store.memory:MemoryConnector", is_for_fleets=False),
 }
 
 
@@ -39,6 +40,10 @@ def connector_names() -> list[str]:
 
 def store_names() -> list[str]:
     return sorted(name for name, entry in _CONNECTORS.items() if entry.is_store)
+
+
+def fleet_connector_names() -> list[str]:
+    return sorted(name for name, entry in _CONNECTORS.items() if entry.is_for_fleets)
 
 
 def settings_classes() -> list[type[Settings]]:

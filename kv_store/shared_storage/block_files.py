@@ -33,6 +33,7 @@ from kv_store.shared_storage.run_file import (
     HEADER_BYTES,
     MAX_BLOCKS,
     CorruptRunError,
+    RunName,
     RunTable,
     is_run_size,
     read_blocks,
@@ -118,20 +119,25 @@ class BlockFiles:
         """Deletes the names of these blocks, and runs that no other block needs. Returns those that were there. Raises
         `OSError`."""
         found: set[bytes] = set()
-        unnamed: set[int] = set()  # inodes of runs
+        runs: dict[int, str | None] = {}  # by inode: their paths under runs/, None if that is not known
         for block_hash in block_hashes:
             path = self.layout.block(block_hash)
             try:
                 stat = os.stat(path)
+                if stat.st_nlink > 1 and stat.st_ino not in runs:
+                    runs[stat.st_ino] = self._run_of(path)
             except FileNotFoundError:
                 continue
             found.add(block_hash)
             unlink(path)
-            if stat.st_nlink == 2:  # what is left is its name under runs/
-                unnamed.add(stat.st_ino)
-        for entry in entries(self.layout.runs) if unnamed else ():
-            if entry.inode() in unnamed:
-                unlink(entry.path)
+        # Only now: if others delete names of the same run, each sees what is left after its own, and the last one none.
+        for inode, run in runs.items():
+            if run is not None:
+                _delete_unnamed(run, inode)
+        unknown = {inode for inode, run in runs.items() if run is None}
+        for entry in entries(self.layout.runs) if unknown else ():
+            if entry.inode() in unknown:
+                _delete_unnamed(entry.path, entry.inode())
         return found
 
     def write(self, blocks: Sequence[BlockData]) -> list[int | TransferError]:
@@ -163,11 +169,11 @@ class BlockFiles:
         outcomes: list[int | TransferError] = []
         if self.has_links:
             run, failure = "", None
-            table = self._table(blocks, checksums)
             for _ in range(_MAX_ATTEMPTS):
-                run = self.layout.run(blocks[0].index, self._unique())
+                name = RunName.new(blocks[0].index)
+                run = self.layout.run(name)
                 try:
-                    self._place(run, [table, *(block.data for block in blocks)])
+                    self._place(run, [self._table(blocks, checksums, name), *(block.data for block in blocks)])
                 except OSError as error:
                     return [self._failure(error)] * len(blocks)
                 outcomes, failure = self._name_blocks(run, blocks)
@@ -195,14 +201,14 @@ class BlockFiles:
             return self._failure(error)
         return self._block_bytes
 
-    def _table(self, blocks: Sequence[BlockData], checksums: Sequence[int]) -> bytes:
-        names = tuple(block.block_hash for block in blocks)
-        return RunTable(self._block_bytes, self._digest, names, tuple(checksums)).encode()
+    def _table(self, blocks: Sequence[BlockData], checksums: Sequence[int], name: RunName | None = None) -> bytes:
+        hashes = tuple(block.block_hash for block in blocks)
+        return RunTable(self._block_bytes, self._digest, hashes, tuple(checksums), name).encode()
 
     def _place(self, path: str, parts: Sequence[memoryview | bytes]) -> None:
         """Makes the file `path`, whole or not at all. Raises `OSError`."""
         for _ in range(_MAX_ATTEMPTS):
-            temp = f"{self.layout.temps}/{self._unique()}"
+            temp = f"{self.layout.temps}/{self._writer}-{next(self._counter)}"
             try:
                 write_new_file(temp, parts)
                 os.replace(temp, path)
@@ -249,9 +255,6 @@ class BlockFiles:
         """The same words for the same reason, whatever the file, so that they can be told once."""
         kind = FullDiskError if error.errno in FULL else TransferError
         return kind(f"cannot write to {self.layout.root}: {error.strerror or error}")
-
-    def _unique(self) -> str:
-        return f"{self._writer}-{next(self._counter)}"
 
     # -------------------------------------------------------------------------------------------- reading
 
@@ -327,6 +330,21 @@ class BlockFiles:
 
     # ---------------------------------------------------------------------------------------------- names
 
+    def _run_of(self, path: str) -> str | None:
+        """The path under runs/ of the run that a block's name leads to; None if the run does not say, as those of
+        earlier releases, or cannot be read. Raises `FileNotFoundError`."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                name = RunTable.decode(os.pread(fd, HEADER_BYTES, 0), os.fstat(fd).st_size).name
+            finally:
+                os.close(fd)  # at once: NFS gives a file that is deleted while it is open another name
+        except FileNotFoundError:
+            raise
+        except (CorruptRunError, OSError):
+            return None
+        return None if name is None else self.layout.run(name)
+
     def _mtime(self, block_hash: bytes) -> float | None:
         """Of the run that a name leads to; None if it leads to no whole one."""
         try:
@@ -350,6 +368,16 @@ class BlockFiles:
             os.utime(run)
         except OSError as error:  # another user's file, or gone: it is only evicted earlier
             log.debug("cannot note that stored KV was used", extra={"reason": str(error)})
+
+
+def _delete_unnamed(run: str, inode: int) -> None:
+    """Deletes the file `run` if it is `inode` and has no other name. Raises `OSError`, but not if it is gone."""
+    try:
+        stat = os.stat(run)
+    except FileNotFoundError:
+        return
+    if stat.st_ino == inode and stat.st_nlink == 1:
+        unlink(run)
 
 
 def _num_equal(first: Sequence[bytes], second: Sequence[bytes]) -> int:

@@ -1,7 +1,7 @@
 """Where a store's files lie. Any number of workers share the directory, whatever their models and layouts.
 
     <kv_dir>/v2-<layout>/runs/000032-….run        a run file: a few blocks, see `run_file`; named by the first one's
-                                                  position in its request
+                                                  position in its request and a random number
     <kv_dir>/v2-<layout>/blocks/ab/abcdef….kv     a block's name: a hard link to the run that holds it
     <kv_dir>/v2-<layout>/writing/…                files being written
     <kv_dir>/<layout>/ab/abcdef….kv               version 1: nobody reads these any more
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.types import KVCacheSpec
-from kv_store.shared_storage.run_file import VERSION
+from kv_store.shared_storage.run_file import VERSION, RunName
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # what a file system without room answers
 
@@ -57,8 +57,8 @@ class StoreLayout:
         name = block_hash.hex()
         return f"{self.root}/blocks/{name[:2]}/{name}.kv"
 
-    def run(self, position: int, unique: str) -> str:
-        return f"{self.root}/runs/{position:06d}-{unique}.run"
+    def run(self, name: RunName) -> str:
+        return f"{self.root}/runs/{name.position:06d}-{name.unique.hex()}.run"
 
 
 def layout_name(spec: KVCacheSpec) -> str:

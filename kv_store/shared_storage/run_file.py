@@ -2,7 +2,8 @@
 
     0       header (48 bytes): magic, checksum of all that follows up to 4096, version, number of blocks,
             bytes of one block, digest of the layout
-    48      table, 24 bytes for each block: its hash (16) and the XXH3-64 of its bytes (8); zeros up to 4096
+    48      table, 24 bytes for each block: its hash (16) and the XXH3-64 of its bytes (8); zeros up to 4080
+    4080    the run's own name (16 bytes), so that who knows a block finds the run; zeros if it has none
     4096    the blocks, one after the other, without gaps
 
 Without gaps any row of blocks is one read. If a block is a multiple of 4096 bytes, as those of real models are,
@@ -22,15 +23,29 @@ _MAGIC = b"BATON-KV"
 VERSION = 2
 _HEADER = struct.Struct("<8sQIIQ16s")
 _ENTRY = struct.Struct("<16sQ")
+_NAME = struct.Struct("<I12s")
 _CHECKED_FROM = 16  # the header's checksum covers what comes after it
 
 HEADER_BYTES = 4096
 RUN_BYTES = 8 << 20  # written and read in one turn: large enough for the disk, small enough to be announced early
-MAX_BLOCKS = (HEADER_BYTES - _HEADER.size) // _ENTRY.size
+MAX_BLOCKS = (HEADER_BYTES - _HEADER.size - _NAME.size) // _ENTRY.size
+_NAME_OFFSET = HEADER_BYTES - _NAME.size
 
 
 class CorruptRunError(Exception):
     """A file is no run of this layout, or not a whole one. The message is a reason, to be put in brackets."""
+
+
+@dataclass(slots=True, frozen=True)
+class RunName:
+    """What a run file is called under runs/."""
+
+    position: int  # of its first block in the request that it came from
+    unique: bytes  # 12 bytes that no other run has
+
+    @classmethod
+    def new(cls, position: int) -> RunName:
+        return cls(position, os.urandom(12))
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,6 +56,7 @@ class RunTable:
     layout_digest: bytes  # 16 bytes
     block_hashes: tuple[bytes, ...]  # in the order of the file
     checksums: tuple[int, ...]  # XXH3-64
+    name: RunName | None = None  # None: a block that is a file of its own, or a run of an earlier release
 
     @property
     def file_bytes(self) -> int:
@@ -55,6 +71,8 @@ class RunTable:
         _HEADER.pack_into(data, 0, _MAGIC, 0, VERSION, len(self.block_hashes), self.block_bytes, self.layout_digest)
         for position, entry in enumerate(zip(self.block_hashes, self.checksums, strict=True)):
             _ENTRY.pack_into(data, _HEADER.size + position * _ENTRY.size, *entry)
+        if self.name is not None:
+            _NAME.pack_into(data, _NAME_OFFSET, self.name.position, self.name.unique)
         checksum = xxhash.xxh3_64_intdigest(memoryview(data)[_CHECKED_FROM:])
         _HEADER.pack_into(
             data, 0, _MAGIC, checksum, VERSION, len(self.block_hashes), self.block_bytes, self.layout_digest
@@ -74,7 +92,9 @@ class RunTable:
         if not 0 < num_blocks <= MAX_BLOCKS:
             raise CorruptRunError(f"{num_blocks} blocks")
         entries = list(_ENTRY.iter_unpack(data[_HEADER.size : _HEADER.size + num_blocks * _ENTRY.size]))
-        table = cls(block_bytes, layout_digest, tuple(entry[0] for entry in entries), tuple(e[1] for e in entries))
+        name = RunName(*_NAME.unpack_from(data, _NAME_OFFSET)) if any(data[_NAME_OFFSET:]) else None
+        hashes, checksums = tuple(entry[0] for entry in entries), tuple(entry[1] for entry in entries)
+        table = cls(block_bytes, layout_digest, hashes, checksums, name)
         if table.file_bytes != file_bytes:
             raise CorruptRunError(f"{file_bytes} bytes instead of {table.file_bytes}")
         return table

@@ -196,6 +196,73 @@ class TestCorruption:
         assert read(files, range(4)) == [None] * 4
 
 
+class TestForgetting:
+    def test_a_run_goes_with_its_last_name(self, files: BlockFiles, kv_dir: Path) -> None:
+        write(files, [1, 2, 3])
+        write(files, [4])
+        assert files.forget([name_of(1), name_of(3), name_of(9)]) == {name_of(1), name_of(3)}
+        assert len(runs_of(kv_dir)) == 2
+        assert read(files, [2, 4]) == [None] * 2
+        assert files.forget([name_of(2)]) == {name_of(2)}
+        assert [run.stat().st_ino for run in runs_of(kv_dir)] == [inode_of(kv_dir, 4)]
+        assert write(files, [1, 2, 3]) == [BLOCK] * 3
+
+    def test_no_other_run_is_looked_at(self, files: BlockFiles, kv_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A store may hold a hundred thousand runs, and a hint is for one prompt."""
+        write(files, range(MAX_BLOCKS + 1))  # one run has its header full
+        write(files, [1000])
+
+        def scandir(path: str) -> None:
+            raise AssertionError(f"looks through {path}")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "scandir", scandir)
+            assert len(files.forget(name_of(number) for number in range(MAX_BLOCKS + 1))) == MAX_BLOCKS + 1
+        assert [run.stat().st_ino for run in runs_of(kv_dir)] == [inode_of(kv_dir, 1000)]
+
+    def test_a_run_that_does_not_say_its_name_is_looked_for(self, files: BlockFiles, kv_dir: Path) -> None:
+        """Runs of earlier releases have zeros there."""
+        write(files, [1, 2])
+        (run,) = runs_of(kv_dir)
+        data = bytearray(run.read_bytes())
+        data[HEADER_BYTES - 16 : HEADER_BYTES] = bytes(16)
+        struct.pack_into("<Q", data, 8, xxhash.xxh3_64_intdigest(bytes(data[16:HEADER_BYTES])))
+        run.write_bytes(data)
+        assert read(files, [1, 2]) == [None] * 2
+        write(files, [3])
+        files.forget([name_of(1)])
+        assert read(files, [2, 3]) == [None] * 2
+        files.forget([name_of(2)])
+        assert [left.stat().st_ino for left in runs_of(kv_dir)] == [inode_of(kv_dir, 3)]
+
+    @pytest.mark.parametrize("with_name", [True, False])
+    def test_two_that_forget_one_run_at_the_same_moment_leave_no_file(
+        self, files: BlockFiles, kv_dir: Path, monkeypatch: pytest.MonkeyPatch, with_name: bool
+    ) -> None:
+        """Each has seen the other's name when it deletes its own."""
+        write(files, [1, 2])
+        if not with_name:
+            flip(runs_of(kv_dir)[0], 0)
+        unlink, others = os.unlink, iter([2])
+
+        def meanwhile(path: str) -> None:
+            for number in others:
+                files.forget([name_of(number)])
+            unlink(path)
+
+        monkeypatch.setattr(os, "unlink", meanwhile)
+        assert files.forget([name_of(1)]) == {name_of(1)}
+        assert runs_of(kv_dir) == []
+
+    def test_a_file_system_without_hard_links(
+        self, files: BlockFiles, kv_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        refuse_links(monkeypatch, errno.EPERM)
+        write(files, [1, 2])
+        assert files.forget([name_of(1)]) == {name_of(1)}
+        assert [files.contains(name_of(number)) for number in (1, 2)] == [False, True]
+
+
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS], ids=errno.errorcode.get)
 @pytest.mark.parametrize("num_made", [0, 2])
 def test_a_file_system_without_hard_links(
