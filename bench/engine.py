@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from baton.speed import measure_cpu
 from bench.engine_systems import (
@@ -186,15 +187,14 @@ def print_part(part: Part, rates: dict[str, dict[str, list[float]]], limits: Seq
 
 
 @contextmanager
-def random_llama(tokenizer: Path) -> Iterator[Path]:
-    """A directory with `LLAMA_1B`, and the tokenizer of another model, which nobody asks for words."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+def random_model(config: PreTrainedConfig, tokenizer: Path) -> Iterator[Path]:
+    """A directory with that model in bfloat16, its weights random, and the tokenizer of another model, which nobody
+    asks for words."""
     with tempfile.TemporaryDirectory() as folder:
-        _say("llama-1b: random weights")
+        _say("random weights")
         torch.set_default_dtype(torch.bfloat16)
         try:
-            LlamaForCausalLM(LlamaConfig(**LLAMA_1B)).save_pretrained(folder)
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         finally:
             torch.set_default_dtype(torch.float32)
         shutil.copy(tokenizer / "tokenizer.json", folder)
@@ -255,7 +255,7 @@ def main() -> None:
         for number, part in enumerate(parts):
             model_dir = ensure_model(DEFAULT_MODEL, default_cache_dir(), _say)
             if part.model == "llama-1b":
-                model_dir = stack.enter_context(random_llama(model_dir))
+                model_dir = stack.enter_context(random_model(LlamaConfig(**LLAMA_1B), model_dir))
             left = begin + args.minutes * 60 - time.monotonic()
             stop_at = time.monotonic() + left / (len(parts) - number)
             results.append(run_part(part, model_dir, args, stop_at))

@@ -1,4 +1,4 @@
-"""What guided text costs: compiling a grammar, the masks of a step, whole steps, and the first token.
+"""What guided text costs: compiling a grammar, following it, whole steps, and the first token.
 
     python -m bench.guided [--threads 1] [--rounds 5]
 
@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 
@@ -27,7 +28,7 @@ from common.sampling import SamplingParams
 from engine import messages as m
 from engine.embedded_model import ensure_model
 from engine.grammars import GrammarCompiler
-from engine.guide import Guide, make_masks, mask_logits
+from engine.guide import Guide, make_masks
 
 BATCH = 32
 NUM_STEPS = 60
@@ -82,7 +83,7 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     written = [(guides[name], tokenizer.encode(text).ids) for name, text in ANSWERS]
     measure("an ordinary answer", written, None)
-    measure("random tokens, the worst there is", written, random.Random(0))
+    measure("random tokens", written, random.Random(0))
     engine = BatonEngine(path, "bfloat16", args.threads, num_blocks=1024)
     compare_steps(engine, tokenizer, args.rounds)
     first_tokens(engine, tokenizer)
@@ -152,29 +153,39 @@ def first_tokens(engine: BatonEngine, tokenizer: Tokenizer) -> None:
 
 
 def measure(what: str, written: Sequence[tuple[Guide, list[int]]], rng: random.Random | None) -> None:
-    """`BATCH` requests side by side, each begun anew when it is done."""
+    """What grammars take of a step of `BATCH` requests, each begun anew when it is done: steps make the masks of all,
+    as for requests that draw, and ask about one token of each, as for greedy ones, in turn."""
     batch = [written[row % len(written)][0].fork() for row in range(BATCH)]
     answers: list[list[int]] = [[] for _ in batch]
-    times = []
-    for _ in range(NUM_STEPS):
-        logits = torch.zeros(BATCH, VOCAB_SIZE)
+    times: dict[str, list[float]] = {"masks": [], "one token each": []}
+    for step in range(2 * NUM_STEPS):
+        kind = list(times)[step % 2]
         start = time.process_time()  # of all threads: other work on the machine disturbs little
         for guide, answer in zip(batch, answers, strict=True):
             guide.follow(answer, 0)
-        mask_logits(logits, range(BATCH), make_masks(batch))
-        times.append(time.process_time() - start)
-        for row, answer in enumerate(answers):
-            first, tokens = written[row % len(written)]
-            if rng is not None:
-                tokens = [*answer, rng.choice(torch.isfinite(logits[row]).nonzero().flatten().tolist())]
-            if len(answer) == len(tokens) or tokens[len(answer)] in (0, 2):
+        took = time.process_time() - start
+        if rng is None:
+            tokens = [written[row % len(written)][1][len(answer)] for row, answer in enumerate(answers)]
+        else:
+            masks = np.unpackbits(make_masks([guide.fork() for guide in batch]).numpy(), axis=1, bitorder="little")
+            tokens = [rng.choice(np.flatnonzero(mask).tolist()) for mask in masks]
+        start = time.process_time()
+        if kind == "masks":
+            make_masks(batch)
+        else:
+            for guide, token_id in zip(batch, tokens, strict=True):
+                guide.allows(token_id)
+        times[kind].append(took + time.process_time() - start)
+        for row, (answer, token_id) in enumerate(zip(answers, tokens, strict=True)):
+            answer.append(token_id)
+            first, whole = written[row % len(written)]
+            if token_id in (0, 2) or (rng is None and len(answer) == len(whole)):
                 batch[row], answer[:] = first.fork(), []
-            else:
-                answer.append(tokens[len(answer)])
-    print(
-        f"masks of a step of {BATCH} requests, {what}: "
-        f"median {1000 * statistics.median(times):.2f} ms of CPU, most {1000 * max(times):.2f} ms"
-    )
+    for kind, all_took in times.items():
+        print(
+            f"a step of {BATCH} requests, {what}, {kind}: "
+            f"median {1000 * statistics.median(all_took):.2f} ms of CPU, most {1000 * max(all_took):.2f} ms"
+        )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,24 @@
 """Loading a model: Baton against reading its files into fresh memory, and against transformers' `from_pretrained`.
 
-    python -m bench.loading [--shape 1b] [--dtype bfloat16] [--repeats 3] [--folder DIR] [--json FILE]
+    python -m bench.loading [--shape 1b] [--dtype bfloat16] [--repeats 3] [--cold] [--folder DIR] [--json FILE]
 
 Writes a Llama of that shape with random bfloat16 weights, in shards of 1 GiB, into a folder that is removed afterwards.
 Each way loads it in a process of its own, in turn. Seconds are those of loading alone, without imports. CPU
 seconds, the system's included, tell more on a machine that others use. Memory is the most anonymous memory that loading
 added, beside what the weights take in that dtype. The page cache is warm: the files were just written, so what is
-measured is copying and packing, not the disk.
+measured is copying and packing, not the disk. With `--cold` the files leave the page cache before each load, and `dd`
+of them stands beside the others.
+
+`huge` is `readinto` into memory of huge pages, as the kernels' weights have it. In a virtual machine whose host gives
+memory only when it is touched, that alone may take most of the time: huge pages are seldom those that were in use.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -22,6 +28,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from engine.blocks.host_memory import available_bytes
+
 SHAPES: dict[str, dict[str, int]] = {
     "135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9},
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
@@ -30,11 +38,12 @@ SHAPES: dict[str, dict[str, int]] = {
 KV_HEADS = {"135m": 3, "1b": 8, "8b": 8}
 VOCAB_SIZE = {"135m": 49152, "1b": 128256, "8b": 128256}
 SHARD_BYTES = 1 << 30
-WAYS = ("readinto", "baton", "transformers")
+WAYS = ("readinto", "huge", "baton", "transformers")
+SPARE_BYTES = 1 << 30  # beside 1.1 times the weights: imports, and what the system needs
 
 # Prints the seconds of one way, its CPU seconds, and the most anonymous memory that it added, in bytes.
 CHILD = """
-import os, sys, threading, time
+import mmap, os, subprocess, sys, threading, time
 from pathlib import Path
 
 way, folder, dtype = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
@@ -58,12 +67,19 @@ def watch():
 before, peaks, done = anonymous(), [0], threading.Event()
 thread = threading.Thread(target=watch)
 thread.start()
-start, cpu_start = time.perf_counter(), sum(os.times()[:2])
-kept = []
-if way == "readinto":
-    for file in sorted(folder.glob("*.safetensors")):
+start, cpu_start = time.perf_counter(), sum(os.times()[:4])
+kept, files = [], sorted(folder.glob("*.safetensors"))
+if way == "dd":
+    for file in files:
+        subprocess.run(["dd", f"if={file}", "of=/dev/null", "bs=4M", "status=none"], check=True)
+elif way in ("readinto", "huge"):
+    for file in files:
         with file.open("rb", buffering=0) as stream:
-            memory = bytearray(file.stat().st_size)
+            if way == "huge":
+                memory = mmap.mmap(-1, file.stat().st_size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            else:
+                memory = bytearray(file.stat().st_size)
             view, at = memoryview(memory), 0
             while at < len(memory):
                 at += stream.readinto(view[at:])
@@ -74,15 +90,15 @@ elif way == "baton":
     kept.append(ModelRunner(folder, EngineSettings.model_validate(settings)))
 else:
     kept.append(AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True))
-seconds, cpu_seconds = time.perf_counter() - start, sum(os.times()[:2]) - cpu_start
+seconds, cpu_seconds = time.perf_counter() - start, sum(os.times()[:4]) - cpu_start
 done.set()
 thread.join()
 print(seconds, cpu_seconds, max(peaks) - before)
 """
 
 
-def write_model(folder: Path, shape: str) -> int:
-    """A checkpoint in shards, its weights random. Returns the number of weights."""
+def tensors_of(shape: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a checkpoint's tensors, by name."""
     sizes = SHAPES[shape]
     hidden, inner, heads = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_attention_heads"]
     kv_size = KV_HEADS[shape] * hidden // heads
@@ -99,8 +115,14 @@ def write_model(folder: Path, shape: str) -> int:
         tensors |= {f"{at}.self_attn.{name}_proj.weight": (kv_size, hidden) for name in "kv"}
         tensors |= {f"{at}.mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
         tensors[f"{at}.mlp.down_proj.weight"] = (hidden, inner)
+    return tensors
+
+
+def write_model(folder: Path, shape: str) -> None:
+    """A checkpoint in shards, its weights random."""
+    tensors = tensors_of(shape)
     config = {
-        **sizes,
+        **SHAPES[shape],
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": VOCAB_SIZE[shape],
@@ -128,7 +150,6 @@ def write_model(folder: Path, shape: str) -> int:
         save_file(random, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return sum(torch.Size(each).numel() for each in tensors.values())
 
 
 def load(way: str, folder: Path, dtype: str, threads: int) -> tuple[float, float, float]:
@@ -141,23 +162,49 @@ def load(way: str, folder: Path, dtype: str, threads: int) -> tuple[float, float
     return seconds, cpu_seconds, num_bytes
 
 
+def refusal(folder: Path, file_bytes: int, weight_bytes: int) -> str:
+    """Why the bench cannot run here; empty if it can."""
+    free, needed = shutil.disk_usage(folder).free, int(weight_bytes * 1.1) + SPARE_BYTES
+    if free < file_bytes:
+        return f"{folder} has {free / 1e9:.1f} GB free, the files need {file_bytes / 1e9:.1f} GB; set --folder"
+    available = available_bytes()
+    if available is not None and available < needed:
+        return f"{available / 1e9:.1f} GB of memory are available, loading needs {needed / 1e9:.1f} GB"
+    return ""
+
+
+def forget(folder: Path) -> None:
+    """Has the files leave the page cache, to which they are written for good first."""
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.loading", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--cold", action="store_true", help="empty the page cache of the files before each load")
     parser.add_argument("--folder", type=Path, help="where the model is written; a temporary folder if unset")
     parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
+    ways = ("dd", *WAYS) if args.cold else WAYS
+    num_weights = sum(torch.Size(each).numel() for each in tensors_of(args.shape).values())
+    weight_bytes = num_weights * (2 if args.dtype == "bfloat16" else 4)
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
-        num_weights = write_model(folder, args.shape)
-        runs: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
+        if reason := refusal(folder, 2 * num_weights, weight_bytes):
+            parser.error(f"--shape {args.shape} in {args.dtype}: {reason}")
+        write_model(folder, args.shape)
+        runs: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
         for _ in range(args.repeats):
-            for way in WAYS:
+            for way in ways:
+                if args.cold:
+                    forget(folder)
                 runs[way].append(load(way, folder, args.dtype, args.threads))
-    weight_bytes = num_weights * (2 if args.dtype == "bfloat16" else 4)
     results = {
         way: {
             "seconds": statistics.median(seconds for seconds, _, _ in each),
@@ -175,6 +222,8 @@ def main() -> None:
             f"{measured['cpu_seconds']:7.2f} s of CPU, {cpu_times:5.2f} x, "
             f"anonymous memory {measured['peak_anonymous_bytes'] / 1e9:.2f} GB = {share:.2f} x the weights"
         )
+    if args.cold:
+        print(f"baton reads {results['dd']['seconds'] / results['baton']['seconds']:.2f} times as fast as dd")
     if args.json:
         result = {"shape": args.shape, "dtype": args.dtype, "weight_bytes": weight_bytes, "ways": results}
         args.json.write_text(json.dumps(result, indent=1) + "\n")

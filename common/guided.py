@@ -83,6 +83,10 @@ def _grammar_of(guided: Guided) -> str:
         return LLMatcher.grammar_from_json_schema('{"type": "object"}', None, _JSON_OPTIONS)
     if guided.json_schema:
         schema = _schema(guided.json_schema)
+        if schema is False:
+            raise ValueError("json_schema cannot be used: no text matches it")
+        if schema is True:
+            schema = {}
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), None, _JSON_OPTIONS)
     if guided.regex:
         return LLMatcher.grammar_from_regex(guided.regex)

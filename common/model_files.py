@@ -53,8 +53,14 @@ class ModelFiles:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """Ids that end a sequence, of generation_config.json if it names any, else of config.json."""
-        for source, name in ((self.generation_config, "generation_config.json"), (self.config, "config.json")):
+        """Ids that end a sequence, of generation_config.json if it names any, else of config.json, else of its text
+        part."""
+        text = self.config.get("text_config")
+        for source, name in (
+            (self.generation_config, "generation_config.json"),
+            (self.config, "config.json"),
+            (text if isinstance(text, dict) else {}, "config.json"),
+        ):
             value = source.get("eos_token_id")
             if value is not None:
                 return _token_ids(value, self.path / name)

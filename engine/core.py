@@ -227,11 +227,14 @@ class EngineCore:
     def execute(self, output: SchedulerOutput, between_layers: Callable[[], None] | None = None) -> bool:
         """Second half: computes the batch. Returns False if it is empty and only time or a message can help.
 
+        Commands may have come since `prepare` decided: what they released is not computed.
+
         `between_layers` is called many times in mid-step and may call `handle`, `take_in_transfers`, `begin_remote` and
         `take_events`. The blocks that the step writes are held: if a request gives one up there, no newcomer gets it.
         """
+        has_ended = output.drop_ended()
         if not output.num_tokens:
-            return bool(output.preempted) and self.scheduler.num_running > 0
+            return has_ended or (bool(output.preempted) and self.scheduler.num_running > 0)
         written = output.written_blocks(self.blocks.block_size)
         self.blocks.hold(written)
         try:

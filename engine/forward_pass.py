@@ -78,7 +78,7 @@ class ForwardPass:
             token = self._take(request, result)
             tokens.append([] if token is None else [token])
             if request in strays:
-                self._fail(request, "INTERNAL", strays[request])
+                self._fail_stray(request, strays[request])
             elif token is None and sequence.sample is not None:
                 self._end_without_token(request)
             elif token is not None and checks.get(request):
@@ -86,7 +86,7 @@ class ForwardPass:
                 count_draft(request, len(checks[request]), len(tokens[-1]) - 1)
         return tokens
 
-    def _follow_grammars(self, output: SchedulerOutput) -> dict[Request, str]:
+    def _follow_grammars(self, output: SchedulerOutput) -> dict[Request, GuideError]:
         """Guides take in the tokens that came. Returns requests whose tokens, sampled elsewhere, are not in their
         grammar, and why."""
         strays = {}
@@ -95,7 +95,7 @@ class ForwardPass:
                 try:
                     request.guide.follow(request.token_ids, request.num_prompt_tokens)
                 except GuideError as error:
-                    strays[request] = str(error)
+                    strays[request] = error
         return strays
 
     def _sequence(self, request: Request, num_new: int) -> SequenceInput:
@@ -135,6 +135,12 @@ class ForwardPass:
             request.num_unscored_tokens -= len(result.scores)
             request.needs_every_token = request.num_unscored_tokens > 0
         return result.token
+
+    def _fail_stray(self, request: Request, error: GuideError) -> None:
+        if error.is_too_much:
+            self._fail(request, "INVALID_ARGUMENT", str(error), "sampling_params.guided")
+        else:
+            self._fail(request, "INTERNAL", str(error))
 
     def _end_without_token(self, request: Request) -> None:
         """What it asks for leaves no token."""

@@ -57,7 +57,7 @@ class GrammarCompiler:
             matcher.compute_bitmask()  # a grammar that no text matches fails here
         if matcher.is_error():
             raise ValueError(grammar_error(guided, matcher.get_error()))
-        return Guide(matcher, tokenizer.vocab_size)
+        return Guide(matcher, tokenizer)
 
     def load(self) -> None:
         """Reads the tokenizer, which takes a fifth of a second for each 50,000 tokens, and holds the interpreter lock

@@ -3,36 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
 import torch
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-from engine.batch import SampleInput
 from engine.guide_state import GuideError
 
 
 class Guide:
     """`GuideState`, on llguidance's matcher."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        """`matcher` is at the beginning, and this guide's own. `vocab_size` is its tokenizer's."""
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
+        """`matcher` is at the beginning, and this guide's own. `tokenizer` is the one that it was made with."""
         self.matcher = matcher
-        self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
         self._num_seen = 0  # output tokens that the matcher has taken in
 
     def fork(self) -> Guide:
         """Another answer's, that is where this one is now."""
-        guide = Guide(self.matcher.deep_copy(), self.vocab_size)
+        guide = Guide(self.matcher.deep_copy(), self.tokenizer)
         guide._num_seen = self._num_seen
         return guide
 
     def follow(self, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         new = list(token_ids[num_prompt_tokens + self._num_seen :])
         if new and not self.matcher.consume_tokens(new):
-            raise GuideError(f"the answer so far is not in its grammar: {self.failure}")
+            reason = f"the answer so far is not in its grammar: {self.failure}"
+            raise GuideError(reason, is_too_much=self.failure.startswith("lexer error"))
         self._num_seen += len(new)
+
+    def allows(self, token_id: int) -> bool:
+        """Whether the mask surely leaves this token; a mask takes longer. False if only the mask can tell:
+        it may leave an end token then."""
+        forced = self.forced()
+        if self.matcher.is_error():
+            return False
+        return self._takes(token_id) if forced is None else forced == token_id
+
+    def forced(self) -> int | None:
+        """The only token that may come, if a text has to come now. Shorter ones would be in the grammar, too."""
+        if not (tokens := self.matcher.compute_ff_tokens()) or self._takes(tokens[0]):
+            return tokens[0] if tokens else None
+        # The text spells a special token, which is none: it is written by the tokens of plain text.
+        text = self.matcher.compute_ff_bytes().decode(errors="ignore")
+        return next((token for token in self.tokenizer.greedy_tokenize(text)[:1] if self._takes(token)), None)
+
+    def _takes(self, token_id: int) -> bool:
+        return self.matcher.validate_tokens([token_id]) == 1
 
     @property
     def failure(self) -> str:
@@ -41,26 +59,18 @@ class Guide:
         return " ".join(self.matcher.get_error().partition("<state>")[0].split())[:500]
 
 
-def guides_of(inputs: Sequence[SampleInput]) -> list[Guide]:
-    """Those of the guided rows, in their order."""
-    return [item.guide for item in inputs if isinstance(item.guide, Guide)]
-
-
-def begin_masks(inputs: Sequence[SampleInput]) -> Future[torch.Tensor] | None:
-    """`make_masks` for `guides_of(inputs)` on a thread of its own, beside the forward pass: what may come next depends
-    on the tokens so far, not on the logits. None if there are no guides. Until the masks are there, nobody may use
-    these guides."""
-    guides = guides_of(inputs)
-    return _maker().submit(make_masks, guides) if guides else None
-
-
 def make_masks(guides: Sequence[Guide]) -> torch.Tensor:
     """`[num_guides, bytes]` uint8: a bit for each token that may come next, lowest first, in whole words of 32; none if
     the grammar has failed. All masks are made in parallel."""
-    masks = torch.zeros(len(guides), -(-guides[0].vocab_size // 32) * 4, dtype=torch.uint8)
-    _executor().unsafe_compute_mask_ptr(
-        [(guide.matcher, index) for index, guide in enumerate(guides)], masks.data_ptr(), masks.shape[1], len(guides)
-    )
+    masks = torch.zeros(len(guides), -(-guides[0].tokenizer.vocab_size // 32) * 4, dtype=torch.uint8)
+    free = []
+    for index, guide in enumerate(guides):
+        if (token := guide.forced()) is None:
+            free.append((guide.matcher, index))
+        else:
+            masks[index, token // 8] = 1 << token % 8
+    if free:
+        _executor().unsafe_compute_mask_ptr(free, masks.data_ptr(), masks.shape[1], len(guides))
     for index, guide in enumerate(guides):
         if guide.failure:  # its mask would end the answer as if it were whole
             masks[index] = 0
@@ -87,11 +97,6 @@ def _addends() -> torch.Tensor:
     """`[256, 8]` float32: what each byte of a mask adds to the logits of its eight tokens, lowest bit first."""
     bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
     return torch.zeros(256, 8).masked_fill(bits == 0, float("-inf"))
-
-
-@cache
-def _maker() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="masks")
 
 
 @cache

@@ -9,6 +9,11 @@ from typing import Protocol
 class GuideError(Exception):
     """The answer cannot go on in its grammar; the reason is one line."""
 
+    def __init__(self, reason: str, *, is_too_much: bool = False) -> None:
+        """`is_too_much`: for the grammar itself, whose limits following it has reached; so it will anywhere."""
+        super().__init__(reason)
+        self.is_too_much = is_too_much
+
 
 class GuideState(Protocol):
     """Where one answer is in its grammar. It follows from the answer's tokens alone, so that a request that continues

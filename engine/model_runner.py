@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -23,7 +22,6 @@ from engine.checkpoints.gguf_file import read_gguf
 from engine.checkpoints.gguf_tensors import PLAIN
 from engine.device import choose_device
 from engine.dtype import resolve_dtype
-from engine.guide import begin_masks
 from engine.kernels.library import load_kernels
 from engine.models.base import CausalLM
 from engine.models.registry import build_model, max_positions
@@ -106,6 +104,7 @@ class ModelRunner:
             windows=self._model.windows,
             soft_cap=self._model.soft_cap,
             value_dim=self._model.latent_value_dim,
+            sinks=self._model.sinks,
         )
         self._attention = attention_backend(self.kv_cache, self.spec, shape, attention, self._kernels)
         log.info(
@@ -132,16 +131,12 @@ class ModelRunner:
         layer, or after some short ones; it may not touch this runner.
         """
         result: list[StepOutput] = [None] * len(sequences)
-        # Decodes first, by length: attention then sees neighbours that it can compute together.
-        order = sorted(range(len(sequences)), key=lambda i: _attention_order(sequences[i]))
-        asked = {index: item for index in order if (item := sequences[index].sample) is not None}
-        inputs = list(asked.values())
-        masks = begin_masks(inputs)
-        states, pooled, scores = self._forward(sequences, order, between_layers)
+        wanted, states, pooled, scores = self._forward(sequences, between_layers)
         for index, one in pooled.items():
             result[index] = one
+        inputs = [item for index in wanted if (item := sequences[index].sample) is not None]
         if states is not None:
-            for index, token in zip(asked, self._sample(states, inputs, masks), strict=True):
+            for index, token in zip(wanted, self._sample(states, inputs), strict=True):
                 result[index] = Scored(scores[index], token) if index in scores else token
         for index, scored in scores.items():
             if sequences[index].sample is None:
@@ -165,14 +160,17 @@ class ModelRunner:
             )
 
     def _forward(
-        self, sequences: Sequence[SequenceInput], order: Sequence[int], between_layers: Callable[[], None]
-    ) -> tuple[torch.Tensor | None, dict[int, Pooled], dict[int, list[SampledToken]]]:
-        """Hidden states `[num_rows, hidden_size]` of the last tokens of the sequences that want a token, in `order`,
-        which all are computed in; and pooled states and scores of those that want them."""
+        self, sequences: Sequence[SequenceInput], between_layers: Callable[[], None]
+    ) -> tuple[list[int], torch.Tensor | None, dict[int, Pooled], dict[int, list[SampledToken]]]:
+        """Indexes of the sequences that want a token, hidden states of their last tokens `[that many, hidden_size]` in
+        that order, and pooled states and scores of those that want them."""
         if not sequences:
-            return None, {}, {}
+            return [], None, {}, {}
+        # Decodes first, by length: attention then sees neighbours that it can compute together.
+        order = sorted(range(len(sequences)), key=lambda i: _attention_order(sequences[i]))
         token_ids: list[int] = []
         positions: list[int] = []
+        wanted: list[int] = []
         last_tokens: list[int] = []
         ends: dict[int, int] = {}
         for index in order:
@@ -184,6 +182,7 @@ class ModelRunner:
             if sequence.num_pooled or sequence.score is not None:
                 ends[index] = len(token_ids)
             if sequence.sample is not None:
+                wanted.append(index)
                 last_tokens.append(len(token_ids) - 1)
         step = self._attention.prepare([sequences[index] for index in order])
         hidden = self._model.forward(self._to_device(token_ids), self._to_device(positions), step, between_layers)
@@ -196,20 +195,20 @@ class ModelRunner:
             if sequence.score is not None:
                 own = hidden[end - len(sequence.token_ids) : end]
                 scores[index] = score_tokens(own, sequence.score, self._model, between_layers)
-        if not last_tokens:
-            return None, pooled, scores
-        if len(last_tokens) < len(token_ids):
+        if not wanted:
+            return [], None, pooled, scores
+        if len(wanted) < len(token_ids):
             hidden = hidden[self._to_device(last_tokens)]
-        return hidden, pooled, scores
+        return wanted, hidden, pooled, scores
 
-    def _sample(
-        self, states: torch.Tensor, inputs: Sequence[SampleInput], masks: Future[torch.Tensor] | None
-    ) -> list[SampledToken | None]:
+    def _sample(self, states: torch.Tensor, inputs: Sequence[SampleInput]) -> list[SampledToken | None]:
         """A token for each row of `states`. If all want the likeliest one and nothing else, no logits are kept."""
-        if all(wants_likeliest(item) for item in inputs):
+        if not all(wants_likeliest(item) for item in inputs):
+            return sample(self._model.logits(states), inputs, self._kernels)
+        if all(item.guide is None for item in inputs):
             return [SampledToken(token_id) for token_id in self._model.best_tokens(states).tolist()]
-        logits = self._model.logits(states)
-        return sample(logits, inputs, self._kernels, None if masks is None else masks.result())
+        logits, best = self._model.logits_and_best(states)
+        return sample(logits, inputs, self._kernels, best.tolist())
 
     def _pool(self, hidden: torch.Tensor) -> Pooled:
         return Pooled(self._model.last_states(hidden).float().sum(dim=0).tolist())

@@ -1,4 +1,4 @@
-"""The engine's own process: `python -m engine.process`, started by `worker.engine_client`.
+"""The engine's own process: `python -m engine.process`, started by `worker.engine_process`.
 
 It reads one line of JSON from standard input (`Bootstrap`), connects back over a local ZeroMQ pair, and serves until
 standard input closes, which happens when its parent ends, however it ends. Linux makes sure of that.

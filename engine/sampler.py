@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ import torch
 from common.sampling import MAX_LOGPROBS, SamplingParams
 from common.types import SampledToken, TokenLogprob
 from engine.batch import SampleInput
-from engine.guide import Guide, guides_of, make_masks, mask_logits
+from engine.guide import Guide, make_masks, mask_logits
 from engine.kernels.library import Kernels
 from engine.kernels.sampling import sample_rows
 from engine.logit_changes import LogitChanges
@@ -47,20 +47,39 @@ def sample(
     logits: torch.Tensor,
     inputs: Sequence[SampleInput],
     kernels: Kernels | None = None,
-    masks: torch.Tensor | None = None,
+    likeliest: Sequence[int] | None = None,
 ) -> list[SampledToken | None]:
     """One token per row of `logits` `[num_rows, vocab_size]`, any float dtype; None for a row in which none is allowed.
-    `logits` itself is left as it is. `masks` are those of the guided rows, if they are made already.
+    `logits` itself is left as it is. `likeliest` are the rows' argmax, known if `wants_likeliest` holds for all.
 
     Penalties, bias, bans and grammars change the logits of greedy rows too. Logprobs are of the model's own
     distribution, before any of that and before temperature.
     """
     raw = logits.float()
-    if masks is None and (guides := guides_of(inputs)):
-        masks = make_masks(guides)
+    guides = {row: item.guide for row, item in enumerate(inputs) if isinstance(item.guide, Guide)}
+    greedy = {row: guides.pop(row) for row in list(guides) if inputs[row].params.is_greedy}
+    if likeliest is None:
+        tokens = _sample(raw, inputs, kernels, guides)
+    else:
+        tokens = [SampledToken(token_id) for token_id in likeliest]
+    # A mask takes tokens away and changes no other: if it leaves the likeliest of all, that is the likeliest it leaves.
+    refused = [row for row, guide in greedy.items() if (one := tokens[row]) is None or not guide.allows(one.token_id)]
+    if refused:
+        masked = {index: greedy[row] for index, row in enumerate(refused)}
+        rows = raw[torch.tensor(refused, device=raw.device)]
+        for row, token in zip(refused, _sample(rows, [inputs[row] for row in refused], kernels, masked), strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def _sample(
+    raw: torch.Tensor, inputs: Sequence[SampleInput], kernels: Kernels | None, guides: Mapping[int, Guide]
+) -> list[SampledToken | None]:
+    """`sample`, for float32; only the rows of `guides` are guided."""
+    masks = make_masks(list(guides.values())) if guides else None
     if kernels is not None:
-        return _sample_with(kernels, raw.contiguous(), inputs, masks)
-    adjusted = _adjust(raw, inputs, masks)
+        return _sample_with(kernels, raw.contiguous(), inputs, list(guides), masks)
+    adjusted = _adjust(raw, inputs, list(guides), masks)
     dead = _dead_rows(adjusted, inputs)
     random = [row for row, item in enumerate(inputs) if not item.params.is_greedy and row not in dead]
     tokens = adjusted.argmax(dim=-1)
@@ -79,9 +98,9 @@ def sample(
 
 
 def wants_likeliest(item: SampleInput) -> bool:
-    """Whether the argmax of the logits as they are is all that is asked for."""
+    """Whether the argmax of the logits as they are is all that is asked for, if a grammar allows it."""
     params = item.params
-    return params.is_greedy and params.logprobs is None and item.changes is None and item.guide is None
+    return params.is_greedy and params.logprobs is None and item.changes is None
 
 
 def uniform(seed: int, index: int) -> float:
@@ -92,11 +111,16 @@ def uniform(seed: int, index: int) -> float:
 
 
 def _sample_with(
-    kernels: Kernels, logits: torch.Tensor, inputs: Sequence[SampleInput], masks: torch.Tensor | None
+    kernels: Kernels,
+    logits: torch.Tensor,
+    inputs: Sequence[SampleInput],
+    guided: Sequence[int],
+    masks: torch.Tensor | None,
 ) -> list[SampledToken | None]:
+    """`masks` has one for each row of `guided`."""
     addresses = {}
     if masks is not None:
-        addresses = dict(zip(_guided(inputs), (mask.data_ptr() for mask in masks), strict=True))
+        addresses = dict(zip(guided, (mask.data_ptr() for mask in masks), strict=True))
     most_top = min(max((item.params.logprobs or 0 for item in inputs), default=0), logits.shape[-1])
     rows = [_kernel_row(item, addresses.get(row, 0), most_top) for row, item in enumerate(inputs)]
     sampled = sample_rows(kernels, logits, np.array(rows, dtype=_KERNEL_ROW), most_top)
@@ -140,13 +164,11 @@ def _addresses(ids: array[int], numbers: array[float] | None = None) -> tuple[in
     return (ids.buffer_info()[0], 0 if numbers is None else numbers.buffer_info()[0], len(ids))
 
 
-def _guided(inputs: Sequence[SampleInput]) -> list[int]:
-    """The rows that masks are made for."""
-    return [row for row, item in enumerate(inputs) if isinstance(item.guide, Guide)]
-
-
-def _adjust(raw: torch.Tensor, inputs: Sequence[SampleInput], masks: torch.Tensor | None) -> torch.Tensor:
-    """Penalties, bias, bans, grammars, in this order, each for all rows at once; `raw` itself if no row asks."""
+def _adjust(
+    raw: torch.Tensor, inputs: Sequence[SampleInput], guided: Sequence[int], masks: torch.Tensor | None
+) -> torch.Tensor:
+    """Penalties, bias, bans, grammars, in this order, each for all rows at once; `raw` itself if no row asks. `masks`
+    has one for each row of `guided`."""
     changes = [(row, item.changes) for row, item in enumerate(inputs) if item.changes is not None]
     if not changes and masks is None:
         return raw
@@ -169,7 +191,7 @@ def _adjust(raw: torch.Tensor, inputs: Sequence[SampleInput], masks: torch.Tenso
     if banned:
         flat[_joined(banned, raw.device)] = float("-inf")
     if masks is not None:
-        mask_logits(adjusted, _guided(inputs), masks)
+        mask_logits(adjusted, guided, masks)
     return adjusted
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from common.types import FinishReason, SampledToken
 from engine.blocks.host_tier import HostCopy
 from engine.remote_kv import Publish
-from engine.request import Request
+from engine.request import Request, RequestStatus
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -35,6 +35,14 @@ class SchedulerOutput:
     drafts: dict[Request, list[int]] = field(default_factory=dict)  # tokens that may follow those, to be checked
     preempted: list[Request] = field(default_factory=list)
     names: set[bytes] = field(default_factory=set)  # of the full blocks that are computed in this step
+
+    def drop_ended(self) -> bool:
+        """Leaves out requests that were released since they were scheduled. Whether there were any."""
+        ended = [request for request in self.num_tokens if request.status is not RequestStatus.RUNNING]
+        for request in ended:
+            del self.num_tokens[request]
+            self.drafts.pop(request, None)
+        return bool(ended)
 
     def written_blocks(self, block_size: int) -> list[int]:
         """Where the KV of this step's tokens goes."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
 
 import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
 from common.errors import StartupError
-from common.model_files import ModelFiles
+from common.model_files import ModelFiles, read_safetensors_header
 from engine.checkpoints.checkpoint import CheckpointTensor, readable
 from engine.checkpoints.gguf_file import read_gguf
 from engine.checkpoints.gguf_weights import gguf_tensors
@@ -22,6 +26,8 @@ from engine.layers import Place
 log = logging.getLogger(__name__)
 
 _LOG_INTERVAL_S = 5.0
+_AHEAD_BYTES = 128 << 20
+_ASKED_BYTES = 2 << 20  # at a time: the system cuts longer wishes off
 
 
 def load_weights(
@@ -30,12 +36,14 @@ def load_weights(
     *,
     kernels: Kernels | None = None,
     may_skip: Callable[[str], bool] = lambda _: False,
+    rename: Callable[[str], str | None] = str,
 ) -> None:
     """Copies each tensor of the files into its place, converting dtype and device on the way.
 
     `places` names every tensor that the model needs and where it goes; a place may be a part of a merged weight.
-    A quantised matrix stays so if there are `kernels`. `may_skip` says of a name that has no place whether that is all
-    right. Raises `StartupError` that names a tensor which is missing, not known, or of another shape.
+    A quantised matrix stays so if there are `kernels`. `rename` gives a name in the files its name in `places`, None if
+    the tensor is of no use. `may_skip` says of a name that has no place whether that is all right. Raises
+    `StartupError` that names a tensor which is missing, not known, or of another shape.
 
     What is read shows on a terminal as a bar, elsewhere as a line in the log every few seconds.
     """
@@ -45,15 +53,19 @@ def load_weights(
     missing = set(places)
     try:
         for each in _tensors(files):
-            place = places.get(each.name)
+            name = rename(each.name)
+            if name is None:
+                progress.add(each.num_bytes)
+                continue
+            place = places.get(name)
             if place is None:
-                if not may_skip(each.name):
+                if not may_skip(name):
                     raise StartupError(f"{each.file} has tensor {each.name}, which this architecture does not know")
                 continue
             _fill(place, each, kernels, packs=is_plain)
             formats[each.format] = formats.get(each.format, 0) + 1
             progress.add(each.num_bytes)
-            missing.discard(each.name)
+            missing.discard(name)
     finally:
         progress.close()
     if missing:
@@ -140,8 +152,35 @@ def check_files(files: ModelFiles) -> None:
 
 
 def _safetensors(files: ModelFiles) -> Iterator[CheckpointTensor]:
+    """In the order in which they lie in the files, so that a disk reads front to back."""
     for file in files.weight_files:
-        with readable(file), safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (it is no dict)
+        with readable(file), safe_open(file, framework="pt") as tensors, _ReadAhead(file) as ahead:
+            position = read_safetensors_header(file)[1]
+            for name in tensors.offset_keys():
                 tensor = tensors.get_tensor(name)
+                position += tensor.nbytes
+                ahead.ask(position + _AHEAD_BYTES)
                 yield CheckpointTensor(file, name, tensor, tensor.nbytes)
+
+
+class _ReadAhead:
+    """Has the system read a file while what came before is packed: it looks ahead by little itself, and only while
+    somebody waits."""
+
+    def __init__(self, file: Path) -> None:
+        self._stream = file.open("rb", buffering=0)
+        self._size = file.stat().st_size
+        self._asked = 0
+
+    def ask(self, end: int) -> None:
+        """For all up to byte `end` that was not asked for yet."""
+        while hasattr(os, "posix_fadvise") and self._asked < min(end, self._size):
+            with suppress(OSError):  # a file system may not take advice
+                os.posix_fadvise(self._stream.fileno(), self._asked, _ASKED_BYTES, os.POSIX_FADV_WILLNEED)
+            self._asked += _ASKED_BYTES
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()

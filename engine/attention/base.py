@@ -33,6 +33,8 @@ class AttentionShape:
     ] = ()  # by layer, tokens that a query sees, itself included; 0: all. Empty: all in all layers
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: they stay
     value_dim: int = 0  # elements of V, the first ones of K; 0: V is a plane of its own, as wide as K
+    # `[num_layers, num_heads]` float32, contiguous: one more score for each head's softmax, without a V; -inf: none.
+    sinks: torch.Tensor | None = None
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0

@@ -36,10 +36,11 @@ class TorchBackend(AttentionBackend):
         self.planes = cache.view(-1, spec.block_size * spec.head_dim)
         self.planes_per_layer = spec.num_planes * spec.num_kv_heads
         self.planes_per_block = spec.num_layers * self.planes_per_layer
-        # Tiles round scores to bfloat16; the fused kernel keeps them in float32, as transformers does. It has no cap,
-        # and takes no V that is narrower than K.
+        # Tiles round scores to bfloat16; the fused kernel keeps them in float32, as transformers does. It has no cap
+        # and no sinks, and takes no V that is narrower than K.
         is_fast = self.device.type == "cpu" and cache.dtype == torch.bfloat16 and read_cpu().has_bf16
-        self.tiles_chunks = is_fast or shape.soft_cap > 0 or shape.value_dim > 0
+        self._sinks = None if shape.sinks is None else shape.sinks.to(self.device, cache.dtype)
+        self.tiles_chunks = is_fast or shape.soft_cap > 0 or shape.value_dim > 0 or self._sinks is not None
         self._plane_offsets = torch.arange(self.planes_per_layer).view(spec.num_planes, 1, spec.num_kv_heads, 1)
         self._workspace = torch.empty(0, dtype=cache.dtype, device=cache.device)
 
@@ -69,6 +70,14 @@ class TorchBackend(AttentionBackend):
         """`scores`, overwritten."""
         cap = self.shape.soft_cap
         return scores.div_(cap).tanh_().mul_(cap) if cap else scores
+
+    def weights(self, layer: int, scores: torch.Tensor) -> torch.Tensor:
+        """Softmax of `scores` `[num_sequences * num_kv_heads, group * queries, tokens]`, with the layer's sinks."""
+        if self._sinks is None:
+            return scores.softmax(-1)
+        by_head = scores.view(-1, len(self._sinks[layer]), scores.shape[1] // self.group, scores.shape[2])
+        sinks = self._sinks[layer][:, None, None].expand(*by_head.shape[:3], 1)
+        return torch.cat((by_head, sinks), -1).softmax(-1)[..., :-1].reshape(scores.shape)
 
     def plane_index(self, tables: torch.Tensor) -> torch.Tensor:
         """Planes in the order [plane, sequence, head, block] for block ids `tables` `[num_sequences, num_blocks]`."""
@@ -142,9 +151,9 @@ class _FirstChunkRun(_Run):
         self._backend = backend
         self._chunk = _chunk_attention(backend, num_before=0, num_new=len(sequence.token_ids), window=window)
 
-    def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+    def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         keys, values = self._backend.keys_and_values(kv.permute(1, 2, 0, 3))
-        return self._chunk.attend(q, keys, values)
+        return self._chunk.attend(layer, q, keys, values)
 
 
 class _LaterChunkRun(_Run):
@@ -162,7 +171,7 @@ class _LaterChunkRun(_Run):
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         seen = self._backend.gather(layer, self._index, 1)[:, 0, :, : self._context]
         keys, values = self._backend.keys_and_values(seen)
-        return self._chunk.attend(q, keys, values)
+        return self._chunk.attend(layer, q, keys, values)
 
 
 class _Chunk(ABC):
@@ -178,7 +187,7 @@ class _Chunk(ABC):
         self._dtype, self._device = backend.cache.dtype, backend.device
 
     @abstractmethod
-    def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """`q` `[num_new, num_heads, head_dim]`; `keys`, `values` `[num_kv_heads, num_before + num_new, ...]`."""
 
     def _by_kv_head(self, q: torch.Tensor) -> torch.Tensor:
@@ -207,7 +216,7 @@ class _FusedChunk(_Chunk):
         needs_mask = num_before or 0 < window < num_new
         self._added = self._mask(num_new, num_before + num_new, num_before) if needs_mask else None
 
-    def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         # The KV heads are the batch and each one's query heads the heads: then K and V are shared by a stride of 0.
         heads = (-1, self._group, -1, -1)
         out = F.scaled_dot_product_attention(
@@ -233,7 +242,7 @@ class _TiledChunk(_Chunk):
         self._diagonal = self._mask(_TILE, _TILE, 0)
         self._nothing = torch.zeros(1, 1, 1, dtype=self._dtype, device=self._device)
 
-    def attend(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         queries, keys = self._by_kv_head(q), keys.transpose(1, 2)
         num_kv_heads, _, _, head_dim = queries.shape
         out_shape = (self._num_new, num_kv_heads, self._group, values.shape[-1])
@@ -249,7 +258,7 @@ class _TiledChunk(_Chunk):
                 by_row.add_(self._mask(size, stop - first, own - first))
             else:
                 by_row[..., own:].add_(self._diagonal[:size, :size])
-            attended = torch.bmm(scores.softmax(-1), values[:, first:stop])
+            attended = torch.bmm(self._backend.weights(layer, scores), values[:, first:stop])
             out[start : start + size] = attended.view(num_kv_heads, self._group, size, -1).permute(2, 0, 1, 3)
         return out.view(self._num_new, -1)
 
@@ -290,4 +299,4 @@ class _DecodeRun(_Run):
             scores = self._backend.capped(scores).add_(self._mask)
         else:
             scores = torch.baddbmm(self._mask, grouped, keys, alpha=scale)
-        return torch.bmm(scores.softmax(-1), values).view(q.shape[0], -1)
+        return torch.bmm(self._backend.weights(layer, scores), values).view(q.shape[0], -1)

@@ -19,8 +19,9 @@ class NativeBackend(AttentionBackend):
     def __init__(self, cache: torch.Tensor, spec: KVCacheSpec, shape: AttentionShape, kernels: Kernels) -> None:
         super().__init__(cache, spec, shape)
         self.kernels = kernels
-        structs = {
-            window: AttentionStruct(
+        sinks = [None] * spec.num_layers if shape.sinks is None else [each.data_ptr() for each in shape.sinks]
+        self.structs = [  # one for each layer
+            AttentionStruct(
                 num_heads=shape.num_heads,
                 num_kv_heads=spec.num_kv_heads,
                 head_dim=spec.head_dim,
@@ -29,13 +30,13 @@ class NativeBackend(AttentionBackend):
                 layer_stride=cache.stride(1),
                 scale=shape.softmax_scale,
                 soft_cap=shape.soft_cap,
-                window=window,
+                window=shape.window(layer),
                 is_bf16=cache.dtype == torch.bfloat16,
                 cache=cache.data_ptr(),
+                sinks=sinks[layer],
             )
-            for window in shape.distinct_windows()
-        }
-        self.structs = [structs[shape.window(layer)] for layer in range(spec.num_layers)]  # one for each layer
+            for layer in range(spec.num_layers)
+        ]
 
     @staticmethod
     def takes(spec: KVCacheSpec) -> bool:

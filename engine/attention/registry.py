@@ -36,7 +36,7 @@ def attention_backend(
 
     `kernels` are those of the CPU whose cache it is, None if it has none."""
     if name is None:
-        name = "native" if kernels is not None and NativeBackend.takes(spec) else _default_for(cache, spec)
+        name = "native" if kernels is not None and NativeBackend.takes(spec) else _default_for(cache, spec, shape)
     if name == "native" and kernels is not None:
         log.info("attention backend", extra={"backend": name, "device": str(cache.device)})
         return NativeBackend(cache, spec, shape, kernels)
@@ -47,15 +47,18 @@ def attention_backend(
         raise StartupError("attention backend flashinfer needs --device cuda")
     if name == "flashinfer" and spec.num_planes == 1:
         raise StartupError("attention backend flashinfer: attention to latents (MLA) is not supported; take torch")
+    if name == "flashinfer" and shape.sinks is not None:
+        raise StartupError("attention backend flashinfer: attention with sinks is not supported; take torch")
     log.info("attention backend", extra={"backend": name, "device": str(cache.device)})
     return backend(cache, spec, shape)
 
 
-def _default_for(cache: torch.Tensor, spec: KVCacheSpec) -> str:
+def _default_for(cache: torch.Tensor, spec: KVCacheSpec, shape: AttentionShape) -> str:
     if cache.device.type != "cuda" or cache.dtype == torch.float32:  # FlashInfer has no float32 kernels
         return "torch"
-    if spec.num_planes == 1:
-        log.warning("attention to latents (MLA) runs on torch on this device, without kernels of its own")
+    if spec.num_planes == 1 or shape.sinks is not None:
+        kind = "to latents (MLA)" if spec.num_planes == 1 else "with sinks"
+        log.warning("attention %s runs on torch on this device, without kernels of its own", kind)
         return "torch"
     if spec.head_dim not in (64, 128, 256):
         return "torch"

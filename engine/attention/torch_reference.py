@@ -46,6 +46,10 @@ class _ReferenceStep(StepAttention):
                 hidden |= everything[None, :] <= positions[:, None] - window
                 values = values.masked_fill(hidden.all(0)[:, None, None].to(values.device), 0)  # NaN times 0 is NaN
             scores.masked_fill_(hidden.to(scores.device), float("-inf"))
-            out[start:stop] = torch.einsum("hqc,chd->qhd", scores.softmax(-1), values).to(q.dtype)
+            if shape.sinks is not None:
+                column = shape.sinks[layer].to(scores.device)[:, None, None].expand(-1, stop - start, 1)
+                scores = torch.cat((scores, column), -1)
+            weights = scores.softmax(-1)[..., : len(everything)]
+            out[start:stop] = torch.einsum("hqc,chd->qhd", weights, values).to(q.dtype)
             start = stop
         return out.flatten(1)

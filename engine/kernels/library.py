@@ -71,6 +71,7 @@ class AttentionStruct(Structure):
         ("window", c_int32),
         ("is_bf16", c_int32),
         ("cache", c_void_p),
+        ("sinks", c_void_p),
     )
 
 
@@ -180,13 +181,25 @@ class Kernels:
     def head(self, head: PackedLinear, norm: torch.Tensor, eps: float, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[num_tokens, vocab_size]` of `hidden`, before its last norm; all float32 and contiguous."""
         logits = torch.empty(hidden.shape[0], head.out_features)
-        return self._of_head(self.library.baton_head, head, norm, eps, hidden, logits)
+        self._of_head(self.library.baton_head, head, norm, eps, hidden, logits.data_ptr())
+        return logits
 
     def best_tokens(self, head: PackedLinear, norm: torch.Tensor, eps: float, hidden: torch.Tensor) -> torch.Tensor:
         """Where the largest of each row of what `head` would give first stands, `[num_tokens]` int64. A NaN counts as
         the largest, as torch's argmax has it."""
         tokens = torch.empty(hidden.shape[0], dtype=torch.int64)
-        return self._of_head(self.library.baton_best_tokens, head, norm, eps, hidden, tokens)
+        self._of_head(self.library.baton_best_tokens, head, norm, eps, hidden, tokens.data_ptr(), None)
+        return tokens
+
+    def head_and_best(
+        self, head: PackedLinear, norm: torch.Tensor, eps: float, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `head` and `best_tokens` give, in one pass."""
+        logits = torch.empty(hidden.shape[0], head.out_features)
+        tokens = torch.empty(hidden.shape[0], dtype=torch.int64)
+        out = (tokens.data_ptr(), logits.data_ptr())
+        self._of_head(self.library.baton_best_tokens, head, norm, eps, hidden, *out)
+        return logits, tokens
 
     def _of_head(
         self,
@@ -195,12 +208,10 @@ class Kernels:
         norm: torch.Tensor,
         eps: float,
         hidden: torch.Tensor,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        """`out`, filled in by `function`."""
-        num_tokens = hidden.shape[0]
-        function(self.team, byref(head.struct), norm.data_ptr(), eps, hidden.data_ptr(), num_tokens, out.data_ptr())
-        return out
+        *out: int | None,
+    ) -> None:
+        """`out`: the addresses that `function` writes to."""
+        function(self.team, byref(head.struct), norm.data_ptr(), eps, hidden.data_ptr(), hidden.shape[0], *out)
 
 
 class PackedLinear:
@@ -311,7 +322,7 @@ def _open(variant: str) -> ctypes.CDLL:
         ),
         "baton_best_tokens": (
             None,
-            (c_void_p, POINTER(LinearStruct), c_void_p, c_float, c_void_p, c_int64, c_void_p),
+            (c_void_p, POINTER(LinearStruct), c_void_p, c_float, c_void_p, c_int64, c_void_p, c_void_p),
         ),
         "baton_sample": (
             None,

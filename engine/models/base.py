@@ -25,6 +25,8 @@ class CausalLM(ABC):
     softmax_scale: float
     windows: tuple[int, ...]  # by layer, tokens that a query sees, itself included; 0: all
     soft_cap: float  # of attention scores, 0: none
+    # `[num_layers, num_heads]` float32: scores of attention sinks, -inf where a head has none.
+    sinks: torch.Tensor | None = None
     latent_value_dim: int = 0  # elements of a latent that are V; all of it is K. 0: K and V are kept apart
     kv_variant: (
         str  # names what decides about KV beyond config.json and weights; KV is never exchanged between variants
@@ -64,6 +66,11 @@ class CausalLM(ABC):
     def best_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
         """The likeliest token of each row `[num_tokens]` int64, the first of equal ones: for greedy sampling."""
         return self.logits(hidden).argmax(dim=-1)
+
+    def logits_and_best(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `logits` and `best_tokens` give."""
+        logits = self.logits(hidden)
+        return logits, logits.argmax(dim=-1)
 
 
 class ConfigReader:

@@ -15,6 +15,7 @@ from engine.models.base import CausalLM
 from engine.models.description import DecoderConfig
 from engine.models.layer import DecoderLayer
 from engine.models.native import NativeDecoder
+from engine.models.text_part import is_composite, text_name
 from engine.progress import with_progress
 from engine.weights import load_weights
 
@@ -54,7 +55,8 @@ class Decoder(CausalLM):
         ]
 
     def load(self, files: ModelFiles, kernels: Kernels | None) -> None:
-        load_weights(files, self.places(), kernels=kernels, may_skip=self.may_skip)
+        rename = text_name if is_composite(files.config) else str
+        load_weights(files, self.places(), kernels=kernels, may_skip=self.may_skip, rename=rename)
         if self.config.tie_word_embeddings and self.embedding.packed is not None:
             self.head = Linear.packed_as(self.embedding.packed)
 
@@ -122,7 +124,14 @@ class Decoder(CausalLM):
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
     def best_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
-        # A soft cap may make equal what was not.
-        if self.native is None or hidden.dtype != torch.float32 or self.config.logit_soft_cap:
-            return super().best_tokens(hidden)
-        return self.native.best_tokens(hidden)
+        native = self._native_head(hidden)
+        return super().best_tokens(hidden) if native is None else native.best_tokens(hidden)
+
+    def logits_and_best(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        native = self._native_head(hidden)
+        return super().logits_and_best(hidden) if native is None else native.logits_and_best(hidden)
+
+    def _native_head(self, hidden: torch.Tensor) -> NativeDecoder | None:
+        """What finds the best tokens, if their logits are as the head gives them: a soft cap may make equal what was
+        not."""
+        return None if hidden.dtype != torch.float32 or self.config.logit_soft_cap else self.native

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,14 @@ from common.model_files import ModelFiles
 from engine.models.base import CausalLM, ConfigReader
 from engine.models.decoder import Decoder
 from engine.models.families import FAMILIES, describe, read_family_config
-from engine.models.transformers_model import TransformersModel
+from engine.models.text_part import is_composite, text_architecture, text_config
+from engine.models.transformers_model import TransformersModel, is_mxfp4
 from engine.models.verified import REFUSED, VERIFIED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+log = logging.getLogger(__name__)
 
 
 def architecture_of(files: ModelFiles) -> str:
@@ -27,6 +31,8 @@ def architecture_of(files: ModelFiles) -> str:
     for name in names if isinstance(names, list) else []:
         if name in FAMILIES or name == VERIFIED.get(model_type):
             return str(name)
+    if is_composite(files.config):
+        return text_architecture(files.config)
     if model_type in REFUSED:
         raise StartupError(f"model {files.path}: model type {model_type} is not supported: {REFUSED[model_type]}")
     raise StartupError(
@@ -39,7 +45,7 @@ def max_positions(files: ModelFiles) -> int:
     """Longest sequence in tokens that the model was made for."""
     architecture = architecture_of(files)
     if architecture in FAMILIES:
-        return read_family_config(architecture, files.config).max_positions
+        return read_family_config(architecture, _family_config(files)).max_positions
     config = _transformers_config(files.config)
     length = getattr(config, "max_position_embeddings", None)
     return ConfigReader({"max_position_embeddings": length}).integer("max_position_embeddings", 2048)
@@ -50,17 +56,23 @@ def build_model(files: ModelFiles, *, num_positions: int, dtype: torch.dtype, de
     architecture = architecture_of(files)
     if architecture not in FAMILIES:
         return TransformersModel(_transformers_config(files.config), dtype=dtype, device=device)
-    config = describe(architecture, read_family_config(architecture, files.config), num_positions)
+    if is_composite(files.config):
+        log.info("the text part of the model is served, without images", extra={"architecture": architecture})
+    config = describe(architecture, read_family_config(architecture, _family_config(files)), num_positions)
     return Decoder(config, num_positions=num_positions, dtype=dtype, device=device)
+
+
+def _family_config(files: ModelFiles) -> Mapping[str, object]:
+    return text_config(files) if is_composite(files.config) else files.config
 
 
 def _transformers_config(config: Mapping[str, object]) -> PreTrainedConfig:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if config.get("quantization_config"):
+    if config.get("quantization_config") and not is_mxfp4(config):
         raise StartupError(
-            "config.json: quantization_config is not supported by an architecture that runs on transformers' code; "
-            "take a checkpoint without it"
+            "config.json: quantization_config is not supported by an architecture that runs on transformers' code, but "
+            "for mxfp4; take a checkpoint without it"
         )
     try:
         result = CONFIG_MAPPING[str(config["model_type"])].from_dict(dict(config))

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,9 +23,19 @@ from common.errors import StartupError
 from common.model_files import ModelFiles
 from engine.attention.base import StepAttention
 from engine.kernels.library import Kernels
-from engine.layers import Linear
+from engine.models.attention_interface import (
+    INTERFACE,
+    LayerShape,
+    Probe,
+    Step,
+    UnsupportedAttentionError,
+    attend,
+    check_layer_types,
+    current_step,
+)
 from engine.models.base import CausalLM
-from engine.models.latent import keep_latents, latent_of
+from engine.models.latent import keep_latents
+from engine.models.own_layers import Calls, own_linears, swap_heads
 from engine.models.verified import COMPARED_WITH
 
 if TYPE_CHECKING:
@@ -34,119 +43,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INTERFACE = "baton"
-# Keyword arguments that say nothing about the result when there is one flat batch and no training.
-_HARMLESS = frozenset(
-    {"dropout", "scaling", "sliding_window", "softcap", "position_ids", "use_cache", "cache_position", "is_causal"}
-    | {"output_attentions", "output_hidden_states", "return_dict", "layer_head_mask", "position_embeddings"}
-    | {"num_items_in_batch", "output_router_logits", "logits_to_keep", "past_key_values", "rotary_pos_emb"}
-)
-_CALLED = {"s_aux": "sinks (s_aux)"}
 
-
-class UnsupportedAttentionError(Exception):
-    """A model's attention is none that the backends compute; the message is the reason."""
-
-
-@dataclass(slots=True, frozen=True)
-class _LayerShape:
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int
-    soft_cap: float
-    latent_value_dim: int
-
-
-@dataclass(slots=True)
-class _Probe:
-    """Stands in for a step while a model is looked at; attention gives zeros."""
-
-    layers: dict[int, _LayerShape] = field(default_factory=dict)
-
-
-@dataclass(slots=True, frozen=True)
-class _Step:
-    attention: StepAttention
-    between_layers: Callable[[], None]
-
-
-_current: ContextVar[_Probe | _Step] = ContextVar("step")
-
-
-def _attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **options: object,
-) -> tuple[torch.Tensor, None]:
-    """`query` `[1, num_heads, num_tokens, head_dim]`, `key` and `value` likewise; returns `[1, num_tokens, ...]`."""
-    current = _current.get()
-    layer, latent = getattr(module, "layer_idx", None), latent_of(module)
-    if isinstance(current, _Probe):
-        _look(current, module, query, key, value, attention_mask, options)
-        value_dim = query.shape[3] if latent is None else latent.value_dim
-        return value.new_zeros(1, query.shape[2], query.shape[1], value_dim), None
-    if not isinstance(layer, int):
-        raise TypeError("an attention layer without a number")
-    if latent is not None:
-        out = current.attention.forward(layer, latent.queries(query[0]), key.permute(2, 0, 1, 3))
-        current.between_layers()
-        return latent.results(out)[None], None
-    kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
-    out = current.attention.forward(layer, query[0].transpose(0, 1), kv)
-    current.between_layers()
-    return out.view(1, query.shape[2], query.shape[1], query.shape[3]), None
-
-
-def _look(
-    probe: _Probe,
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    options: dict[str, object],
-) -> None:
-    layer = getattr(module, "layer_idx", None)
-    if not isinstance(layer, int):
-        raise UnsupportedAttentionError("attention layers without a number")
-    if layer in probe.layers:
-        raise UnsupportedAttentionError("layers that attend more than once")
-    latent = latent_of(module)
-    if latent is None and (key.shape != value.shape or query.shape[3] != key.shape[3]):
-        raise UnsupportedAttentionError("K and V of unlike sizes")
-    if query.shape[2] != key.shape[2] or query.shape[0] != 1:
-        raise UnsupportedAttentionError("attention to other tokens than those of the sequence")
-    if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
-        raise UnsupportedAttentionError("attention to later tokens")
-    if mask is not None:
-        raise UnsupportedAttentionError("a mask of its own")
-    for name, option in options.items():
-        if name not in _HARMLESS and option is not None and option is not False:
-            raise UnsupportedAttentionError(f"attention with {_CALLED.get(name, name)}")
-    scale, window, cap = options.get("scaling"), options.get("sliding_window"), options.get("softcap")
-    if isinstance(scale, torch.Tensor):
-        raise UnsupportedAttentionError("a scale for each token")
-    probe.layers[layer] = _LayerShape(
-        num_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-        head_dim=key.shape[3],
-        scale=float(scale) if isinstance(scale, int | float) else query.shape[3] ** -0.5,
-        window=window if isinstance(window, int) else 0,
-        soft_cap=float(cap) if isinstance(cap, int | float) else 0.0,
-        latent_value_dim=0 if latent is None else latent.latent_dim,
-    )
-
-
-def check_layer_types(config: PreTrainedConfig) -> None:
-    """Raises `UnsupportedAttentionError` if layers keep anything but the KV of tokens, or see others than a window."""
-    kinds = {str(kind) for key in ("layer_types", "layers_block_type") for kind in getattr(config, key, None) or ()}
-    if odd := sorted(kinds - {"full_attention", "sliding_attention", "attention", "dense", "sparse"}):
-        raise UnsupportedAttentionError(f"layers of type {', '.join(odd)}")
+def is_mxfp4(config: Mapping[str, object]) -> bool:
+    """If a checkpoint's experts are 4-bit floats with a scale for 32 of them, as those of gpt-oss."""
+    quantized = config.get("quantization_config")
+    return isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4"
 
 
 class _Hidden:
@@ -179,24 +80,6 @@ class _Given(nn.Module):
         return _Hidden(self.hidden)
 
 
-class _OwnLinear(nn.Module):
-    """Baton's linear layer in the place of torch's, or of transformers' Conv1D, whose weight is the transpose."""
-
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None, *, is_head: bool
-    ) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self._linear = Linear.of(weight, bias)
-        self._linear.finish(kernels, is_head=is_head)
-        # For code that asks for its dtype; computing with it fails.
-        self.weight = torch.empty_like(weight, device="meta")
-        self.bias = None if bias is None else torch.empty_like(bias, device="meta")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._linear(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
-
-
 class TransformersModel(CausalLM):
     def __init__(self, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         """Knows its sizes when it was loaded. Raises `StartupError` if the architecture cannot be served."""
@@ -206,13 +89,17 @@ class TransformersModel(CausalLM):
         self.kv_variant = f"transformers {transformers.__version__}"  # its code decides what is in the blocks
 
     def load(self, files: ModelFiles, kernels: Kernels | None) -> None:  # noqa: ARG002
-        from transformers import AttentionInterface, AutoModelForCausalLM
+        from transformers import AttentionInterface, AutoModelForCausalLM, Mxfp4Config
 
         try:
             check_layer_types(self._config)
         except UnsupportedAttentionError as error:
             raise self._refusal(error) from error
-        AttentionInterface.register(INTERFACE, _attend)
+        AttentionInterface.register(INTERFACE, attend)
+        widening = {}
+        if is_mxfp4(files.config):
+            log.warning("the mxfp4 weights are widened at load: they take four times the memory of the file")
+            widening["quantization_config"] = Mxfp4Config(dequantize=True)
         try:
             top, found = AutoModelForCausalLM.from_pretrained(
                 Path(files.path),
@@ -220,6 +107,7 @@ class TransformersModel(CausalLM):
                 attn_implementation=INTERFACE,
                 local_files_only=True,
                 output_loading_info=True,
+                **widening,
             )
         except Exception as error:  # of many kinds, by as many models
             raise StartupError(f"model {files.path}: transformers cannot load it: {_line(error)}") from error
@@ -232,7 +120,7 @@ class TransformersModel(CausalLM):
             self._take_apart()
         except UnsupportedAttentionError as error:
             raise self._refusal(error) from error
-        layers = self._look_at_layers()
+        layers, self.sinks = self._look_at_layers()
         first = layers[0]
         self.num_layers = len(layers)
         self.num_heads, self.num_kv_heads, self.head_dim = first.num_heads, first.num_kv_heads, first.head_dim
@@ -240,7 +128,7 @@ class TransformersModel(CausalLM):
         self.latent_value_dim = first.latent_value_dim
         self.windows = tuple(layer.window for layer in layers)
 
-    def _look_at_layers(self) -> list[_LayerShape]:
+    def _look_at_layers(self) -> tuple[list[LayerShape], torch.Tensor | None]:
         try:
             return self._probe()
         except UnsupportedAttentionError as error:
@@ -262,11 +150,12 @@ class TransformersModel(CausalLM):
         self._base, self._given = base, _Given()
         setattr(self._top, name, self._given)
 
-    def _probe(self) -> list[_LayerShape]:
-        probe = _Probe()
+    def _probe(self) -> tuple[list[LayerShape], torch.Tensor | None]:
+        """Attention of all layers, and their sinks `[num_layers, num_heads]` float32 if any has some."""
+        probe = Probe()
         tokens = torch.zeros(2, dtype=torch.long, device=self._device)
-        called: set[nn.Module] = set()
-        hook = register_module_forward_pre_hook(lambda module, _: called.add(module))
+        calls = Calls()
+        hook = register_module_forward_pre_hook(calls.note)
         try:
             with self._as_current(probe):
                 hidden = self._run(tokens, torch.arange(2, device=self._device))
@@ -274,7 +163,8 @@ class TransformersModel(CausalLM):
             self.vocab_size = self.logits(hidden).shape[1]
         finally:
             hook.remove()
-        self._not_called = {child for parent in called for child in parent.children()} - called
+        self._linears = [(parent, names) for parent in self._base.modules() for names in calls.linears_of(parent)]
+        self._heads = [name for names in calls.linears_of(self._top) for name in names]
         if sorted(probe.layers) != list(range(len(probe.layers))) or not probe.layers:
             raise UnsupportedAttentionError("layers without attention, or attention of its own")
         layers = [probe.layers[index] for index in range(len(probe.layers))]
@@ -283,28 +173,29 @@ class TransformersModel(CausalLM):
         types = getattr(self._config, "layer_types", None) or ()
         if any(kind == "sliding_attention" and not layer.window for kind, layer in zip(types, layers, strict=False)):
             raise UnsupportedAttentionError("windows that its attention does not tell")
-        return layers
+        if not probe.sinks:
+            return layers, None
+        sinks = torch.full((len(layers), layers[0].num_heads), float("-inf"))
+        for layer, scores in probe.sinks.items():
+            sinks[layer] = scores
+        return layers, sinks
 
     def finish(self, kernels: Kernels | None) -> None:
-        """Linear layers become Baton's, but for a head whose weight is an embedding's too: that one does if weights are
-        quantised, and the embedding stays as it is. So does a layer whose weight is used, but that is never called."""
+        """Linear layers become Baton's, with kernels one for all that are given the same tensor."""
         import transformers
-        from transformers.pytorch_utils import Conv1D
 
         quantises = kernels is not None and kernels.quantization != "none"
-        shared = {id(module.weight) for module in self._base.modules() if isinstance(module, nn.Embedding)}
         num_swapped = 0  # elements
-        for parent in [*self._base.modules(), self._top]:
-            for name, child in list(parent.named_children()):
-                if type(child) not in (nn.Linear, Conv1D) or child in self._not_called:
-                    continue
-                weight: nn.Parameter = child.weight  # type: ignore[assignment]
-                bias: nn.Parameter | None = child.bias  # type: ignore[assignment]
-                is_head = parent is self._top
-                if not is_head or quantises or id(weight) not in shared:
-                    own = weight.T.contiguous() if type(child) is Conv1D else weight
-                    setattr(parent, name, _OwnLinear(own, bias, kernels, is_head=is_head))
-                    num_swapped += weight.numel()
+        # Torch is slower with parts of a product that lie apart than with products of their own.
+        groups = (
+            self._linears if kernels is not None else [(top, [name]) for top, names in self._linears for name in names]
+        )
+        for parent, names in groups:
+            modules = [getattr(parent, name) for name in names]
+            num_swapped += sum(module.weight.numel() for module in modules)
+            for name, own in zip(names, own_linears(modules, kernels), strict=True):
+                setattr(parent, name, own)
+        num_swapped += swap_heads(self._top, self._heads, self._base, kernels)
         if quantises:
             self._say_what_is_not_quantised(num_swapped)
         self._look_at_layers()  # with what was put in
@@ -340,7 +231,7 @@ class TransformersModel(CausalLM):
         attention: StepAttention,
         between_layers: Callable[[], None],
     ) -> torch.Tensor:
-        with self._as_current(_Step(attention, between_layers)):
+        with self._as_current(Step(attention, between_layers)):
             return self._run(token_ids, positions)
 
     def last_states(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -358,12 +249,12 @@ class TransformersModel(CausalLM):
         return hidden
 
     @contextmanager
-    def _as_current(self, current: _Probe | _Step) -> Iterator[None]:
-        token = _current.set(current)
+    def _as_current(self, current: Probe | Step) -> Iterator[None]:
+        token = current_step.set(current)
         try:
             yield
         finally:
-            _current.reset(token)
+            current_step.reset(token)
 
 
 def _line(error: BaseException) -> str:

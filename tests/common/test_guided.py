@@ -156,3 +156,9 @@ def test_schemas_of_any_depth_are_refused_by_a_reason(kind: str) -> None:
             text = '{"format":{"type":"json_schema","json_schema":' + text + "}}"
         with pytest.raises(ValueError, match=r"recurs|nested"):
             check_grammar(Guided(**{kind: text}))
+
+
+def test_schemas_that_are_true_or_false() -> None:
+    check_grammar(Guided(json_schema="true"))  # any JSON
+    with pytest.raises(ValueError, match="no text matches it"):
+        check_grammar(Guided(json_schema="false"))

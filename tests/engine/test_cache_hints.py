@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.block_hash import block_hashes, extra_keys, root_hash
+from engine import cache_hints
 from engine import messages as m
 from engine.cache_hints import STORE_TIMEOUT_S
 from engine.core import EngineCore
@@ -90,7 +92,9 @@ def test_retaining_says_what_is_here() -> None:
     assert len(core.blocks.retention) == 0
 
 
-def test_the_store_forgets_it_too(tmp_path: Path) -> None:
+def test_the_store_forgets_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The core's clock goes on by a second at each step, whatever the store's thread has done by then.
+    monkeypatch.setattr(cache_hints, "STORE_TIMEOUT_S", math.inf)
     with test_store.engine(tmp_path) as (core, _):
         add(core, "a", PROMPT, max_tokens=2)
         test_store.run(core)

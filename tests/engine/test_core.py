@@ -231,6 +231,27 @@ def test_a_release_in_mid_step_disturbs_nobody(
     assert_idle(core)
 
 
+@pytest.mark.parametrize("released", [["second"], ["first", "second"]])
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_a_release_after_the_batch_is_decided_disturbs_nobody(released: list[str], num_steps: int) -> None:
+    """Results of transfers are taken in after that, and with them the commands that came before."""
+    core, _ = make_core(num_blocks=6, max_num_seqs=2)
+    prompts = {"first": [1, 2, 3], "second": [4, 5, 6, 7, 8], "third": [9, 10]}
+    for name, prompt in prompts.items():
+        add(core, name, prompt)
+    for _ in range(num_steps):
+        core.step()
+    output = core.prepare()
+    events = core.take_events()
+    for name in released:
+        core.handle(m.Release(name))
+    assert core.execute(output), "the third one can start"
+    answers = tokens_of([*events, *run(core)])
+    for name in prompts.keys() - set(released):
+        assert answers[name] == reference(prompts[name], 8)
+    assert_idle(core)
+
+
 def test_a_newcomer_never_gets_a_block_that_the_step_under_way_writes() -> None:
     core, _ = make_core(num_blocks=6, enable_prefix_caching=False)
     add(core, "first", [1] * 4, 9)

@@ -70,6 +70,16 @@ def test_they_are_transformers_hidden_states(models: Path, family: str, kernels:
     assert got["last0"].num_cached_tokens > 0
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_prompt_may_fill_the_context(models: Path, kernels: str) -> None:
+    path, prompt = model(models, "llama"), prompts("llama")[0]
+    core = engine(path, 64, max_model_len=len(prompt), kernels=kernels)
+    embed(core, "e", prompt, m.Pooling.LAST, normalize=False)
+    wanted = hidden_states(path, tuple(prompt))[-1]
+    torch.testing.assert_close(torch.tensor(embedded(run(core))["e"].values), wanted, atol=2e-4, rtol=2e-4)
+    assert_idle(core)
+
+
 def test_a_preempted_mean_begins_anew(models: Path) -> None:
     path = model(models, "llama")
     core = engine(path, 9, max_model_len=128, chunk_size=8)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher, LLTokenizer
 
 from common import metrics
 from common.config import EngineSettings
@@ -17,12 +20,13 @@ from common.guided import Guided
 from common.sampling import SamplingParams
 from common.types import FinishReason, SampledToken
 from engine import grammars as grammars_module
-from engine import guide as guide_module
 from engine import messages as m
-from engine.batch import SampleInput, SequenceInput, StepOutput
+from engine import sampler
+from engine.batch import SampleInput, SequenceInput
 from engine.core import EngineCore
 from engine.grammars import GrammarCompiler
-from engine.guide import Guide, begin_masks, make_masks, mask_logits
+from engine.guide import Guide, make_masks, mask_logits
+from engine.logit_changes import LogitChanges
 from engine.model_runner import ModelRunner
 from engine.sampler import sample
 from engine.speculation.speculation import Drafter
@@ -30,6 +34,7 @@ from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 from tests.chaos.tiny_model import write_tiny_model
 from tests.engine.fakes import BLOCK_SIZE, FakeRunner, assert_idle, next_token, run, tokens_of
+from tests.integration.schemas import schemas
 from tests.router.tiny_tokenizer import eos_id, tiny_tokenizer, tokenizer_files, vocab_size
 
 SCHEMA = {
@@ -47,17 +52,10 @@ PROMPT = list(range(5, 26))
 
 
 class RandomRunner(FakeRunner):
-    """Logits that depend on every byte of KV, and the real sampler; masks are made while the step computes."""
+    """Logits that depend on every byte of KV, and the real sampler."""
 
     vocab_size = vocab_size()
     eos_token_ids = [eos_id()]  # noqa: RUF012
-    masks: dict[int, Future[torch.Tensor] | None]  # by id of the sequence
-
-    def execute(
-        self, sequences: Sequence[SequenceInput], between_layers: Callable[[], None] = lambda: None
-    ) -> list[StepOutput]:
-        self.masks = {id(one): begin_masks([one.sample]) for one in sequences if one.sample is not None}
-        return super().execute(sequences, between_layers)
 
     def _sample(self, sequence: SequenceInput) -> SampledToken | None:
         if sequence.sample is None:
@@ -67,8 +65,7 @@ class RandomRunner(FakeRunner):
         assert [position for _, position in seen] == list(range(num_tokens))
         generator = torch.Generator().manual_seed(next_token([int(token) for token, _ in seen]) + num_tokens * 1000)
         logits = torch.randn(1, self.vocab_size, generator=generator)
-        masks = self.masks[id(sequence)]
-        return sample(logits, [sequence.sample], masks=None if masks is None else masks.result())[0]
+        return sample(logits, [sequence.sample])[0]
 
 
 @pytest.fixture(scope="module")
@@ -361,34 +358,157 @@ def test_masks_of_a_vocabulary_that_the_model_cuts_off(compiler: GrammarCompiler
         assert sorted(text_of([token]) for token in allowed) == list("0123456789")
 
 
-def test_masks_are_made_while_the_model_computes(
-    compiler: GrammarCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def allowed_by_mask(guide: Guide) -> set[int]:
+    bits = np.unpackbits(make_masks([guide])[0].numpy(), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def test_what_a_guide_allows_its_mask_allows(compiler: GrammarCompiler) -> None:
+    """And the other way, but for an end after which nothing else could come."""
+    rng = random.Random(1)
+    guided = [Guided(json_schema=json.dumps(schema)) for schema in schemas()]
+    guided += [Guided(regex="(foo|foobar|[a-z]+ [0-9]{2})"), Guided(choice=("yes", "no", "yes please"))]
+    num_forced = num_final = 0
+    for one in guided:
+        guide, answer = compiler(one), list[int]()
+        for _ in range(12):
+            allowed = allowed_by_mask(guide.fork())
+            asked = {eos_id(), *rng.choices(range(vocab_size()), k=50), *rng.choices(sorted(allowed), k=10)}
+            claimed = {token_id for token_id in asked if guide.allows(token_id)}
+            is_final = allowed == {eos_id()}
+            assert claimed == allowed & asked or (is_final and not claimed)
+            assert allowed_by_mask(guide) == allowed  # asking changes nothing
+            num_forced += len(allowed) == 1 and not is_final
+            num_final += is_final
+            answer.append(rng.choice(sorted(allowed)))
+            if answer[-1] == eos_id():
+                break
+            guide.follow(answer, 0)
+    assert num_forced > 50
+    assert num_final > 10
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_text_that_spells_a_special_token_is_text(compiler: GrammarCompiler, temperature: float) -> None:
+    """In its tokens, wherever it has to come; the special token itself would end the answer, or be none of it."""
+    special = tiny_tokenizer().rust.id_to_token(eos_id())
+    assert special
+    for text in (special, f"a{special}b", f"{special}{special}"):
+        engine = Engine(compiler)
+        engine.add("a", guided=Guided(regex=re.escape(text)), params={"temperature": temperature})
+        tokens = engine.answers()["a"]
+        assert tokens[-1] == eos_id()
+        assert eos_id() not in tokens[:-1]
+        assert text_of(tokens[:-1]) == text
+
+
+@pytest.mark.slow
+def test_a_grammar_that_is_too_much_when_it_is_followed(compiler: GrammarCompiler) -> None:
+    """Wherever it is followed, so nobody tries again."""
+    engine = Engine(compiler)
+    first = tiny_tokenizer().rust.token_to_id("a")
+    engine.add("a", guided=Guided(regex="(a{1000}){1000}"), output_token_ids=[first])
+    (failed,) = [event for event in engine.run() if isinstance(event, m.RequestFailed)]
+    assert (failed.grpc_code, failed.field) == ("INVALID_ARGUMENT", "sampling_params.guided")
+    assert "too many expressions" in failed.reason
+    assert_idle(engine.core)
+
+
+def test_a_guide_that_failed_allows_nothing(compiler: GrammarCompiler) -> None:
+    assert not compiler(Guided(regex="[0-9]+")).allows(vocab_size() + 5)
+    tokenizer = LLTokenizer(tiny_tokenizer().rust.to_str(), eos_token=[eos_id()])
+    failed = Guide(LLMatcher(tokenizer, "no grammar"), tokenizer)
+    assert failed.failure
+    assert not any(failed.allows(token_id) for token_id in range(vocab_size()))
+
+
+def test_a_mask_is_made_if_the_likeliest_token_is_refused(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = threading.Event()
+    masked: list[Guide] = []
 
     def noted(guides: Sequence[Guide]) -> torch.Tensor:
-        masks = make_masks(guides)
-        made.set()
-        return masks
+        masked.extend(guides)
+        return make_masks(guides)
 
-    def wait() -> None:
-        assert made.wait(60), "the masks are made after the forward pass"
+    monkeypatch.setattr(sampler, "make_masks", noted)
+    five, letter = (tiny_tokenizer().rust.token_to_id(text) for text in "5a")
+    logits = torch.zeros(4, vocab_size())
+    logits[:, letter], logits[0::2, five] = 1.0, 2.0  # digits are likeliest in rows 0 and 2
+    logits[1, five] = 0.5
+    inputs = []
+    for temperature, is_guided in ((0.0, True), (0.0, True), (1.0, True), (0.0, False)):
+        guide = compiler(Guided(regex="[0-9]")) if is_guided else None
+        params = SamplingParams(temperature=temperature, logprobs=1)
+        inputs.append(SampleInput(params=params, num_output_tokens=0, guide=guide))
+    tokens = sample(logits, inputs)
+    assert masked == [inputs[2].guide, inputs[1].guide]  # a draw needs its mask
+    assert [token and token.token_id for token in tokens][:2] == [five, five]
+    assert tokens[3] is not None
+    assert tokens[3].token_id == letter
+    for row in (0, 1):  # of the model's own distribution, refused or not
+        token = tokens[row]
+        assert token is not None
+        assert token.logprob == pytest.approx(float(logits[row].log_softmax(-1)[five]))
+        assert token.top_logprobs[0].token_id == (five, letter)[row]
 
-    monkeypatch.setattr(guide_module, "make_masks", noted)
+
+@pytest.mark.parametrize("bias", [None, 3.0])
+def test_greedy_tokens_are_those_of_whole_masks(compiler: GrammarCompiler, bias: float | None) -> None:
+    generator = torch.Generator().manual_seed(4)
+    params = SamplingParams(temperature=0.0, logit_bias={} if bias is None else {7: bias, eos_id(): bias})
+    guides = [compiler(Guided(json_schema=json.dumps(schema))) for schema in schemas()]
+    answers: list[list[int]] = [[] for _ in guides]
+    num_refused = num_allowed = 0
+    for _ in range(8):
+        logits = torch.randn(len(guides), vocab_size(), generator=generator) * 3
+        inputs = []
+        for guide, answer in zip(guides, answers, strict=True):
+            guide.follow(answer, 0)
+            changes = None if bias is None else LogitChanges(params)
+            inputs.append(SampleInput(params=params, num_output_tokens=len(answer), guide=guide, changes=changes))
+        for row, guide in enumerate(guides[::2]):  # what is allowed is often likeliest
+            mask = torch.from_numpy(np.unpackbits(make_masks([guide.fork()])[0].numpy(), bitorder="little"))
+            logits[2 * row] += 20 * mask[: vocab_size()]
+        whole = logits.clone()
+        for token_id, value in params.logit_bias.items():
+            whole[:, token_id] += value
+        likeliest = whole.argmax(-1).tolist()
+        mask_logits(whole, range(len(guides)), make_masks([guide.fork() for guide in guides]))
+        expected = whole.argmax(-1).tolist()
+        assert [token and token.token_id for token in sample(logits, inputs)] == expected
+        num_refused += sum(one != other for one, other in zip(likeliest, expected, strict=True))
+        num_allowed += sum(one == other for one, other in zip(likeliest, expected, strict=True))
+        going = [row for row, token_id in enumerate(expected) if token_id != eos_id()]
+        answers = [[*answers[row], expected[row]] for row in going]
+        guides = [guides[row] for row in going]
+    assert num_refused > 50
+    assert num_allowed > 50
+
+
+@pytest.mark.parametrize("chosen", ["torch", "auto"])
+def test_greedy_guided_rows_of_a_model(compiler: GrammarCompiler, tmp_path: Path, chosen: str) -> None:
+    """The same alone, with others, and if another row asks for more than the likeliest token."""
     write_tiny_model(tmp_path, num_layers=1, max_len=64)
-    settings = EngineSettings(dtype="float32", kernels="torch", num_threads=1, num_blocks=8)
+    settings = EngineSettings(dtype="float32", kernels=chosen, num_threads=1, num_blocks=8)
     runner = ModelRunner(tmp_path, settings)
-    rows = []
-    for number, regex in enumerate(("[0-9]", None, "[a-z]")):
-        guide = None if regex is None else compiler(Guided(regex=regex))
-        asked = SampleInput(params=SamplingParams(temperature=0.0), num_output_tokens=0, guide=guide)
-        tokens = PROMPT[: (12, 8, 1)[number]]  # single tokens are computed first, so masks come in that order too
-        rows.append(SequenceInput(token_ids=tokens, num_computed_tokens=0, block_ids=[number], sample=asked))
-    first, _, last = runner.execute(rows, wait)
-    assert isinstance(first, SampledToken)
-    assert isinstance(last, SampledToken)
-    assert text_of([first.token_id]).isdigit()
-    assert text_of([last.token_id]).isalpha()
+
+    def tokens(*regexes: str | None, **other: int) -> list[str]:
+        rows = []
+        for number, regex in enumerate(regexes):
+            guide = None if regex is None else compiler(Guided(regex=regex))
+            params = SamplingParams(temperature=0.0, **(other if number == len(regexes) - 1 else {}))
+            asked = SampleInput(params=params, num_output_tokens=0, guide=guide)
+            rows.append(SequenceInput(token_ids=PROMPT[:12], num_computed_tokens=0, block_ids=[number], sample=asked))
+        found = runner.execute(rows)
+        assert all(isinstance(one, SampledToken) for one in found)
+        return [text_of([one.token_id]) for one in found if isinstance(one, SampledToken)]
+
+    digit, letter, free = tokens("[0-9]", "[a-z]", None)
+    assert digit.isdigit()
+    assert letter.isalpha()
+    assert tokens("[0-9]") == [digit]
+    assert tokens(None, "[a-z]", "[0-9]", logprobs=1) == [free, letter, digit]
 
 
 def test_a_tokenizer_is_loaded_ahead(tmp_path: Path) -> None:

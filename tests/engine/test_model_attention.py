@@ -7,6 +7,7 @@ import random
 import sys
 from dataclasses import replace
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from common.types import KVCacheSpec
 from engine.attention import cpu
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.flashinfer import FlashInferBackend, import_flashinfer
-from engine.attention.registry import attention_backend
+from engine.attention.registry import _default_for, attention_backend
 from engine.batch import SequenceInput
 from engine.models.latent import LatentAttention
 from tests.engine.kernels.variants import VARIANTS, kernels
@@ -31,13 +32,20 @@ SHAPES = {
     "capped": replace(SHAPE, soft_cap=0.7),
     "capped windows": replace(SHAPE, windows=(30, 0), soft_cap=0.7),
 }
+SINKS = torch.tensor([[-2.0, 0.0, 1.0, 3.0, 9.0, float("-inf")], [float("-inf")] * 5 + [1.0]])
+WITH_SINKS = {
+    "sinks": replace(SHAPE, sinks=SINKS),
+    "sinks and windows": replace(SHAPE, sinks=SINKS, windows=(0, 7)),
+}
 NUM_BLOCKS = 120
 
 # What latent attention keeps: one head, whose beginning is V.
 LATENT_SPEC = replace(SPEC, num_kv_heads=1, num_planes=1, head_dim=11)
 LATENT_SHAPE = replace(SHAPE, value_dim=8)
 
-each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)  # that FlashInfer takes
+ALL_SHAPES = SHAPES | WITH_SINKS
+every_shape = pytest.mark.parametrize("shape", ALL_SHAPES.values(), ids=ALL_SHAPES)
 
 
 def make_backend(name: str, shape: AttentionShape = SHAPE, spec: KVCacheSpec = SPEC) -> AttentionBackend:
@@ -89,11 +97,13 @@ def by_formula(shape: AttentionShape, layer: int, q: torch.Tensor, kv: torch.Ten
         scores = torch.einsum("hd,chd->hc", q[position], seen[:, 0]) * shape.softmax_scale
         if shape.soft_cap:
             scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
-        rows.append(torch.einsum("hc,chd->hd", scores.softmax(-1), seen[:, 1]))
+        weights = scores.exp()
+        total = weights.sum(-1) + (0 if shape.sinks is None else shape.sinks[layer].exp())
+        rows.append(torch.einsum("hc,chd->hd", weights / total[:, None], seen[:, 1]))
     return torch.stack(rows).flatten(1)
 
 
-@each_shape
+@every_shape
 def test_the_reference(shape: AttentionShape) -> None:
     backend = make_backend("reference", shape)
     qkv = torch.randn(50, 10, SPEC.head_dim)
@@ -106,13 +116,13 @@ def test_the_reference(shape: AttentionShape) -> None:
         torch.testing.assert_close(torch.cat(parts), by_formula(shape, layer, q, kv), atol=1e-5, rtol=1e-5)
 
 
-@each_shape
+@every_shape
 @pytest.mark.parametrize("seed", range(5))
 def test_torch_backend(seed: int, shape: AttentionShape) -> None:
     compare(make_backend("torch", shape), seed)
 
 
-@each_shape
+@every_shape
 def test_torch_backend_in_small_groups(monkeypatch: pytest.MonkeyPatch, shape: AttentionShape) -> None:
     monkeypatch.setattr(cpu, "_GROUP_BYTES", 20_000)
     compare(make_backend("torch", shape), 9)
@@ -152,7 +162,7 @@ def test_latents_give_what_k_and_v_give(name: str) -> None:
     torch.testing.assert_close(torch.cat(parts), expected.transpose(0, 1).float(), atol=1e-5, rtol=1e-4)
 
 
-@each_shape
+@every_shape
 @pytest.mark.parametrize("seed", range(3))
 def test_torch_backend_in_tiles(monkeypatch: pytest.MonkeyPatch, seed: int, shape: AttentionShape) -> None:
     """The path that bfloat16 takes, here in float32, which shows a small mistake."""
@@ -298,6 +308,17 @@ def test_flashinfer_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
 def test_flashinfer_without_a_gpu_is_refused() -> None:
     with pytest.raises(StartupError, match="--device cuda"):
         make_backend("flashinfer")
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "reason"), [(WITH_SINKS["sinks"], SPEC, "with sinks"), (LATENT_SHAPE, LATENT_SPEC, "to latents")]
+)
+def test_what_flashinfer_does_not_compute(shape: AttentionShape, spec: KVCacheSpec, reason: str) -> None:
+    """Refused if it is asked for, and left to torch if not."""
+    cache = mock.Mock(device=torch.device("cuda"), dtype=torch.bfloat16)
+    with pytest.raises(StartupError, match=f"attention {reason}.* is not supported; take torch"):
+        attention_backend(cache, spec, shape, "flashinfer")
+    assert _default_for(cache, replace(spec, head_dim=64), shape) == "torch"
 
 
 def test_an_unknown_backend_is_refused() -> None:

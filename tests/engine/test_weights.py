@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import StartupError
-from common.model_files import open_model
+from common.model_files import open_model, read_safetensors_header
 from engine import weights
 from engine.weights import load_weights
 from tests.engine.test_model_families import check
@@ -149,6 +150,34 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     del tensors["model.layers.2.block_sparse_moe.experts.3.w2.weight"]
     save_file(tensors, path / "model.safetensors")
     assert "lacks tensor model.layers.2.block_sparse_moe.experts.3.w2.weight" in refusal(path)
+
+
+def test_a_file_is_read_front_to_back_and_asked_for_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wider dtypes lie first in it, so names are in another order."""
+    path = make_model(tmp_path / "model")
+    (file,) = open_model(path).weight_files
+    tensors = load_file(file)
+    first = "model.norm.weight"
+    assert first == max(tensors)
+    save_file({name: each if name == first else each.bfloat16() for name, each in tensors.items()}, file)
+    asked: list[int] = []
+
+    def advise(_: int, start: int, length: int, advice: int) -> None:
+        assert (length, advice) == (4096, os.POSIX_FADV_WILLNEED)
+        assert start == len(asked) * 4096
+        asked.append(start)
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(weights, "_AHEAD_BYTES", 20_000)
+    monkeypatch.setattr(weights, "_ASKED_BYTES", 4096)
+    (_, header_bytes) = read_safetensors_header(file)
+    names, position = [], header_bytes
+    for each in weights._safetensors(open_model(path)):
+        names.append(each.name)
+        position += each.num_bytes
+        assert min(position + 20_000, file.stat().st_size) <= 4096 * len(asked) < position + 20_000 + 4096
+    assert names[0] == first
+    assert sorted(names) == sorted(tensors)
 
 
 def test_progress_is_logged_if_nobody_watches(

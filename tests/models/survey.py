@@ -26,8 +26,9 @@ from transformers.utils import logging as transformers_logging
 
 from common.errors import StartupError
 from engine.models import registry
+from engine.models.attention_interface import UnsupportedAttentionError, check_layer_types
 from engine.models.families import FAMILIES
-from engine.models.transformers_model import UnsupportedAttentionError, check_layer_types
+from engine.models.text_part import COMPOSITES
 from tests.engine.tiny_models import Progress, advance, make_runner
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +114,7 @@ def candidates() -> dict[str, str]:
         for model_type, name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
         if isinstance(name, str)
         and name not in FAMILIES
+        and name not in COMPOSITES
         and model_type in CONFIG_MAPPING
         # Else checkpoints name another type.
         and CONFIG_MAPPING[model_type].model_type == model_type
@@ -251,7 +253,7 @@ def _built(config: PreTrainedConfig) -> torch.nn.Module:
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
-            elif "norm" in name or name.endswith("bias"):
+            elif "norm" in name or name.endswith(("bias", "sinks")):
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     return model
 

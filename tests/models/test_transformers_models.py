@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from common.config import EngineSettings
 from common.errors import StartupError
@@ -17,6 +19,7 @@ from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
 from engine.model_runner import ModelRunner
+from engine.models.own_layers import OwnEmbedding, OwnLinear, own_linears
 from engine.models.transformers_model import TransformersModel
 from engine.models.verified import COMPARED_WITH, REFUSED, VERIFIED
 from kv_store.base import ConnectorConfig
@@ -29,8 +32,8 @@ from tests.models.survey import SIZES, VARIATIONS, _built, _compare, _small, _wr
 NAMES = candidates()
 SERVED = sorted(VERIFIED)
 # Parallel blocks and scaled logits, windows of some layers, latents and a linear layer that is never called, experts,
-# learned positions, partial rotation, a head that asks the decoder inside its model.
-QUICK = ["cohere", "cohere2", "longcat_flash", "granitemoe", "gpt2", "gpt_neox", "olmo2", "opt"]
+# sinks, learned positions, partial rotation, a head that asks the decoder inside its model.
+QUICK = ["cohere", "cohere2", "longcat_flash", "granitemoe", "gpt_oss", "gpt2", "gpt_neox", "olmo2", "opt"]
 
 
 @pytest.mark.parametrize("model_type", QUICK)
@@ -52,7 +55,7 @@ def test_each_type_is_served_or_refused() -> None:
     assert {model_type: NAMES[model_type] for model_type in VERIFIED} == VERIFIED
 
 
-@pytest.mark.parametrize("model_type", ["bert", "mamba", "falcon", "gpt_oss", "deepseek_v32"])
+@pytest.mark.parametrize("model_type", ["bert", "mamba", "falcon", "phimoe", "deepseek_v32"])
 def test_a_refused_one_is_told_why(tmp_path: Path, model_type: str) -> None:
     path = make_model(tmp_path / "model")
     edit_config(path, architectures=[NAMES[model_type]], model_type=model_type)
@@ -108,6 +111,38 @@ def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
         make_runner(path)
 
 
+def make_mxfp4(path: Path) -> Path:
+    """A gpt-oss whose codes and scales are any."""
+    _write(_built(_small("gpt_oss", {**SIZES, "intermediate_size": 96})), path)
+    generator = torch.Generator().manual_seed(5)
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, k, n = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(256, (experts, n, k // 32, 16), generator=generator).byte()
+        tensors[f"{name}_scales"] = torch.randint(120, 125, (experts, n, k // 32), generator=generator).byte()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    edit_config(path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return path
+
+
+def widened(path: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", quantization_config=Mxfp4Config(dequantize=True)
+    )
+
+
+def test_mxfp4_is_widened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers says what codes and scales mean."""
+    path = make_mxfp4(tmp_path / "model")
+    prompt = list(range(3, 40))
+    sequence = Progress(prompt, [4, 2, 7])
+    advance(make_runner(path), [sequence], [len(prompt)])
+    with torch.inference_mode():
+        expected = widened(path)(torch.tensor([prompt]), use_cache=False).logits[0, -1].log_softmax(-1)
+    torch.testing.assert_close(sequence.logprobs[len(prompt) - 1], expected, atol=1e-4, rtol=1e-4)
+    assert "mxfp4 weights are widened" in caplog.text
+
+
 def test_a_model_type_of_another_architecture_is_refused(tmp_path: Path) -> None:
     path = small("olmo2", tmp_path / "model")
     edit_config(path, model_type="cohere")
@@ -116,8 +151,6 @@ def test_a_model_type_of_another_architecture_is_refused(tmp_path: Path) -> None
 
 
 def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     path = small("olmo2", tmp_path / "model")
     tensors = load_file(path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -136,7 +169,15 @@ def greedy(path: Path, prompt: list[int], num_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kernels", best_and_slow_others)
-@pytest.mark.parametrize("model_type", ["cohere2", "olmo2", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "cohere2",
+        "gpt_oss",
+        pytest.param("olmo2", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
+    ],
+)
 def test_preempted_and_from_the_prefix_cache(tmp_path: Path, model_type: str, kernels: str) -> None:
     path = small(model_type, tmp_path / "model")
     values = {"dtype": "float32", "num_blocks": 9, "max_model_len": 128, "chunk_size": 24, "num_threads": 1}
@@ -171,6 +212,45 @@ def test_kernels_compute_its_linear_layers(tmp_path: Path) -> None:
         advance(runner, [sequence], [len(prompt)])
         results.append(sequence.logprobs[len(prompt) - 1])
     assert 1e-4 < (results[0] - results[1]).abs().mean() < 1
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_layers_that_are_given_the_same_tensor_are_one_product(tmp_path: Path, kernels: str) -> None:
+    """On the kernels."""
+    if not VARIANTS and kernels == "auto":
+        pytest.skip("no kernels were built")
+    model = make_runner(small("olmo2", tmp_path / "model"), kernels=kernels)._model
+    assert isinstance(model, TransformersModel)
+    products: dict[int, list[str]] = {}
+    for name, module in model._base.named_modules():
+        if isinstance(module, OwnLinear) and name.startswith("layers.1."):
+            products.setdefault(id(module._product), []).append(name.rpartition(".")[2])
+    groups = [["down_proj"], ["gate_proj", "up_proj"], ["o_proj"], ["q_proj", "k_proj", "v_proj"]]
+    if kernels == "torch":
+        groups = sorted([name] for group in groups for name in group)
+    assert sorted(products.values()) == groups
+
+
+def test_parts_of_a_product_are_those_of_what_each_was_given() -> None:
+    torch.manual_seed(2)
+    modules = [nn.Linear(16, 24, bias=False), nn.Linear(16, 8), nn.Linear(16, 32)]
+    first, second, third = own_linears(modules, None)
+    x, y = torch.randn(1, 5, 16), torch.randn(3, 16)
+    for own, module, given in zip(
+        (first, second, first, third, second, second), (0, 1, 0, 2, 1, 1), (x, y, x, x, x, y), strict=True
+    ):
+        torch.testing.assert_close(own(given), modules[module](given), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("model_type", "looks_up"), [("gpt2", True), ("gemma", False)])
+def test_a_tied_weight_is_kept_once(tmp_path: Path, model_type: str, looks_up: bool) -> None:
+    """But for embeddings that scale what they look up, as Gemma's."""
+    if not VARIANTS:
+        pytest.skip("no kernels were built")
+    model = make_runner(small(model_type, tmp_path / "model"))._model
+    assert isinstance(model, TransformersModel)
+    embedding = model._base.wte if looks_up else model._base.embed_tokens
+    assert isinstance(embedding, OwnEmbedding) == looks_up == isinstance(model._top.lm_head, OwnLinear)
 
 
 @pytest.mark.parametrize(

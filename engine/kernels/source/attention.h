@@ -26,6 +26,7 @@ struct AttentionShape {
     float scale, soft_cap;               // soft_cap 0: none
     int32_t window, is_bf16;             // tokens that a query sees, itself included, 0: all; type of the cache
     void* cache;
+    const float* sinks;  // of a layer: for each head a score in the sum of weights that has no V; null: none
 };
 
 struct Batch {  // of sequences, in the order of their tokens
@@ -482,6 +483,11 @@ inline void emit(const Heads& out, int64_t row, int64_t column, const float* val
         for (int i = 0; i < count; i++) static_cast<float*>(out.data)[first + i] = values[i] * factor;
 }
 
+// What the sums of a head are multiplied with: `total` weights, relative to the largest score.
+inline float share(const AttentionShape& shape, int head, float most, float total) {
+    return 1.0f / (shape.sinks ? total + std::exp(shape.sinks[head] - most) : total);
+}
+
 template <class T>
 void attention(Team& team, const AttentionShape& shape, const Batch& batch, int layer, const Heads& q, const Heads& out) {
     const int group = shape.num_heads / shape.num_kv_heads, dim = shape.head_dim;
@@ -548,9 +554,11 @@ void attention(Team& team, const AttentionShape& shape, const Batch& batch, int 
             std::memcpy(to + group * (width + 1), w.total, sizeof(float) * group);
             return;
         }
-        for (int r = 0; r < rows; r++)
-            emit(out, task.first_row + task.query + r / group, (task.head * group + r % group) * dim, w.sums + r * width,
-                 1.0f / w.total[r], dim);
+        for (int r = 0; r < rows; r++) {
+            const int q_head = task.head * group + r % group;
+            emit(out, task.first_row + task.query + r / group, q_head * dim, w.sums + r * width,
+                 share(shape, q_head, w.most[r], w.total[r]), dim);
+        }
     });
     for_rows(team, merges.size(), sizeof(float) * part_floats, [&](int64_t index) {
         const AttentionTask& merge = merges[index];
@@ -566,7 +574,8 @@ void attention(Team& team, const AttentionShape& shape, const Batch& batch, int 
                 total += part[group * (width + 1) + g] * factor;
                 for (int d = 0; d < dim; d++) sums[d] += part[g * width + d] * factor;
             }
-            emit(out, merge.first_row, (merge.head * group + g) * dim, sums, 1.0f / total, dim);
+            const int q_head = merge.head * group + g;
+            emit(out, merge.first_row, q_head * dim, sums, share(shape, q_head, most, total), dim);
         }
     });
 }

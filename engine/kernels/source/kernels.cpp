@@ -120,11 +120,13 @@ BATON void baton_head(Team* team, const Linear* head, const float* norm, float e
     norm_product(*team, *head, norm, eps, hidden, m, {out, head->n, false, false, nullptr});
 }
 
-// `tokens` [m]: the best of each row of what `baton_head` would give; of equal ones the first, and NaN above all.
+// `tokens` [m]: the best of each row of what `baton_head` would give; of equal ones the first, and NaN above all. `kept`
+// [m, n] gets the rows themselves, unless it is null.
 BATON void baton_best_tokens(
-    Team* team, const Linear* head, const float* norm, float eps, const float* hidden, int64_t m, int64_t* tokens) {
+    Team* team, const Linear* head, const float* norm, float eps, const float* hidden, int64_t m, int64_t* tokens,
+    float* kept) {
     std::lock_guard<std::mutex> lock(team->turn);
-    best_columns(*team, *head, norm, eps, hidden, m, tokens);
+    best_columns(*team, *head, norm, eps, hidden, m, tokens, kept);
 }
 
 // A token for each row of `logits` [m, n]; row i of `logprobs` [m, 1 + most_top] and `ids` [m, most_top] has what

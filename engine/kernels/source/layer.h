@@ -133,9 +133,9 @@ inline void norm_product(Team& team, const Linear& linear, const float* norm, fl
     multiply(team, linear, operand.memory, out, m);
 }
 
-// For each row the column of the largest of what `norm_product` would give.
+// For each row the column of the largest of what `norm_product` would give, which `kept` gets unless it is null.
 inline void best_columns(Team& team, const Linear& linear, const float* norm, float eps, const float* hidden, int64_t m,
-                         int64_t* to) {
+                         int64_t* to, float* kept) {
     const Operand operand(team, linear, m);
     for_rows(team, m, operand.row_bytes, [&](int64_t row) {
         operand.fill(row, [&](auto* at) { rms_norm(hidden + row * linear.k, norm, linear.k, eps, at); });
@@ -147,7 +147,8 @@ inline void best_columns(Team& team, const Linear& linear, const float* norm, fl
     int64_t column = 0;
     for (int32_t i = 0; i < (has_parts ? linear.layout : 1); column += parts[i++].n) {
         const Product p = product(parts[i], operand.memory, {nullptr, 0, false, false, nullptr});
-        find_best(team, p, m, i == 0 ? bests : of_part, [&](int64_t bytes) { return team.buffer(GIVEN, bytes); });
+        find_best(team, p, m, i == 0 ? bests : of_part, kept == nullptr ? nullptr : kept + column, linear.n,
+                  [&](int64_t bytes) { return team.buffer(GIVEN, bytes); });
         for (int64_t row = 0; row < m && i > 0; row++)
             if (is_better(of_part[row].value, bests[row].value)) bests[row] = {of_part[row].value, column + of_part[row].column};
     }

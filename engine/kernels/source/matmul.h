@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 
 #include "team.h"
 #include "vector.h"
@@ -793,33 +794,44 @@ struct Best {
 inline bool is_better(float value, float than) { return value > than || (value != value && than == than); }
 
 inline Best best_of(const float* values, int64_t count) {
-    Best best{values[0], 0};
-    int64_t i = 0;
-    if (count >= LANES) {
-        Floats most = load(values);
-        Ints where = lane_numbers();
-        for (i = LANES; i + LANES <= count; i += LANES) {
-            const Floats next = load(values + i);
-            const Ints better = (next > most) | ((next != next) & (most == most));
-            most = either(better, next, most);
-            where = (better & (lane_numbers() + int(i))) | (~better & where);
+    constexpr int64_t STRETCH = 64 * LANES;
+    constexpr int SIDE = 4;  // vectors side by side: none waits for the one before
+    constexpr float LEAST = -std::numeric_limits<float>::infinity();
+    Best best{LEAST, 0};  // first only the stretch that has it
+    for (int64_t start = 0; start < count; start += STRETCH) {
+        const int64_t end = std::min(start + STRETCH, count);
+        Floats most[SIDE];
+        Ints is_nan{};
+        for (Floats& one : most) one = broadcast(LEAST);
+        int64_t i = start;
+        for (; i + SIDE * LANES <= end; i += SIDE * LANES)
+            for (int side = 0; side < SIDE; side++) {
+                const Floats next = load(values + i + side * LANES);
+                most[side] = larger(next, most[side]);
+                is_nan |= next != next;
+            }
+        float value = largest(larger(larger(most[0], most[1]), larger(most[2], most[3])));
+        bool has_nan = false;
+        for (int lane = 0; lane < LANES; lane++) has_nan |= is_nan[lane] != 0;
+        for (; i < end; i++) {
+            value = std::max(value, values[i]);
+            has_nan |= values[i] != values[i];
         }
-        best = {most[0], where[0]};
-        for (int lane = 1; lane < LANES; lane++) {
-            const bool is_equal = most[lane] == best.value || (most[lane] != most[lane] && best.value != best.value);
-            if (is_better(most[lane], best.value) || (is_equal && where[lane] < best.column))
-                best = {most[lane], where[lane]};
+        if (has_nan) {
+            const float* nan = std::find_if(values + start, values + end, [](float one) { return one != one; });
+            return {*nan, nan - values};
         }
+        if (value > best.value) best = {value, start};
     }
-    for (; i < count; i++)
-        if (is_better(values[i], best.value)) best = {values[i], i};
+    while (values[best.column] != best.value) best.column++;
     return best;
 }
 
-// The best column of each of the `m` rows of a product, whose results nobody keeps. `out` of `p` is ignored but for the
-// bias. `memory(bytes)`: for one `Best` a task and row.
+// The best column of each of the `m` rows of a product. Its results are kept in rows of `stride` at `kept`, unless that
+// is null: while they are in the cache. `out` of `p` is ignored but for the bias. `memory(bytes)`: for one `Best` a task
+// and row.
 template <class Memory>
-void find_best(Team& team, Product p, int64_t m, Best* to, const Memory& memory) {
+void find_best(Team& team, Product p, int64_t m, Best* to, float* kept, int64_t stride, const Memory& memory) {
     const Tasks tasks(team, p, m);
     auto* bests = static_cast<Best*>(memory(sizeof(Best) * m * tasks.count));
     for_tasks(team, tasks, [&](int64_t block, int64_t task, int thread) {
@@ -834,6 +846,8 @@ void find_best(Team& team, Product p, int64_t m, Best* to, const Memory& memory)
         for (int64_t r = 0; r < rows; r++) {
             const Best best = best_of(results + r * columns, columns);
             bests[(row + r) * tasks.count + task] = {best.value, column + best.column};
+            if (kept != nullptr)
+                std::memcpy(kept + (row + r) * stride + column, results + r * columns, sizeof(float) * columns);
         }
     });
     for (int64_t row = 0; row < m; row++) {

@@ -103,8 +103,9 @@ void layers(Team* team, int heads, int kv_heads, int dim, int block_size, int wi
     const Kind kind = sizeof(T) == 2 ? BF16 : F32;
     const int64_t layer_stride = 2ll * kv_heads * block_size * dim;
     auto cache = numbers<T>(num_blocks * 2 * layer_stride);
+    const auto sinks = numbers<float>(heads);
     const AttentionShape shape{heads, kv_heads, dim, block_size, 2 * layer_stride, layer_stride, 0.2f, soft_cap, window,
-                               sizeof(T) == 2, cache.data()};
+                               sizeof(T) == 2, cache.data(), window > 0 ? sinks.data() : nullptr};
     Packed qkv(team, kind, (heads + 2 * kv_heads) * dim, hidden), out(team, kind, hidden, heads * dim);
     Packed gate_up(team, kind, 2 * inner, hidden), down(team, kind, hidden, inner), head(team, kind, 77, hidden);
     const auto norm = numbers<float>(hidden), cos = numbers<float>(700 * dim), sin = numbers<float>(700 * dim);
@@ -130,10 +131,14 @@ void layers(Team* team, int heads, int kv_heads, int dim, int block_size, int wi
         std::puts("two layers in one call");
         std::exit(1);
     }
-    std::vector<float> logits(28 * 77);
+    std::vector<float> logits(28 * 77), kept(28 * 77);
     baton_head(team, &head.linear, norm.data(), 1e-5f, x.data(), 28, logits.data());
     std::vector<int64_t> tokens(28);
-    baton_best_tokens(team, &head.linear, norm.data(), 1e-5f, x.data(), 28, tokens.data());
+    baton_best_tokens(team, &head.linear, norm.data(), 1e-5f, x.data(), 28, tokens.data(), kept.data());
+    if (logits != kept) {
+        std::puts("logits beside the best tokens");
+        std::exit(1);
+    }
     for (int row = 0; row < 28; row++)
         if (best_of(&logits[row * 77], 77).column != tokens[row]) {
             std::printf("row %d: token %d\n", row, int(tokens[row]));

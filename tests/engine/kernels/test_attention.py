@@ -29,6 +29,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     window: int = 0
     soft_cap: float = 0.0
+    sinks: bool = False
     num_threads: int = 2
     num_blocks: int = 64
     seed: int = 0
@@ -48,12 +49,19 @@ class Case:
             softmax_scale=self.head_dim**-0.5,
             windows=(0, self.window),
             soft_cap=self.soft_cap,
+            sinks=self.sink_scores() if self.sinks else None,
         )
         cache = torch.full((self.num_blocks, *spec.block_shape), float("nan"), dtype=self.dtype)
         self.backend = NativeBackend(cache, spec, shape, kernels(self.variant, self.num_threads))
         self.free = random.Random(self.seed).sample(range(self.num_blocks), self.num_blocks)
         self.blocks: dict[int, list[int]] = {}
         self.generator = torch.Generator().manual_seed(self.seed)
+
+    def sink_scores(self) -> torch.Tensor:
+        """Far below other scores, among them and far above them; the first head has none."""
+        scores = torch.linspace(-6, 14, 2 * self.num_heads).view(2, self.num_heads)
+        scores[:, 0] = float("-inf")
+        return scores
 
     def step(self, sizes: dict[int, int], *, layer: int = 1) -> torch.Tensor:
         """One layer of a step with so many new tokens of each sequence, compared; returns the result."""
@@ -72,12 +80,12 @@ class Case:
         for name, size in sizes.items():
             rows = slice(start, start + size)
             self.kept[name] = torch.cat((self.kept[name], kv[rows])) if name in self.kept else kv[rows]
-            expected = self.expected(q[rows], self.kept[name])
+            expected = self.expected(q[rows], self.kept[name], layer)
             torch.testing.assert_close(result[rows].double(), expected, atol=TOLERANCE[self.dtype], rtol=1e-2)
             start += size
         return result
 
-    def expected(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    def expected(self, q: torch.Tensor, kv: torch.Tensor, layer: int) -> torch.Tensor:
         group, size, context = self.num_heads // self.num_kv_heads, len(q), len(kv)
         keys, values = (kv[:, i].double().repeat_interleave(group, 1) for i in range(2))
         scores = torch.einsum("qhd,chd->hqc", q.double(), keys) * self.head_dim**-0.5
@@ -85,7 +93,11 @@ class Case:
             scores = (scores / self.soft_cap).tanh() * self.soft_cap
         position, token = torch.arange(context - size, context)[:, None], torch.arange(context)
         hidden = (token > position) | ((token <= position - self.window) if self.window else False)
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if self.sinks:
+            column = self.sink_scores()[layer].double()[:, None, None].expand(-1, size, 1)
+            scores = torch.cat((scores, column), -1)
+        weights = scores.softmax(-1)[..., :context]
         return torch.einsum("hqc,chd->qhd", weights, values).flatten(1)
 
 
@@ -111,6 +123,16 @@ def test_heads_for_each_kv_head(variant: str, group: int) -> None:
 def test_block_sizes(variant: str, block_size: int) -> None:
     case = Case(variant, block_size=block_size, num_blocks=400)
     for sizes in ({0: 63, 1: 64}, {0: 1, 1: 1}, {0: 1, 1: 65}, {0: 40}):
+        case.step(sizes)
+
+
+@each_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 20])
+def test_sinks(variant: str, window: int, dtype: torch.dtype) -> None:
+    """Prompts, single tokens, and single tokens whose context is cut into parts."""
+    case = Case(variant, sinks=True, window=window, dtype=dtype, num_heads=12)
+    for sizes in ({0: 37, 1: 1, 2: 600}, {0: 1, 1: 1, 2: 1}, {1: 30, 0: 2}):
         case.step(sizes)
 
 

@@ -24,10 +24,14 @@ def hidden_states(num_rows: int) -> torch.Tensor:
 
 
 def check(variant: str, head: PackedLinear, hidden: torch.Tensor) -> torch.Tensor:
-    """The tokens, which have to be those of the logits."""
+    """The tokens, which have to be those of the logits, kept or not."""
     norm = torch.ones(K)
     tokens = kernels(variant).best_tokens(head, norm, 1e-5, hidden)
-    assert torch.equal(tokens, kernels(variant).head(head, norm, 1e-5, hidden).argmax(-1))
+    logits = kernels(variant).head(head, norm, 1e-5, hidden)
+    assert torch.equal(tokens, logits.argmax(-1))
+    kept, best = kernels(variant).head_and_best(head, norm, 1e-5, hidden)
+    assert torch.equal(best, tokens)
+    assert torch.equal(kept.view(torch.int32), logits.view(torch.int32))
     return tokens
 
 
@@ -50,6 +54,8 @@ def test_of_equal_logits_the_first_counts(variant: str) -> None:
         assert check(variant, head, hidden_states(num_rows)).max() < 7
     nothing = kernels(variant).pack(torch.zeros(4200, K), None)
     assert check(variant, nothing, hidden_states(3)).tolist() == [0, 0, 0]
+    least = kernels(variant).pack(torch.zeros(4200, K), torch.full((4200,), float("-inf")))
+    assert check(variant, least, hidden_states(2)).tolist() == [0, 0]
 
 
 @each_variant

@@ -1,0 +1,135 @@
+"""Attention of transformers' models on Baton's cache: what their attention interface calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from engine.attention.base import StepAttention
+from engine.models.latent import latent_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+INTERFACE = "baton"
+# Keyword arguments that say nothing about the result when there is one flat batch and no training.
+_HARMLESS = frozenset(
+    {"dropout", "scaling", "sliding_window", "softcap", "position_ids", "use_cache", "cache_position", "is_causal"}
+    | {"output_attentions", "output_hidden_states", "return_dict", "layer_head_mask", "position_embeddings"}
+    | {"num_items_in_batch", "output_router_logits", "logits_to_keep", "past_key_values", "rotary_pos_emb"}
+)
+
+
+class UnsupportedAttentionError(Exception):
+    """A model's attention is none that the backends compute; the message is the reason."""
+
+
+@dataclass(slots=True, frozen=True)
+class LayerShape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int
+    soft_cap: float
+    latent_value_dim: int
+
+
+@dataclass(slots=True)
+class Probe:
+    """Stands in for a step while a model is looked at; attention gives zeros."""
+
+    layers: dict[int, LayerShape] = field(default_factory=dict)
+    sinks: dict[int, torch.Tensor] = field(default_factory=dict)  # of layers that have some
+
+
+@dataclass(slots=True, frozen=True)
+class Step:
+    attention: StepAttention
+    between_layers: Callable[[], None]
+
+
+current_step: ContextVar[Probe | Step] = ContextVar("step")
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: object,
+) -> tuple[torch.Tensor, None]:
+    """`query` `[1, num_heads, num_tokens, head_dim]`, `key` and `value` likewise; returns `[1, num_tokens, ...]`."""
+    current = current_step.get()
+    layer, latent = getattr(module, "layer_idx", None), latent_of(module)
+    if isinstance(current, Probe):
+        _look(current, module, query, key, value, attention_mask, options)
+        value_dim = query.shape[3] if latent is None else latent.value_dim
+        return value.new_zeros(1, query.shape[2], query.shape[1], value_dim), None
+    if not isinstance(layer, int):
+        raise TypeError("an attention layer without a number")
+    if latent is not None:
+        out = current.attention.forward(layer, latent.queries(query[0]), key.permute(2, 0, 1, 3))
+        current.between_layers()
+        return latent.results(out)[None], None
+    kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
+    out = current.attention.forward(layer, query[0].transpose(0, 1), kv)
+    current.between_layers()
+    return out.view(1, query.shape[2], query.shape[1], query.shape[3]), None
+
+
+def _look(
+    probe: Probe,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: dict[str, object],
+) -> None:
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise UnsupportedAttentionError("attention layers without a number")
+    if layer in probe.layers:
+        raise UnsupportedAttentionError("layers that attend more than once")
+    latent = latent_of(module)
+    if latent is None and (key.shape != value.shape or query.shape[3] != key.shape[3]):
+        raise UnsupportedAttentionError("K and V of unlike sizes")
+    if query.shape[2] != key.shape[2] or query.shape[0] != 1:
+        raise UnsupportedAttentionError("attention to other tokens than those of the sequence")
+    if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
+        raise UnsupportedAttentionError("attention to later tokens")
+    if mask is not None:
+        raise UnsupportedAttentionError("a mask of its own")
+    for name, option in options.items():
+        if name not in (*_HARMLESS, "s_aux") and option is not None and option is not False:
+            raise UnsupportedAttentionError(f"attention with {name}")
+    scale, window, cap = options.get("scaling"), options.get("sliding_window"), options.get("softcap")
+    if isinstance(scale, torch.Tensor):
+        raise UnsupportedAttentionError("a scale for each token")
+    if isinstance(sinks := options.get("s_aux"), torch.Tensor):
+        if sinks.shape != (query.shape[1],):
+            raise UnsupportedAttentionError("sinks other than one for each head")
+        probe.sinks[layer] = sinks.detach()
+    probe.layers[layer] = LayerShape(
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=key.shape[3],
+        scale=float(scale) if isinstance(scale, int | float) else query.shape[3] ** -0.5,
+        window=window if isinstance(window, int) else 0,
+        soft_cap=float(cap) if isinstance(cap, int | float) else 0.0,
+        latent_value_dim=0 if latent is None else latent.latent_dim,
+    )
+
+
+def check_layer_types(config: PreTrainedConfig) -> None:
+    """Raises `UnsupportedAttentionError` if layers keep anything but the KV of tokens, or see others than a window."""
+    kinds = {str(kind) for key in ("layer_types", "layers_block_type") for kind in getattr(config, key, None) or ()}
+    if odd := sorted(kinds - {"full_attention", "sliding_attention", "attention", "dense", "sparse"}):
+        raise UnsupportedAttentionError(f"layers of type {', '.join(odd)}")
