@@ -30,7 +30,7 @@ from common.config import DEFAULT_MODEL
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 BATON = "import sys; from baton.cli.main import main; sys.exit(main())"
-LATE_BATON = f"from worker import engine_client; engine_client.ENGINE_MODULE = 'bench.late_engine'; {BATON}"
+LATE_BATON = f"from worker import engine_process; engine_process.ENGINE_MODULE = 'bench.late_engine'; {BATON}"
 MAX_STREAM_TOKENS = 2000
 MAX_PAUSE_S = 0.5  # between two newcomers; longer than a step, so that they come at any moment of one
 

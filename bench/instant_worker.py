@@ -9,6 +9,7 @@ all answers get their next token at the same moment, every STEP_MS milliseconds 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import grpc
 import uvloop
 from tokenizers import Tokenizer
 
+from bench.steps import Steps
 from common.grpc_options import MAX_MESSAGE_BYTES, worker_server_options
 from common.grpc_server import add_handlers
 from common.model_files import TOKENIZER_FILES
@@ -34,8 +36,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 class InstantWorker:
     def __init__(self, tokenizer_dir: Path, step_s: float) -> None:
-        self._step_s = step_s
-        self._step: asyncio.Future[None] | None = None  # the next one, if anybody waits for it
+        self._steps = Steps(step_s)
         self._many = ManyCalls(self._answer, MAX_STREAMS)
         self._files = {n: (tokenizer_dir / n).read_bytes() for n in TOKENIZER_FILES if (tokenizer_dir / n).is_file()}
         tokenizer = Tokenizer.from_str(self._files["tokenizer.json"].decode())
@@ -54,7 +55,7 @@ class InstantWorker:
 
     async def get_info(self, _request: bytes, _context: Context) -> bytes:
         return worker_pb2.WorkerInfo(
-            worker_id=MODEL,
+            worker_id=f"{MODEL}-{os.getpid()}",
             role=worker_pb2.WORKER_ROLE_DECODE,
             epoch="1",
             model=MODEL,
@@ -93,25 +94,12 @@ class InstantWorker:
         if num > 1:
             await caller.write(self._first[0])
         for position in range(1, num):
-            await self._next_step()
+            await self._steps.next()
             if position == num - 1:
                 break
             if not caller.take_tokens([ids[position % count]]):
                 await caller.write(self._events[position % count])
         await caller.write(self._last[(num - 1) % count])
-
-    async def _next_step(self) -> None:
-        if self._step is None:
-            loop = asyncio.get_running_loop()
-            self._step = loop.create_future()
-            now = loop.time()
-            loop.call_at((now // self._step_s + 1) * self._step_s, self._end_step)
-        await asyncio.shield(self._step)
-
-    def _end_step(self) -> None:
-        step, self._step = self._step, None
-        if step is not None:
-            step.set_result(None)
 
 
 async def serve(tokenizer_dir: Path, step_s: float) -> None:

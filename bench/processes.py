@@ -16,23 +16,31 @@ _END_GRACE_S = 60.0
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], what: str) -> Iterator[dict[str, str]]:
-    """A process that prints `ready key=value ...`; gives those, and its `pid`. Raises `StartupError` if it ends
-    without. SIGTERM to this process ends it as Ctrl-C does, so that it leaves none behind."""
+def started(command: Sequence[str], what: str, stdout: int = subprocess.PIPE) -> Iterator[Child]:
+    """A process, which ends with the context. SIGTERM to this process ends it as Ctrl-C does, so that it leaves none
+    behind."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _exit)
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, start_new_session=True)
     child = Child(what, process)
     try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            first, *words = line.decode(errors="replace").split()
-            if first == "ready":
-                yield {**dict(word.split("=", 1) for word in words), "pid": str(process.pid)}
-                return
-        raise StartupError(f"{what} did not start; its reason is above")
+        yield child
     finally:
         _end(child)
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], what: str) -> Iterator[dict[str, str]]:
+    """A process that prints `ready key=value ...`; gives those, and its `pid`. Raises `StartupError` if it ends
+    without."""
+    with started(command, what) as child:
+        assert child.process.stdout is not None
+        for line in child.process.stdout:
+            first, *words = line.decode(errors="replace").split()
+            if first == "ready":
+                yield {**dict(word.split("=", 1) for word in words), "pid": str(child.process.pid)}
+                return
+        raise StartupError(f"{what} did not start; its reason is above")
 
 
 def _exit(signum: int, _frame: object) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from baton.cli.options import SettingsCommand
-from baton.settings import UP_SETTINGS, WORKER_SETTINGS
+from baton.settings import UP_SETTINGS, WORKER_SETTINGS, RouterCommandSettings
 from common.config import DEFAULT_MODEL, AutoscalerSettings, RouterSettings, UpSettings, WorkerSettings
 from common.garbage import look_rarely
 from common.logs import setup_logging
@@ -132,7 +132,7 @@ SERVE_COMMANDS = (
     ),
     SettingsCommand(
         "router",
-        RouterSettings,
+        RouterCommandSettings,
         router,
         rereads=True,
         about="Runs a router in front of workers.",

@@ -1,18 +1,17 @@
-"""`baton bench kv`. Found by the `baton` command through an entry point; also `python -m bench.kv`."""
+"""`baton bench`, which the `baton` command finds through an entry point, and of it `kv`; also `python -m bench.kv`."""
 
 from __future__ import annotations
 
 import json
-import signal
-import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 
 import click
 
+from bench.command_line import names, outcome
 from bench.kv.settings import BenchSettings, Progress, show_progress
+from bench.router.command import router
 from common.config import DEFAULT_MODEL, default_cache_dir
 from common.errors import BatonError, ConfigError
 from engine.dtype import resolve_dtype
@@ -29,17 +28,6 @@ CONNECTORS = ("nixl", "shared_storage", "lmcache")
 PICTURES = (".png", ".svg", ".pdf")
 
 
-def _names(known: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, str | None], tuple[str, ...]]:
-    def check(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:  # noqa: ARG001
-        names = known if value is None else tuple(name.strip() for name in value.split(",") if name.strip())
-        for name in names:
-            if name not in known:
-                raise click.BadParameter(f"{name!r} is not one of {', '.join(known)}")
-        return names
-
-    return check
-
-
 def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:  # noqa: ARG001
     if value is not None and Path(value).suffix.lower() not in PICTURES:
         raise click.BadParameter(f"{value!r} does not end in {', '.join(PICTURES)}")
@@ -52,11 +40,11 @@ def BENCH() -> None:  # noqa: N802 - what the entry point names
 
 
 @BENCH.command("kv", short_help="What moving KV costs.", context_settings={"max_content_width": 100})
-@click.option("--only", metavar="PART,PART", callback=_names(tuple(PARTS)), help=f"parts to run: {', '.join(PARTS)}")
+@click.option("--only", metavar="PART,PART", callback=names(tuple(PARTS)), help=f"parts to run: {', '.join(PARTS)}")
 @click.option("--quick", is_flag=True, help="few lengths and repeats: a minute or two a part")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object, with every sample")
 @click.option("--plot", metavar="FILE", callback=_picture, help="draw it, as .png, .svg or .pdf (needs matplotlib)")
-@click.option("--connectors", metavar="NAME,NAME", callback=_names(CONNECTORS), help="of " + ", ".join(CONNECTORS))
+@click.option("--connectors", metavar="NAME,NAME", callback=names(CONNECTORS), help="of " + ", ".join(CONNECTORS))
 @click.option("--model", metavar="TEXT", default=DEFAULT_MODEL, show_default=True, help="as for baton up")
 @click.option("--dtype", type=click.Choice(["auto", "bfloat16", "float32"]), default="auto", show_default=True)
 @click.option("--repeats", metavar="INT", type=click.IntRange(min=1), help="of each measurement  [5; quick: 3]")
@@ -90,20 +78,10 @@ def kv(
         seed=seed,
         quick=quick,
     )
-    # Ctrl-C, too: a shell that starts a command in the background has it ignore that.
-    before = {signum: signal.signal(signum, _interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        return run(settings, only, show_progress, as_json=as_json, plot=plot)
-    except BatonError as error:
-        print(f"baton bench kv: error: {' '.join(error.message.split())}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+    return outcome("kv", lambda: run(settings, only, show_progress, as_json=as_json, plot=plot))
 
 
-def _interrupt(signum: int, frame: object) -> None:  # noqa: ARG001
-    raise KeyboardInterrupt  # what Ctrl-C does: every process that was started is ended on the way out
+BENCH.add_command(router)
 
 
 def run(
@@ -135,10 +113,7 @@ def run(
             "machine": machine,
             "versions": versions(),
             "settings": {**asdict(settings), "only": list(parts)},
-            "records": [record.as_json() for record in results.records],
-            "bars": [bar.as_json() for bar in results.bars],
-            "skipped": results.skipped,
-            "failed": results.failed,
+            **results.as_json(),
         }
         print(json.dumps(whole, ensure_ascii=False))
     else:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.kv.results import Record, Results, Samples
 
-# part: title, labels that name a row, quantities shown
-TABLES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+Tables = Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]]
+"""Part: title, labels that name a row, quantities shown."""
+
+TABLES: Tables = {
     "handoff": (
         "Handoff of a prompt's blocks, process to process",
         ("shape", "block_size", "system"),
@@ -41,13 +43,13 @@ TABLES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 WITH_TAIL = ("colocated", "orchestration")  # p50 and p99 instead of median and quartiles
 
 
-def print_results(results: Results, console: Console | None = None) -> None:
+def print_results(results: Results, console: Console | None = None, tables: Tables = TABLES) -> None:
     console = console or Console(width=150)
-    for part in TABLES:
+    for part in tables:
         if any(record.part == part for record in results.records):
             what = "p50 / p99" if part in WITH_TAIL else "median [quartiles]"
-            console.print(f"\n{TABLES[part][0]}: {what}", markup=False, highlight=False)
-            console.print(table(results, part))
+            console.print(f"\n{tables[part][0]}: {what}", markup=False, highlight=False)
+            console.print(table(results, part, tables))
     for what, why in results.skipped.items():
         console.print(f"skipped: {what}: {why}", markup=False, highlight=False)
     for part, why in results.failed.items():
@@ -59,9 +61,9 @@ def print_results(results: Results, console: Console | None = None) -> None:
         console.print(f"{num_met} of {len(results.bars)} bars met", highlight=False)
 
 
-def table(results: Results, part: str) -> Table:
+def table(results: Results, part: str, tables: Tables = TABLES) -> Table:
     """A row for each set of labels, in the order of measuring."""
-    _, names, quantities = TABLES[part]
+    _, names, quantities = tables[part]
     records = [record for record in results.records if record.part == part]
     shown_names = [name for name in names if any(name in record.labels for record in records)]
     shown = [quantity for quantity in quantities if any(record.quantity == quantity for record in records)]

@@ -112,3 +112,11 @@ class Results:
         """Values of label `name`, in the order of measuring."""
         found = (record.labels for record in self.records if record.part == part)
         return list(dict.fromkeys(one[name] for one in found if name in one and labels.items() <= one.items()))
+
+    def as_json(self) -> dict[str, Json]:
+        return {
+            "records": [record.as_json() for record in self.records],
+            "bars": [bar.as_json() for bar in self.bars],
+            "skipped": dict(self.skipped),
+            "failed": dict(self.failed),
+        }

@@ -81,7 +81,7 @@ def test_without_entry_points_all_else_works(
 
 
 def test_every_part_has_its_module() -> None:
-    assert BENCH.commands.keys() == {"kv"}
+    assert BENCH.commands.keys() == {"kv", "router"}
     for module in PARTS.values():
         assert (ROOT / Path(*module.split("."))).with_suffix(".py").is_file()
 

@@ -1,0 +1,294 @@
+"""`baton bench router`: its clients, workers, loads and figures, and the whole of it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import multiprocessing
+import multiprocessing.connection
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import click
+import pytest
+from rich.console import Console
+
+from bench.instant_http_worker import InstantHttpWorker
+from bench.kv.report import print_results
+from bench.kv.results import Results
+from bench.router.clients import Endpoint, Rest, ask
+from bench.router.command import router
+from bench.router.load import closed_loop, open_loop, quantile
+from bench.router.open_streams import COUNT, END, OPEN, hold_open
+from bench.router.parts import TABLES, add_bars, add_ratios
+from bench.router.process_cost import cpu_s, peak_mib
+from bench.router.systems import Spec
+from bench.router.systems import router as system_of
+from bench.steps import Steps
+from common.errors import InternalError, StartupError
+
+ROOT = Path(__file__).parents[2]
+
+
+@asynccontextmanager
+async def http_worker(step_s: float = 0.001) -> AsyncIterator[str]:
+    server = await asyncio.start_server(InstantHttpWorker(step_s).serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--only", "memory"], "'memory' is not one of cpu, ttft, open"),
+        (["--interfaces", "soap"], "'soap' is not one of rest, grpc"),
+        (["--streams", "1,0"], "0 is below 1"),
+        (["--streams", "many"], "'many' is not numbers"),
+        (["--rate", "0"], "0.0 is not in the range x>0"),
+        (["--tokens", "1"], "1 is not in the range x>=2"),
+    ],
+)
+def test_asked_wrongly(arguments: list[str], line: str) -> None:
+    with pytest.raises(click.BadParameter) as caught:
+        router.main(arguments, standalone_mode=False)
+    assert line in caught.value.format_message()
+
+
+@pytest.mark.parametrize(
+    ("peers", "line"),
+    [
+        ("nginx", "'nginx' is not one of vllm-router"),
+        ("vllm-router=/nowhere/vllm-router", "no command '/nowhere/vllm-router'; pip install vllm-router into"),
+    ],
+)
+def test_a_peer_that_is_not_there(peers: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert router.main(["--peers", peers], standalone_mode=False) == 2
+    assert line in capsys.readouterr().err
+
+
+def test_a_peer_that_ends_at_once_is_told_and_not_signalled() -> None:
+    spec, behind = Spec("vllm-router", "rest"), [Endpoint("rest", "http://127.0.0.1:9")]
+    with (
+        pytest.raises(StartupError, match="vllm-router ended with exit code 1"),
+        system_of(spec, behind, {"vllm-router": "false"}, 1),
+    ):
+        pass
+
+
+async def test_each_token_of_an_http_worker_is_one_event() -> None:
+    async with http_worker() as url:
+        client = Rest(url)
+        for max_tokens in (1, 2, 7):  # one connection, kept open
+            assert (await ask(client, 0, max_tokens)).num_events == max_tokens
+        asked = await closed_loop(client, 3, 5, 0.0)
+        assert [one.num_events for one in asked] == [5, 5, 5]
+        await client.close()
+
+
+async def test_an_http_worker_tells_routers_of_its_model() -> None:
+    async with http_worker() as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        about = json.loads(await reader.readexactly(int(head.partition(b"content-length: ")[2])))
+        assert [model["id"] for model in about["data"]] == ["instant"]
+        writer.close()
+
+
+CHUNKED = [
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
+    b'6\r\ndata: {"role"}\n\n\r\n',
+    b'6\r\ndata: {"a"}\n\n\r\n6\r\ndata: {"b"}\n\n\r\n',
+    b"6\r\ndata: [DONE]\n\n\r\n",
+    b"0\r\n",
+    b"\r\n",
+]
+
+
+@pytest.mark.parametrize(
+    ("parts", "outcome"),
+    [
+        (CHUNKED, [0, 2, 0, 0, 0]),  # the role is no token, wherever it comes, and neither is the end
+        ([b"".join(CHUNKED)], [2]),
+        (CHUNKED[:4], "cut off"),
+        ([b"HTTP/1.1 429 Too Many Requests\r\n\r\n"], "429"),
+    ],
+)
+async def test_what_a_client_counts(parts: list[bytes], outcome: list[int] | str) -> None:
+    may_go_on = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        for part in parts:
+            writer.write(part)
+            if part != CHUNKED[0]:  # the head counts as nothing
+                await may_go_on.wait()
+                may_go_on.clear()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    client = Rest(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+    async def count() -> list[int]:
+        counted = []
+        async for num in client.events(0, 4):
+            counted.append(num)
+            may_go_on.set()
+        return counted
+
+    async with server:
+        if isinstance(outcome, str):
+            with pytest.raises(InternalError, match=outcome):
+                await count()
+        else:
+            assert await count() == outcome
+        may_go_on.set()
+        await client.close()
+
+
+class Slow:
+    """A client whose requests take until it is told; it notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.streams: list[int] = []
+        self.num_now = self.num_most = 0
+
+    async def events(self, stream: int, max_tokens: int) -> AsyncIterator[int]:
+        self.streams.append(stream)
+        self.num_now += 1
+        self.num_most = max(self.num_most, self.num_now)
+        await asyncio.sleep(0.001)
+        self.num_now -= 1
+        yield max_tokens
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_a_closed_loop_has_so_many_requests_at_a_time() -> None:
+    client = Slow()
+    asked = await closed_loop(client, 3, 4, 0.01)
+    assert client.num_most == 3
+    assert len(asked) == len(client.streams) >= 3
+    assert {*client.streams} == {0, 1, 2}
+
+
+async def test_an_open_loop_asks_however_many_wait() -> None:
+    counts = []
+    for _ in range(2):
+        client = Slow()
+        asked = await open_loop(client, 2000.0, 4, 0.1)
+        assert len({*client.streams}) == client.num_most > 0  # a stream is used again only when its answer is whole
+        counts.append(len(asked))
+    assert counts[0] == counts[1]  # the same arrivals
+    assert 150 < counts[0] < 250
+
+
+def test_quantiles_are_of_the_values_themselves() -> None:
+    values = [float(number) for number in range(100, 0, -1)]
+    assert [quantile(values, share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 50.0, 99.0, 100.0]
+
+
+async def test_all_get_their_step_at_the_same_moment() -> None:
+    steps = Steps(0.02)
+    order: list[str] = []
+
+    async def wait(name: str) -> None:
+        for _ in range(2):
+            await steps.next()
+            order.append(name)
+
+    await asyncio.gather(*(wait(name) for name in "abc"))
+    assert [{*order[:3]}, {*order[3:]}] == [{*"abc"}, {*"abc"}]
+
+
+def test_the_cost_of_a_process_has_that_of_those_it_started() -> None:
+    burn = "import time, sys; held = bytearray(2**26)\nwhile time.process_time() < 0.1: pass\nprint(); sys.stdin.read()"
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-uc', {burn!r}], check=True)"
+    with subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert cpu_s(process.pid) >= 0.08  # ticks are hundredths
+        assert peak_mib(process.pid) > 64
+        process.communicate()
+
+
+def hold(url: str, num: int) -> tuple[multiprocessing.connection.Connection, asyncio.Future[None]]:
+    here, there = multiprocessing.Pipe()
+    return here, asyncio.ensure_future(asyncio.to_thread(hold_open, there, Endpoint("rest", url), num, 1e6))
+
+
+async def test_held_streams_say_how_long_tokens_took() -> None:
+    async with http_worker(step_s=0.005) as url:
+        here, held = hold(url, 3)
+        assert await asyncio.to_thread(here.recv) == OPEN
+        begin = time.perf_counter()
+        here.send(COUNT)
+        await asyncio.sleep(0.3)
+        here.send(END)
+        between_s = await asyncio.to_thread(here.recv)
+        await held
+    assert 0 <= min(between_s) <= max(between_s)
+    assert 0 < sum(between_s) <= 3 * (time.perf_counter() - begin)
+
+
+async def test_a_held_stream_that_breaks_is_told() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 Service Unavailable\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        here, held = hold(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 1)
+        assert "503 service unavailable" in await asyncio.to_thread(here.recv)
+        await held
+
+
+def test_ratios_bars_and_tables() -> None:
+    results = Results()
+    for system, requests, us in (("baton", 500.0, 50.0), ("vllm-router", 5000.0, 10.0)):
+        figures = {"requests per CPU second": [requests], "µs per request": [1e6 / requests]}
+        figures |= {"tokens per CPU second": [1e6 / us], "µs per token": [us]}
+        results.add("cpu", figures, system=system, interface="rest", processes=1, streams=32)
+    results.add("open", {"peak MiB": [700.0]}, system="baton", interface="rest", processes=1, streams=10_000)
+    results.add("open", {"peak MiB": [70.0]}, system="baton", interface="rest", processes=1, streams=1000)
+    results.add("ttft", {"added TTFT p50 ms": [1.0]}, system="baton", interface="grpc", processes=1)
+    add_ratios(results)
+    add_bars(results)
+    [requests_ratio] = results.find("ratio", "requests")
+    assert requests_ratio.labels == {"system": "vllm-router", "streams": 32}
+    assert requests_ratio.samples.median == 10
+    assert [record.samples.median for record in results.find("ratio", "tokens")] == [5]
+    assert [(bar.value, bar.is_met) for bar in results.bars] == [(2000, False), (50, False), (700, True)]
+    printed = io.StringIO()
+    print_results(results, Console(width=200, file=printed), TABLES)
+    text = printed.getvalue()
+    assert "vllm-router" in text
+    assert "1 of 3 bars met" in text
+
+
+@pytest.mark.slow
+def test_the_whole_of_it() -> None:
+    arguments = ["--only=cpu,ttft,open", "--streams=2", "--seconds=0.3", "--tokens=8", "--open-step-ms=50"]
+    command = [sys.executable, "-m", "bench.router", *arguments, "--processes=1,2", "--json"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    found = json.loads(done.stdout)
+    assert found["settings"]["streams"] == [2]
+    assert found["failed"] == {}
+    for part, quantities in (
+        ("cpu", {"requests per CPU second", "tokens per CPU second", "events per token", "added TTFT p99 ms"}),
+        ("ttft", {"requests per second", "added TTFT p50 ms"}),
+        ("open", {"peak MiB", "one more request p99 ms", "token late p99 ms"}),
+    ):
+        records = [record for record in found["records"] if record["part"] == part]
+        of: dict[tuple[str, int], set[str]] = defaultdict(set)
+        for record in records:
+            of[record["labels"]["interface"], record["labels"]["processes"]].add(record["quantity"])
+        assert {*of} == {("rest", 1), ("rest", 2), ("grpc", 1), ("grpc", 2)}
+        assert all(quantities <= some for some in of.values())
