@@ -130,6 +130,11 @@ worker_leases_kept = Counter(
     "Prefill streams that ended otherwise than by their decode worker's word, and whose blocks were kept for a while.",
 )
 worker_streams = Counter("baton_worker_streams", "Streams that ended, by service and gRPC status.", ["service", "code"])
+worker_decode_calls = Counter(
+    "baton_worker_decode_calls",
+    "Requests to a decode worker, by the method that brought them. Routers of the release before use Decode.",
+    ["method"],
+)
 worker_streams_cut = Counter("baton_worker_streams_cut", "Streams that the drain timeout cut, by service.", ["service"])
 worker_streams_unread = Counter(
     "baton_worker_streams_unread", "Streams that were ended because their caller did not read them."

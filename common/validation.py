@@ -94,11 +94,13 @@ def encoded(text: str, name: str) -> bytes:
         raise InvalidArgumentError(name, f"is not valid Unicode: {error.reason} at character {error.start}") from error
 
 
-def check_prompt(prompt_token_ids: Sequence[int], limits: ModelLimits, name: str) -> None:
-    """The prompt must be there, lie inside the vocabulary, and leave room for one token."""
+def check_prompt(prompt_token_ids: Sequence[int], limits: ModelLimits, name: str, *, has_answer: bool = True) -> None:
+    """The prompt must be there, lie inside the vocabulary, and leave room for one token if it has an answer."""
     if not prompt_token_ids:
         raise InvalidArgumentError(name, "must not be empty")
-    if len(prompt_token_ids) >= limits.max_model_len:
+    if not has_answer:
+        check_token_count(len(prompt_token_ids), limits, name)
+    elif len(prompt_token_ids) >= limits.max_model_len:
         raise InvalidArgumentError(
             name,
             f"is too long: {len(prompt_token_ids)} tokens leave no room for an answer in the model's context of "

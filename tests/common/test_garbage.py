@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from baton import worker_process
 from baton.cli import serve
-from common.config import RouterSettings
-from common.garbage import YOUNG_OBJECTS, look_rarely
+from common.config import RouterSettings, WorkerSettings
+from common.garbage import LOOKS_BETWEEN, YOUNG_OBJECTS, look_rarely
+from common.types import WorkerRole
 
 
 class Ring:
@@ -34,10 +38,36 @@ def test_a_router_that_is_ready_looks_rarely(monkeypatch: pytest.MonkeyPatch) ->
     assert gc.get_freeze_count() > 0
 
 
+def test_a_worker_that_is_ready_looks_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def serve_nothing(*args: Any) -> int:
+        args[-1]("127.0.0.1:1")  # it answers there
+        return 0
+
+    monkeypatch.setattr("baton.worker_process.serve", serve_nothing)
+    monkeypatch.setattr("baton.worker_process.setup_logging", lambda *_args, **_kwargs: None)
+    monkeypatch.setattr("baton.worker_process.ensure_model", lambda *_args: Path("model"))
+    assert worker_process.main(WorkerSettings(connector="shared_storage"), WorkerRole.DECODE) == 0
+    assert gc.get_threshold()[0] == YOUNG_OBJECTS
+    assert gc.get_freeze_count() > 0
+
+
 def test_garbage_is_still_found() -> None:
     look_rarely()
     ring = weakref.ref(Ring())
     kept: list[list[int]] = [[] for _ in range(1000)]
     assert ring() is not None, "it would be gone by Python's defaults"
     kept += [[] for _ in range(YOUNG_OBJECTS + 1)]
+    assert ring() is None
+
+
+def test_garbage_that_was_in_use_during_a_look_is_found_soon() -> None:
+    """By Python's defaults only when there is a quarter as much of it as of all modules' objects."""
+    look_rarely()
+    request = Ring()
+    ring = weakref.ref(request)
+    kept: list[list[int]] = [[] for _ in range(2 * YOUNG_OBJECTS)]
+    del request
+    for _ in range(2 * (LOOKS_BETWEEN + 1) ** 2):
+        kept = [[] for _ in range(YOUNG_OBJECTS + 1)]
+    assert kept
     assert ring() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -9,7 +10,7 @@ import grpc
 import httpx
 import pytest
 
-from protos.baton.v1 import inference_pb2
+from protos.baton.v1 import inference_pb2, types_pb2
 from tests.each_case import each_case
 from tests.garbage import left_of_requests, old_objects_are_left_out, only_collected
 from tests.router.conftest import RunningRouter
@@ -19,6 +20,7 @@ __all__ = ["old_objects_are_left_out"]
 
 WARM_UP = 5
 NUM_ASKS = 3
+LONG = types_pb2.SamplingParams(max_tokens=200)
 Ask = Callable[[RunningRouter, httpx.AsyncClient], Awaitable[object]]
 
 
@@ -49,6 +51,37 @@ def chat(code: grpc.StatusCode, num_messages: int) -> Ask:
     return ask
 
 
+async def late(router: RunningRouter, _client: httpx.AsyncClient) -> None:
+    call = router.inference.Generate(inference_pb2.GenerateRequest(prompt="x", sampling_params=LONG), timeout=0.05)
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        async for _ in call:
+            pass
+    assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def cancelled(router: RunningRouter, _client: httpx.AsyncClient) -> None:
+    call = router.inference.Generate(inference_pb2.GenerateRequest(prompt="x", sampling_params=LONG))
+    await call.read()
+    call.cancel()
+    assert await call.code() is grpc.StatusCode.CANCELLED
+
+
+async def left_alone(router: RunningRouter, _client: httpx.AsyncClient) -> None:
+    """The client goes away in mid-answer."""
+    body = {"prompt": "x", "max_tokens": 200, "stream": True}
+    async with (
+        httpx.AsyncClient(base_url=router.url) as client,
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        async for _ in answer.aiter_lines():
+            break
+
+
+async def one_connection(router: RunningRouter, _client: httpx.AsyncClient) -> None:
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        assert (await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 9})).status_code == 200
+
+
 ASKS: dict[str, Ask] = {
     "an answer": post(200, prompt="x", max_tokens=9),
     "a stream": post(200, prompt="x", max_tokens=9, stream=True),
@@ -62,6 +95,10 @@ ASKS: dict[str, Ask] = {
     "a long message": generate(grpc.StatusCode.INVALID_ARGUMENT, prompt="word " * 4000),
     "too many messages in one": chat(grpc.StatusCode.INVALID_ARGUMENT, 600),
     "an empty message": generate(grpc.StatusCode.INVALID_ARGUMENT),
+    "too late": late,
+    "cancelled": cancelled,
+    "left alone": left_alone,
+    "a connection": one_connection,
 }
 
 
@@ -75,9 +112,11 @@ async def client(router: RunningRouter) -> AsyncIterator[httpx.AsyncClient]:
 async def test_nothing_of_a_request_is_left(
     router: RunningRouter, worker: FakeWorker, client: httpx.AsyncClient, name: str
 ) -> None:
+    worker.delay_s = 0.1 if name == "too late" else 0.003
     for _ in range(WARM_UP):
         await ASKS[name](router, client)
     with only_collected() as found:
         for _ in range(NUM_ASKS):
             await ASKS[name](router, client)
+        await asyncio.sleep(0.1)  # requests that nobody waits for end by themselves
     assert not left_of_requests(found)
