@@ -253,7 +253,7 @@ class Fleet(Service):
         listen = f"--listen={address}" if address == admin else f"--listen=0.0.0.0:{port}"
         places = (listen, f"--advertise={address}", f"--metrics-port={metrics_port}", f"--kv-dir={self.kv_dir}")
         command = self._hosts.command(name, baton(role, *FLAGS, *places, *self._flags, *self.flags_of(address)))
-        process = Process(name, command, self._folder / f"{name}.log", self._environ)
+        process = Process(name, command, self._folder / f"{name}.log", {**self._environ, **self.environ_of(name)})
         return Member(name, role, address, admin, metrics_port, process)
 
     @property
@@ -273,17 +273,19 @@ class Fleet(Service):
         self.asked = self.routers[(self.routers.index(self.asked) + 1) % len(self.routers)]
 
     def _new_router(self, name: str, http: int, grpc: int) -> RouterMember:
-        process = self._start_router(name, http, grpc, *self._router_flags, host=name)
+        process = self._start_router(name, http, grpc, *self._router_flags, host=name, environ=self.environ_of(name))
         host = self._hosts.admin_host(name)
         return RouterMember(name, http, grpc, f"http://{host}:{http}", f"{host}:{grpc}", process)
 
-    def _start_router(self, name: str, http: int, grpc: int, *flags: str, host: str) -> Process:
+    def _start_router(
+        self, name: str, http: int, grpc: int, *flags: str, host: str, environ: Mapping[str, str] | None = None
+    ) -> Process:
         by_role = {role: ",".join(m.address for m in self.members if m.role == role) for role in ("prefill", "decode")}
         address = "127.0.0.1" if self._hosts.host(host) == self._hosts.admin_host(host) else "0.0.0.0"
         listen = (f"--http-listen={address}:{http}", f"--grpc-listen={address}:{grpc}")
         workers = (f"--prefill={by_role['prefill']}", f"--decode={by_role['decode']}")
         command = self._hosts.command(host, baton("router", *workers, *listen, *flags))
-        return Process(name, command, self._folder / f"{name}.log", self._environ)
+        return Process(name, command, self._folder / f"{name}.log", {**self._environ, **(environ or {})})
 
     def restart_router(self) -> None:
         """Starts the asked router again, at the same addresses, after it was killed; waits until it serves."""
@@ -305,6 +307,10 @@ class Fleet(Service):
     def flags_of(self, address: str) -> Sequence[str]:
         """Further flags of one worker."""
         return ()
+
+    def environ_of(self, name: str) -> Mapping[str, str]:
+        """Further environment of one worker or router."""
+        return {}
 
     def all_ready(self) -> bool:
         ended = [member.process for member in self.members if not member.process.running]

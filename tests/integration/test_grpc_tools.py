@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.client import CancelledError, Client
+from baton.call_errors import CancelledError
+from baton.client import Client
 from common.errors import DeadlineError
 from tests.integration.ask import Salt
 from tests.integration.reference import Expected

@@ -142,7 +142,7 @@ async def until(done: Callable[[], object]) -> None:
 
 async def num_leases(worker: Worker) -> int:
     """After all that the front has told the engine so far."""
-    return (await worker.engine.status()).load.num_leases
+    return (await worker.engine.calls.status()).load.num_leases
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ async def test_a_kept_lease_ends_by_itself(tiny_dir: Path, tmp_path: Path, monke
             async with asyncio.timeout(120):
                 while await num_leases(worker):  # noqa: ASYNC110 (the engine has to be asked)
                     await asyncio.sleep(0.01)
-        status = await worker.engine.status()
+        status = await worker.engine.calls.status()
     assert status.integrity == "ok"
     assert status.load.num_free_blocks + status.load.num_cached_blocks == status.load.num_blocks
 
@@ -208,7 +208,7 @@ def test_the_grace_covers_whoever_may_still_read() -> None:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    flags = ("--connector=nixl", "--engine-timeout=100", "--chunk-size=16")
+    flags = ("--connector=nixl", "--engine-timeout=100", "--chunk-size=1")
     fleet = tiny_fleet(tmp_path_factory.mktemp("fleet"), *flags, prefill=1, decode=1)
     with running(fleet):
         yield fleet

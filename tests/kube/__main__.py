@@ -19,6 +19,7 @@ TESTS = Path(__file__).parents[1]
 PLACES = (TESTS / "kube", TESTS / "router" / "autoscaler" / "test_kube.py")
 LEFT_OUT = """left to make test-kube-full:
   upgrade, rollback, deleted workers and routers, a restarted API server, under load                   test_release.py
+  pods of the release before, replaced under load                                               test_rolling_update.py
   memory that runs out, a silent kubelet, lost pods, killed routers, under load                         test_faults.py
   a second node: drained, and lost, under load                                                           test_nodes.py
   workers of both roles                                                                                   test_both.py
