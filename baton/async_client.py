@@ -16,7 +16,7 @@ from typing import Self, TypeVar, Unpack
 
 import grpc
 
-from baton.client import to_baton_error
+from baton.call_errors import to_baton_error
 from baton.messages import Tool
 from baton.received import Received, last_message
 from baton.report import Chunk, ModelCard, Prefix, Result

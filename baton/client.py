@@ -19,6 +19,8 @@ from typing import Self, TypeVar, Unpack
 import grpc
 from google.protobuf.message import Message
 
+from baton.call_errors import to_baton_error
+from baton.fleet import fleet_worker
 from baton.messages import Tool
 from baton.received import Received
 from baton.report import Chunk, FleetWorker, ModelCard, Prefix, Result
@@ -41,24 +43,11 @@ from baton.requests import (
 )
 from common.cache_hints import Retain
 from common.choices import AnswerOptions
-from common.errors import (
-    BatonError,
-    ConfigError,
-    InternalError,
-    UnavailableError,
-)
+from common.errors import ConfigError
 from common.grpc_options import CLIENT_CHANNEL_OPTIONS
-from common.grpc_status import error_of_call
 from common.grpc_transport import channel_credentials, name_options
 from common.tls import TlsFiles
-from common.types import WorkerRole
-from protos.baton.v1 import (
-    inference_pb2,
-    inference_pb2_grpc,
-    router_pb2,
-    router_pb2_grpc,
-)
-from protos.convert import role_of, state_of
+from protos.baton.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
@@ -278,7 +267,7 @@ class Client:
     def fleet(self) -> list[FleetWorker]:
         """Every worker that the router knows, asked now."""
         response = self._ask(self._fleet.GetFleet, router_pb2.GetFleetRequest())
-        return [_fleet_worker(worker) for worker in response.workers]
+        return [fleet_worker(worker) for worker in response.workers]
 
     def _ask(
         self,
@@ -290,71 +279,3 @@ class Client:
             return method(request, timeout=self._timeout, metadata=(*self._metadata, *hints))
         except grpc.RpcError as error:
             raise to_baton_error(error, self._router) from error
-
-
-# -------------------------------------------------------------------------------------------- errors
-
-
-def to_baton_error(error: grpc.RpcError, router: str) -> BatonError:
-    """The error of `common.errors` that a failed call stands for."""
-    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
-        return InternalError(str(error))
-    code, message = error.code(), error.details() or error.code().name
-    match code:
-        case grpc.StatusCode.UNAVAILABLE:
-            if tls_problem := _tls_problem(message, router):
-                return UnavailableError(tls_problem)
-            if any(sign in message for sign in ("failed to connect", "DNS resolution failed", "Connection refused")):
-                return UnavailableError(f"no router answers at {router} (`baton up` starts a stack)")
-        case grpc.StatusCode.CANCELLED:
-            return CancelledError(message)
-        case grpc.StatusCode.UNIMPLEMENTED:
-            return UnavailableError(f"what answers at {router} is not a Baton router: {message}")
-    return error_of_call(code.name, message, error.trailing_metadata())
-
-
-def _tls_problem(message: str, router: str) -> str:
-    """What gRPC's words for a connection that did not come about mean; empty if TLS is not the reason."""
-    if not message.startswith("failed to connect"):
-        return ""
-    if "handshake failed" in message or "verification check failed" in message:
-        return f"TLS with {router} failed: {message.partition('last error: ')[2]}"
-    if "Socket closed" in message:
-        return f"{router} hangs up: it wants TLS (--tls-ca), or a client's certificate (--tls-cert) that it trusts"
-    return ""
-
-
-class CancelledError(BatonError):
-    """The request was cancelled, by `Answer.cancel` or with the client."""
-
-    grpc_code = "CANCELLED"
-    http_status = 499
-
-
-# -------------------------------------------------------------------------------------------- conversion
-
-
-def _fleet_worker(worker: router_pb2.FleetWorker) -> FleetWorker:
-    load = worker.load
-    return FleetWorker(
-        role=role_of(worker.info.role) or role_of(worker.role) or WorkerRole.BOTH,
-        address=worker.address,
-        epoch=worker.info.epoch or load.epoch,
-        state=state_of(worker.state),
-        num_requests_running=load.num_requests_running,
-        num_requests_waiting=load.num_requests_waiting,
-        num_blocks=load.num_blocks,
-        num_free_blocks=load.num_free_blocks,
-        num_cached_blocks=load.num_cached_blocks,
-        num_leases=load.num_leases,
-        integrity=worker.integrity,
-        dtype=worker.info.dtype,
-        dtype_reason=worker.info.dtype_reason,
-        device=worker.info.device,
-        device_reason=worker.info.device_reason,
-        breaker=worker.breaker,
-        num_queued_prompt_tokens=load.num_queued_prompt_tokens,
-        num_known_blocks=worker.num_known_blocks,
-        hit_rate=worker.hit_rate,
-        tokens_per_second=worker.tokens_per_second,
-    )

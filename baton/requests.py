@@ -65,6 +65,8 @@ def _made(kind: type[MessageT], given: dict[str, Any]) -> MessageT:
         return kind(**given)
     except (TypeError, ValueError) as error:  # a wrong type, or an integer beyond the field's width
         for name, value in given.items():
+            if name not in kind.DESCRIPTOR.fields_by_name:
+                raise InvalidArgumentError(name, "is not a known parameter") from error
             try:
                 kind(**{name: value})
             except (TypeError, ValueError) as cause:

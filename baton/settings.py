@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from baton.sampling_settings import SAMPLING_SETTINGS
 from common.config import (
@@ -22,6 +22,7 @@ from common.config import (
     ClientSettings,
     DemoSettings,
     GenerateSettings,
+    PolicySettings,
     RouterSettings,
     Settings,
     UpSettings,
@@ -29,6 +30,7 @@ from common.config import (
 )
 from common.errors import ConfigError
 from kv_store.registry import settings_classes
+from router.policy.registry import policies_in_words
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -37,6 +39,18 @@ PREFIX = "BATON_"
 CONFIG_VARIABLE = "BATON_CONFIG"
 
 S = TypeVar("S", bound=Settings)
+
+
+class NamedPolicies(PolicySettings):
+    """`--policy`, with the policies that there are in its help."""
+
+    policy: str = Field(
+        PolicySettings.model_fields["policy"].default, description=f"who gets a request: {policies_in_words()}"
+    )
+
+
+class RouterCommandSettings(NamedPolicies, RouterSettings):
+    """A class with a name, since the processes of a router are given their settings pickled."""
 
 
 def with_connectors(settings_class: type[S]) -> type[S]:
@@ -53,8 +67,8 @@ def _with_fields(settings_class: type[S], *more: type[Settings]) -> type[S]:
     return cast("type[S]", type(settings_class.__name__, (*more, settings_class), namespace))
 
 
-UP_SETTINGS = with_connectors(UpSettings)
-DEMO_SETTINGS = with_connectors(DemoSettings)
+UP_SETTINGS = with_connectors(_with_fields(UpSettings, NamedPolicies))
+DEMO_SETTINGS = with_connectors(_with_fields(DemoSettings, NamedPolicies))
 WORKER_SETTINGS = with_connectors(WorkerSettings)
 CHAT_SETTINGS = _with_fields(ChatSettings, SAMPLING_SETTINGS)
 GENERATE_SETTINGS = _with_fields(GenerateSettings, SAMPLING_SETTINGS)
@@ -63,7 +77,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "prefill": WORKER_SETTINGS,
     "decode": WORKER_SETTINGS,
     "worker": WORKER_SETTINGS,
-    "router": RouterSettings,
+    "router": RouterCommandSettings,
     "autoscaler": AutoscalerSettings,
     "chat": CHAT_SETTINGS,
     "generate": GENERATE_SETTINGS,

@@ -10,6 +10,7 @@ import uvloop
 from common.allocator import keep_few_arenas
 from common.config import WorkerSettings
 from common.errors import StartupError
+from common.garbage import look_rarely
 from common.logs import setup_logging
 from common.types import WorkerRole
 from decode_service import servicer as decode_servicer
@@ -36,7 +37,7 @@ def main(settings: WorkerSettings, role: WorkerRole) -> int:
         settings = settings.model_copy(update={"speculation": "none"})  # it generates nothing
     model_dir = ensure_model(settings.model, settings.cache_dir, log.info)
     return uvloop.run(
-        serve(settings, role, model_dir, _served_name(settings), _SERVICES[role], lambda at: _print_ready(at, role))
+        serve(settings, role, model_dir, _served_name(settings), _SERVICES[role], lambda at: _ready(at, role))
     )
 
 
@@ -50,5 +51,6 @@ def _served_name(settings: WorkerSettings) -> str:
     return path.resolve().name if path.is_dir() else settings.model
 
 
-def _print_ready(address: str, role: WorkerRole) -> None:
+def _ready(address: str, role: WorkerRole) -> None:
+    look_rarely()
     print(f"ready grpc={address} role={role.value}", flush=True)  # noqa: T201 (for who started this process)

@@ -61,6 +61,7 @@ class PrefillLeg:
     ) -> None:
         self.queue_ms = 0.0  # in the prefill worker that gave the first token
         self.publish_ms = 0.0  # of the last announcement
+        self.blamed: list[str] = []  # addresses of workers that failed, or lost to one that was asked beside them
         self._report = report
         self._usage = usage
         self._failures: list[str] = []
@@ -201,6 +202,7 @@ class PrefillLeg:
         words = f"{code}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else str(error)
         metrics.worker_prefill_failures.labels(code).inc()
         self._failures.append(f"prefill worker {address}: {words}")
+        self.blamed.append(address)
         log.warning(
             "prefill worker failed", extra={"request_id": self._request.request_id, "address": address, "reason": words}
         )
@@ -280,6 +282,8 @@ class PrefillLeg:
         if self._hedge in self._asked:
             is_won = giver is self._hedge
             self._report.num_hedges_won += is_won
+            if is_won:
+                self.blamed += [stream.address for stream in self._asked if stream is not giver]
             metrics.worker_hedges_won.inc(is_won)
             extra = {"request_id": self._request.request_id, "address": giver.address, "is_won": is_won}
             log.info("one of two prefill workers gave something", extra=extra)

@@ -78,6 +78,7 @@ class PrefillStream:
                             self._take_in(self, event)
             finally:
                 self._outbox.put_nowait(None)  # the call's own task still waits for a message
+                del self._take_in  # who takes in keeps this stream: the two would wait for the garbage collector
 
     async def _messages(self) -> AsyncIterator[prefill_pb2.PrefillRequest]:
         """Until None. Releasing acknowledges the last blocks as well, so then they need no message."""

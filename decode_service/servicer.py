@@ -50,6 +50,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         await self._decode(request, OneCall(context))
 
     async def _decode(self, request: decode_pb2.DecodeRequest, caller: Caller) -> None:
+        metrics.worker_decode_calls.labels("Decode" if isinstance(caller, OneCall) else "DecodeMany").inc()
         with ends_counted("decode"):
             work = Work("decode", request.request_id)
             async with self._worker.admit(work):
@@ -202,6 +203,7 @@ class DecodeRun:
             self._usage.cached_tokens = max(self._usage.cached_tokens, event.num_cached_tokens)
             message.report.CopyFrom(self._completed(event))
             message.usage.CopyFrom(self._usage)
+            message.blamed_prefill_addresses.extend(self._leg.blamed)
         await self._stream.deliver(self._caller.write(message))
 
     def _pass_on(self, event: m.TokensGenerated) -> bool:

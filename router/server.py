@@ -11,30 +11,21 @@ from collections.abc import Callable, Iterator
 
 import grpc
 import uvicorn
-from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection_pb2
-from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from common.allocator import keep_few_arenas
 from common.config import RouterSettings
 from common.errors import StartupError
-from common.grpc_calls import Context, handle_call, send
 from common.grpc_health import NOT_SERVING, SERVING, Health
 from common.grpc_options import client_server_options
-from common.grpc_server import add_handlers, make_server
-from common.grpc_transport import Channels, add_port, health_server
+from common.grpc_server import make_server
+from common.grpc_transport import Channels
 from common.logs import setup_logging
 from common.open_files import allow_open_files
-from common.reflection import ReflectionPool
 from common.tasks import VitalTasks
-from common.tls import TlsFiles, serving_files
-from protos.baton.v1 import demand_pb2, inference_pb2, router_pb2
+from common.tls import serving_files
 from router.api.api_keys import ApiKeys
-from router.api.fleet_service import FleetService
 from router.api.grpc_auth import KeyInterceptor
-from router.api.grpc_handlers import add_service
-from router.api.grpc_parser import Parser
-from router.api.inference_service import InferenceService
+from router.api.grpc_services import DEMAND, INFERENCE, MAX_OPEN_CALLS, ROUTER, add_services, bind, bind_health
 from router.api.rest.app import make_app
 from router.api.rest.auth import KeyMiddleware
 from router.api.rest.limits import LimitMiddleware
@@ -43,17 +34,11 @@ from router.api.rest.protocol import MAX_HEAD_BYTES, Connections
 from router.api.rest.tls_listener import accept_tls
 from router.fleet.discovery.follow import fixed, follow
 from router.fleet.registry import Registry
+from router.make_front import make_front
 from router.reload import Reload, SettingsFile, policy_of
-from router.serving.admission import Admission
-from router.serving.demand import DemandService
 from router.serving.dispatch import Dispatcher, DispatchLimits
-from router.serving.embedding import Embedder
 from router.serving.front import Front
-from router.serving.gate import MESSAGE_BYTES, MIB, Gate, GateLimits
-from router.serving.generation import Generation
 from router.serving.part import Part
-from router.serving.prefix_hints import PrefixHints
-from router.serving.preparation import Preparation
 from router.serving.quotas import Quotas
 from router.serving.threads import TextThreads
 from router.stop_signals import hang_up_signal, stop_signals
@@ -63,16 +48,8 @@ log = logging.getLogger(__name__)
 Ready = Callable[[str, str], None]
 """Called once with the REST URL and the gRPC address, when the first request can be served."""
 
-INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
-ROUTER = router_pb2.DESCRIPTOR.services_by_name["RouterService"]
-DEMAND = demand_pb2.DESCRIPTOR.services_by_name["DemandService"]
-HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
-SERVICES = (INFERENCE, ROUTER, DEMAND, HEALTH)
-REFLECTION = ("grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection")  # same messages
 CHECK_HEALTH_S = 1.0
 CHECK_SETTINGS_S = 1.0
-MAX_OPEN_CALLS = 256  # at a time, of those that need no key: health, demand, and reflection if there are no keys
-MAX_OPEN_READS = 16
 JOIN_WAIT_S = 5.0  # for the first worker, before a process takes the place of another one
 OTHER_OPEN_FILES = 1024  # workers' connections, and connections that are about to be refused
 
@@ -97,36 +74,13 @@ async def serve(
     vital = VitalTasks()
     registry = Registry(fixed(settings.prefill), fixed(settings.decode), Channels(settings), vital)
     part = part or Part(settings)
-    demand, queue, quotas = part.demand, part.queue, Quotas(settings.limits_file, ledger=part.ledger)
+    quotas = Quotas(settings.limits_file, ledger=part.ledger)
     dispatcher = Dispatcher(registry, policy_of(settings), limits=limits, decisions=part.decisions)
     await part.start(vital)
-    reload = None if file is None else Reload(settings, file, dispatcher, queue)
+    reload = None if file is None else Reload(settings, file, dispatcher, part.queue)
     threads, grammar_threads = TextThreads(), TextThreads(1, what="grammars wait to be parsed")
-    gate = Gate(_gate_limits(settings), ledger=part.ledger)
-    front = Front(
-        Admission(
-            registry,
-            demand,
-            gate,
-            worker_wait_s=settings.worker_wait,
-            max_request_bytes=_bytes(settings.max_request_mb),
-            quotas=quotas,
-        ),
-        Preparation(
-            request_timeout_s=settings.request_timeout,
-            control_tokens=settings.control_tokens,
-            threads=threads,
-            grammar_threads=grammar_threads,
-            max_answer_tokens=settings.max_answer_tokens,
-            max_retain_s=settings.max_retain,
-        ),
-        Generation(dispatcher, demand, quotas, queue),
-        Embedder(registry, demand, quotas, queue),
-        PrefixHints(
-            registry, lambda request, endpoints: dispatcher.routes.policy.pick(request, endpoints), quotas, threads
-        ),
-        part,
-    )
+    front = make_front(settings, registry, dispatcher, quotas, part, threads, grammar_threads)
+    gate = front.admission.gate
     health = Health()
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(threads.close)
@@ -146,9 +100,9 @@ async def serve(
             interceptors,
             max_calls=2 * (settings.max_requests + MAX_OPEN_CALLS),  # with those about to be refused
         )
-        grpc_port = _bind(grpc_server, part.grpc_listen, tls)
-        _add_services(grpc_server, front, registry, health)
-        probed = _bind_health(part.health_listen, health, shared=shared)
+        grpc_port = bind(grpc_server, part.grpc_listen, tls)
+        add_services(grpc_server, front, registry, health)
+        probed = bind_health(part.health_listen, health, shared=shared)
         if not part.is_replacement:
             stack.push_async_callback(registry.close)
             registry.start()
@@ -201,21 +155,6 @@ async def serve(
                 await vital.close()
         vital.raise_failure()
         log.info("router ended")
-
-
-def _gate_limits(settings: RouterSettings) -> GateLimits:
-    return GateLimits(
-        max_requests=settings.max_requests,
-        max_requests_per_key=settings.max_requests_per_key,
-        max_buffered_bytes=_bytes(settings.max_buffered_mb) or 1,
-        max_message_bytes=_bytes(settings.max_request_mb) or MESSAGE_BYTES,
-        receive_timeout_s=settings.receive_timeout,
-        answer_timeout_s=settings.request_timeout + settings.receive_timeout,
-    )
-
-
-def _bytes(mib: float | None) -> int | None:
-    return None if mib is None else max(1, int(mib * MIB))
 
 
 async def _join(
@@ -277,68 +216,6 @@ def _host(address: str) -> str:
     return address.rpartition(":")[0] or "127.0.0.1"
 
 
-def _bind(server: grpc.aio.Server, address: str, tls: TlsFiles | None) -> int:
-    try:
-        port = add_port(server, address, tls)
-    except RuntimeError as error:
-        raise StartupError(f"cannot listen on {address} for gRPC: {error}") from error
-    if port == 0:
-        raise StartupError(f"cannot listen on {address} for gRPC")
-    return port
-
-
-def _bind_health(address: str | None, health: Health, *, shared: bool) -> grpc.aio.Server | None:
-    if address is None:
-        return None
-    try:
-        server = health_server(address, shared_port=shared)
-    except RuntimeError as error:
-        raise StartupError(f"health_listen: cannot bind {address}: is the port taken?") from error
-    add_service(server, HEALTH, health, _open_gate(MESSAGE_BYTES), endless=True)
-    return server
-
-
-def _add_services(server: grpc.aio.Server, front: Front, registry: Registry, health: Health) -> None:
-    admission = front.admission
-    demand, fleet = DemandService(admission.demand), FleetService(registry, front.part)
-    size = admission.gate.limits.max_message_bytes
-    open_gate = _open_gate(size)
-    add_service(server, INFERENCE, InferenceService(front), admission.gate, admission.max_request_bytes)
-    add_service(server, ROUTER, fleet, admission.gate)
-    add_service(server, DEMAND, demand, open_gate, endless=True)
-    add_service(server, HEALTH, health, _open_gate(size), endless=True)  # no other calls keep a probe out
-    names = (*(service.full_name for service in SERVICES), *REFLECTION)
-    reflection = ReflectionServicer(names, pool=ReflectionPool())
-
-    async def answer(requests: object, context: Context) -> None:
-        with open_gate.requests(""):
-            await send(context, reflection.ServerReflectionInfo(requests, context))
-
-    async def info(requests: object, context: Context) -> None:
-        await handle_call(context, answer(requests, context))
-
-    handler = grpc.stream_stream_rpc_method_handler(
-        info,
-        Parser(reflection_pb2.ServerReflectionRequest),
-        reflection_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    methods = {"ServerReflectionInfo": handler}
-    for name in REFLECTION:
-        add_handlers(server, name, methods)
-
-
-def _open_gate(max_message_bytes: int) -> Gate:
-    """Of calls that need no key. Few at a time have their messages read, as those may be as long as any."""
-    return Gate(
-        GateLimits(
-            max_requests=MAX_OPEN_CALLS,
-            max_buffered_bytes=MAX_OPEN_READS * max_message_bytes,
-            max_message_bytes=max_message_bytes,
-            receive_timeout_s=5.0,
-        )
-    )
-
-
 def _set_health(health: Health, front: Front) -> None:
     inference = NOT_SERVING if front.not_ready() else SERVING
     health.set("", inference)
@@ -359,7 +236,7 @@ async def _watch_health(health: Health, front: Front, on_ready: Callable[[], Non
 
 
 async def _watch_settings(reload: Reload) -> None:
-    """Until cancelled."""
+    """Looks at the settings file once a second, until cancelled."""
     while True:
         await asyncio.sleep(CHECK_SETTINGS_S)
         reload.look()

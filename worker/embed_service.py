@@ -60,7 +60,7 @@ class EmbedServicer(embed_pb2_grpc.EmbedServiceServicer):
     def _check(self, request: embed_pb2.EmbedTokensRequest) -> None:
         self._worker.check_fingerprint(request.fingerprint)
         check_names(request.request_id, request.cache_salt)
-        self._worker.check_tokens("prompt_token_ids", request.prompt_token_ids)
+        self._worker.check_tokens("prompt_token_ids", request.prompt_token_ids, has_answer=False)
         if request.pooling not in _POOLINGS:
             raise InvalidArgumentError("pooling", f"{request.pooling} is not known")
 

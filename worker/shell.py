@@ -153,7 +153,7 @@ class Worker:
     async def wait_stored(self, deadline: float) -> int:
         """Waits until `deadline`, in `time.monotonic`, for computed KV to reach the store; how many blocks are left."""
         while True:
-            num_left = (await self.engine.status()).load.num_unstored_blocks
+            num_left = (await self.engine.calls.status()).load.num_unstored_blocks
             if not num_left or time.monotonic() >= deadline:
                 return num_left
             await asyncio.sleep(STORED_POLL_S)
@@ -173,9 +173,9 @@ class Worker:
                 "priority", f"must be 0, not {priority}: requests run in the order of their arrival (--queue-policy)"
             )
 
-    def check_tokens(self, field: str, token_ids: Sequence[int]) -> None:
+    def check_tokens(self, field: str, token_ids: Sequence[int], *, has_answer: bool = True) -> None:
         """Refuses what the model cannot take in, naming `field`."""
-        check_prompt(token_ids, self.limits, field)
+        check_prompt(token_ids, self.limits, field, has_answer=has_answer)
 
 
 def check_names(request_id: str, cache_salt: str) -> None:

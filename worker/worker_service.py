@@ -114,7 +114,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if request.seconds:
             check_retain_s(request.seconds, MAX_RETAIN_S, "seconds")
         check_hint(None, request.tenant)
-        hinted = await worker.engine.hint_cache(
+        hinted = await worker.engine.calls.hint_cache(
             _ACTIONS[request.action],
             [names[start : start + HASH_BYTES] for start in range(0, len(names), HASH_BYTES)],
             tenant=request.tenant,
@@ -132,7 +132,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         request: worker_pb2.GetWorkerStatusRequest,  # noqa: ARG002
         context: Context,  # noqa: ARG002
     ) -> worker_pb2.WorkerStatus:
-        status = await self._worker.engine.status()
+        status = await self._worker.engine.calls.status()
         load = _load(self._worker, status.load)
         return worker_pb2.WorkerStatus(load=load, integrity=status.integrity)
 

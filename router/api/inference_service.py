@@ -20,9 +20,8 @@ from router.api.grpc_chat import conversation
 from router.fleet.served_model import ServedModel
 from router.serving.choices import candidates, likeliest, merged
 from router.serving.clients import call_hints
-from router.serving.embedding import MAX_AT_ONCE
+from router.serving.embedding import MAX_AT_ONCE, check_num_inputs
 from router.serving.front import Front
-from router.serving.preparation import check_num_inputs
 from router.serving.request import GenerationRequest, Output, Prompt
 
 Context = grpc.aio.ServicerContext[object, object]
@@ -108,7 +107,7 @@ class InferenceService:
             if bool(one.text) is bool(one.token_ids):
                 raise InvalidArgumentError(f"inputs[{index}]", "set one of text and token_ids")
             given.append(list(one.token_ids) or one.text)
-        return await self._front.preparation.prompts(model, given, "inputs")
+        return await self._front.preparation.prompts(model, given, "inputs", has_answer=False)
 
     async def RetainPrefix(  # noqa: N802
         self, request: inference_pb2.RetainPrefixRequest, context: Context

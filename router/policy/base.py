@@ -5,7 +5,7 @@ known.
                  ready, compatible,      a Ranking
                  not tried before        for each role
 
-A policy is a `Ranking`: a file of this package and a name in `registry`. It keeps what state it needs to itself.
+A policy is a `Ranking`: a file of this package and a line in `registry`. It keeps what state it needs to itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from router.fleet.endpoint import Endpoint
 
@@ -75,6 +75,13 @@ class Ranked:
 
 class Ranking(ABC):
     """Orders the workers of one role. A router has one for each role."""
+
+    name: ClassVar[str]  # as `--policy` has it
+    about: ClassVar[str]  # who comes first, in a few words, for the help of `--policy`
+
+    def __init__(self, seed: int = 0) -> None:
+        """`seed` is what lots are drawn by: another one for each router."""
+        self._seed = seed
 
     @abstractmethod
     def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Ranked]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from router.fleet.endpoint import Endpoint
 from router.policy.base import Candidate, Ranked, Ranking, RoutingRequest
@@ -29,6 +30,9 @@ def load_order(endpoint: Endpoint) -> tuple[int, int]:
 
 class LeastLoad(Ranking):
     """`4·waiting + running`; ties go to the worker with more KV headroom, then in rotation."""
+
+    name: ClassVar[str] = "least_load"
+    about: ClassVar[str] = "the least load"
 
     def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Ranked]:  # noqa: ARG002
         ordered = sorted(candidates, key=lambda one: load_order(one.endpoint))

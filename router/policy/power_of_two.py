@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import ClassVar
 
 from router.policy.base import Candidate, Ranked, Ranking, RoutingRequest
 from router.policy.least_load import load_order, load_score
 
 
 class PowerOfTwo(Ranking):
+    name: ClassVar[str] = "power_of_two"
+    about: ClassVar[str] = "the less loaded of two drawn by lot"
+
     def __init__(self, seed: int = 0) -> None:
-        """`seed`: another one for each router."""
-        self._seed = seed
+        super().__init__(seed)
         self._num_drawn = 0
 
     def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Ranked]:  # noqa: ARG002

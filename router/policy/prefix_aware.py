@@ -7,6 +7,7 @@ prefix that everybody wants spreads to other workers as soon as waiting for it c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from router.policy.base import Candidate, Ranked, Ranking, RoutingRequest
 from router.policy.least_load import load_order
@@ -14,6 +15,9 @@ from router.policy.least_load import load_order
 
 class PrefixAware(Ranking):
     """Least `wait + work`; ties go to the less loaded, then in rotation."""
+
+    name: ClassVar[str] = "prefix_aware"
+    about: ClassVar[str] = "the least to wait for and to compute, given what is cached"
 
     def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Ranked]:  # noqa: ARG002
         ordered = sorted(candidates, key=lambda one: (one.wait + one.work, load_order(one.endpoint)))

@@ -1,8 +1,6 @@
-"""Policies by name. A new one is a file of this package and a line here."""
+"""Policies by name. A new one is a file of this package and a line here: what `--help` says of it, it says itself."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from common.errors import ConfigError
 from router.policy.base import Policy, Ranking
@@ -13,13 +11,19 @@ from router.policy.round_robin import RoundRobin
 from router.policy.routing import RoutingPolicy
 from router.policy.session import Session
 
-_RANKINGS: dict[str, Callable[[int], Ranking]] = {
-    "least_load": lambda _: LeastLoad(),
-    "power_of_two": PowerOfTwo,
-    "prefix_aware": lambda _: PrefixAware(),
-    "round_robin": lambda _: RoundRobin(),
-    "session": lambda _: Session(),
-}
+_RANKINGS: list[type[Ranking]] = [
+    LeastLoad,
+    PowerOfTwo,
+    PrefixAware,
+    RoundRobin,
+    Session,
+]
+
+
+def policies_in_words() -> str:
+    """Each policy and who comes first by it, for help."""
+    *others, last = [f"{one.name} ({one.about})" for one in _by_name().values()]
+    return f"{', '.join(others)} or {last}"
 
 
 def create_policy(
@@ -43,7 +47,11 @@ def create_policy(
 
 
 def _ranking(field: str, name: str, seed: int) -> Ranking:
-    make = _RANKINGS.get(name)
-    if make is None:
-        raise ConfigError(field, f"{name!r} is not one of {', '.join(sorted(_RANKINGS))}")
-    return make(seed)
+    by_name = _by_name()
+    if name not in by_name:
+        raise ConfigError(field, f"{name!r} is not one of {', '.join(by_name)}")
+    return by_name[name](seed)
+
+
+def _by_name() -> dict[str, type[Ranking]]:
+    return {one.name: one for one in sorted(_RANKINGS, key=lambda one: one.name)}

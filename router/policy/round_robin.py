@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from router.policy.base import Candidate, Ranked, Ranking, RoutingRequest
 
 
 class RoundRobin(Ranking):
+    name: ClassVar[str] = "round_robin"
+    about: ClassVar[str] = "each in turn"
+
     def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Ranked]:  # noqa: ARG002
         return [Ranked(one, "in turn") for one in candidates]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import ClassVar
 
 from router.policy.base import Candidate, Ranked, Ranking, RoutingRequest
 from router.policy.least_load import LeastLoad, load_score
@@ -21,7 +22,11 @@ SLACK = 8  # load points above that: two requests that wait are no overload
 class Session(Ranking):
     """Requests without a session go to the least loaded worker."""
 
-    def __init__(self) -> None:
+    name: ClassVar[str] = "session"
+    about: ClassVar[str] = "a session's own worker"
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
         self._least_load = LeastLoad()
 
     def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Ranked]:

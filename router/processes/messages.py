@@ -62,7 +62,7 @@ class Bounds(msgspec.Struct, tag=True):
 
 
 class Ask(msgspec.Struct, tag=True):
-    """What all processes together are to be asked: the parent hands it on to each."""
+    """A question to all processes of the router. One of them asks the parent, which asks each."""
 
     number: int
     what: str
@@ -71,7 +71,7 @@ class Ask(msgspec.Struct, tag=True):
 
 
 class Answer(msgspec.Struct, tag=True):
-    """Of one process; to who asked, of all of them."""
+    """What each process answers the parent, and then, all together, what the parent answers the one that asked."""
 
     number: int
     contents: list[bytes]
@@ -82,14 +82,14 @@ _DECODER = msgspec.msgpack.Decoder(Message)
 
 
 class Link:
-    """One end."""
+    """One end of the connection between the parent and a process."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
 
     def send(self, message: Message) -> None:
-        """To be lost if the other end is gone: whoever follows the link hears of that."""
+        """Sends a message, which is lost if the other end is gone. Whoever reads `messages` notices that."""
         content = msgspec.msgpack.encode(message)
         self._writer.write(len(content).to_bytes(HEAD_BYTES, "big") + content)
 
@@ -97,7 +97,7 @@ class Link:
         await self._writer.drain()
 
     async def messages(self) -> AsyncIterator[Message]:
-        """Until the other end is gone."""
+        """The other end's messages, until it is gone."""
         try:
             while True:
                 head = await self._reader.readexactly(HEAD_BYTES)

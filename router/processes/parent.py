@@ -11,27 +11,24 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import multiprocessing
 import os
 import secrets
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from multiprocessing.context import SpawnProcess
-from pathlib import Path
+from dataclasses import replace
 
 from common.config import RouterSettings
 from common.errors import BatonError, OverloadedError, StartupError
 from common.restarts import WINDOW_S, Restarts
 from common.tasks import VitalTasks
 from router.processes import scrape
-from router.processes.member import SIGNALS, Place
-from router.processes.member import main as member_main
-from router.processes.messages import Answer, Ask, Beat, Bounds, Enter, Failed, Leave, Link, Placed, Refused
+from router.processes.child import Child, start
+from router.processes.member import Place
+from router.processes.messages import Answer, Ask, Beat, Bounds, Enter, Failed, Leave, Placed, Refused
 from router.processes.ports import held
+from router.processes.shared_folder import shared_folder
 from router.processes.shared_ledger import SharedLedger
 from router.reload import SettingsFile
 from router.serving.fair_queue import FairQueue
@@ -43,35 +40,14 @@ MAX_RESTARTS = 5  # of each process, in WINDOW_S
 SILENT_BEATS = 20  # seconds without a sign of life, after which a process is killed
 START_BEATS = 120  # the same until it listens: it imports, reads a tokenizer and may wait for a worker
 LOCK_RETRY_S = 0.05  # while another process has the lock of the ledger, or of the files of metrics
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (a folder of our own in it)
-MIN_SHARED_MIB = 32  # a page that does not fit in there ends the process that writes it
 ANSWER_TIMEOUT_S = 2.0
 KILL_GRACE_S = 5.0  # beyond the drain timeout
 
 Ready = Callable[[str, str], None]
 
 
-@dataclass(slots=True, eq=False)
-class _Child:
-    process: SpawnProcess
-    link: Link
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    listens: bool = False
-    is_ready: bool = False
-    num_silent: int = 0  # seconds since its start or last sign of life, as this process counts them
-    hung: bool = False
-    reason: str = ""  # why it ends, in its own words or in ours
-    turns: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # requests that wait, or have a place
-    asked: dict[int, asyncio.Future[list[bytes]]] = field(default_factory=dict)
-
-    def why(self) -> str:
-        code = self.process.exitcode
-        ended = f"ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        return self.reason or ended
-
-
 def run(settings: RouterSettings, ready: Ready | None = None, file: SettingsFile | None = None) -> None:
-    """Until SIGTERM or SIGINT, and then until all processes have drained. Raises `StartupError`."""
+    """Runs until SIGTERM or SIGINT, and then until all processes have drained. Raises `StartupError`."""
     asyncio.run(serve(settings, ready, file))
 
 
@@ -83,7 +59,7 @@ async def serve(settings: RouterSettings, ready: Ready | None = None, file: Sett
         health_listen = settings.health_listen
         if health_listen is not None:
             health_listen = stack.enter_context(held(health_listen, "health_listen"))
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-router-", dir=_shared_folder()))
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-router-", dir=shared_folder()))
         stack.callback(_restore, scrape.VARIABLE, os.environ.get(scrape.VARIABLE))
         os.environ[scrape.VARIABLE] = directory
         place = Place(
@@ -99,15 +75,6 @@ async def serve(settings: RouterSettings, ready: Ready | None = None, file: Sett
         scheme = "http" if settings.tls_cert is None else "https"
         tell = (lambda: ready(f"{scheme}://{http_listen}", grpc_listen)) if ready else (lambda: None)
         await _Parent(settings, file, place, tell).serve()
-
-
-def _shared_folder() -> Path | None:
-    """Shared memory if it can be written and has room: nobody cleans up there, as some do in the temporary folder.
-    None: the temporary folder."""
-    if not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
-        return None
-    room = os.statvfs(SHARED_MEMORY)
-    return SHARED_MEMORY if room.f_bavail * room.f_frsize >= MIN_SHARED_MIB * 2**20 else None
 
 
 def _restore(name: str, value: str | None) -> None:
@@ -132,7 +99,7 @@ class _Parent:
             settings.max_running, max_waiting=settings.max_queued, max_wait_s=settings.max_queue_wait
         )
         self._restarts = Restarts(MAX_RESTARTS)
-        self._children: dict[int, _Child] = {}
+        self._children: dict[int, Child] = {}
         self._vital = VitalTasks()
         self._numbers = itertools.count()
         self._answering: set[asyncio.Task[None]] = set()
@@ -161,7 +128,7 @@ class _Parent:
         """SIGHUP: the processes read the settings file again."""
         for child in self._children.values():
             if child.listens:
-                _signal(child, signal.SIGHUP)
+                child.send_signal(signal.SIGHUP)
 
     async def _drain(self) -> bool:
         """All processes at once; whether they ended in time."""
@@ -184,7 +151,8 @@ class _Parent:
         if they end too often."""
         has_listened = False
         while True:
-            child = await self._start(number, is_replacement=has_listened)
+            place = replace(self._place, number=number, is_replacement=has_listened)
+            child = self._children[number] = await start(self._settings, self._file, place)
             pid = child.process.pid
             try:
                 await self._follow(child)
@@ -208,41 +176,13 @@ class _Parent:
             log.warning("a process of the router went away, starting another one", extra={**what, "delay_s": delay_s})
             await asyncio.sleep(delay_s)
 
-    async def _start(self, number: int, *, is_replacement: bool) -> _Child:
-        place = Place(
-            number=number,
-            num_processes=self._place.num_processes,
-            directory=self._place.directory,
-            epoch=self._place.epoch,
-            http_listen=self._place.http_listen,
-            grpc_listen=self._place.grpc_listen,
-            health_listen=self._place.health_listen,
-            is_replacement=is_replacement,
-        )
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = multiprocessing.get_context("spawn").Process(
-                target=member_main, args=(self._settings, self._file, place, theirs), name=f"router-{number + 1}"
-            )
-            # It has no handlers while Python starts. Signals wait until it has: `Member.takes_signals`.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-            try:
-                process.start()
-            except OSError as error:
-                ours.close()
-                raise StartupError(f"a process of the router cannot be started: {error}") from error
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        child = self._children[number] = _Child(process, Link(*await asyncio.open_unix_connection(sock=ours)))
-        return child
-
-    async def _follow(self, child: _Child) -> None:
-        """Until it has ended."""
+    async def _follow(self, child: Child) -> None:
+        """Does what the process asks, until it has ended."""
         try:
             async for message in child.link.messages():
                 self._heard(child, message)
             # Its end of the link closes with it, unless something is wrong with it.
-            await _ended(child.process, KILL_GRACE_S)
+            await child.ended(KILL_GRACE_S)
         finally:
             child.link.close()
             if child.process.is_alive():
@@ -252,9 +192,9 @@ class _Parent:
             await asyncio.gather(*child.turns.values(), return_exceptions=True)
             for answer in child.asked.values():
                 answer.cancel()
-        await _ended(child.process, None)
+        await child.ended()
 
-    def _heard(self, child: _Child, message: object) -> None:
+    def _heard(self, child: Child, message: object) -> None:
         match message:
             case Beat():
                 child.num_silent, child.listens, child.is_ready = 0, True, message.is_ready
@@ -299,7 +239,7 @@ class _Parent:
 
     # --------------------------------------------------------------------------------- queue, questions
 
-    async def _take_turn(self, child: _Child, enter: Enter) -> None:
+    async def _take_turn(self, child: Child, enter: Enter) -> None:
         """Ends when it is cancelled: the request needs its place no more, or waits no more, or its process is gone."""
         place = self._queue.place(
             enter.tenant,
@@ -319,7 +259,7 @@ class _Parent:
         except BatonError as error:
             child.link.send(Refused(enter.number, error.reason, None))
 
-    async def _ask_all(self, asker: _Child, ask: Ask) -> None:
+    async def _ask_all(self, asker: Child, ask: Ask) -> None:
         number = next(self._numbers)
         answers = []
         for child in self._children.values():
@@ -334,22 +274,3 @@ class _Parent:
             child.asked.pop(number, None)
         contents = [content for answer in done if not answer.cancelled() for content in answer.result()]
         asker.link.send(Answer(ask.number, contents))
-
-
-async def _ended(process: SpawnProcess, timeout_s: float | None) -> None:
-    """Returns when it has, or when `timeout_s` has passed."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(process.sentinel, ended.set)
-    try:
-        async with asyncio.timeout(timeout_s):
-            await ended.wait()
-    except TimeoutError:
-        return
-    finally:
-        loop.remove_reader(process.sentinel)
-    process.join()
-
-
-def _signal(child: _Child, number: signal.Signals) -> None:
-    if child.process.pid is not None and child.process.is_alive():
-        os.kill(child.process.pid, number)

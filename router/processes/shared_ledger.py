@@ -67,7 +67,7 @@ class SharedLedger:
             self._row(name)[self._own()] -= num
 
     def total(self, name: str) -> int:
-        """With what is kept of processes that ended."""
+        """What all processes hold of it, those that ended included."""
         with self.locked():
             return int(sum(self._row(name)[: self.num_processes + 1]))
 
@@ -127,7 +127,7 @@ class SharedLedger:
         return row
 
     def _read_names(self) -> None:
-        """Of rows that other processes added."""
+        """Reads the names of rows that other processes have added."""
         self._names.seek(0)
         for line in self._names.readlines()[len(self._rows) :]:
             self._add_row(json.loads(line))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from common import metrics
@@ -27,6 +27,7 @@ from router.fleet.registry import Registry
 from router.policy.base import RoutingDecision
 from router.serving.decode_events import DecodeEvents, FalseEventError
 from router.serving.fair_queue import name_of
+from router.serving.prefill_blame import PrefillBlame
 from router.serving.prefill_times import PrefillTimes
 from router.serving.progress import NewTokens, Progress
 from router.serving.request import GenerationRequest
@@ -104,7 +105,7 @@ class Attempts:
         decode, earlier = decision.decode, progress.report
         events = DecodeEvents(request, len(sent), progress.num_prompt_logprobs)
         call = self._open(request, decision, sent, timeout_s)
-        pace = _Pace()
+        pace, blame = _Pace(), PrefillBlame(decision.prefill)
         track, helpers = self._registry.track, () if decision.in_place else decision.prefill[:1]
         with (
             self._registry.sending(load_of(decision)),
@@ -129,7 +130,8 @@ class Attempts:
                         if event.HasField("report"):
                             before, progress.report = progress.report, events.report(event.report, earlier)
                             progress.usage = events.usage(event.usage)
-                            self._blame(decision, before, progress.report)
+                            self._blame(blame.told(event))
+                            self._pay(decision, before, progress.report)
                         new = _new_tokens(events, event)
                         progress.num_prompt_logprobs += len(new.prompt_logprobs)
                         if new.tokens:
@@ -137,7 +139,7 @@ class Attempts:
                                 until_first_token.close()
                             progress.came(len(new.tokens), now)
                         if new.finish_reason:
-                            self._praise(decision, progress, len(request.prompt_token_ids), pace)
+                            self._praise(decision, progress, len(request.prompt_token_ids), pace, blame)
                         if new.tokens or new.finish_reason or new.prompt_logprobs:
                             yield new
                         if new.finish_reason:
@@ -191,19 +193,26 @@ class Attempts:
             timeout_s,
         )
 
-    def _blame(
-        self, decision: RoutingDecision, before: types_pb2.RequestReport, after: types_pb2.RequestReport
-    ) -> None:
-        """Prefill workers that the decode worker could not go on with; asking others comes from the budget."""
-        now = self._clock()
-        num_failed = max(after.num_retries - before.num_retries, 0)
-        num_late = max(after.num_hedges_won - before.num_hedges_won, 0)
-        for endpoint in [*decision.prefill[:num_failed], *decision.prefill[: min(num_late, 1)]]:
-            self._registry.track.failed(endpoint.incarnation, now)
-        for _ in range(min(num_failed + max(after.num_hedges - before.num_hedges, 0), len(decision.prefill))):
-            self._budget.spend(now)
+    def _blame(self, prefill: Sequence[Endpoint]) -> None:
+        """Prefill workers that a decode worker could not go on with."""
+        for endpoint in prefill:
+            self._registry.track.failed(endpoint.incarnation, self._clock())
 
-    def _praise(self, decision: RoutingDecision, progress: Progress, num_prompt_tokens: int, pace: _Pace) -> None:
+    def _pay(self, decision: RoutingDecision, before: types_pb2.RequestReport, after: types_pb2.RequestReport) -> None:
+        """Prefill workers that were asked in place of others, or beside them, come from the budget."""
+        num_retries = max(after.num_retries - before.num_retries, 0)
+        num_hedges = max(after.num_hedges - before.num_hedges, 0)
+        for _ in range(min(num_retries + num_hedges, len(decision.prefill))):
+            self._budget.spend(self._clock())
+
+    def _praise(
+        self,
+        decision: RoutingDecision,
+        progress: Progress,
+        num_prompt_tokens: int,
+        pace: _Pace,
+        blame: PrefillBlame,
+    ) -> None:
         """The answer is complete: its workers did well, but for a prefill worker that the decode worker blames."""
         now, track, report = self._clock(), self._registry.track, progress.report
         decode, cached = decision.decode.incarnation, progress.usage.cached_tokens
@@ -213,6 +222,8 @@ class Attempts:
             elapsed_ms = report.timings.prefill_queue_ms + report.timings.prefill_ms
             self._prefill_times.came(decision.prefill_cost, elapsed_ms / 1000)
         for endpoint in decision.prefill:
+            if endpoint in blame:
+                continue
             if endpoint.address == report.prefill_worker:
                 track.succeeded(endpoint.incarnation, now)
             elif report.fallback_reason.startswith(f"prefill worker {endpoint.address}: "):

@@ -84,6 +84,7 @@ class Call:
     call_id: str
     name: str
     arguments: str  # JSON text of an object
+    item: str = ""  # the client's name of what holds these three alone, as in /v1/responses
 
 
 def make_message(
@@ -134,12 +135,12 @@ def _calls(calls: Sequence[Call], where: str) -> list[Json]:
         raise InvalidArgumentError(where, f"must have at most {MAX_CALLS} entries, not {len(calls)}")
     made = []
     for index, call in enumerate(calls):
-        function = f"{where}[{index}].function"
+        function, call_id = call.item or f"{where}[{index}].function", f"{where}[{index}].id"
         check_name(call.name, f"{function}.name")
         arguments = _arguments(call.arguments, f"{function}.arguments")
         made.append(
             {
-                "id": _call_id(call.call_id, f"{where}[{index}].id"),
+                "id": _call_id(call.call_id, f"{call.item}.call_id" if call.item else call_id),
                 "type": "function",
                 "function": {"name": call.name, "arguments": arguments},
             }

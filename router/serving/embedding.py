@@ -61,6 +61,11 @@ class EmbedRequest:
     tenant: str = ""  # of the API key
 
 
+def check_num_inputs(num_inputs: int, field: str) -> None:
+    if not 1 <= num_inputs <= MAX_INPUTS:
+        raise InvalidArgumentError(field, f"must have 1 to {MAX_INPUTS} entries, not {num_inputs}")
+
+
 @dataclass(slots=True, frozen=True)
 class Embedded:
     values: Sequence[float]
@@ -142,7 +147,7 @@ class Embedder:
     def _pick(self, request: EmbedRequest, index: int, tried: set[tuple[str, str]]) -> Endpoint:
         num_tokens = len(request.prompts[index].token_ids)
         routing = RoutingRequest(
-            num_prompt_tokens=num_tokens, num_tokens=num_tokens + 1, fingerprint=request.model.fingerprint
+            num_prompt_tokens=num_tokens, num_tokens=num_tokens, fingerprint=request.model.fingerprint
         )
         endpoints = self._registry.endpoints()
         usable = [

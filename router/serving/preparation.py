@@ -7,23 +7,12 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 
 from common.cache_hints import Retain, check_num_tokens, check_retain, check_retain_s
 from common.choices import Choices
 from common.errors import InvalidArgumentError
-from common.grpc_options import SAMPLING_BYTES
-from common.guided import Guided, check_grammar
-from common.sampling import (
-    MAX_BANNED_SEQUENCES,
-    MAX_BANNED_TOKENS,
-    MAX_LOGPROBS,
-    FieldName,
-    Given,
-    SamplingParams,
-    TokenSequence,
-    resolve,
-)
+from common.sampling import FieldName, Given, SamplingParams, resolve
 from common.validation import (
     check_cache_salt,
     check_messages,
@@ -35,32 +24,29 @@ from common.validation import (
     check_token_count,
     check_token_ids,
 )
-from protos.baton.v1 import embed_pb2, types_pb2
-from protos.messages import message_of
+from protos.baton.v1 import embed_pb2
 from router.fleet.served_model import ServedModel
-from router.serving.answer_parts import Reading
-from router.serving.beams import MAX_BLOCKS, beam_params, beam_sampling, most_tokens
+from router.serving.answer_budget import AnswerBudget
+from router.serving.bad_words import bad_words_ids
+from router.serving.beams import beam_params, beam_sampling
 from router.serving.clients import ApiClient, CallHints
 from router.serving.conversation import Conversation, texts_of
-from router.serving.embedding import MAX_DIMENSIONS, MAX_INPUTS, EmbedRequest
+from router.serving.embedding import MAX_DIMENSIONS, EmbedRequest
 from router.serving.fair_queue import name_of
 from router.serving.forced_calls import forced_guide, forced_reading
+from router.serving.guided import Grammars, reading_of, with_calls
 from router.serving.prefix_hints import PrefixHint
 from router.serving.request import GenerationRequest, Prompt, new_request_id
-from router.serving.threads import SHORT, TextThreads
-from router.serving.tokenizer import Tokenizer
+from router.serving.sampling_size import check_size
+from router.serving.threads import TextThreads
 
-MAX_ANSWER_TOKENS = 2**20  # unless one answer as long as the context is more
-LOGPROBS_OF_A_TOKEN = 4  # so many are as much work for the router as one more token: they only have to be written out
-MAX_GOOD_GRAMMARS = 64
 ONE_ANSWER = Choices()
 MESSAGE_CHARS = 64  # rendering a message takes about as long as tokenizing this many characters
 
 
 class Preparation:
     """Shared by both interfaces of a router. Counts and sizes are checked before any work is done on a text, and long
-    texts are worked on in `threads`, one of a request at a time. Grammars are parsed in `grammar_threads`: a costly one
-    takes half a second, and should hold up no text."""
+    texts are worked on in `threads`, one of a request at a time. Grammars are parsed in `grammar_threads`."""
 
     def __init__(
         self,
@@ -72,29 +58,33 @@ class Preparation:
         max_answer_tokens: int | None = None,
         max_retain_s: float = math.inf,
     ) -> None:
-        """`control_tokens`: whether text of control tokens in messages becomes control tokens. `max_answer_tokens`: of
-        all answers to one body, and of prompts whose logprobs are asked for, each four logprobs beside a token counted
-        as one more; None: as many as one answer may need, and MAX_ANSWER_TOKENS at least. `max_retain_s`: for so long
-        a request may have its prompt's KV retained."""
+        """`control_tokens`: whether text of control tokens in messages becomes control tokens. `max_answer_tokens`: see
+        `AnswerBudget`. `max_retain_s`: for so long a request may have its prompt's KV retained."""
         self._request_timeout_s = request_timeout_s
         self._max_answer_tokens = max_answer_tokens
         self._max_retain_s = max_retain_s
         self._control_tokens = control_tokens
         self._threads = threads
-        self._grammar_threads = grammar_threads or threads
-        self._good_grammars: dict[Guided, None] = {}  # the last ones
+        self._grammars = Grammars(grammar_threads or threads)
 
     async def prompts(
-        self, model: ServedModel, prompts: Sequence[str | list[int]], field: str, *, add_special_tokens: bool = True
+        self,
+        model: ServedModel,
+        prompts: Sequence[str | list[int]],
+        field: str,
+        *,
+        add_special_tokens: bool = True,
+        has_answer: bool = True,
     ) -> list[Prompt]:
-        """Each is a text or token ids. The first that is wrong or too long ends it: none is tokenized after it."""
+        """Each is a text or token ids. The first that is wrong or too long ends it: none is tokenized after it. An
+        embedding has no answer, so its prompt may fill the model's context."""
         size = 0
         for prompt in prompts:
             if isinstance(prompt, str):
                 check_text(prompt, model.limits, field)
                 size += len(prompt)
             else:
-                check_prompt(prompt, model.limits, field)
+                check_prompt(prompt, model.limits, field, has_answer=has_answer)
         made = []
         for prompt in prompts:
             if not isinstance(prompt, str):
@@ -102,7 +92,7 @@ class Preparation:
                 continue
             encode = partial(model.tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
             token_ids = await self._threads.run(size, encode)
-            check_prompt(token_ids, model.limits, field)
+            check_prompt(token_ids, model.limits, field, has_answer=has_answer)
             made.append(Prompt(token_ids, field))
         return made
 
@@ -140,16 +130,7 @@ class Preparation:
     async def check_guided(self, params: SamplingParams, name: FieldName) -> None:
         """Parses the grammar of guided text. Raises `InvalidArgumentError`. A worker may refuse it still, for a token
         that its model lacks, say."""
-        guided = params.guided
-        if guided is None or guided in self._good_grammars:
-            return
-        try:
-            await self._grammar_threads.run(SHORT + 1, partial(check_grammar, guided))
-        except ValueError as error:
-            raise InvalidArgumentError(name("guided"), str(error)) from error
-        self._good_grammars[guided] = None
-        while len(self._good_grammars) > MAX_GOOD_GRAMMARS:
-            del self._good_grammars[next(iter(self._good_grammars))]
+        await self._grammars.check(params.guided, name)
 
     async def tokenize(self, model: ServedModel, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
         if text:
@@ -197,26 +178,19 @@ class Preparation:
         if retain is not None:
             check_retain(retain, self._max_retain_s)
         if prompt.guided is not None:
-            sampling, name = _with_calls(sampling, prompt.guided, name)
+            sampling, name = with_calls(sampling, prompt.guided, name)
         if choices.use_beam_search:
             sampling = beam_sampling(sampling, name)
-        num_answers = num_prompts * choices.num_candidates
-        num_logprobs = _num_logprobs(sampling, "logprobs")
-        counted = num_answers * _weight(num_logprobs)  # for each of max_tokens
-        allowed = self._max_answer_tokens or max(MAX_ANSWER_TOKENS, model.limits.max_model_len * _weight(MAX_LOGPROBS))
-        num_of_prompt = 0
-        if sampling.get("prompt_logprobs") is not None:
-            num_of_prompt = num_answers * len(prompt.token_ids) * _weight(_num_logprobs(sampling, "prompt_logprobs"))
-        if num_of_prompt + counted > allowed and num_of_prompt:
-            raise InvalidArgumentError(
-                name("prompt_logprobs"),
-                f"those of {len(prompt.token_ids)} prompt tokens for {num_answers} answers, and one token of each, "
-                f"count as {num_of_prompt + counted}: this router allows one request {allowed}",
-            )
-        most = max(1, (allowed - num_of_prompt) // counted)
-        if choices.use_beam_search:
-            most_of_search = most_tokens(num_answers, len(prompt.token_ids), model.block_size)
-            most = max(1, min(most, most_of_search))
+        budget = AnswerBudget.of(
+            model,
+            sampling,
+            choices,
+            max_answer_tokens=self._max_answer_tokens,
+            num_answers=num_prompts * choices.num_candidates,
+            num_prompt_tokens=len(prompt.token_ids),
+            name=name,
+        )
+        most = budget.most()
         params = resolve(
             sampling,
             model.limits,
@@ -225,25 +199,11 @@ class Preparation:
             default_max_tokens=most if default_max_tokens is None else min(default_max_tokens, most),
             name=name,
         )
-        if params.max_tokens * counted + num_of_prompt > allowed:
-            is_for_min = "max_tokens" not in sampling and params.min_tokens > most
-            of_prompt = f", and its prompt's as {num_of_prompt}" if num_of_prompt else ""
-            raise InvalidArgumentError(
-                name("min_tokens" if is_for_min else "max_tokens"),
-                f"{params.max_tokens} tokens of {num_answers} answers with {num_logprobs} logprobs count as "
-                f"{params.max_tokens * counted}{of_prompt}: this router allows one request {allowed}",
-            )
-        if choices.use_beam_search and params.max_tokens > most_of_search:
-            raise InvalidArgumentError(
-                name("max_tokens"),
-                f"each of {params.max_tokens} tokens of {num_answers} beams is a request with the whole prompt: after "
-                f"{len(prompt.token_ids)} tokens {most_of_search} tokens are the most, so that all requests name "
-                f"{MAX_BLOCKS} of its KV blocks at most",
-            )
-        _check_size(params, name)
+        budget.check(params, is_max_given="max_tokens" in sampling)
+        check_size(params, name)
         if params.bad_words:
-            params = replace(params, bad_words_ids=_bad_words_ids(model, params, name))
-            _check_size(params, name, "bad_words")
+            params = replace(params, bad_words_ids=bad_words_ids(model, params, name))
+            check_size(params, name, "bad_words")
         return GenerationRequest(
             request_id=request_id or new_request_id(),
             model=model,
@@ -259,7 +219,7 @@ class Preparation:
             session=_session(client, hints),
             explain=hints is not None and hints.explain,
             prompt_field=prompt.field,
-            reading=prompt.reading if prompt.guided is not None else _reading(prompt.reading, params.guided),
+            reading=prompt.reading if prompt.guided is not None else reading_of(prompt.reading, params.guided),
             sampling_field=name,
             beams=beam_params(choices, params, model.eos_token_ids, choices_name) if choices.use_beam_search else None,
         )
@@ -326,90 +286,5 @@ class Preparation:
 
 
 def _session(client: ApiClient | None, hints: CallHints | None) -> str:
-    """Of different tenants never the same one."""
+    """The session as routing knows it; those of two tenants are never the same."""
     return json.dumps([client.tenant if client else "", hints.session]) if hints and hints.session else ""
-
-
-def check_num_inputs(num_inputs: int, field: str) -> None:
-    """Of texts to be embedded."""
-    if not 1 <= num_inputs <= MAX_INPUTS:
-        raise InvalidArgumentError(field, f"must have 1 to {MAX_INPUTS} entries, not {num_inputs}")
-
-
-def _reading(reading: Reading | None, guided: Guided | None) -> Reading | None:
-    """Of an answer whose form the client gives: reasoning that the prompt began has no room in it, and neither have
-    calls if it is JSON or a choice."""
-    if reading is None or guided is None:
-        return reading
-    if guided.json_schema or guided.json_object or guided.choice:
-        return None
-    return replace(reading, parser=reading.fresh_parser)
-
-
-def _num_logprobs(sampling: Given, name: str) -> int:
-    """What the client asked for, whether it may or not."""
-    given = sampling.get(name)
-    return min(max(given, 0), MAX_LOGPROBS) if isinstance(given, int) else 0
-
-
-def _weight(num_logprobs: int) -> int:
-    """What one token counts, with so many logprobs beside it."""
-    return 1 + math.ceil(num_logprobs / LOGPROBS_OF_A_TOKEN)
-
-
-def _bad_words_ids(model: ServedModel, params: SamplingParams, name: FieldName) -> tuple[TokenSequence, ...]:
-    """Those that the client gave, and each bad word as the model writes it, with a space before and without."""
-    try:
-        sequences = tuple(dict.fromkeys((*params.bad_words_ids, *_written(model.tokenizer, params.bad_words))))
-    except ValueError as error:
-        raise InvalidArgumentError(name("bad_words"), str(error)) from None
-    if len(sequences) > MAX_BANNED_SEQUENCES:
-        raise InvalidArgumentError(
-            name("bad_words"),
-            f"with bad_words_ids these are {len(sequences)} sequences of tokens: {MAX_BANNED_SEQUENCES} are the most",
-        )
-    return sequences
-
-
-@lru_cache(maxsize=8)  # all prompts of a body have the same words
-def _written(tokenizer: Tokenizer, words: tuple[str, ...]) -> tuple[TokenSequence, ...]:
-    """Raises `ValueError` at the first word that is too long."""
-    sequences = []
-    for word in words:
-        for text in (word, f" {word}"):
-            token_ids = tokenizer.encode(text, add_special_tokens=False)
-            if len(token_ids) > MAX_BANNED_TOKENS:
-                raise ValueError(f"{word[:40]!r} has {len(token_ids)} tokens: {MAX_BANNED_TOKENS} are the most")
-            sequences.append(TokenSequence(token_ids=tuple(token_ids)))
-    return tuple(sequences)
-
-
-def _check_size(params: SamplingParams, name: FieldName, field: str = "") -> None:
-    """Workers take no larger parameters. `field`: what has just made them larger; else the largest one is to blame."""
-    if not (params.bad_words or params.bad_words_ids or params.guided):  # all others together are never so large
-        return
-    message = message_of(params, types_pb2.SamplingParams)
-    if message.ByteSize() <= SAMPLING_BYTES:
-        return
-    field = field or max((one.name for one, _ in message.ListFields()), key=partial(_size, message))
-    raise InvalidArgumentError(
-        name(field),
-        f"is too large: the sampling parameters take {message.ByteSize()} bytes on their way to a worker, and "
-        f"{SAMPLING_BYTES} are the most",
-    )
-
-
-def _size(message: types_pb2.SamplingParams, field: str) -> int:
-    others = types_pb2.SamplingParams()
-    others.CopyFrom(message)
-    others.ClearField(field)  # type: ignore[arg-type]
-    return message.ByteSize() - others.ByteSize()
-
-
-def _with_calls(sampling: Given, guided: Guided, name: FieldName) -> tuple[Given, FieldName]:
-    """Parameters of an answer whose form the tools give. What is wrong with its form is wrong with the tools."""
-    if sampling.get("guided") is not None:
-        raise InvalidArgumentError(
-            name("guided"), "cannot be together with a tool_choice that forces a call, or with strict tools"
-        )
-    return {**sampling, "guided": guided}, lambda given: "tools" if given == "guided" else name(given)

@@ -10,8 +10,9 @@ import pytest
 
 import baton
 from baton.async_client import AsyncClient
+from baton.call_errors import CancelledError
 from baton.cli.main import main
-from baton.client import CancelledError, Client
+from baton.client import Client
 from baton.messages import Tool
 from baton.report import ModelCard, Prefix, PrefixOnWorker, Usage
 from common.cache_hints import Retain
@@ -115,6 +116,8 @@ def test_wrong_types_name_the_option_before_anything_is_sent(client: Client, rou
         client.generate("x", temperature=1.0, top_k="many")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match=r"^seed: "):
         client.generate("x", seed=2**80)
+    with pytest.raises(InvalidArgumentError, match=r"^colour: is not a known parameter$"):
+        client.generate("x", colour=1)  # type: ignore[call-arg]
     assert router[0].requests == []
 
 

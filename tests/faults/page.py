@@ -66,6 +66,11 @@ prefill worker's processes at every moment. (Not the client's deadline between c
 for so long that UCX may [end it](kv-plane.md#a-connection-that-breaks-in-mid-transfer-over-tcp).) With `lmcache`: at
 the same three moments, and for its server at every one.
 
+A prefill worker that reads [what decode lends](kv-plane.md#what-decode-lends) has two moments more: it has asked for
+the blocks, and they are lent. At both, with `nixl`, a SIGKILL or SIGSTOP of either worker gives the same answer after a
+retry, and whoever lives is free of the loan ([tests](../tests/integration/test_lost_lenders.py)). They are no column
+below: only the second turn of a conversation has them.
+
 """
 
 

@@ -12,7 +12,7 @@ from common.types import WorkerRole
 from protos.baton.v1 import embed_pb2, inference_pb2
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
-from tests.router.fake_worker import FakeWorker
+from tests.router.fake_worker import MAX_MODEL_LEN, FakeWorker
 from tests.router.tiny_tokenizer import ids_of
 
 
@@ -66,6 +66,17 @@ async def test_what_is_refused(router: RunningRouter, body: dict[str, object], p
     async with httpx.AsyncClient(base_url=router.url) as client:
         answer = await client.post("/v1/embeddings", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+async def test_an_input_may_fill_the_context(router: RunningRouter) -> None:
+    """Nothing comes after it."""
+    await router.openai.embeddings.create(model="tiny", input=[5] * MAX_MODEL_LEN)
+    with pytest.raises(openai.BadRequestError, match=f"at most {MAX_MODEL_LEN} tokens") as caught:
+        await router.openai.embeddings.create(model="tiny", input=[5] * (MAX_MODEL_LEN + 1))
+    assert caught.value.param == "input"
+    await router.inference.Embed(
+        inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput(token_ids=[5] * MAX_MODEL_LEN)])
+    )
 
 
 async def test_many_inputs_take_their_turns(worker: FakeWorker, start_router: StartRouter) -> None:

@@ -21,12 +21,16 @@ class Fleet:
     def __init__(self, decode: FakeWorker, prefill: tuple[FakeWorker, FakeWorker], router: RunningRouter) -> None:
         self.decode, self.prefill, self._router = decode, prefill, router
         self.reported = types_pb2.RequestReport()
+        self.blames: list[int] = []  # which of those that the decode worker was told of
+        self.gave = 0  # the one that gave the first token
         self._num_asked = 0
         decode.spoil = self._report
 
     def _report(self, event: decode_pb2.DecodeEvent) -> None:
+        asked = self.decode.requests[-1].prefill_addresses
         event.report.CopyFrom(self.reported)
-        event.report.prefill_worker = self.decode.requests[-1].prefill_addresses[0]
+        event.report.prefill_worker = asked[self.gave]
+        event.blamed_prefill_addresses.extend(asked[index] for index in self.blames)
         event.report.timings.prefill_queue_ms = 200.0
         event.report.timings.prefill_ms = PREFILL_S * 1000 - 200.0
 
@@ -82,6 +86,41 @@ async def test_hedges_come_from_the_budget_and_the_late_one_is_blamed(
     _, report = await fleet.ask()
     assert (report.num_hedges, report.num_hedges_won, len(spent), blamed) == (1, 0, 1, [])
     fleet.reported = types_pb2.RequestReport(num_hedges=1, num_hedges_won=1)
+    fleet.blames, fleet.gave = [0], 1
     request, report = await fleet.ask()
     assert (report.num_hedges, report.num_hedges_won, len(spent)) == (1, 1, 2)
     assert blamed == [request.prefill_addresses[0]]
+
+
+@pytest.mark.parametrize(
+    ("said", "blames", "expected"),
+    [
+        ({"num_hedges": 1}, [0, 1], [0, 1]),  # both failed
+        ({"num_hedges": 1}, [1], [1]),  # the one beside the first failed, and that one gave
+        ({"num_retries": 1}, [], [0]),  # a decode worker of the release before
+        ({"num_retries": 1}, [0], [0]),
+    ],
+)
+async def test_whoever_failed_is_blamed_once(
+    fleet: Fleet,
+    monkeypatch: pytest.MonkeyPatch,
+    said: dict[str, int],
+    blames: list[int],
+    expected: list[int],
+) -> None:
+    failed: list[str] = []
+    done_well: list[str] = []
+    monkeypatch.setattr(TrackRecord, "failed", lambda _self, worker, _now: failed.append(worker[0]))
+    monkeypatch.setattr(TrackRecord, "succeeded", lambda _self, worker, *_: done_well.append(worker[0]))
+    fleet.reported, fleet.blames = types_pb2.RequestReport(**said), blames
+    request, _ = await fleet.ask()
+    assert failed == [request.prefill_addresses[index] for index in expected]
+    assert not set(failed) & set(done_well), "it gave the first token, and failed after that"
+
+
+async def test_nobody_is_blamed_who_was_not_to_be_asked(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[str] = []
+    monkeypatch.setattr(TrackRecord, "failed", lambda _self, worker, _now: failed.append(worker[0]))
+    fleet.decode.spoil = lambda event: event.blamed_prefill_addresses.append("127.0.0.1:1")
+    await fleet.ask()
+    assert failed == []

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
+from baton.settings import DEMO_SETTINGS, UP_SETTINGS, RouterCommandSettings
 from common.errors import ConfigError, UnavailableError
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from router.fleet.endpoint import Endpoint
+from router.policy import registry
 from router.policy.base import Policy, RoutingDecision, RoutingRequest
+from router.policy.least_load import LeastLoad
 from router.policy.registry import create_policy
 
 
@@ -133,6 +137,21 @@ def test_an_unknown_policy_is_named() -> None:
         ConfigError, match=r"policy: 'best' is not one of least_load, power_of_two, prefix_aware, round_robin, session"
     ):
         create_policy("best")
+
+
+def test_help_and_the_chart_have_each_policy_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = [RouterCommandSettings, UP_SETTINGS, DEMO_SETTINGS]
+    for name, about in (("least_load", "the least load"), ("session", "a session's own worker")):
+        for settings in offered:
+            assert f"{name} ({about})" in (settings.model_fields["policy"].description or "")
+
+    class Postal(LeastLoad):
+        name: ClassVar[str] = "postal"
+        about: ClassVar[str] = "by postal code"
+
+    monkeypatch.setattr(registry, "_RANKINGS", [*registry._RANKINGS, Postal])
+    assert ", postal (by postal code), power_of_two (" in registry.policies_in_words()
+    assert where(pick("a decode 0/0 9/9", name="postal")) == "a <- in place"
 
 
 def pick(

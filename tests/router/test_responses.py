@@ -31,6 +31,10 @@ TOOL: Any = {
 LOGPROBS: Any = ["message.output_text.logprobs"]
 
 
+def call_item(**fields: str) -> dict[str, str]:
+    return {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", **fields}
+
+
 @pytest.fixture
 async def worker(start_worker: StartWorker) -> FakeWorker:
     worker = await start_worker()
@@ -198,6 +202,9 @@ async def test_a_stream_that_fails(router: RunningRouter, worker: FakeWorker) ->
             "input[0].content[0].image_url",
         ),
         ({"input": [{"role": "user", "content": "x", "arguments": "{}"}]}, "input[0].arguments"),
+        ({"input": [call_item(arguments='{"cut o')]}, "input[0].arguments"),
+        ({"input": [{"role": "assistant", "content": "x"}, call_item(name="a b")]}, "input[1].name"),
+        ({"input": [call_item(call_id="")]}, "input[0].call_id"),
         ({"input": [{"type": "reasoning", "summary": [], "output": "x"}]}, "input[0].output"),
         ({"input": [{"role": "user", "content": "x", "caller": {"type": "direct"}}]}, "input[0].caller"),
         ({"input": [{"type": "function_call", "name": "f", "call_id": "c", "async": True}]}, "input[0].async"),
@@ -205,7 +212,7 @@ async def test_a_stream_that_fails(router: RunningRouter, worker: FakeWorker) ->
         ({"input": "x", "service_tier": "flex"}, "service_tier"),
         ({"input": "x", "safety_identifier": 5}, "safety_identifier"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
-        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].tool_call_id"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
     ],
 )
 async def test_what_is_refused(router: RunningRouter, body: dict[str, object], param: str) -> None:

@@ -295,6 +295,7 @@ BAD_CHAT = [
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
     ({"web_search_options": {"search_context_size": "low"}}, "web_search_options"),
+    ({"web_search_options": {}}, "web_search_options"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"moderation": {"model": "x"}}, "moderation"),
     ({"messages": [{"role": "user", "content": "x", "type": "image"}]}, "messages[0].type"),

@@ -74,4 +74,4 @@ async def test_a_client_whose_packets_vanish_ends_its_request(
         assert client.returncode is None  # it has not heard of that
     finally:
         client.kill()
-        await client.wait()
+        await client.communicate()

@@ -18,7 +18,7 @@ from decode_service import servicer as decode_servicer
 from prefill_service import servicer as prefill_servicer
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from tests.worker.fronts import Front, front
-from worker import engine_client
+from worker import engine_process
 from worker.server import serve
 
 _NUMBERS = iter(range(10**9))
@@ -92,7 +92,7 @@ async def start_worker(tmp_path: Path, fake_engines: None) -> AsyncIterator[Star
 
 @pytest.fixture
 def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_client, "ENGINE_MODULE", "tests.worker.fake_engine")
+    monkeypatch.setattr(engine_process, "ENGINE_MODULE", "tests.worker.fake_engine")
 
 
 @pytest.fixture

@@ -142,6 +142,7 @@ class Told:
     report: types_pb2.RequestReport = field(default_factory=types_pb2.RequestReport)
     finish_reason: int = 0
     num_offers: int = 0
+    blamed: list[str] = field(default_factory=list)
 
 
 async def read(call: AsyncIterable[decode_pb2.DecodeEvent], *, num_tokens: int | None = None) -> Told:
@@ -154,6 +155,7 @@ async def read(call: AsyncIterable[decode_pb2.DecodeEvent], *, num_tokens: int |
             told.finish_reason = event.finish_reason
             if event.HasField("report"):
                 told.report.CopyFrom(event.report)
+                told.blamed = list(event.blamed_prefill_addresses)
             if num_tokens is not None and len(told.token_ids) >= num_tokens:
                 break
     return told

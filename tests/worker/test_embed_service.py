@@ -7,6 +7,7 @@ import pytest
 
 from protos.baton.v1 import embed_pb2, embed_pb2_grpc
 from tests.worker.conftest import StartWorker
+from tests.worker.fake_engine import MAX_MODEL_LEN
 from tests.worker.words import VOCAB_SIZE
 
 
@@ -18,6 +19,16 @@ async def test_an_embedding(start_worker: StartWorker) -> None:
     assert (list(answer.values), answer.cached_tokens, answer.queue_ms) == ([3.0, 1.0], 3, 500.0)
     request.pooling = embed_pb2.POOLING_UNSPECIFIED
     assert list((await stub.EmbedTokens(request, timeout=20)).values) == [3.0, 0.0]
+
+
+async def test_a_prompt_may_fill_the_context(start_worker: StartWorker) -> None:
+    worker = await start_worker()
+    stub = embed_pb2_grpc.EmbedServiceStub(worker.channel)
+    request = embed_pb2.EmbedTokensRequest(request_id="e", prompt_token_ids=[1] * MAX_MODEL_LEN)
+    await stub.EmbedTokens(request, timeout=20)
+    request.prompt_token_ids.append(1)
+    with pytest.raises(grpc.aio.AioRpcError, match=f"at most {MAX_MODEL_LEN} tokens"):
+        await stub.EmbedTokens(request, timeout=20)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.config import WorkerSettings
-from worker.engine_client import engine_environment
+from worker.engine_process import engine_environment
 
 
 def test_as_many_threads_as_asked_for_or_as_cores() -> None:

@@ -107,6 +107,7 @@ async def test_the_second_one_goes_on_if_the_first_stalls(decode: Front, prefill
     assert told.token_ids == answer_to(PROMPT, 5)
     assert (report.num_hedges, report.num_hedges_won, report.num_retries) == (1, 1, 0)
     assert (report.prefill_worker, report.fallback_reason) == (prefill.address, "")
+    assert told.blamed == [stalled.address]
     assert (hedges("asked"), metrics.worker_hedges_won._value.get()) == (num_asked + 1, num_won + 1)
     await decode.settled()
     await prefill.settled()
@@ -125,7 +126,7 @@ async def test_the_first_one_goes_on_if_it_gives_something_before_the_second(dec
         assert other.heard_of("release")
     assert told.token_ids == answer_to(PROMPT, 5)
     assert (told.report.num_hedges, told.report.num_hedges_won) == (1, 0)
-    assert told.report.prefill_worker == late.address
+    assert (told.report.prefill_worker, told.blamed) == (late.address, [])
     assert len(decode.told("RemoteFirstToken")) == 1
     indexes = [ref["index"] for command in decode.told("BlocksAnnounced") for ref in command["blocks"]]
     assert sorted(indexes) == list(range(NUM_BLOCKS))  # of one worker
@@ -205,6 +206,7 @@ async def test_one_that_fails_leaves_it_to_the_other(decode: Front, failing: int
     assert told.report.prefill_worker == workers[1 - failing].address
     assert (told.report.num_hedges, told.report.num_hedges_won, told.report.num_retries) == (1, failing == 0, 0)
     assert told.report.fallback_reason == ""
+    assert told.blamed == [workers[failing].address]
     await decode.settled()
 
 
@@ -218,6 +220,7 @@ async def test_if_both_fail_a_third_one_is_asked(decode: Front) -> None:
         workers[2].gives_all()
         told = await read(call)
     assert (told.report.prefill_worker, told.report.num_retries) == (workers[2].address, 1)
+    assert sorted(told.blamed) == sorted(worker.address for worker in workers[:2])
     assert (told.report.num_hedges, told.report.num_hedges_won) == (1, 0)
 
 

@@ -137,7 +137,7 @@ class Answer:
             choice.last = output
 
     def _kept(self) -> list[_Choice]:
-        """Of each prompt's, those that are given."""
+        """The answers that the client gets: of each prompt's candidates, the likeliest."""
         kept: list[_Choice] = []
         for start in range(0, len(self._choices), self._num_candidates):
             group = self._choices[start : start + self._num_candidates]

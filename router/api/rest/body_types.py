@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import msgspec
-from msgspec import Raw, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 from common.cache_hints import Retain
+from common.errors import InvalidArgumentError
 
 Given = Raw | UnsetType
-"""A value that is looked at and not decoded."""
+"""A value that is not decoded, since all that matters is whether it asks for something (`asks`)."""
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -23,3 +26,41 @@ class RetainBody(Body, kw_only=True):
 
     def value(self) -> Retain:
         return Retain(self.seconds, self.num_tokens or 0)
+
+
+def asks(value: object) -> bool:
+    """Whether a value asks for something. Null, false, zero and what is empty do not."""
+    if isinstance(value, Raw):
+        return bytes(value).translate(None, b" \t\r\n") not in (b"null", b"false", b'""', b"[]", b"{}", b"0")
+    return value is not UNSET and bool(value)
+
+
+def check_service_tier(given: str | None) -> None:
+    if given not in (None, "auto", "default"):
+        raise InvalidArgumentError("service_tier", f'must be "auto" or "default", not {given!r}: there is one tier')
+
+
+def session_of(body: Body) -> str:
+    """The session that a body names by OpenAI's fields for it; empty if it names none."""
+    for name in ("prompt_cache_key", "user"):
+        given = getattr(body, name)
+        if asks(given):
+            try:
+                return msgspec.json.decode(given, type=str)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise InvalidArgumentError(name, "must be a string") from error
+    return ""
+
+
+def several(given: str | list[str | int | list[int]], name: str) -> list[str | list[int]]:
+    """The prompts of a field that takes one or several, each a text or token ids. Raises `InvalidArgumentError`."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InvalidArgumentError(name, "must not be empty")
+    kind = type(given[0])
+    if any(type(item) is not kind for item in given):
+        raise InvalidArgumentError(name, "must be a text, texts, token ids or lists of token ids, not a mixture")
+    if kind is int:
+        return [cast("list[int]", given)]
+    return cast("list[str | list[int]]", given)

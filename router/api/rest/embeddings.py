@@ -1,20 +1,28 @@
-"""`/v1/embeddings`: the body and the answer, in OpenAI's shape."""
+"""`/v1/embeddings`: the body, what becomes of it, and the answer, in OpenAI's shape."""
 
 from __future__ import annotations
 
 import base64
 import sys
+import time
 from array import array
 from collections.abc import Sequence
 from typing import ClassVar
 
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+
 from common.errors import InvalidArgumentError
+from common.validation import check_model
 from protos.baton.v1 import embed_pb2
-from router.api.rest.body_types import Body
-from router.api.rest.schema import several
+from router.api.api_keys import current_client
+from router.api.rest.body_types import Body, several
+from router.api.rest.disconnect import unless_gone
+from router.api.rest.handlers import Handlers, request_id_of
+from router.api.rest.parsing import parse
 from router.api.rest.tools import JsonObject
-from router.serving.embedding import Embedded, EmbedRequest
-from router.serving.preparation import check_num_inputs
+from router.serving.embedding import MAX_AT_ONCE, Embedded, EmbedRequest, check_num_inputs
 
 _POOLINGS = {"last": embed_pb2.POOLING_LAST, "mean": embed_pb2.POOLING_MEAN}
 
@@ -80,3 +88,39 @@ def _base64(embedded: Embedded) -> str:
     if sys.byteorder == "big":
         values.byteswap()
     return base64.b64encode(values.tobytes()).decode()
+
+
+class EmbeddingHandlers(Handlers):
+    async def embeddings(self, request: Request) -> Response:
+        arrived_at = time.monotonic()
+        body = parse(EmbeddingsBody, await self._read(request))
+        request_id = request_id_of(request, body.request_id)
+        content = await unless_gone(request, self._embed(body, request_id, arrived_at))
+        return Response(content, headers={"X-Request-Id": request_id}, media_type="application/json")
+
+    async def _embed(self, body: EmbeddingsBody, request_id: str, arrived_at: float) -> bytes:
+        client = current_client.get()
+        front = self._front
+        with front.admission.running("rest", client=client):
+            model = await front.admission.serving()
+            check_model(body.model or "", model.limits)
+            body.check()
+            special = body.add_special_tokens is not False
+            inputs = body.inputs()
+            prompts = await front.preparation.prompts(
+                model, inputs, "input", add_special_tokens=special, has_answer=False
+            )
+            wanted = front.preparation.embed_request(
+                model,
+                prompts,
+                request_id=request_id,
+                pooling=body.pooling_value,
+                dimensions=body.dimensions or 0,
+                normalize=body.normalize is not False,
+                cache_salt=body.cache_salt or "",
+                arrived_at=arrived_at,
+                client=client,
+            )
+            with front.admission.gate.requests(client.name if client else "", min(len(inputs), MAX_AT_ONCE) - 1):
+                embedded = await front.embedder.embed(wanted)
+            return msgspec.json.encode(embeddings_json(body, wanted, embedded))

@@ -71,7 +71,7 @@ class ChatFormat:
         self._is_named_call = is_named_call
 
     def finish_reason(self, reason: FinishReason) -> FinishReason:
-        """As OpenAI has it, a call that the client named is no reason."""
+        """As OpenAI has it, an answer ends with "stop" if the client itself named the tool that is called."""
         is_its_own = reason is FinishReason.TOOL_CALLS and self._is_named_call
         return FinishReason.STOP if is_its_own else reason
 

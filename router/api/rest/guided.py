@@ -94,14 +94,17 @@ class GuidedFields(Body, kw_only=True):
                     ),
                 )
             )
-        if schema := schema_text(self.guided_json):
-            asked.append(("guided_json", Guided(json_schema=schema)))
+        if is_given(self.guided_json):
+            asked.append(("guided_json", Guided(json_schema=schema_text(self.guided_json))))
         if self.guided_regex is not None:
             asked.append(("guided_regex", Guided(regex=self.guided_regex)))
         if self.guided_choice is not None:
             asked.append(("guided_choice", Guided(choice=tuple(self.guided_choice))))
         if self.guided_grammar is not None:
             asked.append(("guided_grammar", Guided(grammar=self.guided_grammar)))
+        for name, guided in asked:
+            if name.startswith("guided_") and not guided.kinds:
+                raise InvalidArgumentError(name, "must not be empty")
         if len(asked) > 1:
             raise InvalidArgumentError(asked[1][0], f"cannot be together with {asked[0][0]}: both give the text a form")
         return asked[0] if asked else None
@@ -132,6 +135,11 @@ def _of_response_format(given: ResponseFormat) -> Guided | None:
         case _:
             kinds = "text, json_object, json_schema, structural_tag"
             raise InvalidArgumentError("response_format.type", f"must be one of {kinds}, not {given.type!r}")
+
+
+def is_given(field: Given) -> bool:
+    """Null is as good as nothing."""
+    return isinstance(field, Raw) and msgspec.json.decode(field) is not None
 
 
 def schema_text(given: Given) -> str:

@@ -5,10 +5,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from fastapi import Request
+from fastapi.responses import Response
+
 from common.errors import InvalidArgumentError
+from common.validation import check_model
+from protos.baton.v1 import worker_pb2
+from router.api.api_keys import current_client
 from router.api.rest.body_types import Body
-from router.api.rest.schema import ChatMessage, conversation_of
+from router.api.rest.chat_messages import ChatMessage, conversation_of
+from router.api.rest.disconnect import unless_gone
+from router.api.rest.errors import json_response
+from router.api.rest.handlers import Handlers
+from router.api.rest.parsing import parse
 from router.api.rest.tools import FunctionTool, JsonObject, chat_tools
+from router.serving.clients import call_hints
 from router.serving.conversation import Conversation
 from router.serving.prefix_hints import Hinted
 
@@ -50,3 +61,45 @@ def prefix_json(hinted: Hinted) -> JsonObject:
         "num_blocks": hinted.num_blocks,
         "workers": [dataclasses.asdict(one) for one in hinted.workers],
     }
+
+
+class PrefixHandlers(Handlers):
+    async def retain(self, request: Request) -> Response:
+        body = parse(RetainPrefixBody, await self._read(request))
+        return await self._hint(request, body, worker_pb2.CACHE_ACTION_RETAIN, body.seconds)
+
+    async def evict(self, request: Request) -> Response:
+        body = parse(PrefixBody, await self._read(request))
+        return await self._hint(request, body, worker_pb2.CACHE_ACTION_EVICT)
+
+    async def prefetch(self, request: Request) -> Response:
+        body = parse(PrefixBody, await self._read(request))
+        return await self._hint(request, body, worker_pb2.CACHE_ACTION_PREFETCH)
+
+    async def _hint(
+        self,
+        request: Request,
+        body: PrefixBody,
+        action: worker_pb2.CacheAction.ValueType,
+        seconds: float | None = None,
+    ) -> Response:
+        client, front = current_client.get(), self._front
+        with front.admission.running("rest", client=client):
+            model = await front.admission.serving()
+            check_model(body.model or "", model.limits)
+            body.check()
+            if body.prompt is None:
+                prompt = await front.preparation.chat_prompt(model, body.conversation())
+            else:
+                special = body.add_special_tokens is not False
+                (prompt,) = await front.preparation.prompts(model, [body.prompt], "prompt", add_special_tokens=special)
+            hint = front.preparation.prefix_hint(
+                model,
+                prompt,
+                num_tokens=body.num_tokens or 0,
+                cache_salt=body.cache_salt or "",
+                seconds=seconds,
+                client=client,
+                hints=call_hints(request.headers),
+            )
+            return json_response(prefix_json(await unless_gone(request, front.prefix_hints.give(hint, action))))

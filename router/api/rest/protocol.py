@@ -101,6 +101,8 @@ class LimitedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._uncount()
+        self.app = self._app  # what holds this connection, and is held by it, would wait for the garbage collector
+        self.cycle = None  # type: ignore[assignment]  # as it is before the first request
 
     def _uncount(self) -> None:
         self._stop_timer()

@@ -159,7 +159,7 @@ class ResponseAnswer:
         del self._unsaid[:first]
 
     def _take_logprobs(self) -> list[JsonObject]:
-        """Of the tokens whose text has come now."""
+        """Logprobs of the tokens whose text has come since the last call."""
         if not self._unsaid:
             return []
         taken = chat_tokens(self._unsaid, self._request.model.tokenizer)

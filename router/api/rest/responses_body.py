@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any, ClassVar
 
-from msgspec import UNSET, field
+from msgspec import UNSET
 
 from common.choices import Choices
 from common.errors import InvalidArgumentError
 from common.guided import Guided
 from common.sampling import parameters
-from router.api.rest.body_types import Body, Given, RetainBody
+from router.api.rest.body_types import Body, Given, RetainBody, asks, check_service_tier, session_of
 from router.api.rest.guided import schema_text
-from router.api.rest.schema import asks, check_service_tier, session_of, with_sampling
+from router.api.rest.responses_input import InputItem, turns_of
+from router.api.rest.sampling_fields import with_sampling
 from router.api.rest.tools import JsonObject
 from router.serving.conversation import (
-    Call,
     Conversation,
     Json,
     Tool,
@@ -28,50 +27,7 @@ from router.serving.conversation import (
     named_results,
 )
 
-FIELDS = {
-    "message": {"role", "content", "name"},
-    "function_call": {"call_id", "name", "arguments"},
-    "function_call_output": {"call_id", "name", "output"},
-    "reasoning": {"content", "summary"},
-}
-"""Of each kind of item."""
-FIELDS_OF_OTHERS = {kind: sorted({*chain.from_iterable(FIELDS.values())} - own) for kind, own in FIELDS.items()}
 LOGPROBS = "message.output_text.logprobs"  # what `include` may ask for
-TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
-
-
-class Part(Body, kw_only=True):
-    type: str
-    text: str | None = None
-    annotations: Given = UNSET
-    logprobs: Given = UNSET
-    prompt_cache_breakpoint: Given = UNSET  # where a prompt's cached part may end: anywhere, here
-
-
-class InputItem(Body, kw_only=True):
-    """One of several kinds, by `type`: a message, a function's call, its output, reasoning."""
-
-    type: str = "message"
-    role: str | None = None
-    content: str | list[Part] | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: str | list[Part] | None = None
-    summary: list[Part] | None = None
-
-    # What answers hold and clients send back.
-    id: Given = UNSET
-    status: Given = UNSET
-    phase: Given = UNSET
-
-    # What they hold, too; each must be empty.
-    encrypted_content: Given = UNSET
-    caller: Given = UNSET
-    namespace: Given = UNSET
-    async_: Given = field(default=UNSET, name="async")
-
-    unsupported: ClassVar[tuple[str, ...]] = ("encrypted_content", "caller", "namespace", "async_")
 
 
 class ResponseTool(Body, kw_only=True):
@@ -101,7 +57,7 @@ class TextOptions(Body, kw_only=True):
 
 
 class ResponseStreamOptions(Body, kw_only=True):
-    include_obfuscation: Given = UNSET  # of no use: without it, what a network shows of lengths
+    include_obfuscation: Given = UNSET  # whether chunks are padded to hide their lengths; none are
 
 
 class Reasoning(Body, kw_only=True):
@@ -191,7 +147,7 @@ class ResponsesBody(Body, kw_only=True):
         return LOGPROBS in (self.include or ())
 
     def session(self) -> str:
-        """What the body says of it; empty if nothing."""
+        """The session that the body names; empty if it names none."""
         return session_of(self)
 
     def guided_text(self) -> Guided | None:
@@ -249,7 +205,7 @@ class ResponsesBody(Body, kw_only=True):
             return [*messages, make_message("input", role="user", content=self.input)]
         if not self.input:
             raise InvalidArgumentError("input", "must not be empty")
-        return messages + [turn.message() for turn in _turns(self.input)]
+        return messages + [turn.message() for turn in turns_of(self.input)]
 
     def _tools(self) -> Tools:
         tools = []
@@ -303,81 +259,3 @@ class ResponsesBody(Body, kw_only=True):
             ],
             "truncation": "disabled",
         }
-
-
-class _Turn:
-    """Items that make one message: an assistant's reasoning, words and calls are items of their own."""
-
-    def __init__(self, where: str, role: str) -> None:
-        self.where = where
-        self.role = role
-        self.content: str | None = None
-        self.reasoning: str | None = None
-        self.calls: list[Call] = []
-        self.call_id: str | None = None
-        self.name: str | None = None
-
-    def message(self) -> Json:
-        return make_message(
-            self.where,
-            role=self.role,
-            content=self.content if self.content is not None or self.calls else "",
-            name=self.name,
-            calls=self.calls,
-            tool_call_id=self.call_id,
-            reasoning=self.reasoning,
-        )
-
-
-def _turns(items: list[InputItem]) -> list[_Turn]:
-    turns: list[_Turn] = []
-    for index, item in enumerate(items):
-        where = f"input[{index}]"
-        for name in item.unsupported:
-            if asks(getattr(item, name)):
-                raise InvalidArgumentError(f"{where}.{name.rstrip('_')}", "is not supported")
-        for name in FIELDS_OF_OTHERS.get(item.type, ()):
-            if getattr(item, name) is not None:
-                raise InvalidArgumentError(f"{where}.{name}", f"is not a field of type {item.type!r}")
-        if item.type == "function_call_output":
-            turn = _Turn(where, "tool")
-            turn.call_id, turn.content, turn.name = item.call_id or "", _text(item.output, f"{where}.output"), item.name
-            turns.append(turn)
-        elif item.type == "message" and item.role != "assistant":
-            turn = _Turn(where, item.role or "")
-            turn.content, turn.name = _text(item.content, f"{where}.content"), item.name
-            turns.append(turn)
-        else:
-            last = turns[-1] if turns and turns[-1].role == "assistant" else None
-            _add(item, where, last, turns)
-    return turns
-
-
-def _add(item: InputItem, where: str, last: _Turn | None, turns: list[_Turn]) -> None:
-    """An assistant's item joins its turn, or begins one."""
-    begins = last is None or (item.type == "reasoning" and (last.content is not None or bool(last.calls)))
-    begins = begins or (item.type == "message" and last is not None and (last.content is not None or bool(last.calls)))
-    if last is None or begins:
-        last = _Turn(where, "assistant")
-        turns.append(last)
-    if item.type == "message":
-        last.content, last.name = _text(item.content, f"{where}.content"), item.name
-    elif item.type == "function_call":
-        last.calls.append(Call(call_id=item.call_id or "", name=item.name or "", arguments=item.arguments or ""))
-    elif item.type == "reasoning":
-        last.reasoning = _text(item.content or item.summary or "", f"{where}.content")
-    else:
-        raise InvalidArgumentError(f"{where}.type", f"{item.type!r} is not supported")
-
-
-def _text(content: str | list[Part] | None, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None:
-        raise InvalidArgumentError(where, "is required")
-    for index, part in enumerate(content):
-        if part.type not in (*TEXT_PARTS, "summary_text"):
-            raise InvalidArgumentError(f"{where}[{index}].type", "only parts of text are supported")
-        if part.text is None:
-            raise InvalidArgumentError(f"{where}[{index}].text", "must be a string")
-    return "\n".join(part.text or "" for part in content)

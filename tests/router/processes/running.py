@@ -69,8 +69,8 @@ class RunningProcesses:
                 num -= text in line
 
     async def ended(self) -> int:
-        assert self.process.stderr is not None
-        self.errors += await asyncio.wait_for(self.process.stderr.read(), 60)
+        _, errors = await asyncio.wait_for(self.process.communicate(), 60)  # of both pipes, or one stays open
+        self.errors += errors
         return await self.process.wait()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import InvalidArgumentError, OverloadedError, StartupError
-from router.processes import parent
+from router.processes import shared_folder
 from router.processes.shared_ledger import ROWS_AT_ONCE, TOTAL, SharedLedger
 from router.serving.gate import Gate, GateLimits
 from router.serving.ledger import Ledger, LocalLedger
@@ -116,13 +116,13 @@ def test_files_that_somebody_removed_are_refused(tmp_path: Path, lost: str) -> N
 
 
 def test_shared_memory_is_used_if_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parent, "SHARED_MEMORY", tmp_path)
-    assert parent._shared_folder() == tmp_path
-    monkeypatch.setattr(parent, "MIN_SHARED_MIB", 2**40)
-    assert parent._shared_folder() is None
-    monkeypatch.setattr(parent, "MIN_SHARED_MIB", 0)
-    monkeypatch.setattr(parent, "SHARED_MEMORY", tmp_path / "none")
-    assert parent._shared_folder() is None
+    monkeypatch.setattr(shared_folder, "SHARED_MEMORY", tmp_path)
+    assert shared_folder.shared_folder() == tmp_path
+    monkeypatch.setattr(shared_folder, "MIN_SHARED_MIB", 2**40)
+    assert shared_folder.shared_folder() is None
+    monkeypatch.setattr(shared_folder, "MIN_SHARED_MIB", 0)
+    monkeypatch.setattr(shared_folder, "SHARED_MEMORY", tmp_path / "none")
+    assert shared_folder.shared_folder() is None
 
 
 def _take_many(directory: str, process: int) -> None:

@@ -1,0 +1,96 @@
+"""What a router's gRPC ports speak: its services, health, and reflection, each behind the limits that it needs."""
+
+from __future__ import annotations
+
+import grpc
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha._async import ReflectionServicer
+
+from common.errors import StartupError
+from common.grpc_calls import Context, handle_call, send
+from common.grpc_health import Health
+from common.grpc_server import add_handlers
+from common.grpc_transport import add_port, health_server
+from common.reflection import ReflectionPool
+from common.tls import TlsFiles
+from protos.baton.v1 import demand_pb2, inference_pb2, router_pb2
+from router.api.fleet_service import FleetService
+from router.api.grpc_handlers import add_service
+from router.api.grpc_parser import Parser
+from router.api.inference_service import InferenceService
+from router.fleet.registry import Registry
+from router.serving.demand import DemandService
+from router.serving.front import Front
+from router.serving.gate import MESSAGE_BYTES, Gate, GateLimits
+
+INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
+ROUTER = router_pb2.DESCRIPTOR.services_by_name["RouterService"]
+DEMAND = demand_pb2.DESCRIPTOR.services_by_name["DemandService"]
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+SERVICES = (INFERENCE, ROUTER, DEMAND, HEALTH)
+REFLECTION = ("grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection")  # same messages
+MAX_OPEN_CALLS = 256  # at a time, of those that need no key: health, demand, and reflection if there are no keys
+MAX_OPEN_READS = 16
+
+
+def bind(server: grpc.aio.Server, address: str, tls: TlsFiles | None) -> int:
+    try:
+        port = add_port(server, address, tls)
+    except RuntimeError as error:
+        raise StartupError(f"cannot listen on {address} for gRPC: {error}") from error
+    if port == 0:
+        raise StartupError(f"cannot listen on {address} for gRPC")
+    return port
+
+
+def bind_health(address: str | None, health: Health, *, shared: bool) -> grpc.aio.Server | None:
+    if address is None:
+        return None
+    try:
+        server = health_server(address, shared_port=shared)
+    except RuntimeError as error:
+        raise StartupError(f"health_listen: cannot bind {address}: is the port taken?") from error
+    add_service(server, HEALTH, health, _open_gate(MESSAGE_BYTES), endless=True)
+    return server
+
+
+def add_services(server: grpc.aio.Server, front: Front, registry: Registry, health: Health) -> None:
+    admission = front.admission
+    demand, fleet = DemandService(admission.demand), FleetService(registry, front.part)
+    size = admission.gate.limits.max_message_bytes
+    open_gate = _open_gate(size)
+    add_service(server, INFERENCE, InferenceService(front), admission.gate, admission.max_request_bytes)
+    add_service(server, ROUTER, fleet, admission.gate)
+    add_service(server, DEMAND, demand, open_gate, endless=True)
+    add_service(server, HEALTH, health, _open_gate(size), endless=True)  # no other calls keep a probe out
+    names = (*(service.full_name for service in SERVICES), *REFLECTION)
+    reflection = ReflectionServicer(names, pool=ReflectionPool())
+
+    async def answer(requests: object, context: Context) -> None:
+        with open_gate.requests(""):
+            await send(context, reflection.ServerReflectionInfo(requests, context))
+
+    async def info(requests: object, context: Context) -> None:
+        await handle_call(context, answer(requests, context))
+
+    handler = grpc.stream_stream_rpc_method_handler(
+        info,
+        Parser(reflection_pb2.ServerReflectionRequest),
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    methods = {"ServerReflectionInfo": handler}
+    for name in REFLECTION:
+        add_handlers(server, name, methods)
+
+
+def _open_gate(max_message_bytes: int) -> Gate:
+    """Of calls that need no key. Few at a time have their messages read, as those may be as long as any."""
+    return Gate(
+        GateLimits(
+            max_requests=MAX_OPEN_CALLS,
+            max_buffered_bytes=MAX_OPEN_READS * max_message_bytes,
+            max_message_bytes=max_message_bytes,
+            receive_timeout_s=5.0,
+        )
+    )

@@ -1,0 +1,92 @@
+"""Messages as OpenAI's chat has them, and the conversation that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from msgspec import UNSET
+
+from common.errors import InvalidArgumentError
+from router.api.rest.body_types import Body, Given, asks
+from router.api.rest.tools import ToolCall, calls_of
+from router.serving.conversation import Conversation, Json, Tools, check_options, make_message, named_results
+
+
+class ContentPart(Body, kw_only=True):
+    type: str = ""
+    text: str | None = None
+
+    # Fields of parts that are not text.
+    image_url: Given = UNSET
+    input_audio: Given = UNSET
+    file: Given = UNSET
+    refusal: Given = UNSET
+
+    # They mark where a prompt's cached part may end. Here it may end anywhere, so they change nothing.
+    prompt_cache_breakpoint: Given = UNSET
+    cache_control: Given = UNSET
+
+    not_text: ClassVar[tuple[str, ...]] = ("image_url", "input_audio", "file", "refusal")
+
+
+class ChatMessage(Body, kw_only=True):
+    type: str | None = None  # "text" from lm-eval, "message" in responses
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    # What answers hold and clients send back; each must be empty.
+    refusal: Given = UNSET
+    annotations: Given = UNSET
+    audio: Given = UNSET
+    function_call: Given = UNSET
+    reasoning: Given = UNSET
+
+    unsupported: ClassVar[tuple[str, ...]] = ("refusal", "annotations", "audio", "function_call", "reasoning")
+
+
+def conversation_of(given: Sequence[ChatMessage], tools: Tools, options: dict[str, Any] | None) -> Conversation:
+    """Raises `InvalidArgumentError`."""
+    if not given:
+        raise InvalidArgumentError("messages", "must not be empty")
+    messages = [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+    check_options(options or {}, "chat_template_kwargs")
+    return Conversation(messages=named_results(messages), tools=tools, template_options=options or {})
+
+
+def _message(message: ChatMessage, where: str) -> Json:
+    for name in message.unsupported:
+        if asks(getattr(message, name)):
+            raise InvalidArgumentError(f"{where}.{name}", "is not supported")
+    if message.type not in (None, "text", "message"):
+        raise InvalidArgumentError(f"{where}.type", f'must be "text" or "message", not {message.type!r}')
+    return make_message(
+        where,
+        role=message.role,
+        content=None if message.content is None else _content(message.content, f"{where}.content"),
+        name=message.name,
+        calls=calls_of(message.tool_calls or (), where),
+        tool_call_id=message.tool_call_id,
+        reasoning=message.reasoning_content,
+    )
+
+
+def _content(content: str | list[ContentPart], where: str) -> str:
+    """The text of a message, which is given as a string, or as parts that are joined by line breaks."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        if part.type != "text":
+            raise InvalidArgumentError(f"{where}[{index}].type", 'only parts of type "text" are supported')
+        if part.text is None:
+            raise InvalidArgumentError(f"{where}[{index}].text", "must be a string")
+        for name in part.not_text:
+            if asks(getattr(part, name)):
+                raise InvalidArgumentError(f"{where}[{index}].{name}", 'is not a field of type "text"')
+        texts.append(part.text)
+    return "\n".join(texts)

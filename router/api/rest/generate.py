@@ -1,0 +1,169 @@
+"""`/v1/chat/completions`, `/v1/completions` and `/v1/responses`: from a body to the answer that is made of it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+
+from common.validation import check_model
+from router.api.api_keys import current_client
+from router.api.rest.answer import Answer
+from router.api.rest.disconnect import EventStream, unless_gone
+from router.api.rest.echo import Echo
+from router.api.rest.formats import AnswerFormat, ChatFormat, CompletionFormat
+from router.api.rest.generation_bodies import ChatBody, CompletionBody
+from router.api.rest.handlers import Handlers, request_id_of
+from router.api.rest.parsing import parse
+from router.api.rest.responses import ResponseAnswer
+from router.api.rest.responses_body import ResponsesBody
+from router.api.rest.tools import NamedTool
+from router.fleet.served_model import ServedModel
+from router.serving.choices import candidates
+from router.serving.clients import CallHints, call_hints
+from router.serving.request import GenerationRequest, Prompt
+
+DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's text completion gives if max_tokens is not set
+
+TextBody = ChatBody | CompletionBody | ResponsesBody
+
+Prompts = Callable[[ServedModel], Awaitable[list[Prompt]]]
+AnswerMaker = Callable[[Sequence[GenerationRequest], str], Answer | ResponseAnswer]
+
+
+class GenerationHandlers(Handlers):
+    async def chat(self, request: Request) -> Response:
+        arrived_at = time.monotonic()
+        body = parse(ChatBody, await self._read(request))
+        chat_format = ChatFormat(is_named_call=isinstance(body.tool_choice, NamedTool))
+
+        async def prompts(model: ServedModel) -> list[Prompt]:
+            return [await self._front.preparation.chat_prompt(model, body.conversation())]
+
+        return await self._generate(request, body, prompts, self._answer_maker(body, chat_format), arrived_at)
+
+    async def responses(self, request: Request) -> Response:
+        arrived_at = time.monotonic()
+        body = parse(ResponsesBody, await self._read(request))
+
+        async def prompts(model: ServedModel) -> list[Prompt]:
+            return [await self._front.preparation.chat_prompt(model, body.response_conversation(), "input")]
+
+        def answer(requests: Sequence[GenerationRequest], request_id: str) -> ResponseAnswer:
+            echoed, wants_logprobs = body.echoed(), body.wants_logprobs
+            return ResponseAnswer(
+                self._front.generation, requests[0], request_id, echoed, wants_logprobs=wants_logprobs
+            )
+
+        return await self._generate(request, body, prompts, answer, arrived_at)
+
+    async def completions(self, request: Request) -> Response:
+        arrived_at = time.monotonic()
+        body = parse(CompletionBody, await self._read(request))
+
+        async def prompts(model: ServedModel) -> list[Prompt]:
+            special = body.add_special_tokens is not False
+            given = body.prompts()
+            made = await self._front.preparation.prompts(model, given, "prompt", add_special_tokens=special)
+            for prompt in given if body.echo else ():
+                echoed.append(prompt if isinstance(prompt, str) else await self._text(model, prompt))
+            return made
+
+        echoed: list[str] = []
+        echo = Echo(echoed, generates=not body.is_only_echo) if body.echo else None
+        make_answer = self._answer_maker(body, CompletionFormat(), echo)
+        return await self._generate(request, body, prompts, make_answer, arrived_at)
+
+    async def _text(self, model: ServedModel, token_ids: list[int]) -> str:
+        """A prompt's text, with its control tokens."""
+        return await self._front.preparation.detokenize(model, token_ids, "prompt", skip_special_tokens=False)
+
+    def _answer_maker(
+        self, body: ChatBody | CompletionBody, answer_format: AnswerFormat, echo: Echo | None = None
+    ) -> AnswerMaker:
+        return lambda requests, request_id: Answer(
+            self._front.generation,
+            requests,
+            answer_format,
+            request_id=request_id,
+            choices=body.choices,
+            echo=echo,
+            wants_logprobs=body.wants_logprobs,
+            wants_prompt_logprobs=body.prompt_logprobs is not None,
+            wants_usage_chunk=body.wants_usage_chunk,
+            wants_usage_so_far=body.wants_usage_so_far,
+        )
+
+    async def _generate(
+        self, request: Request, body: TextBody, prompts: Prompts, make_answer: AnswerMaker, arrived_at: float
+    ) -> Response:
+        request_id = request_id_of(request, body.request_id)
+        hints = call_hints(request.headers, body.session())
+        events = self._run(body, prompts, make_answer, request_id, arrived_at, hints)
+        if not body.stream:
+            async with aclosing(events):
+                whole = await unless_gone(request, anext(events))
+                await anext(events, None)  # to its end: closed before, it would count as cancelled
+            return Response(whole, headers={"X-Request-Id": request_id}, media_type="application/json")
+        try:
+            first = await unless_gone(request, anext(events))
+        except BaseException:
+            await events.aclose()
+            raise
+        return EventStream(first, events, {"X-Request-Id": request_id})
+
+    async def _run(
+        self,
+        body: TextBody,
+        prompts: Prompts,
+        make_answer: AnswerMaker,
+        request_id: str,
+        arrived_at: float,
+        hints: CallHints,
+    ) -> AsyncGenerator[bytes, None]:
+        """The answer's bytes: one piece, or server-sent events."""
+        client = current_client.get()
+        with self._front.admission.running("rest", client=client) as ending, contextlib.ExitStack() as places:
+            model = await self._front.admission.serving()
+            check_model(body.model or "", model.limits)
+            body.check()
+            sampling = body.sampling()
+            given = await prompts(model)
+            requests = [
+                self._front.preparation.request(
+                    model,
+                    prompt,
+                    sampling,
+                    request_id=request_id,
+                    cache_salt=body.cache_salt or "",
+                    retain=None if body.retain is None else body.retain.value(),
+                    priority=body.priority or 0,
+                    arrived_at=arrived_at,
+                    default_max_tokens=DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionBody) else None,
+                    name=body.field_name,
+                    client=client,
+                    hints=hints,
+                    choices=body.choices,
+                    num_prompts=len(given),
+                )
+                for prompt in given
+            ]
+            await self._front.preparation.check_guided(requests[0].sampling_params, requests[0].sampling_field)
+            choices = candidates(requests, body.choices)
+            places.enter_context(self._front.admission.gate.requests(client.name if client else "", len(choices) - 1))
+            field = "prompt" if len(given) > 1 else body.choices.field()
+            places.enter_context(self._front.generation.allowed(choices, field))
+            answer = make_answer(choices, request_id)
+            if not body.stream:
+                yield msgspec.json.encode(await answer.whole())
+                return
+            async with aclosing(answer.events()) as events:
+                async for event in events:
+                    yield event
+            if answer.failure is not None:
+                ending.failed(answer.failure)

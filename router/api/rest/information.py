@@ -1,0 +1,71 @@
+"""What a router says of itself: its model, health, decisions, metrics and this API."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from fastapi import Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from common.errors import InvalidArgumentError, ModelNotFoundError
+from common.version import VERSION
+from router.api.api_keys import current_client
+from router.api.rest.docs_page import docs_page
+from router.api.rest.errors import json_response
+from router.api.rest.handlers import Handlers
+from router.serving.decisions import MAX_DECISIONS
+from router.serving.front import Front
+
+DEFAULT_DECISIONS = 50  # at /decisions
+
+
+class InformationHandlers(Handlers):
+    def __init__(self, front: Front) -> None:
+        super().__init__(front)
+        self._started = int(time.time())
+
+    async def models(self, _request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        served = self._model()
+        if name != served["id"]:
+            raise ModelNotFoundError(f"{name!r} is not served here; this is {served['id']!r}", field="model")
+        return json_response(served)
+
+    def _model(self) -> dict[str, object]:
+        limits = self._front.admission.served().limits
+        return {
+            "id": limits.model,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "baton",
+            "max_model_len": limits.max_model_len,
+        }
+
+    async def health(self, _request: Request) -> Response:
+        if reason := self._front.not_ready():
+            return json_response({"status": "unavailable", "reason": reason}, status=503, headers={"Retry-After": "1"})
+        return json_response({"status": "ok"})
+
+    async def decisions(self, request: Request) -> Response:
+        """A key sees the decisions of its tenant's requests, an operator's those of all."""
+        given = request.query_params.get("limit", str(DEFAULT_DECISIONS))
+        if not (given.isascii() and given.isdecimal() and 1 <= int(given[:6]) <= MAX_DECISIONS):
+            raise InvalidArgumentError("limit", f"must be a number from 1 to {MAX_DECISIONS}")
+        client = current_client.get()
+        tenant = None if client is None or client.is_operator else client.tenant
+        made = await self._front.latest_decisions(int(given), tenant)
+        return json_response({"decisions": [dataclasses.asdict(decision) for decision in made]})
+
+    async def version(self, _request: Request) -> Response:
+        return json_response({"version": VERSION})
+
+    async def docs(self, request: Request) -> Response:
+        return Response(docs_page(request.app.openapi()), media_type="text/html")
+
+    async def metrics(self, _request: Request) -> Response:
+        return Response(self._front.part.metrics_page(), media_type=CONTENT_TYPE_LATEST)

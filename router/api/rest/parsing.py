@@ -1,0 +1,69 @@
+"""From a body's bytes to what it asks, or to the field that is wrong.
+
+Decoding ends at the first error, and builds nothing for values that are only looked at: a body costs no more than what
+it is read into.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TypeVar
+
+import msgspec
+
+from common.errors import InvalidArgumentError
+from router.api.rest.body_types import Body
+
+MAX_SEARCHED_BYTES = 64 * 2**10  # of a body that is not valid, for the field that is to blame
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+_NO_CHARACTER = re.compile("[\ud800-\udfff]")
+_NO_NUMBER = re.compile(r"NaN|Infinity")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+
+
+def parse(body_class: type[BodyT], data: bytes) -> BodyT:
+    """Raises `InvalidArgumentError` with the first field that is unknown, missing or of the wrong type."""
+    try:
+        return msgspec.json.decode(data, type=body_class)
+    except msgspec.ValidationError as error:
+        raise _wrong(str(error)) from error
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(_field_of_bad_text(data), "is not valid UTF-8") from error
+    except RecursionError as error:
+        raise InvalidArgumentError("", "the body is not valid JSON: it is nested too deeply") from error
+    except msgspec.DecodeError as error:
+        if field := _field_of_bad_text(data):
+            raise InvalidArgumentError(field, "is not valid: text must be UTF-8, and numbers finite") from error
+        raise InvalidArgumentError("", f"the body is not valid JSON: {error}") from error
+
+
+def _wrong(message: str) -> InvalidArgumentError:
+    """From msgspec's words, which end in the place: ... - at `$.messages[0].role`."""
+    reason, _, place = message.replace(" - at `key` in `$", " of a key - at `$").partition(" - at `$")
+    path = place.rstrip("`").removeprefix(".").removesuffix("[...]")
+    for pattern, said in ((_UNKNOWN, "is not a known field"), (_MISSING, "is required")):
+        if match := pattern.fullmatch(reason):
+            return InvalidArgumentError(f"{path}.{match[1]}" if path else match[1][:100], said)
+    if not path:
+        return InvalidArgumentError("", "the body must be a JSON object")
+    return InvalidArgumentError(path, f"has the wrong type: {reason}")
+
+
+def _field_of_bad_text(data: bytes) -> str:
+    """The top-level field that holds NaN, infinity, or text that is no Unicode; empty if the body is no JSON object at
+    all, or so large that looking for it is too much work."""
+    if len(data) > MAX_SEARCHED_BYTES:
+        return ""
+    try:
+        body = json.loads(data.decode(errors="surrogateescape"))
+    except (ValueError, RecursionError):
+        return ""
+    for name, value in body.items() if isinstance(body, dict) else ():
+        text = json.dumps(value, ensure_ascii=False)
+        if _NO_CHARACTER.search(text) or _NO_NUMBER.search(text):
+            return str(name)
+    return ""

@@ -1,0 +1,69 @@
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`: what a model's tokenizer makes of a text, and of token ids."""
+
+from __future__ import annotations
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from common.errors import InvalidArgumentError
+from common.validation import check_model
+from router.api.api_keys import current_client
+from router.api.rest.body_types import Body
+from router.api.rest.errors import json_response
+from router.api.rest.handlers import Handlers
+from router.api.rest.parsing import parse
+
+
+class TokenizeBody(Body, kw_only=True):
+    model: str | None = None
+    text: str | None = None
+    prompt: str | None = None  # vLLM's name for `text`; the answer then has its name for `token_ids`, too
+    add_special_tokens: bool | None = None
+
+    def check(self) -> None:
+        if self.text is None and self.prompt is None:
+            raise InvalidArgumentError("text", "is required")
+        if None not in (self.text, self.prompt):
+            raise InvalidArgumentError("prompt", "cannot be together with text, another name of it")
+
+
+class DetokenizeBody(Body, kw_only=True):
+    model: str | None = None
+    token_ids: list[int] | None = None
+    tokens: list[int] | None = None  # vLLM's name for `token_ids`; the answer then has its name for `text`, too
+    skip_special_tokens: bool | None = None
+
+    def check(self) -> None:
+        if self.token_ids is None and self.tokens is None:
+            raise InvalidArgumentError("token_ids", "is required")
+        if None not in (self.token_ids, self.tokens):
+            raise InvalidArgumentError("tokens", "cannot be together with token_ids, another name of it")
+
+
+class TokenizerHandlers(Handlers):
+    async def tokenize(self, request: Request) -> Response:
+        body = parse(TokenizeBody, await self._read(request))
+        self._front.admission.charge(current_client.get())
+        model = self._front.admission.served()
+        check_model(body.model or "", model.limits)
+        body.check()
+        name, text = ("prompt", body.prompt) if body.text is None else ("text", body.text)
+        special = body.add_special_tokens is not False
+        ids = await self._front.preparation.tokenize(model, text or "", name, add_special_tokens=special)
+        of_vllm = {"tokens": ids} if name == "prompt" else {}
+        known = {"count": len(ids), "max_model_len": model.limits.max_model_len}
+        return json_response({"token_ids": ids, **of_vllm, **known})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = parse(DetokenizeBody, await self._read(request))
+        self._front.admission.charge(current_client.get())
+        model = self._front.admission.served()
+        check_model(body.model or "", model.limits)
+        body.check()
+        skip = body.skip_special_tokens is not False
+        name, ids = ("tokens", body.tokens) if body.token_ids is None else ("token_ids", body.token_ids)
+        text = await self._front.preparation.detokenize(model, ids or [], name, skip_special_tokens=skip)
+        return json_response({"text": text, **({"prompt": text} if name == "tokens" else {})})
+
+    async def tokenizer_info(self, _request: Request) -> Response:
+        return json_response(self._front.admission.served().tokenizer.described())

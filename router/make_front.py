@@ -1,0 +1,68 @@
+"""What answers requests, whatever interface they came by, made as the settings say."""
+
+from __future__ import annotations
+
+from common.config import RouterSettings
+from router.fleet.registry import Registry
+from router.serving.admission import Admission
+from router.serving.dispatch import Dispatcher
+from router.serving.embedding import Embedder
+from router.serving.front import Front
+from router.serving.gate import MESSAGE_BYTES, MIB, Gate, GateLimits
+from router.serving.generation import Generation
+from router.serving.part import Part
+from router.serving.prefix_hints import PrefixHints
+from router.serving.preparation import Preparation
+from router.serving.quotas import Quotas
+from router.serving.threads import TextThreads
+
+
+def make_front(
+    settings: RouterSettings,
+    registry: Registry,
+    dispatcher: Dispatcher,
+    quotas: Quotas,
+    part: Part,
+    threads: TextThreads,
+    grammar_threads: TextThreads,
+) -> Front:
+    gate = Gate(_gate_limits(settings), ledger=part.ledger)
+    return Front(
+        Admission(
+            registry,
+            part.demand,
+            gate,
+            worker_wait_s=settings.worker_wait,
+            max_request_bytes=_bytes(settings.max_request_mb),
+            quotas=quotas,
+        ),
+        Preparation(
+            request_timeout_s=settings.request_timeout,
+            control_tokens=settings.control_tokens,
+            threads=threads,
+            grammar_threads=grammar_threads,
+            max_answer_tokens=settings.max_answer_tokens,
+            max_retain_s=settings.max_retain,
+        ),
+        Generation(dispatcher, part.demand, quotas, part.queue),
+        Embedder(registry, part.demand, quotas, part.queue),
+        PrefixHints(
+            registry, lambda request, endpoints: dispatcher.routes.policy.pick(request, endpoints), quotas, threads
+        ),
+        part,
+    )
+
+
+def _gate_limits(settings: RouterSettings) -> GateLimits:
+    return GateLimits(
+        max_requests=settings.max_requests,
+        max_requests_per_key=settings.max_requests_per_key,
+        max_buffered_bytes=_bytes(settings.max_buffered_mb) or 1,
+        max_message_bytes=_bytes(settings.max_request_mb) or MESSAGE_BYTES,
+        receive_timeout_s=settings.receive_timeout,
+        answer_timeout_s=settings.request_timeout + settings.receive_timeout,
+    )
+
+
+def _bytes(mib: float | None) -> int | None:
+    return None if mib is None else max(1, int(mib * MIB))

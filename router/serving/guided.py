@@ -1,0 +1,54 @@
+"""Answers whose form is given, by the client or by the tools: what goes with them, and whether their grammar is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from common.errors import InvalidArgumentError
+from common.guided import Guided, check_grammar
+from common.sampling import FieldName, Given
+from router.serving.answer_parts import Reading
+from router.serving.threads import SHORT, TextThreads
+
+MAX_GOOD_GRAMMARS = 64
+
+
+class Grammars:
+    """Parses grammars, in threads of its own: a costly one takes half a second, and should hold up no text."""
+
+    def __init__(self, threads: TextThreads) -> None:
+        self._threads = threads
+        self._good: dict[Guided, None] = {}  # the last ones
+
+    async def check(self, guided: Guided | None, name: FieldName) -> None:
+        """Raises `InvalidArgumentError`."""
+        if guided is None or guided in self._good:
+            return
+        try:
+            await self._threads.run(SHORT + 1, partial(check_grammar, guided))
+        except ValueError as error:
+            raise InvalidArgumentError(name("guided"), str(error)) from error
+        self._good[guided] = None
+        while len(self._good) > MAX_GOOD_GRAMMARS:
+            del self._good[next(iter(self._good))]
+
+
+def with_calls(sampling: Given, guided: Guided, name: FieldName) -> tuple[Given, FieldName]:
+    """Sampling parameters of an answer whose form the tools give, and the client's names for them: a wrong form is
+    the fault of the tools."""
+    if sampling.get("guided") is not None:
+        raise InvalidArgumentError(
+            name("guided"), "cannot be together with a tool_choice that forces a call, or with strict tools"
+        )
+    return {**sampling, "guided": guided}, lambda given: "tools" if given == "guided" else name(given)
+
+
+def reading_of(reading: Reading | None, guided: Guided | None) -> Reading | None:
+    """How to read an answer whose form the client gives. It has no room for reasoning that the prompt began; if it is
+    JSON or a choice, it has none for calls of tools either."""
+    if reading is None or guided is None:
+        return reading
+    if guided.json_schema or guided.json_object or guided.choice:
+        return None
+    return replace(reading, parser=reading.fresh_parser)
