@@ -1,6 +1,7 @@
-"""Makes helm/values.schema.json: the chart's own values below, and each process' settings from its settings class.
+"""Makes helm/values.schema.json: the chart's own values below, each process's settings from its settings class, and the
+connectors from their registry.
 
-    python -m tools.values_schema --write      after a change of either
+    python -m tools.values_schema --write      after a change of any of them
 
 So the chart refuses, by path, a setting that no process has, and offers each that one has.
 """
@@ -12,8 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from baton.settings import WORKER_SETTINGS, with_connectors
-from common.config import MAX_PROCESSES, AutoscalerSettings, ConnectorSettings, RouterSettings, Settings
+from baton.settings import WORKER_SETTINGS, RouterCommandSettings, with_connectors
+from common.config import MAX_PROCESSES, AutoscalerSettings, ConnectorSettings, Settings
+from kv_store.registry import fleet_connector_names, store_names
 from tools.generated import main
 
 Schema = dict[str, Any]
@@ -187,8 +189,8 @@ def values_schema() -> Schema:
             ),
         ),
         kv=obj(
-            connector=one_of("nixl", "shared_storage", "lmcache"),
-            store=one_of("", "shared_storage", "lmcache"),
+            connector=one_of(*fleet_connector_names()),
+            store=one_of("", *store_names()),
             settings=ref("connectorSettings"),
             sharedStorage=obj(
                 type=one_of("pvc", "existingClaim", "hostPath"),
@@ -268,7 +270,7 @@ def values_schema() -> Schema:
     generated = {
         "workerSettings": settings(WORKER_SETTINGS, without=CONNECTOR_SETTINGS),
         "connectorSettings": settings(CONNECTOR_SETTINGS),
-        "routerSettings": settings(RouterSettings),
+        "routerSettings": settings(RouterCommandSettings),
         "autoscalerSettings": settings(AutoscalerSettings),
     }
     return {

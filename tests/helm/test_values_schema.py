@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import yaml
 
 from baton.settings import WORKER_SETTINGS
 from common.config import RouterSettings
+from kv_store import registry
 from tests.helm.chart import CHART
 from tools import values_schema
 
@@ -33,6 +35,20 @@ def test_every_default_is_in_the_schema_and_the_other_way_round() -> None:
 
     definitions = schema["definitions"]
     compare(yaml.safe_load((CHART / "values.yaml").read_text()), schema, "")
+
+
+def test_a_connector_is_in_the_schema_when_it_is_in_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kv() -> dict[str, Any]:
+        properties: dict[str, Any] = values_schema.values_schema()["properties"]["kv"]["properties"]
+        return properties
+
+    assert kv()["connector"]["enum"] == ["lmcache", "nixl", "shared_storage"]  # memory is within one process
+    assert kv()["store"]["enum"] == ["", "lmcache", "shared_storage"]
+    monkeypatch.setitem(registry._CONNECTORS, "postal", registry._Entry("m:C"))
+    assert "postal" in kv()["connector"]["enum"]
+    assert "postal" not in kv()["store"]["enum"]
+    monkeypatch.setitem(registry._CONNECTORS, "postal", registry._Entry("m:C", is_store=True))
+    assert "postal" in kv()["store"]["enum"]
 
 
 def test_settings_are_offered_unless_the_chart_decides_them() -> None:
