@@ -11,6 +11,7 @@ class Steps:
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
         self._began: float | None = None
+        self._num = 0  # of the step that is due next, or was due last; none is due twice, however coarse the clock is
         self._next: asyncio.Future[None] | None = None  # if anybody waits for it
 
     async def next(self) -> None:
@@ -20,7 +21,8 @@ class Steps:
             now = loop.time()
             if self._began is None:
                 self._began = now
-            loop.call_at(self._began + ((now - self._began) // self._step_s + 1) * self._step_s, self._end)
+            self._num = max(self._num, int((now - self._began) // self._step_s)) + 1
+            loop.call_at(self._began + self._num * self._step_s, self._end)
         await asyncio.shield(self._next)
 
     def _end(self) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import click
 import pytest
+import uvloop
 from rich.console import Console
 
 from bench.instant_http_worker import InstantHttpWorker
@@ -206,6 +207,20 @@ async def test_all_get_their_step_at_the_same_moment() -> None:
 
     await asyncio.gather(*(wait(name) for name in "abc"))
     assert [{*order[:3]}, {*order[3:]}] == [{*"abc"}, {*"abc"}]
+
+
+def test_no_step_comes_twice_by_a_clock_of_milliseconds() -> None:
+    step_s = 0.01
+
+    async def count() -> tuple[int, float]:
+        steps, num, begin = Steps(step_s), 0, time.perf_counter()
+        while num < 50:
+            await steps.next()
+            num += 1
+        return num, time.perf_counter() - begin
+
+    num, elapsed_s = uvloop.run(count())
+    assert num <= elapsed_s / step_s + 1
 
 
 def test_the_cost_of_a_process_has_that_of_those_it_started() -> None:
