@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from protos.baton.v1 import decode_pb2
+from protos.baton.v1 import decode_pb2, types_pb2
 from router.fleet.endpoint import Endpoint
 
 
@@ -19,9 +19,13 @@ class PrefillBlame:
 
     def told(self, event: decode_pb2.DecodeEvent) -> list[Endpoint]:
         """Those that `event`, which has a report, is the first to blame. A decode worker of the release before names
-        none, but counts those that it asked in place of others."""
-        counted = self._prefill[: event.report.num_retries]
-        named = {*event.blamed_prefill_addresses, *(endpoint.address for endpoint in counted)}
+        none, but counts those that it asked in place of others, and whether one that it asked beside the first one
+        won. Counts say nothing beside names: which worker failed depends on who was asked beside whom."""
+        named = {*event.blamed_prefill_addresses} or self._counted(event.report)
         found = [one for one in self._prefill if one.address in named and one not in self]
         self._blamed.update(one.address for one in found)
         return found
+
+    def _counted(self, report: types_pb2.RequestReport) -> set[str]:
+        num = max(report.num_retries, min(report.num_hedges_won, 1))
+        return {endpoint.address for endpoint in self._prefill[:num]}
