@@ -368,6 +368,50 @@ async def test_bad_bytes(router: RunningRouter, data: bytes, param: str | None) 
     assert answer.json()["error"]["param"] == param
 
 
+UNREADABLE = [b'"\xff"', b'{"a": "\xff"}', b'{"\xff": 1}', b"1e999", b'{"a": 1e999}', b"9" * 5000, b'"\\ud800"']
+READ_LATE = [
+    ("chat/completions", b'"web_search_options": ', b"", "web_search_options"),
+    ("chat/completions", b'"guided_json": ', b"", "guided_json"),
+    ("completions", b'"guided": {"json_schema": ', b"}", "guided.json_schema"),
+    ("completions", b'"structured_outputs": {"structural_tag": ', b"}", "structured_outputs.structural_tag"),
+    ("completions", b'"response_format": {"type": "text", "format": ', b"}", "response_format.format"),
+    (
+        "completions",
+        b'"response_format": {"type": "json_schema", "json_schema": {"schema": ',
+        b"}}",
+        "response_format.json_schema.schema",
+    ),
+    ("responses", b'"text": {"format": {"type": "json_schema", "schema": ', b"}}", "text.format.schema"),
+    ("responses", b'"prompt_cache_key": ', b"", "prompt_cache_key"),
+]
+
+
+@each_case(("path", "begin", "end", "param", "value"), [(*place, value) for place in READ_LATE for value in UNREADABLE])
+async def test_what_is_decoded_late_is_refused_too(
+    router: RunningRouter, path: str, begin: bytes, end: bytes, param: str, value: bytes
+) -> None:
+    asked = {"completions": b'"prompt"', "responses": b'"input"'}.get(path)
+    first = b'"messages": [{"role": "user", "content": "x"}]' if asked is None else asked + b': "x"'
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        answer = await client.post(f"/v1/{path}", content=b"{%s, %s%s%s}" % (first, begin, value, end))
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] in (param, param.partition(".")[0])  # the latter, if it is no text at all
+
+
+async def test_what_is_sent_back_as_it_came_is_text(router: RunningRouter) -> None:
+    """And what nobody reads is no matter, if it is text."""
+    for value, param in ((b'"\xff"', "text"), (b"1", "text.format.name")):
+        data = b'{"input": "x", "text": {"format": {"type": "text", "name": %s}}}' % value
+        async with httpx.AsyncClient(base_url=router.url) as client:
+            answer = await client.post("/v1/responses", content=data)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        data = '{"input": "x", "text": {"format": {"type": "text", "name": "é", "description": null}}}'.encode()
+        answer = await client.post("/v1/responses", content=data)
+    assert answer.json()["text"] == {"format": {"type": "text", "name": "é"}}
+
+
 async def test_errors_outside_of_requests_have_the_same_shape(router: RunningRouter) -> None:
     async with httpx.AsyncClient(base_url=router.url) as client:
         for answer, status in (

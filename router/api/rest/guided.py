@@ -71,12 +71,12 @@ class GuidedFields(Body, kw_only=True):
                 (
                     "guided",
                     Guided(
-                        json_schema=schema_text(given.json_schema),
+                        json_schema=schema_text(given.json_schema, "guided.json_schema"),
                         json_object=given.json_object,
                         regex=given.regex,
                         choice=tuple(given.choice or ()),
                         grammar=given.grammar,
-                        structural_tag=schema_text(given.structural_tag),
+                        structural_tag=schema_text(given.structural_tag, "guided.structural_tag"),
                     ),
                 )
             )
@@ -85,17 +85,17 @@ class GuidedFields(Body, kw_only=True):
                 (
                     "structured_outputs",
                     Guided(
-                        json_schema=schema_text(vllm.json),
+                        json_schema=schema_text(vllm.json, "structured_outputs.json"),
                         json_object=bool(vllm.json_object),
                         regex=vllm.regex or "",
                         choice=tuple(vllm.choice or ()),
                         grammar=vllm.grammar or "",
-                        structural_tag=schema_text(vllm.structural_tag),
+                        structural_tag=schema_text(vllm.structural_tag, "structured_outputs.structural_tag"),
                     ),
                 )
             )
         if is_given(self.guided_json):
-            asked.append(("guided_json", Guided(json_schema=schema_text(self.guided_json))))
+            asked.append(("guided_json", Guided(json_schema=schema_text(self.guided_json, "guided_json"))))
         if self.guided_regex is not None:
             asked.append(("guided_regex", Guided(regex=self.guided_regex)))
         if self.guided_choice is not None:
@@ -115,8 +115,10 @@ def _of_response_format(given: ResponseFormat) -> Guided | None:
     if given.type != "json_schema" and given.json_schema is not None:
         raise InvalidArgumentError("response_format.json_schema", 'is only for type "json_schema"')
     is_tag = given.type == "structural_tag"
-    for name in ("format", "structures", "triggers"):
-        if not is_tag and schema_text(getattr(given, name)):
+    names = ("format", "structures", "triggers")
+    parts = {name: schema_text(getattr(given, name), f"response_format.{name}") for name in names}
+    for name, text in parts.items():
+        if not is_tag and text:
             raise InvalidArgumentError(f"response_format.{name}", 'is only for type "structural_tag"')
     match given.type:
         case "text":
@@ -124,12 +126,12 @@ def _of_response_format(given: ResponseFormat) -> Guided | None:
         case "json_object":
             return Guided(json_object=True)
         case "json_schema":
-            schema = "" if given.json_schema is None else schema_text(given.json_schema.schema)
+            name = "response_format.json_schema.schema"
+            schema = "" if given.json_schema is None else schema_text(given.json_schema.schema, name)
             if not schema:
-                raise InvalidArgumentError("response_format.json_schema.schema", "is required")
+                raise InvalidArgumentError(name, "is required")
             return Guided(json_schema=schema)
         case "structural_tag":
-            parts = {name: schema_text(getattr(given, name)) for name in ("format", "structures", "triggers")}
             tag = ", ".join(f'"{name}": {text}' for name, text in parts.items() if text)
             return Guided(structural_tag=f'{{"type": "structural_tag", {tag}}}')
         case _:
@@ -139,14 +141,20 @@ def _of_response_format(given: ResponseFormat) -> Guided | None:
 
 def is_given(field: Given) -> bool:
     """Null is as good as nothing."""
-    return isinstance(field, Raw) and msgspec.json.decode(field) is not None
+    return isinstance(field, Raw) and bytes(field).strip() != b"null"
 
 
-def schema_text(given: Given) -> str:
-    """JSON text of a schema or tag: the object as it came, or what a string holds; empty if there is none."""
+def schema_text(given: Given, name: str) -> str:
+    """JSON text of a schema or tag: the object as it came, or what a string holds; empty if there is none.
+
+    Raises `InvalidArgumentError` for the field `name` if the value cannot be read.
+    """
     if not isinstance(given, Raw):
         return ""
-    value = msgspec.json.decode(given)
+    try:
+        value = msgspec.json.decode(given)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(name, f"cannot be read: {error}") from error
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value)

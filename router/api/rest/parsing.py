@@ -28,11 +28,14 @@ _MISSING = re.compile(r"Object missing required field `(.*)`")
 def parse(body_class: type[BodyT], data: bytes) -> BodyT:
     """Raises `InvalidArgumentError` with the first field that is unknown, missing or of the wrong type."""
     try:
+        if not data.isascii():
+            data.decode()  # values that are only looked at are not decoded below, and some are sent back as they came
         return msgspec.json.decode(data, type=body_class)
     except msgspec.ValidationError as error:
         raise _wrong(str(error)) from error
     except UnicodeDecodeError as error:
-        raise InvalidArgumentError(_field_of_bad_text(data), "is not valid UTF-8") from error
+        field = _field_of_bad_text(data)
+        raise InvalidArgumentError(field, f"{'' if field else 'the body '}is not valid UTF-8") from error
     except RecursionError as error:
         raise InvalidArgumentError("", "the body is not valid JSON: it is nested too deeply") from error
     except msgspec.DecodeError as error:

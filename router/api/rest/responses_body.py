@@ -45,8 +45,8 @@ class ResponseToolChoice(Body, kw_only=True):
 
 class TextFormat(Body, kw_only=True):
     type: str
-    name: Given = UNSET
-    description: Given = UNSET
+    name: str | None = None
+    description: str | None = None
     schema: Given = UNSET
     strict: bool | None = None  # every schema is kept to the letter
 
@@ -159,7 +159,7 @@ class ResponsesBody(Body, kw_only=True):
             return Guided(json_object=True)
         if wanted.type != "json_schema":
             raise InvalidArgumentError("text.format.type", "must be one of text, json_object, json_schema")
-        schema = schema_text(wanted.schema)
+        schema = schema_text(wanted.schema, "text.format.schema")
         if not schema:
             raise InvalidArgumentError("text.format.schema", "is required")
         return Guided(json_schema=schema)
