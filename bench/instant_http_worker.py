@@ -73,7 +73,7 @@ class InstantHttpWorker:
             writer.close()
 
     async def _answer(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        num = body["max_tokens"]
+        num = body.get("max_tokens") or body["max_completion_tokens"]  # some routers rename it on the way
         if not body.get("stream"):
             message = {"role": "assistant", "content": " The" * num}
             choice = {"index": 0, "message": message, "finish_reason": "length"}

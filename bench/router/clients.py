@@ -39,9 +39,7 @@ class Rest:
         self._connections: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
 
     async def events(self, stream: int, max_tokens: int) -> AsyncIterator[int]:
-        if stream not in self._connections:
-            self._connections[stream] = await asyncio.open_connection(*self._address)
-        reader, writer = self._connections[stream]
+        reader, writer = await self._connection(stream)
         body = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": max_tokens}
         content = json.dumps({**body, "stream": max_tokens > 1}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(content)}\r\n"
@@ -66,8 +64,16 @@ class Rest:
                 ignored = min(num, num_others)
                 num_others -= ignored
                 yield num - ignored
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
+        except (asyncio.IncompleteReadError, OSError) as error:
             raise InternalError(f"an answer was cut off: {error}") from error
+
+    async def _connection(self, stream: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if stream not in self._connections:
+            try:
+                self._connections[stream] = await asyncio.open_connection(*self._address)
+            except OSError as error:
+                raise InternalError(f"the router takes no connection: {error}") from error
+        return self._connections[stream]
 
     async def close(self) -> None:
         for _, writer in self._connections.values():
@@ -104,8 +110,11 @@ class Direct:
     async def events(self, stream: int, max_tokens: int) -> AsyncIterator[int]:  # noqa: ARG002 (one channel)
         params = types_pb2.SamplingParams(max_tokens=max_tokens)
         request = decode_pb2.DecodeRequest(prompt_token_ids=[1] * NUM_PROMPT_TOKENS, sampling_params=params)
-        async for _ in self._stub.Decode(request):
-            yield 1
+        try:
+            async for _ in self._stub.Decode(request):
+                yield 1
+        except grpc.aio.AioRpcError as error:
+            raise InternalError(f"the worker answers {error.code().name}: {error.details()}") from error
 
     async def close(self) -> None:
         await self._channel.close()

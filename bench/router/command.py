@@ -57,7 +57,7 @@ _ABOVE_0 = click.FloatRange(min=0, min_open=True)
     metavar="NAME[=PATH],…",
     callback=_words,
     default="",
-    help="other routers beside it, and their commands: vllm-router",
+    help="other routers beside it, and their commands: vllm-router, sglang-router",
 )
 @click.option("--tokens", metavar="INT", type=click.IntRange(min=2), default=256, show_default=True, help="of a stream")
 @click.option("--seconds", metavar="FLOAT", type=_ABOVE_0, default=5.0, show_default=True, help="of each figure")

@@ -18,7 +18,7 @@ from bench.router.clients import Endpoint, ask
 from common.errors import BatonError, ConfigError, StartupError
 
 BATON = "baton"
-PEERS = {"vllm-router": ("--log-level=error",)}
+PEERS = {"vllm-router": ("--log-level=error",), "sglang-router": ("launch", "--log-level=error")}
 """Other flags keep their defaults, but for the policy: round robin reads no prompt."""
 _START_S = 60.0
 _STDERR = 2
