@@ -273,19 +273,17 @@ class Fleet(Service):
         self.asked = self.routers[(self.routers.index(self.asked) + 1) % len(self.routers)]
 
     def _new_router(self, name: str, http: int, grpc: int) -> RouterMember:
-        process = self._start_router(name, http, grpc, *self._router_flags, host=name, environ=self.environ_of(name))
+        process = self._start_router(name, http, grpc, *self._router_flags, host=name)
         host = self._hosts.admin_host(name)
         return RouterMember(name, http, grpc, f"http://{host}:{http}", f"{host}:{grpc}", process)
 
-    def _start_router(
-        self, name: str, http: int, grpc: int, *flags: str, host: str, environ: Mapping[str, str] | None = None
-    ) -> Process:
+    def _start_router(self, name: str, http: int, grpc: int, *flags: str, host: str) -> Process:
         by_role = {role: ",".join(m.address for m in self.members if m.role == role) for role in ("prefill", "decode")}
         address = "127.0.0.1" if self._hosts.host(host) == self._hosts.admin_host(host) else "0.0.0.0"
         listen = (f"--http-listen={address}:{http}", f"--grpc-listen={address}:{grpc}")
         workers = (f"--prefill={by_role['prefill']}", f"--decode={by_role['decode']}")
         command = self._hosts.command(host, baton("router", *workers, *listen, *flags))
-        return Process(name, command, self._folder / f"{name}.log", {**self._environ, **(environ or {})})
+        return Process(name, command, self._folder / f"{name}.log", {**self._environ, **self.environ_of(name)})
 
     def restart_router(self) -> None:
         """Starts the asked router again, at the same addresses, after it was killed; waits until it serves."""

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
-import grpc
-
 from baton.client import Client
 from common.errors import BatonError, UnavailableError
 
@@ -57,13 +55,14 @@ class Load:
     num_broken: int = 0
     failures: list[str] = field(default_factory=list)
     expected: dict[str, str] = field(default_factory=dict)
+    defects: list[Exception] = field(default_factory=list)  # of the clients themselves, which ended by them
 
     def __enter__(self) -> Load:
         self.expected = {question: ask_rest(self.http_port, question, self.max_tokens) for question in QUESTIONS}
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._threads = [
-            threading.Thread(target=client, args=(number,))
+            threading.Thread(target=self._run, args=(client, number))
             for number in range(self.num_clients)
             for interface, client in (("rest", self._ask_rest), ("grpc", self._ask_grpc))
             if interface in self.interfaces
@@ -78,14 +77,26 @@ class Load:
         self._stop.set()
         for thread in self._threads:
             thread.join()
+        self._raise_defects()
 
     def more_answers(self, number: int, timeout_s: float = 300) -> None:
         """Waits until `number` more questions have been answered."""
         goal, deadline = self.num_answers + number, time.monotonic() + timeout_s
         while self.num_answers < goal:
+            self._raise_defects()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.num_answers} answers after {timeout_s:g} s; failures: {self.failures}")
             time.sleep(0.05)
+
+    def _run(self, client: Callable[[int], None], number: int) -> None:
+        try:
+            client(number)
+        except Exception as error:
+            self.defects.append(error)
+
+    def _raise_defects(self) -> None:
+        if self.defects:
+            raise ExceptionGroup("clients ended", self.defects)
 
     def _count(self, question: str, text: str, interface: str) -> None:
         with self._lock:
@@ -133,7 +144,7 @@ class Load:
 
 @contextmanager
 def busy(port: int, *, num_clients: int, num_prompt_tokens: int, num_output_tokens: int) -> Iterator[None]:
-    """Requests of one shape, without end, over gRPC. Raises RuntimeError if any failed."""
+    """Requests of one shape, without end, over gRPC. Raises ExceptionGroup if any failed."""
 
     def ask(number: int, stop: threading.Event) -> None:
         with Client(f"127.0.0.1:{port}", timeout=600) as client:
@@ -150,15 +161,16 @@ def busy(port: int, *, num_clients: int, num_prompt_tokens: int, num_output_toke
 def at_once(num_clients: int, ask: Callable[[int, threading.Event], None]) -> Iterator[None]:
     """Clients in threads, each with its number, which ask until the event is set, as it is on leaving.
 
-    Raises RuntimeError if any failed; the others go on meanwhile.
+    Raises ExceptionGroup if any failed, whatever else was raised; the others go on meanwhile.
     """
-    stop, failures = threading.Event(), []
+    stop = threading.Event()
+    failures: list[Exception] = []
 
     def run(number: int) -> None:
         try:
             ask(number, stop)
-        except (BatonError, grpc.RpcError) as error:
-            failures.append(repr(error))
+        except Exception as error:
+            failures.append(error)
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(num_clients)]
     for thread in threads:
@@ -169,5 +181,5 @@ def at_once(num_clients: int, ask: Callable[[int, threading.Event], None]) -> It
         stop.set()
         for thread in threads:
             thread.join()
-    if failures:
-        raise RuntimeError(f"requests failed: {failures}")
+        if failures:
+            raise ExceptionGroup("requests failed", failures)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
@@ -13,7 +14,7 @@ import pytest
 from protos.baton.v1 import inference_pb2, types_pb2
 from tests.each_case import each_case
 from tests.garbage import left_of_requests, old_objects_are_left_out, only_collected
-from tests.router.conftest import RunningRouter
+from tests.router.conftest import RunningRouter, sample
 from tests.router.fake_worker import FakeWorker
 
 __all__ = ["old_objects_are_left_out"]
@@ -108,6 +109,24 @@ async def client(router: RunningRouter) -> AsyncIterator[httpx.AsyncClient]:
         yield one
 
 
+async def tasks_of_an_idle_router() -> int:
+    """The fewest for a while: what requests have of their own ends soon after they do."""
+    await all_ended(sys.maxsize)
+    fewest = sys.maxsize
+    for _ in range(10):
+        fewest = min(fewest, len(asyncio.all_tasks()))
+        await asyncio.sleep(0.01)
+    return fewest
+
+
+async def all_ended(num_tasks: int) -> None:
+    """Returns once no request is left, nor a task of one: some end by themselves, with nobody who waits for them. What
+    still runs is not garbage yet."""
+    async with asyncio.timeout(60):
+        while sample("baton_router_requests_running") or len(asyncio.all_tasks()) > num_tasks:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 @each_case("name", ASKS)
 async def test_nothing_of_a_request_is_left(
     router: RunningRouter, worker: FakeWorker, client: httpx.AsyncClient, name: str
@@ -115,8 +134,9 @@ async def test_nothing_of_a_request_is_left(
     worker.delay_s = 0.1 if name == "too late" else 0.003
     for _ in range(WARM_UP):
         await ASKS[name](router, client)
+    num_tasks = await tasks_of_an_idle_router()
     with only_collected() as found:
         for _ in range(NUM_ASKS):
             await ASKS[name](router, client)
-        await asyncio.sleep(0.1)  # requests that nobody waits for end by themselves
+        await all_ended(num_tasks)
     assert not left_of_requests(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from typing import ClassVar
@@ -16,6 +17,7 @@ from router.policy import registry
 from router.policy.base import Policy, RoutingDecision, RoutingRequest
 from router.policy.least_load import LeastLoad
 from router.policy.registry import create_policy
+from tools import values_schema
 
 
 def fleet(text: str) -> list[Endpoint]:
@@ -141,9 +143,11 @@ def test_an_unknown_policy_is_named() -> None:
 
 def test_help_and_the_chart_have_each_policy_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     offered = [RouterCommandSettings, UP_SETTINGS, DEMO_SETTINGS]
+    chart = json.loads(values_schema.PATH.read_text())["definitions"]["routerSettings"]
     for name, about in (("least_load", "the least load"), ("session", "a session's own worker")):
         for settings in offered:
             assert f"{name} ({about})" in (settings.model_fields["policy"].description or "")
+        assert f"{name} ({about})" in chart["properties"]["policy"]["description"]
 
     class Postal(LeastLoad):
         name: ClassVar[str] = "postal"
