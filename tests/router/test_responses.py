@@ -28,11 +28,17 @@ TOOL: Any = {
     "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
     "strict": False,
 }
+SCHEMA: Any = {"type": "object"}
 LOGPROBS: Any = ["message.output_text.logprobs"]
 
 
 def call_item(**fields: str) -> dict[str, str]:
     return {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", **fields}
+
+
+def message_of(text: str, **fields: object) -> dict[str, object]:
+    """An answer's message, as clients send it back."""
+    return {"role": "assistant", "content": [{"type": "output_text", "text": text, **fields}]}
 
 
 @pytest.fixture
@@ -76,6 +82,29 @@ async def test_calls_and_reasoning(router: RunningRouter, worker: FakeWorker) ->
     call = '<tool_call>\n{"name": "f", "arguments": {"x": %d}}\n</tool_call>'
     assert f"<|im_start|>assistant\n<think>hm</think>Yes.{call % 1}{call % 2}<|im_end|>" in prompt
     assert prompt.count("<|im_start|>tool\ndone<|im_end|>") == 2
+
+
+async def test_what_changes_nothing(router: RunningRouter, worker: FakeWorker) -> None:
+    """docs/api.md has the list."""
+    ask: dict[str, object] = {"role": "user", "content": "Do"}
+    citation = {"type": "url_citation", "url": "x", "title": "t", "start_index": 0, "end_index": 1}
+    logprob = {"token": "a", "bytes": [97], "logprob": -0.5, "top_logprobs": []}
+    own = {"id": "msg_1", "status": "completed", "phase": "final_answer"}
+    for inputs in (
+        [ask, message_of("Yes"), ask],
+        [ask, {**message_of("Yes", annotations=[citation], logprobs=[logprob]), **own}, {**ask, "status": None}],
+    ):
+        await router.openai.responses.create(model="tiny", input=inputs)  # type: ignore[arg-type]
+    form = {"type": "json_schema", "name": "n", "schema": SCHEMA}
+    for given in (form, {**form, "description": "d", "strict": False}):
+        answer = await router.openai.responses.create(model="tiny", input="x", text={"format": given})  # type: ignore[typeddict-item]
+        assert answer.text is not None
+        told = answer.text.format
+        assert told is not None
+        assert told.model_dump(by_alias=True, exclude_none=True, exclude_unset=True) == given
+    first, second, third, fourth = worker.requests
+    assert first.prompt_token_ids == second.prompt_token_ids
+    assert third.sampling_params.guided == fourth.sampling_params.guided
 
 
 async def test_stream(router: RunningRouter, worker: FakeWorker) -> None:
@@ -185,6 +214,19 @@ async def test_a_stream_that_fails(router: RunningRouter, worker: FakeWorker) ->
         ({"input": "x", "truncation": "auto"}, "truncation"),
         ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"input": "x", "text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"input": "x", "text": {"format": {"type": "yaml"}}}, "text.format.type"),
+        ({"input": "x", "text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
+        ({"input": "x", "text": {"format": {"type": "text", "strict": False}}}, "text.format.strict"),
+        ({"input": "x", "text": {"format": {"type": "json_object", "schema": SCHEMA}}}, "text.format.schema"),
+        ({"input": "x", "text": {"format": {"type": "json_object", "strict": True}}}, "text.format.strict"),
+        ({"input": "x", "text": {"format": {"type": "json_object", "name": "n"}}}, "text.format.name"),
+        ({"input": "x", "text": {"format": {"type": "text", "description": "d"}}}, "text.format.description"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": 5, "schema": SCHEMA}}}, "text.format.name"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+        ({"input": [{"role": "user", "content": "x", "status": 5}]}, "input[0].status"),
+        ({"input": [{"role": "user", "content": "x", "phase": 5}]}, "input[0].phase"),
+        ({"input": [message_of("x", annotations="none")]}, "input[0].content[0].annotations"),
+        ({"input": [message_of("x", logprobs={})]}, "input[0].content[0].logprobs"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
         ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.name"),

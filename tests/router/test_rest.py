@@ -115,6 +115,12 @@ async def test_extensions_reach_the_worker(router: RunningRouter, worker: FakeWo
     assert answer.id == "chatcmpl-mine-1"
 
 
+async def test_a_chat_template_writes_special_tokens_itself(router: RunningRouter, worker: FakeWorker) -> None:
+    for given in ({}, {"add_special_tokens": False}, {"add_special_tokens": None}):
+        await router.openai.chat.completions.create(model="tiny", messages=MESSAGES, extra_body=given)
+    assert len({tuple(request.prompt_token_ids) for request in worker.requests}) == 1
+
+
 async def test_request_id_header(router: RunningRouter, worker: FakeWorker) -> None:
     raw = await router.openai.chat.completions.with_raw_response.create(
         model="tiny", messages=MESSAGES, extra_headers={"X-Request-Id": "from-header"}
@@ -293,6 +299,7 @@ BAD_CHAT = [
     ({"verbosity": "low"}, "verbosity"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"add_special_tokens": True}, "add_special_tokens"),
     ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
     ({"web_search_options": {"search_context_size": "low"}}, "web_search_options"),
     ({"web_search_options": {}}, "web_search_options"),

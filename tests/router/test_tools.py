@@ -20,6 +20,10 @@ from tests.router.tool_calls import ASK, TOOL, TWO_CALLS, TWO_TOOLS, worker
 __all__ = ["worker"]
 
 
+NAMED: Any = {"type": "function", "function": {"name": "f"}}
+EARLIER: Any = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
 def prompt_of(worker: FakeWorker) -> str:
     return tiny_tokenizer().decode(list(worker.requests[-1].prompt_token_ids), skip_special_tokens=False)
 
@@ -110,6 +114,22 @@ async def test_earlier_calls_and_results_are_in_the_prompt(router: RunningRouter
     assert ids.count(rust.token_to_id("<|im_start|>")) == 5
 
 
+async def test_fields_of_other_types_may_be_null(router: RunningRouter, worker: FakeWorker) -> None:
+    messages = [
+        *ASK,
+        {"role": "assistant", "tool_calls": [{**EARLIER, "index": 0, "custom": None}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "done"},
+    ]
+    choice = {**NAMED, "custom": None, "allowed_tools": None}
+    for tools, kind in (([{**TOOL, "custom": None}], choice), ([TOOL], NAMED)):
+        await router.openai.chat.completions.create(
+            model="tiny", messages=messages, tools=tools, tool_choice=kind, max_tokens=3
+        )  # type: ignore[call-overload]
+    first, second = worker.requests
+    assert first.prompt_token_ids == second.prompt_token_ids
+    assert first.sampling_params.guided == second.sampling_params.guided
+
+
 async def test_control_tokens_in_tools_are_text(router: RunningRouter, worker: FakeWorker) -> None:
     tool = {
         "type": "function",
@@ -193,6 +213,14 @@ def called(**changes: object) -> dict[str, object]:
         ({"tools": tools(description="word " * 20_000)}, "tools"),
         ({"tools": tools(description="word " * 800)}, "messages"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tools": [{**TOOL, "custom": {"name": "x"}}]}, "tools[0].custom"),
+        ({"tools": [{**TOOL, "custom": {}}]}, "tools[0].custom"),
+        ({"tools": [TOOL], "tool_choice": {**NAMED, "custom": {"name": "x"}}}, "tool_choice.custom"),
+        ({"tools": [TOOL], "tool_choice": {**NAMED, "allowed_tools": {"mode": "auto"}}}, "tool_choice.allowed_tools"),
+        (
+            {"messages": [*ASK, {"role": "assistant", "tool_calls": [{**EARLIER, "custom": {"input": "x"}}]}]},
+            "messages[1].tool_calls[0].custom",
+        ),
         ({"tools": tools(), "tool_choice": "maybe"}, "tool_choice"),
         ({"tools": tools(), "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tools": tools(), "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),

@@ -35,6 +35,11 @@ def asks(value: object) -> bool:
     return value is not UNSET and bool(value)
 
 
+def is_given(value: Given) -> bool:
+    """Whether a value is there. Null is as good as nothing; unlike `asks`, what is empty counts."""
+    return isinstance(value, Raw) and bytes(value).strip() != b"null"
+
+
 def check_service_tier(given: str | None) -> None:
     if given not in (None, "auto", "default"):
         raise InvalidArgumentError("service_tier", f'must be "auto" or "default", not {given!r}: there is one tier')

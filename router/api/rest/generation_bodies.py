@@ -12,9 +12,18 @@ from msgspec import UNSET, Raw
 from common.choices import Choices
 from common.errors import InvalidArgumentError
 from common.sampling import parameters
-from router.api.rest.body_types import Body, Given, RetainBody, asks, check_service_tier, session_of, several
+from router.api.rest.body_types import (
+    Body,
+    Given,
+    RetainBody,
+    asks,
+    check_service_tier,
+    is_given,
+    session_of,
+    several,
+)
 from router.api.rest.chat_messages import ChatMessage, conversation_of
-from router.api.rest.guided import GuidedFields, is_given
+from router.api.rest.guided import GuidedFields
 from router.api.rest.sampling_fields import ALIASES, ALIASES_OF, with_sampling
 from router.api.rest.tools import FunctionTool, NamedTool, chat_tools
 from router.serving.conversation import Conversation, check_effort
@@ -151,6 +160,8 @@ class ChatBody(GenerationBody, kw_only=True):
 
     def check(self) -> None:
         super().check()
+        if self.add_special_tokens:
+            raise InvalidArgumentError("add_special_tokens", "is not for chat: the chat template writes these tokens")
         if self.modalities not in (None, [], ["text"]):
             raise InvalidArgumentError("modalities", 'only ["text"] is supported')
         if asks(self.function_call) and bytes(cast("Raw", self.function_call)) not in (b'"none"', b'"auto"'):

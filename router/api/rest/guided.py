@@ -12,7 +12,7 @@ from msgspec import UNSET, Raw
 
 from common.errors import InvalidArgumentError
 from common.guided import Guided
-from router.api.rest.body_types import Body, Given
+from router.api.rest.body_types import Body, Given, is_given
 
 
 class GuidedBody(Body, kw_only=True):
@@ -137,11 +137,6 @@ def _of_response_format(given: ResponseFormat) -> Guided | None:
         case _:
             kinds = "text, json_object, json_schema, structural_tag"
             raise InvalidArgumentError("response_format.type", f"must be one of {kinds}, not {given.type!r}")
-
-
-def is_given(field: Given) -> bool:
-    """Null is as good as nothing."""
-    return isinstance(field, Raw) and bytes(field).strip() != b"null"
 
 
 def schema_text(given: Given, name: str) -> str:

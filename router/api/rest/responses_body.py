@@ -10,7 +10,7 @@ from common.choices import Choices
 from common.errors import InvalidArgumentError
 from common.guided import Guided
 from common.sampling import parameters
-from router.api.rest.body_types import Body, Given, RetainBody, asks, check_service_tier, session_of
+from router.api.rest.body_types import Body, Given, RetainBody, asks, check_service_tier, is_given, session_of
 from router.api.rest.guided import schema_text
 from router.api.rest.responses_input import InputItem, turns_of
 from router.api.rest.sampling_fields import with_sampling
@@ -45,7 +45,7 @@ class ResponseToolChoice(Body, kw_only=True):
 
 class TextFormat(Body, kw_only=True):
     type: str
-    name: str | None = None
+    name: str | None = None  # this and the description are notes
     description: str | None = None
     schema: Given = UNSET
     strict: bool | None = None  # every schema is kept to the letter
@@ -153,12 +153,16 @@ class ResponsesBody(Body, kw_only=True):
     def guided_text(self) -> Guided | None:
         """The form that the answer has; None for any text."""
         wanted = self.text.format if self.text is not None else None
-        if wanted is None or wanted.type == "text":
+        if wanted is None:
             return None
-        if wanted.type == "json_object":
-            return Guided(json_object=True)
-        if wanted.type != "json_schema":
+        if wanted.type not in ("text", "json_object", "json_schema"):
             raise InvalidArgumentError("text.format.type", "must be one of text, json_object, json_schema")
+        if wanted.type != "json_schema":
+            for name in ("name", "description", "schema", "strict"):
+                value = getattr(wanted, name)
+                if is_given(value) if name == "schema" else value is not None:
+                    raise InvalidArgumentError(f"text.format.{name}", 'is only for type "json_schema"')
+            return Guided(json_object=True) if wanted.type == "json_object" else None
         schema = schema_text(wanted.schema, "text.format.schema")
         if not schema:
             raise InvalidArgumentError("text.format.schema", "is required")

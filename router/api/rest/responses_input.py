@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import ClassVar
 
-from msgspec import UNSET, field
+from msgspec import UNSET, Raw, field
 
 from common.errors import InvalidArgumentError
 from router.api.rest.body_types import Body, Given, asks
@@ -25,9 +25,11 @@ TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 class Part(Body, kw_only=True):
     type: str
     text: str | None = None
-    annotations: Given = UNSET
-    logprobs: Given = UNSET
     prompt_cache_breakpoint: Given = UNSET  # where a prompt's cached part may end; here it may end anywhere
+
+    # Answers have these, and clients send them back. Prompts have no place for them.
+    annotations: list[Raw] | None = None
+    logprobs: list[Raw] | None = None
 
 
 class InputItem(Body, kw_only=True):
@@ -42,10 +44,10 @@ class InputItem(Body, kw_only=True):
     output: str | list[Part] | None = None
     summary: list[Part] | None = None
 
-    # Answers have these, and clients send them back.
-    id: Given = UNSET
-    status: Given = UNSET
-    phase: Given = UNSET
+    # Answers have these, and clients send them back. Prompts have no place for them.
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
 
     # Answers have these, too. Each must be empty.
     encrypted_content: Given = UNSET

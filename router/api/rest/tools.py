@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import UNSET
 
 from common.errors import InvalidArgumentError
+from router.api.rest.body_types import Body, Given, is_given
 from router.serving.answer_parts import ToolCallDelta
 from router.serving.conversation import Call, Tool, Tools, make_tools
 
 JsonObject = dict[str, object]
 
 
-class Strict(Struct, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class Function(Strict, kw_only=True):
+class Function(Body, kw_only=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -29,36 +26,36 @@ class Function(Strict, kw_only=True):
         return Tool(name=self.name, description=self.description, strict=bool(self.strict), **given)
 
 
-class FunctionTool(Strict, kw_only=True):
+class FunctionTool(Body, kw_only=True):
     type: str
     function: Function | None = None
-    custom: Raw | UnsetType = UNSET
+    custom: Given = UNSET  # of another type
 
 
-class FunctionName(Strict, kw_only=True):
+class FunctionName(Body, kw_only=True):
     name: str
 
 
-class NamedTool(Strict, kw_only=True):
+class NamedTool(Body, kw_only=True):
     type: str
     function: FunctionName | None = None
-    custom: Raw | UnsetType = UNSET
-    allowed_tools: Raw | UnsetType = UNSET
+    custom: Given = UNSET  # of other types, as is the next
+    allowed_tools: Given = UNSET
 
 
-class FunctionCall(Strict, kw_only=True):
+class FunctionCall(Body, kw_only=True):
     name: str
     arguments: str
 
 
-class ToolCall(Strict, kw_only=True):
+class ToolCall(Body, kw_only=True):
     """A call in an assistant's message."""
 
     id: str
     type: str = "function"
     function: FunctionCall | None = None
     index: int | None = None  # what was streamed is sent back with it by some clients
-    custom: Raw | UnsetType = UNSET
+    custom: Given = UNSET  # of another type
 
 
 def chat_tools(given: Sequence[FunctionTool], choice: str | NamedTool | None, *, parallel: bool) -> Tools:
@@ -69,6 +66,7 @@ def chat_tools(given: Sequence[FunctionTool], choice: str | NamedTool | None, *,
             raise InvalidArgumentError(f"tools[{index}].type", f'must be "function", not {one.type!r}')
         if one.function is None:
             raise InvalidArgumentError(f"tools[{index}].function", "is required")
+        _refuse(one, f"tools[{index}]", "custom")
         tools.append(one.function.tool())
     named = ""
     if isinstance(choice, NamedTool):
@@ -76,6 +74,7 @@ def chat_tools(given: Sequence[FunctionTool], choice: str | NamedTool | None, *,
             raise InvalidArgumentError("tool_choice.type", f'must be "function", not {choice.type!r}')
         if choice.function is None:
             raise InvalidArgumentError("tool_choice.function", "is required")
+        _refuse(choice, "tool_choice", "custom", "allowed_tools")
         if not choice.function.name:
             raise InvalidArgumentError("tool_choice.function.name", "must not be empty")
         named, choice = choice.function.name, "required"
@@ -91,8 +90,16 @@ def calls_of(given: Sequence[ToolCall], where: str) -> list[Call]:
             raise InvalidArgumentError(f"{place}.type", f'must be "function", not {one.type!r}')
         if one.function is None:
             raise InvalidArgumentError(f"{place}.function", "is required")
+        _refuse(one, place, "custom")
         calls.append(Call(call_id=one.id, name=one.function.name, arguments=one.function.arguments))
     return calls
+
+
+def _refuse(given: Body, where: str, *names: str) -> None:
+    """Fields of other types beside `function`."""
+    for name in names:
+        if is_given(getattr(given, name)):
+            raise InvalidArgumentError(f"{where}.{name}", 'is not a field of type "function"')
 
 
 def delta_json(delta: ToolCallDelta) -> JsonObject:
