@@ -7,7 +7,8 @@ from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from router.api.rest import errors
+from common.version import VERSION
+from router.api.rest import errors, openapi
 from router.api.rest.body_types import Body
 from router.api.rest.direct import DirectApp, Endpoint
 from router.api.rest.disconnect import ClientGoneError
@@ -15,11 +16,12 @@ from router.api.rest.embeddings import EmbeddingHandlers, EmbeddingsBody
 from router.api.rest.errors import as_baton, error_response
 from router.api.rest.generate import GenerationHandlers
 from router.api.rest.generation_bodies import ChatBody, CompletionBody
-from router.api.rest.information import InformationHandlers
+from router.api.rest.information import DEFAULT_DECISIONS, InformationHandlers
 from router.api.rest.prefix import PrefixBody, PrefixHandlers, RetainPrefixBody
 from router.api.rest.responses_body import ResponsesBody
 from router.api.rest.sampling_fields import schemas
 from router.api.rest.tokenization import DetokenizeBody, TokenizeBody, TokenizerHandlers
+from router.serving.decisions import MAX_DECISIONS
 from router.serving.front import Front
 
 CLIENT_GONE_STATUS = 499  # nobody reads it; access logs know it
@@ -37,7 +39,7 @@ BODIES: tuple[type[Body], ...] = (
 
 
 def make_app(front: Front) -> ASGIApp:
-    app = FastAPI(title="Baton", docs_url=None, redoc_url=None)
+    app = FastAPI(title="Baton", version=VERSION, docs_url=None, redoc_url=None)
     errors.install(app)
     generation, embedding, prefixes = GenerationHandlers(front), EmbeddingHandlers(front), PrefixHandlers(front)
     tokenizer, information = TokenizerHandlers(front), InformationHandlers(front)
@@ -45,35 +47,60 @@ def make_app(front: Front) -> ASGIApp:
     references, components = schemas(BODIES)
     direct: dict[str, Endpoint] = {}
 
-    def route(method: str, path: str, handler: Endpoint, summary: str, body: type[Body] | None = None) -> None:
-        extra: dict[str, object] | None = None
-        handler = _guarded(handler)
-        if body is not None:
-            direct[path] = handler
-            schema = references[BODIES.index(body)]
-            extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-        app.add_api_route(path, handler, methods=[method], response_model=None, summary=summary, openapi_extra=extra)
+    def add(method: str, path: str, handler: Endpoint, summary: str, described: openapi.Json) -> None:
+        app.add_api_route(
+            path,
+            handler,
+            methods=[method],
+            response_model=None,
+            response_class=Response,  # the page says of answers what `described` says, and nothing else
+            summary=summary,
+            openapi_extra=described,
+        )
 
-    route("POST", "/v1/chat/completions", generation.chat, "Answer a conversation", ChatBody)
-    route("POST", "/v1/completions", generation.completions, "Continue prompts", CompletionBody)
-    route("POST", "/v1/responses", generation.responses, "Answer a conversation, item by item", ResponsesBody)
-    route("POST", "/v1/embeddings", embedding.embeddings, "Vectors of texts", EmbeddingsBody)
-    route("POST", "/v1/cache/retain", prefixes.retain, "Keep a prompt's KV for a while", RetainPrefixBody)
-    route("POST", "/v1/cache/evict", prefixes.evict, "Forget a prompt's KV", PrefixBody)
-    route("POST", "/v1/cache/prefetch", prefixes.prefetch, "Have a prompt's KV ready", PrefixBody)
-    route("GET", "/v1/models", information.models, "The model that is served")
-    route("GET", "/v1/models/{model:path}", information.model, "One model")
-    route("POST", "/tokenize", tokenizer.tokenize, "Token ids of a text", TokenizeBody)
-    route("POST", "/detokenize", tokenizer.detokenize, "The text of token ids", DetokenizeBody)
-    route("GET", "/tokenizer_info", tokenizer.tokenizer_info, "Special tokens and the chat template, for harnesses")
-    route("GET", "/version", information.version, "This router's version")
-    route("GET", "/health", information.health, "Whether requests are taken")
-    route("GET", "/ping", information.health, "The same as /health")
-    route("GET", "/metrics", information.metrics, "Metrics for Prometheus")
-    route("GET", "/docs", information.docs, "This API, for people")
-    route("GET", "/decisions", information.decisions, "Where the last requests went, and why")
+    def post(path: str, handler: Endpoint, summary: str, body: type[Body], answer: openapi.Json) -> None:
+        direct[path] = handler = _guarded(handler)
+        add("POST", path, handler, summary, openapi.operation(answer, body=references[BODIES.index(body)]))
+
+    def get(
+        path: str,
+        handler: Endpoint,
+        summary: str,
+        answer: openapi.Json,
+        *parameters: openapi.Json,
+        unavailable: openapi.Json | None = None,
+    ) -> None:
+        described = openapi.operation(answer, parameters=parameters, unavailable=unavailable)
+        add("GET", path, _guarded(handler), summary, described)
+
+    embeddings, hinted = openapi.json_answer("Embeddings"), openapi.json_answer("PrefixHinted")
+    post("/v1/chat/completions", generation.chat, "Answer a conversation", ChatBody, openapi.CHAT_ANSWER)
+    post("/v1/completions", generation.completions, "Continue prompts", CompletionBody, openapi.COMPLETION_ANSWER)
+    items = "Answer a conversation, item by item"
+    post("/v1/responses", generation.responses, items, ResponsesBody, openapi.RESPONSE_ANSWER)
+    post("/v1/embeddings", embedding.embeddings, "Vectors of texts", EmbeddingsBody, embeddings)
+    post("/v1/cache/retain", prefixes.retain, "Keep a prompt's KV for a while", RetainPrefixBody, hinted)
+    post("/v1/cache/evict", prefixes.evict, "Forget a prompt's KV", PrefixBody, hinted)
+    post("/v1/cache/prefetch", prefixes.prefetch, "Have a prompt's KV ready", PrefixBody, hinted)
+    get("/v1/models", information.models, "The model that is served", openapi.json_answer("ModelList"))
+    model = openapi.json_answer("Model")
+    get("/v1/models/{model:path}", information.model, "One model", model, openapi.MODEL_PARAMETER)
+    tokens, text = openapi.json_answer("Tokens"), openapi.json_answer("Text")
+    post("/tokenize", tokenizer.tokenize, "Token ids of a text", TokenizeBody, tokens)
+    post("/detokenize", tokenizer.detokenize, "The text of token ids", DetokenizeBody, text)
+    special = "Special tokens and the chat template, for harnesses"
+    get("/tokenizer_info", tokenizer.tokenizer_info, special, openapi.json_answer("TokenizerInfo"))
+    get("/version", information.version, "This router's version", openapi.json_answer("Version"))
+    healthy, unavailable = openapi.json_answer("Health"), openapi.json_answer("Health", "No requests are taken now")
+    get("/health", information.health, "Whether requests are taken", healthy, unavailable=unavailable)
+    get("/ping", information.health, "The same as /health", healthy, unavailable=unavailable)
+    get("/metrics", information.metrics, "Metrics for Prometheus", openapi.METRICS_ANSWER)
+    get("/docs", information.docs, "This API, for people", openapi.PAGE_ANSWER)
+    decisions = openapi.json_answer("Decisions")
+    limit = openapi.query_number("limit", DEFAULT_DECISIONS, MAX_DECISIONS, "so many of the last ones")
+    get("/decisions", information.decisions, "Where the last requests went, and why", decisions, limit)
     page = app.openapi()
-    page.setdefault("components", {}).setdefault("schemas", {}).update(components)
+    page.setdefault("components", {}).setdefault("schemas", {}).update({**components, **openapi.COMPONENTS})
     return DirectApp(app, direct)
 
 

@@ -34,7 +34,7 @@ def docs_page(page: Mapping[str, Any]) -> str:
         "<p>For programs, this page is at <a href='/openapi.json'>/openapi.json</a>. "
         "Errors are <code>{&quot;error&quot;: {message, type, param, code}}</code>.</p>",
         *operations,
-        "<h2>Bodies</h2>",
+        "<h2>Bodies and answers</h2>",
         *(_schema(name, schema) for name, schema in schemas.items()),
         "</body></html>",
     ]
@@ -45,9 +45,11 @@ def _operation(path: str, method: str, operation: Mapping[str, Any]) -> str:
     body = ""
     for content in operation.get("requestBody", {}).get("content", {}).values():
         body = f" · body: {_type(content['schema'])}"
+    names = [html.escape(one["name"]) for one in operation.get("parameters", ()) if one["in"] == "query"]
+    query = f" · query: <code>{', '.join(names)}</code>" if names else ""
     return (
         f"<p><b class='{method}'>{method.upper()}</b> <code>{html.escape(path)}</code> "
-        f"{html.escape(operation.get('summary', ''))}{body}</p>"
+        f"{html.escape(operation.get('summary', ''))}{query}{body}</p>"
     )
 
 

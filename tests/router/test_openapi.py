@@ -1,0 +1,151 @@
+"""The OpenAPI page: it is valid, and real answers are as it says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+import schemathesis
+
+from common.version import VERSION
+from tests.each_case import each_case
+from tests.router.conftest import RunningRouter
+from tests.router.fake_worker import FakeWorker
+from tests.router.tool_calls import ASK, TOOL, worker
+
+__all__ = ["worker"]
+
+PROMPT = {"prompt": "Hi", "max_tokens": 3}
+CHAT = {"messages": ASK, "tools": [TOOL], "max_tokens": 200}
+
+
+async def page_of(router: RunningRouter) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        page: dict[str, Any] = (await client.get("/openapi.json")).json()
+    return page
+
+
+async def test_the_page_is_valid(router: RunningRouter) -> None:
+    page = await page_of(router)
+    schema = schemathesis.openapi.from_dict(page)
+    schema.validate()
+    operations = {(result.ok().method, result.ok().path) for result in schema.get_all_operations()}
+    assert operations == {(method, path) for path, item in page["paths"].items() for method in item}
+    assert page["info"]["version"] == VERSION
+    for path, item in page["paths"].items():
+        for operation in item.values():
+            declared = [one["name"] for one in operation.get("parameters", ()) if one["in"] == "path"]
+            assert declared == re.findall(r"\{(\w+)\}", path)
+            assert set(operation["responses"]) >= {"200", "default"}
+            assert operation["responses"]["default"]["content"]["application/json"]["schema"] == {
+                "$ref": "#/components/schemas/Error"
+            }
+    for component in page["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(component)
+
+
+def test_the_validator_finds_what_is_wrong() -> None:
+    page = {"openapi": "3.1.0", "info": {"title": "x", "version": "1"}, "paths": {"/x": {"get": {"parameters": [{}]}}}}
+    with pytest.raises(Exception, match=r"is not valid under|required"):
+        schemathesis.openapi.from_dict(page).validate()
+
+
+async def checked(router: RunningRouter, method: str, path: str, **asked: Any) -> httpx.Response:
+    """The answer, whose kind and JSON are as the page says."""
+    page = await page_of(router)
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        answer = await client.request(method, path, timeout=60, **asked)
+    path = path.partition("?")[0]
+    known = path if path in page["paths"] else "/v1/models/{model}"
+    responses = page["paths"][known][method.lower()]["responses"]
+    content = responses.get(str(answer.status_code), responses["default"])["content"]
+    kind = answer.headers["content-type"].partition(";")[0]
+    assert kind in content, answer.headers
+    if kind == "application/json":
+        valid(page, content[kind]["schema"], answer.json())
+    return answer
+
+
+def valid(page: dict[str, Any], schema: dict[str, Any], value: object) -> None:
+    jsonschema.Draft202012Validator({**schema, "components": page["components"]}).validate(value)
+
+
+CASES: list[tuple[str, str, dict[str, object] | None, int]] = [
+    ("POST", "/v1/chat/completions", CHAT, 200),
+    ("POST", "/v1/chat/completions", {**CHAT, "logprobs": True, "n": 2}, 200),
+    ("POST", "/v1/chat/completions", {"messages": []}, 400),
+    ("POST", "/v1/completions", {**PROMPT, "logprobs": 1}, 200),
+    ("POST", "/v1/completions", {**PROMPT, "model": "other"}, 404),
+    ("POST", "/v1/responses", {"input": "Hi", "max_output_tokens": 3}, 200),
+    ("POST", "/v1/embeddings", {"input": ["Hi", "Ho"]}, 200),
+    ("POST", "/v1/embeddings", {"input": "Hi", "encoding_format": "base64"}, 200),
+    ("POST", "/v1/cache/retain", {"prompt": "Hi", "seconds": 1}, 200),
+    ("POST", "/v1/cache/evict", {"prompt": "Hi"}, 200),
+    ("POST", "/v1/cache/prefetch", {"prompt": "Hi"}, 200),
+    ("GET", "/v1/models", None, 200),
+    ("GET", "/v1/models/tiny", None, 200),
+    ("GET", "/v1/models/other/one", None, 404),
+    ("POST", "/tokenize", {"prompt": "Hi"}, 200),
+    ("POST", "/detokenize", {"tokens": [5]}, 200),
+    ("GET", "/tokenizer_info", None, 200),
+    ("GET", "/version", None, 200),
+    ("GET", "/health", None, 200),
+    ("GET", "/ping", None, 200),
+    ("GET", "/metrics", None, 200),
+    ("GET", "/docs", None, 200),
+    ("GET", "/decisions?limit=1", None, 200),
+    ("GET", "/decisions?limit=0", None, 400),
+]
+
+
+@each_case(("method", "path", "body", "status"), CASES)
+async def test_answers_are_as_the_page_says(
+    router: RunningRouter, method: str, path: str, body: dict[str, object] | None, status: int
+) -> None:
+    answer = await checked(router, method, path, json=body)
+    assert answer.status_code == status, answer.text
+
+
+async def test_each_operation_is_asked(router: RunningRouter) -> None:
+    page = await page_of(router)
+    asked = {(method, path.partition("?")[0]) for method, path, _, status in CASES if status == 200}
+    known = {(method.upper(), path) for path, item in page["paths"].items() for method in item}
+    assert {
+        ("GET", path.replace("/tiny", "/{model}")) if method == "GET" else (method, path) for method, path in asked
+    } == known
+
+
+@each_case(
+    ("path", "body", "event"),
+    [
+        ("/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}, "ChatCompletionChunk"),
+        ("/v1/completions", PROMPT, "Completion"),
+        ("/v1/responses", {"input": "Hi"}, "ResponseEvent"),
+    ],
+)
+async def test_events_are_as_the_page_says(
+    router: RunningRouter, path: str, body: dict[str, object], event: str
+) -> None:
+    page = await page_of(router)
+    answer = await checked(router, "POST", path, json={**body, "stream": True})
+    said = page["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]["description"]
+    assert f"a {event}, or an Error" in said
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    events = [json.loads(line) for line in lines if line != "[DONE]"]
+    assert (lines[-1] == "[DONE]") is ("[DONE]" in said)
+    assert events
+    for one in events:
+        valid(page, {"$ref": f"#/components/schemas/{event}"}, one)
+
+
+async def test_no_worker_is_told_as_the_page_says(router: RunningRouter, worker: FakeWorker) -> None:
+    await worker.stop()
+    async with asyncio.timeout(60):
+        while (answer := await checked(router, "GET", "/health")).status_code != 503:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert answer.json()["status"] == "unavailable"
