@@ -19,6 +19,7 @@ class Chat:
     messages: Sequence[tuple[str, str] | Message]
     tools: Sequence[Tool] = ()
     tool_choice: str = "auto"
+    parallel_tool_calls: bool = True
     template_options: Mapping[str, Any] | None = None
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 from baton.messages import Message, Tool, ToolCall
 from baton.requests import Messages
 from common.errors import InvalidArgumentError
+from router.serving.conversation import joined_parts
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
@@ -83,7 +84,7 @@ def _text(content: object) -> str:
     parts = cast("Sequence[Mapping[str, Any]]", content)
     if any(part["type"] != "text" for part in parts):
         raise TypeError("content may have parts of text only")
-    return "".join(part["text"] for part in parts)
+    return joined_parts(part["text"] for part in parts)
 
 
 def tools_of(tools: Sequence[Tool | Mapping[str, Any]] | None) -> list[Tool]:

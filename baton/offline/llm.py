@@ -111,14 +111,22 @@ class LLM:
         *,
         tools: Sequence[Tool | Mapping[str, Any]] | None = None,
         tool_choice: str = "auto",
+        parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation, or a list of several. Messages are (role, content) pairs, mappings as OpenAI's
-        clients write them, or `Message`s; a text is one question."""
+        clients write them, or `Message`s; a text is one question. `tool_choice`: auto, none, required, or the name of
+        the tool that has to be called."""
         made = tools_of(tools)
         chats = [
-            Chat(messages=one, tools=made, tool_choice=tool_choice, template_options=chat_template_kwargs)
+            Chat(
+                messages=one,
+                tools=made,
+                tool_choice=tool_choice,
+                parallel_tool_calls=parallel_tool_calls,
+                template_options=chat_template_kwargs,
+            )
             for one in conversations_of(messages)
         ]
         return self._answers(chats, "messages", sampling_params, priority, show_progress=use_tqdm)

@@ -343,6 +343,7 @@ def _chat_request(chat: Chat) -> inference_pb2.ChatRequest:
         messages=chat_messages(chat.messages),
         tools=tool_messages(chat.tools),
         tool_choice=tool_choice_message(chat.tool_choice),
+        parallel_tool_calls=chat.parallel_tool_calls,
         chat_template_kwargs=template_options(chat.template_options),
     )
 

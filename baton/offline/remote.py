@@ -70,6 +70,7 @@ class RemoteStack:
                 chat.messages,
                 tools=chat.tools,
                 tool_choice=chat.tool_choice,
+                parallel_tool_calls=chat.parallel_tool_calls,
                 chat_template_kwargs=chat.template_options,
                 priority=ask.priority,
                 **options,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -117,6 +117,11 @@ def make_message(
     if name:
         message["name"] = check_name(name, f"{where}.name")
     return message
+
+
+def joined_parts(texts: Iterable[str]) -> str:
+    """The text of a message that is given in parts: each on a line of its own."""
+    return "\n".join(texts)
 
 
 def named_results(messages: Sequence[Json]) -> list[Json]:

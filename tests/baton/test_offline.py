@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,12 +14,15 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from baton import LLM, Client, SamplingParams
-from baton.messages import Message
+from baton.messages import Message, Tool
 from baton.offline.local import LocalEngine
 from baton.offline.outputs import RequestOutput
 from common.errors import ConfigError, InvalidArgumentError, UnavailableError
+from router.api.rest.chat_messages import ChatMessage, ContentPart, conversation_of
+from router.serving.conversation import Tools
 from tests.baton.fake_router import fake_router
 from tests.chaos.tiny_model import random_prompt, reference_answer, write_tiny_model
+from tests.router.chat_templates import HERMES
 from tests.router.tiny_tokenizer import eos_id, ids_of, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kernels": "torch", "num_threads": 1, "num_blocks": 64, "block_size": 16}
@@ -152,6 +156,83 @@ def test_chat_takes_pairs_mappings_and_messages(llm: LLM) -> None:
     assert len(several) == 2
 
 
+def test_parts_are_joined_as_over_rest(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "world"}]
+    outputs = [llm.chat([("user", "hello\nworld")], greedy(2), use_tqdm=False)[0]]
+    outputs += llm.chat([{"role": "user", "content": parts}], greedy(2), use_tqdm=False)
+    messages = [ChatMessage(role="user", content=[ContentPart(**part) for part in parts])]
+    assert conversation_of(messages, Tools(), None).messages[0]["content"] == "hello\nworld"
+    assert outputs[0].prompt_token_ids == outputs[1].prompt_token_ids
+
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"unit": {"enum": ["C", "F"]}},
+    "required": ["unit"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    Tool(name="weather", description="The weather", parameters=WEATHER),
+    {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}},
+]
+
+
+@pytest.fixture(scope="module")
+def llm_with_tools(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tmp_path_factory.mktemp("tools") / "model"
+    shutil.copytree(model_dir, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_id()}))
+    (folder / "chat_template.jinja").write_text(HERMES)
+    with LLM(str(folder), **OPTIONS) as one:
+        yield one
+
+
+@pytest.mark.parametrize(("choice", "names"), [("weather", {"weather"}), ("required", {"weather", "time"})])
+def test_forced_calls(llm_with_tools: LLM, choice: str, names: set[str]) -> None:
+    (output,) = llm_with_tools.chat(
+        "hello", greedy(100), use_tqdm=False, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False
+    )
+    answer = output.outputs[0]
+    (call,) = answer.tool_calls
+    assert (answer.finish_reason, answer.text) == ("tool_calls", "")
+    assert call.name in names
+    if call.name == "weather":
+        assert call.values() in ({"unit": "C"}, {"unit": "F"})
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_calls_that_the_model_writes_by_itself(llm_with_tools: LLM, parallel: bool) -> None:
+    """A model of random weights writes what a form makes it write."""
+    call = '<tool_call>\n{"name": "weather", "arguments": {"unit": "C"}}\n</tool_call>'
+    params = greedy(200, guided={"regex": re.escape(f"Yes.\n{call}\n{call}")})
+    (output,) = llm_with_tools.chat("hello", params, use_tqdm=False, tools=TOOLS, parallel_tool_calls=parallel)
+    answer = output.outputs[0]
+    assert (answer.finish_reason, answer.text) == ("tool_calls", "Yes.")
+    assert [(one.name, one.values()) for one in answer.tool_calls] == [("weather", {"unit": "C"})] * (1 + parallel)
+
+
+def test_tools_calls_and_results_are_in_the_prompt(llm_with_tools: LLM) -> None:
+    messages = [
+        {"role": "user", "content": "hello"},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"unit": "C"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+    for choice in ("auto", "none"):
+        (output,) = llm_with_tools.chat(messages, greedy(1), use_tqdm=False, tools=TOOLS, tool_choice=choice)
+        assert output.prompt_token_ids is not None
+        prompt = tiny_tokenizer().decode(output.prompt_token_ids, skip_special_tokens=False)
+        assert ("The weather" in prompt) is (choice == "auto")
+        assert '<think>hm</think><tool_call>\n{"name": "weather", "arguments": {"unit": "C"}}\n</tool_call>' in prompt
+        assert "<|im_start|>tool\nsunny<|im_end|>" in prompt
+
+
 def test_embeddings(llm: LLM) -> None:
     one, two = llm.embed(["hello world", {"prompt_token_ids": ids_of("hello world")}], use_tqdm=False)
     assert one.outputs.embedding == pytest.approx(two.outputs.embedding)
@@ -250,6 +331,8 @@ def test_a_stack_that_runs_elsewhere() -> None:
         (called,) = llm.chat("a b", tools=[tool], use_tqdm=False)
         assert called.outputs[0].tool_calls[0].name == "add"
         assert called.outputs[0].finish_reason == "tool_calls"
+        llm.chat("a b", use_tqdm=False, parallel_tool_calls=False)
+        assert [one.parallel_tool_calls for one in router.requests[-3:]] == [True, True, False]
         vectors = llm.embed(["a"] * 70, use_tqdm=False)
         assert [vector.outputs.embedding for vector in vectors] == [[1, 0.5]] * 70
 

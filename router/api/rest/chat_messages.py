@@ -10,7 +10,15 @@ from msgspec import UNSET
 from common.errors import InvalidArgumentError
 from router.api.rest.body_types import Body, Given, asks
 from router.api.rest.tools import ToolCall, calls_of
-from router.serving.conversation import Conversation, Json, Tools, check_options, make_message, named_results
+from router.serving.conversation import (
+    Conversation,
+    Json,
+    Tools,
+    check_options,
+    joined_parts,
+    make_message,
+    named_results,
+)
 
 
 class ContentPart(Body, kw_only=True):
@@ -89,4 +97,4 @@ def _content(content: str | list[ContentPart], where: str) -> str:
             if asks(getattr(part, name)):
                 raise InvalidArgumentError(f"{where}[{index}].{name}", 'is not a field of type "text"')
         texts.append(part.text)
-    return "\n".join(texts)
+    return joined_parts(texts)

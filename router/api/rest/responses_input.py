@@ -9,7 +9,7 @@ from msgspec import UNSET, Raw, field
 
 from common.errors import InvalidArgumentError
 from router.api.rest.body_types import Body, Given, asks
-from router.serving.conversation import Call, Json, make_message
+from router.serving.conversation import Call, Json, joined_parts, make_message
 
 FIELDS = {
     "message": {"role", "content", "name"},
@@ -136,4 +136,4 @@ def _text(content: str | list[Part] | None, where: str) -> str:
             raise InvalidArgumentError(f"{where}[{index}].type", "only parts of text are supported")
         if part.text is None:
             raise InvalidArgumentError(f"{where}[{index}].text", "must be a string")
-    return "\n".join(part.text or "" for part in content)
+    return joined_parts(part.text or "" for part in content)
