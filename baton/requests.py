@@ -143,6 +143,7 @@ class PrefixOptions(TypedDict, total=False):
     messages: Messages
     tools: Sequence[Tool]
     chat_template_kwargs: Mapping[str, object] | None
+    add_special_tokens: bool  # to a prompt that is text; True
     num_tokens: int  # so many of its first tokens; 0: all
     cache_salt: str
     model: str
@@ -159,6 +160,7 @@ def prefix_message(options: PrefixOptions) -> inference_pb2.Prefix:
         chat_template_kwargs=template_options(options.get("chat_template_kwargs")),
         cache_salt=options.get("cache_salt", ""),
         num_tokens=options.get("num_tokens", 0),
+        add_special_tokens=options.get("add_special_tokens"),
     )
 
 
@@ -179,6 +181,7 @@ def embed_message(
     pooling: str,
     dimensions: int,
     normalize: bool,
+    add_special_tokens: bool,
     model: str,
     request_id: str,
     cache_salt: str,
@@ -195,6 +198,7 @@ def embed_message(
         pooling=_POOLINGS[pooling],
         dimensions=dimensions,
         normalize=normalize,
+        add_special_tokens=add_special_tokens,
         cache_salt=cache_salt,
     )
 

@@ -107,7 +107,10 @@ class InferenceService:
             if bool(one.text) is bool(one.token_ids):
                 raise InvalidArgumentError(f"inputs[{index}]", "set one of text and token_ids")
             given.append(list(one.token_ids) or one.text)
-        return await self._front.preparation.prompts(model, given, "inputs", has_answer=False)
+        special = _adds_special_tokens(request)
+        return await self._front.preparation.prompts(
+            model, given, "inputs", add_special_tokens=special, has_answer=False
+        )
 
     async def RetainPrefix(  # noqa: N802
         self, request: inference_pb2.RetainPrefixRequest, context: Context
@@ -158,10 +161,16 @@ class InferenceService:
             for field in ("tools", "chat_template_kwargs"):
                 if getattr(prefix, field):
                     raise InvalidArgumentError(field, "is for messages")
-            generate = inference_pb2.GenerateRequest(prompt=prefix.prompt, prompt_token_ids=prefix.prompt_token_ids)
+            generate = inference_pb2.GenerateRequest(
+                prompt=prefix.prompt,
+                prompt_token_ids=prefix.prompt_token_ids,
+                add_special_tokens=_adds_special_tokens(prefix),
+            )
             return await self._prompt(model, generate)
         if prefix.prompt or prefix.prompt_token_ids:
             raise InvalidArgumentError("messages", "set one of prompt, prompt_token_ids and messages")
+        if prefix.HasField("add_special_tokens"):
+            raise InvalidArgumentError("add_special_tokens", "is for prompt: the chat template writes these tokens")
         check_messages(len(prefix.messages), model.limits, "messages")
         chat = inference_pb2.ChatRequest(
             messages=prefix.messages, tools=prefix.tools, chat_template_kwargs=prefix.chat_template_kwargs
@@ -174,7 +183,7 @@ class InferenceService:
         self._front.admission.charge(current_client.get())
         model = self._front.admission.served()
         check_model(request.model, model.limits)
-        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        special = _adds_special_tokens(request)
         ids = await self._front.preparation.tokenize(model, request.text, "text", add_special_tokens=special)
         return inference_pb2.TokenizeResponse(token_ids=ids)
 
@@ -201,7 +210,8 @@ class InferenceService:
             raise InvalidArgumentError("prompt_token_ids", "set either prompt or prompt_token_ids, not both")
         given = list(request.prompt_token_ids) or request.prompt
         field = "prompt_token_ids" if request.prompt_token_ids else "prompt"
-        return (await self._front.preparation.prompts(model, [given], field))[0]
+        special = _adds_special_tokens(request)
+        return (await self._front.preparation.prompts(model, [given], field, add_special_tokens=special))[0]
 
     async def _answer(
         self,
@@ -244,6 +254,15 @@ class InferenceService:
             async with aclosing(likeliest(outputs, choices) if choices.are_compared else outputs) as given:
                 async for index, output in given:
                     yield _response(first, index, output, shows_logprobs=shows_logprobs)
+
+
+def _adds_special_tokens(
+    request: inference_pb2.GenerateRequest
+    | inference_pb2.EmbedRequest
+    | inference_pb2.Prefix
+    | inference_pb2.TokenizeRequest,
+) -> bool:
+    return request.add_special_tokens if request.HasField("add_special_tokens") else True
 
 
 def _retain(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest) -> Retain | None:

@@ -18,11 +18,14 @@ from baton.messages import Message, Tool
 from baton.offline.local import LocalEngine
 from baton.offline.outputs import RequestOutput
 from common.errors import ConfigError, InvalidArgumentError, UnavailableError
+from common.sampling import parameters
+from engine import messages as m
 from router.api.rest.chat_messages import ChatMessage, ContentPart, conversation_of
 from router.serving.conversation import Tools
 from tests.baton.fake_router import fake_router
 from tests.chaos.tiny_model import random_prompt, reference_answer, write_tiny_model
 from tests.router.chat_templates import HERMES
+from tests.router.test_every_parameter import example, sent
 from tests.router.tiny_tokenizer import eos_id, ids_of, tiny_tokenizer
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kernels": "torch", "num_threads": 1, "num_blocks": 64, "block_size": 16}
@@ -231,6 +234,42 @@ def test_tools_calls_and_results_are_in_the_prompt(llm_with_tools: LLM) -> None:
         assert ("The weather" in prompt) is (choice == "auto")
         assert '<think>hm</think><tool_call>\n{"name": "weather", "arguments": {"unit": "C"}}\n</tool_call>' in prompt
         assert "<|im_start|>tool\nsunny<|im_end|>" in prompt
+
+
+class RecordedError(Exception):
+    pass
+
+
+def commands(llm: LLM, monkeypatch: pytest.MonkeyPatch, ask: Callable[[LLM], object]) -> list[m.AddRequest]:
+    """What the engine is asked, without what it would compute."""
+    recorded, handle = [], core(llm).handle
+
+    def record(command: m.Command) -> None:
+        if isinstance(command, m.AddRequest):
+            recorded.append(command)
+            raise RecordedError
+        handle(command)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(core(llm), "handle", record)
+        with pytest.raises(RecordedError):
+            ask(llm)
+    return recorded
+
+
+@pytest.mark.parametrize("name", parameters())
+def test_every_parameter_reaches_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    value, params = example(name)[0], SamplingParams(**{name: sent(name)})  # type: ignore[arg-type]
+    asked = commands(llm, monkeypatch, lambda llm: llm.generate("hello", params, use_tqdm=False))
+    asked += commands(llm, monkeypatch, lambda llm: llm.chat("hello", params, use_tqdm=False))
+    assert [getattr(one.sampling_params, name) for one in asked] == [value, value]
+
+
+def test_priority_reaches_the_engine(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(model_dir), **OPTIONS, queue_policy="priority") as llm:
+        asked = commands(llm, monkeypatch, lambda llm: llm.generate("hello", use_tqdm=False, priority=[-5]))
+        asked += commands(llm, monkeypatch, lambda llm: llm.chat("hello", use_tqdm=False, priority=[-5]))
+    assert [one.priority for one in asked] == [-5, -5]
 
 
 def test_embeddings(llm: LLM) -> None:

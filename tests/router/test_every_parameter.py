@@ -14,8 +14,12 @@ from typing import Any
 import grpc
 import httpx
 import msgspec
+import openai
 import pytest
 
+from baton import LLM
+from baton import SamplingParams as LLMParams
+from baton.async_client import AsyncClient
 from baton.cli.main import main
 from baton.client import Client
 from common.guided import Guided
@@ -119,6 +123,56 @@ async def test_client(router: RunningRouter, worker: FakeWorker, name: str) -> N
 
 
 @every_parameter
+async def test_async_client(router: RunningRouter, worker: FakeWorker, name: str) -> None:
+    value = example(name)[0]
+    async with AsyncClient(router.grpc_address) as client:
+        await client.generate("Hi", **{name: sent(name)}).result()  # type: ignore[arg-type]
+        await client.chat("Hi", **{name: value}).result()  # type: ignore[arg-type]
+    assert [getattr(in_the_engine(request), name) for request in worker.requests] == [value, value]
+
+
+@every_parameter
+async def test_llm(router: RunningRouter, worker: FakeWorker, name: str) -> None:
+    """`tests.baton.test_offline` has the engine in process."""
+    value = example(name)[0]
+
+    def ask() -> None:
+        with LLM(target=router.grpc_address) as llm:
+            llm.generate("Hi", LLMParams(**{name: sent(name)}), use_tqdm=False)  # type: ignore[arg-type]
+            llm.chat("Hi", LLMParams(**{name: value}), use_tqdm=False)  # type: ignore[arg-type]
+
+    await asyncio.to_thread(ask)
+    assert [getattr(in_the_engine(request), name) for request in worker.requests] == [value, value]
+
+
+SCHEMA: dict[str, Any] = {"type": "object"}
+OF_RESPONSES: dict[str, dict[str, Any] | None] = {
+    "logprobs": {"include": ["message.output_text.logprobs"], "top_logprobs": 7},
+    "max_tokens": {"max_output_tokens": 7},
+    "guided": {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}},
+    "prompt_logprobs": None,
+}
+"""What /v1/responses calls other names; None: what it refuses."""
+
+
+@every_parameter
+async def test_responses(router: RunningRouter, worker: FakeWorker, name: str) -> None:
+    given = OF_RESPONSES.get(name, {name: sent(name)})
+    ask = router.openai.responses.create
+    if name in OF_RESPONSES:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await ask(model="tiny", input="Hi", extra_body={name: sent(name)})
+        assert refused.value.param == name
+    if given is not None:
+        await ask(model="tiny", input="Hi", extra_body=given)
+        value = Guided(json_schema=json.dumps(SCHEMA)) if name == "guided" else example(name)[0]
+        assert [getattr(in_the_engine(request), name) for request in worker.requests] == [value]
+    for alias in parameters()[name].rest_aliases if name not in OF_RESPONSES else ():
+        await ask(model="tiny", input="Hi", extra_body={alias: sent(name)})
+        assert getattr(in_the_engine(worker.requests[-1]), name) == example(name)[0]
+
+
+@every_parameter
 async def test_command(
     router: RunningRouter,
     worker: FakeWorker,
@@ -148,12 +202,13 @@ async def test_the_page_has_the_help_of_each(router: RunningRouter) -> None:
 
 def test_nested_values() -> None:
     """The tests above with parameters that are, or hold, dataclasses: they are declared in a process of their own."""
-    selected = "same_fields or help_of_each or test_rest or test_grpc or test_client or test_command"
+    selected = "same_fields or help_of_each or test_rest or test_responses or test_grpc or test_client"
+    selected += " or test_async_client or test_llm or test_command"
     command = [sys.executable, "-m", "pytest", "-v", "-n0", "-p", "tests.router.nested_parameters", __file__]
     result = subprocess.run([*command, "-k", selected], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
-    assert " 6 passed, " in result.stdout
-    assert f" {len(nested_parameters.VALUES) * 4} subtests passed " in result.stdout
+    assert " 9 passed, " in result.stdout
+    assert f" {len(nested_parameters.VALUES) * 7} subtests passed " in result.stdout
 
 
 async def test_the_bad_words_of_a_body_are_read_once(router: RunningRouter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,6 +167,7 @@ BAD_GRPC = [
     (inference_pb2.Prefix(prompt="a", messages=CHAT), 1.0, "prefix.messages"),
     (inference_pb2.Prefix(prompt="a", tools=[inference_pb2.Tool(name="f")]), 1.0, "prefix.tools"),
     (inference_pb2.Prefix(prompt="a", num_tokens=-1), 1.0, "prefix.num_tokens"),
+    (inference_pb2.Prefix(messages=CHAT, add_special_tokens=False), 1.0, "prefix.add_special_tokens"),
     (inference_pb2.Prefix(messages=[inference_pb2.ChatMessage(role="robot")]), 1.0, "prefix.messages[0].role"),
     (inference_pb2.Prefix(prompt="a"), float("nan"), "seconds"),
 ]
