@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from common.config import DEFAULT_MODEL, default_cache_dir
-from engine.embedded_model import ensure_model, package_is_installed
-from tests.integration.stack import Stack, running
-from tests.router.chat_templates import HERMES
+from tests.clients.conftest import MODEL
+from tests.integration.stack import Stack
 
 pytestmark = pytest.mark.clients
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +22,6 @@ RUNS = {
 }
 """Frameworks ask for an older `openai` than the one that Baton is developed with."""
 TIMEOUT_S = 280
-MODEL = "with-tools"
 OFFLINE = {
     "DO_NOT_TRACK": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -37,27 +33,11 @@ OFFLINE = {
 """Clients fetch nothing, and tell nobody of what they do."""
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """The embedded model, which knows no tools, with a chat template that writes them out."""
+@pytest.mark.parametrize("name", RUNS)
+def test_a_stock_client(request: pytest.FixtureRequest, name: str, tmp_path: Path) -> None:
     if not PYTHON.exists():
         pytest.skip("there is no .venv-clients: `make clients` installs it")
-    if not package_is_installed():
-        pytest.skip("the embedded model's package is not installed")
-    folder = tmp_path_factory.mktemp("clients")
-    model = folder / MODEL
-    model.mkdir()
-    for file in ensure_model(DEFAULT_MODEL, default_cache_dir(), print).iterdir():
-        if file.name != "chat_template.jinja":
-            (model / file.name).symlink_to(file)
-    (model / "chat_template.jinja").write_text(HERMES)
-    one = Stack(folder, f"--model={model}")
-    with running(one):
-        yield one
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_a_stock_client(stack: Stack, name: str, tmp_path: Path) -> None:
+    stack: Stack = request.getfixturevalue("stack")
     python, script = RUNS[name]
     own = {
         name: value

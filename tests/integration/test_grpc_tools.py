@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -15,42 +13,25 @@ from common.errors import DeadlineError
 from tests.integration.ask import Salt
 from tests.integration.reference import Expected
 from tests.integration.stack import Stack, baton, wait_for
+from tests.integration.stock_tools import grpcurl, output, tool
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def tool(name: str) -> str:
-    folder = os.environ.get("KUBEBUILDER_ASSETS")
-    if not folder or not (Path(folder) / name).exists():
-        pytest.skip(f"$KUBEBUILDER_ASSETS has no {name}")
-    return str(Path(folder) / name)
-
-
-def output(*command: str) -> str:
-    run = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
-
-
 def test_grpcurl_finds_its_way_by_reflection(two: Stack) -> None:
-    grpcurl = tool("grpcurl")
-    services = output(grpcurl, "-plaintext", two.grpc, "list").split()
+    found = tool("grpcurl")
+    services = output(found, "-plaintext", two.grpc, "list").split()
     assert {"baton.v1.InferenceService", "baton.v1.RouterService", "grpc.health.v1.Health"} <= set(services)
-    described = output(grpcurl, "-plaintext", two.grpc, "describe", "baton.v1.InferenceService")
+    described = output(found, "-plaintext", two.grpc, "describe", "baton.v1.InferenceService")
     assert "rpc Generate ( .baton.v1.GenerateRequest ) returns ( stream .baton.v1.GenerateResponse )" in described
     for worker in two.workers():
-        assert "baton.v1.WorkerService" in output(grpcurl, "-plaintext", worker.address, "list").split()
+        assert "baton.v1.WorkerService" in output(found, "-plaintext", worker.address, "list").split()
 
 
 def test_grpcurl_generate(two: Stack, expected: dict[str, Expected]) -> None:
     prompt = expected["capital"]
     request = {"promptTokenIds": prompt.prompt_token_ids, "samplingParams": {"temperature": 0, "maxTokens": 16}}
-    command = [tool("grpcurl"), "-plaintext", "-d", json.dumps(request), two.grpc, "baton.v1.InferenceService/Generate"]
-    text = output(*command)
-    messages, position = [], 0
-    while (start := text.find("{", position)) >= 0:
-        message, position = json.JSONDecoder().raw_decode(text, start)
-        messages.append(message)
+    messages = grpcurl(two.grpc, "baton.v1.InferenceService/Generate", request)
     assert [token for one in messages for token in one.get("token_ids", [])] == prompt.output_token_ids
     assert "".join(one.get("text", "") for one in messages) == prompt.text
     assert messages[-1]["finish_reason"] == "FINISH_REASON_LENGTH"
