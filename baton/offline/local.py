@@ -191,7 +191,7 @@ class LocalEngine:
         for index, ask in enumerate(asks):
             first = self._prepare(ask)
             for candidate in range(ask.params.num_candidates):
-                one = _Live(index, candidate, first.numbered(candidate))
+                one = _Live(index, candidate, first.numbered(candidate, is_first=candidate == 0))
                 live[one.request.request_id] = one
         with closing(self._events([one.command for one in live.values()], live)) as events:
             for event in events:

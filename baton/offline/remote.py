@@ -62,6 +62,8 @@ class RemoteStack:
         options = cast("AnswerOptions", dict(ask.params.options))
         if num > 1:
             options["n"] = num
+        if first:
+            options.pop("prompt_logprobs", None)  # the first call has them
         if "seed" in options:
             options["seed"] = (options["seed"] + first + 2**63) % 2**64 - 2**63  # as a router numbers them
         if isinstance(ask.prompt, Chat):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 
 from common.choices import Choices
+from common.types import SampledToken
 from router.serving.generation import Generation
-from router.serving.request import GenerationRequest, Output
+from router.serving.request import GenerationRequest, Output, Siblings
 
 MAX_AHEAD = 16  # outputs of all choices together that wait for their reader
 
@@ -19,7 +21,7 @@ Outputs = AsyncGenerator[tuple[int, Output], None]
 def candidates(requests: Sequence[GenerationRequest], choices: Choices) -> list[GenerationRequest]:
     """One request for each answer. `requests`: one for each prompt. Answers to one prompt are side by side."""
     return [
-        request.numbered(number * choices.num_candidates + index)
+        request.numbered(number * choices.num_candidates + index, is_first=index == 0)
         for number, request in enumerate(requests)
         for index in range(choices.num_candidates)
     ]
@@ -38,9 +40,51 @@ async def likeliest(outputs: Outputs, choices: Choices) -> Outputs:
             yield index, output
 
 
+@dataclass(slots=True)
+class _Scores:
+    """A prompt's logprobs, as its first answer has them."""
+
+    num_missing: int
+    pieces: list[list[SampledToken]] = field(default_factory=list)
+    are_whole: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, output: Output) -> None:
+        if output.prompt_logprobs:
+            self.pieces.append(output.prompt_logprobs)
+            self.num_missing -= len(output.prompt_logprobs)
+        if self.num_missing <= 0 or output.tokens or output.finish_reason:  # no token comes before the last of them
+            self.are_whole.set()
+
+
+async def _answer(
+    generation: Generation, request: GenerationRequest, scores: _Scores | None
+) -> AsyncGenerator[Output, None]:
+    """Outputs of `request`. `scores`: of its prompt, if a client wants them.
+
+    A further answer begins when the first one has them all, and finds the prompt's KV blocks where they were computed.
+    Its own outputs follow the same logprobs. It waits here and not for its turn, so that it takes no place from the
+    first one.
+    """
+    if scores is not None and not request.wants_prompt_logprobs:
+        await scores.are_whole.wait()
+        for piece in scores.pieces:
+            yield Output(text="", tokens=[], prompt_logprobs=piece)
+        scores = None
+    async with aclosing(generation.generate(request)) as outputs:
+        async for output in outputs:
+            if scores is not None:
+                scores.add(output)
+            yield output
+
+
+def _shared_scores(requests: Sequence[GenerationRequest]) -> dict[Siblings, _Scores]:
+    return {one.siblings: _Scores(len(one.prompt_token_ids) - 1) for one in requests if one.wants_prompt_logprobs}
+
+
 async def merged(generation: Generation, requests: Sequence[GenerationRequest]) -> Outputs:
-    """Outputs of all requests as they come, those of beam searches when they are done. The first failure ends all of
-    them. A reader that is slow holds up these requests, and nothing piles up here."""
+    """Outputs of all requests as they come, those of beam searches when they are done. All answers to a prompt have its
+    logprobs, although only the first one asked for them. The first failure ends all of them. A reader that is slow
+    holds up these requests, and nothing piles up here."""
     if len(requests) == 1 and requests[0].beams is None:
         async with aclosing(generation.generate(requests[0])) as outputs:
             async for output in outputs:
@@ -48,6 +92,7 @@ async def merged(generation: Generation, requests: Sequence[GenerationRequest]) 
         return
 
     queue: asyncio.Queue[tuple[int, Output] | Exception | None] = asyncio.Queue(MAX_AHEAD)
+    scores = _shared_scores(requests)
 
     async def pump(first: int, group: Sequence[GenerationRequest]) -> None:
         try:
@@ -55,7 +100,7 @@ async def merged(generation: Generation, requests: Sequence[GenerationRequest]) 
                 for index, output in enumerate(await generation.beams(group), first):
                     await queue.put((index, output))
             else:
-                async with aclosing(generation.generate(group[0])) as outputs:
+                async with aclosing(_answer(generation, group[0], scores.get(group[0].siblings))) as outputs:
                     async for output in outputs:
                         await queue.put((first, output))
             await queue.put(None)

@@ -26,7 +26,7 @@ class Prompt:
     guided: Guided | None = None  # the form that the answer must have, because of its tools
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Siblings:
     """All answers to one prompt. They go to one decode worker, which has the prompt's blocks once for all of them."""
 
@@ -76,15 +76,20 @@ class GenerationRequest:
         name = field.removeprefix("sampling_params.")
         return field if name == field else self.sampling_field(name)
 
-    def numbered(self, index: int) -> GenerationRequest:
-        """The index-th of several answers to one request: another id and seed, the same everything else."""
+    def numbered(self, index: int, *, is_first: bool) -> GenerationRequest:
+        """The index-th of several answers to one request: another id and seed, the same everything else. Only the first
+        answer to a prompt asks for the prompt's logprobs: to score a prompt is to compute all of it."""
         if index == 0:
             return self
-        seed = (self.sampling_params.seed + index + 2**63) % 2**64 - 2**63
+        params = self.sampling_params
         return replace(
             self,
             request_id=f"{self.request_id}-{index}",
-            sampling_params=replace(self.sampling_params, seed=seed),
+            sampling_params=replace(
+                params,
+                seed=(params.seed + index + 2**63) % 2**64 - 2**63,
+                prompt_logprobs=params.prompt_logprobs if is_first else None,
+            ),
             charge=Charge(),
         )
 

@@ -122,6 +122,31 @@ def test_logprobs_of_answer_and_prompt(llm: LLM) -> None:
     ]
 
 
+def test_several_answers_share_the_blocks_of_a_prompt_that_is_scored(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """21 blocks, the last of them with two tokens: its KV is computed once, and lies in memory once."""
+    engine, prompt = core(llm), random_prompt(random.Random(9), 20 * 16 + 2)
+    prepare, most, computed = engine.prepare, 0, 0
+
+    def counted() -> Any:
+        nonlocal most, computed
+        output = prepare()
+        most = max(most, engine.blocks.num_blocks - engine.blocks.num_available_blocks)
+        computed += sum(output.num_tokens.values())
+        return output
+
+    monkeypatch.setattr(engine, "prepare", counted)
+    params = SamplingParams(n=8, seed=3, max_tokens=2, ignore_eos=True, prompt_logprobs=1)
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    assert most == 21 + 7  # each has a block of its own for the tail and its answer
+    assert computed == len(prompt) + 7 * 2 + 8 * 1
+    (alone,) = llm.generate([prompt], SamplingParams(seed=3, max_tokens=2, prompt_logprobs=1), use_tqdm=False)
+    assert output.prompt_logprobs == alone.prompt_logprobs
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(prompt)
+    assert len(output.outputs) == 8
+    assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+
+
 def test_stop_strings_and_tokens(llm: LLM) -> None:
     (whole,) = llm.generate(PROMPTS[0], greedy(12), use_tqdm=False)
     text, token_ids = whole.outputs[0].text, whole.outputs[0].token_ids
@@ -378,10 +403,12 @@ def test_a_stack_that_runs_elsewhere() -> None:
 
 def test_more_answers_than_a_router_gives_at_once() -> None:
     with fake_router() as (router, address), LLM(target=address) as llm:
-        (output,) = llm.generate("a b", SamplingParams(n=10, seed=4), use_tqdm=False)
+        (output,) = llm.generate("a b", SamplingParams(n=10, seed=4, prompt_logprobs=0), use_tqdm=False)
         asked = [(request.sampling_params.seed, request.choices.n) for request in router.requests]
+        scored = [request.sampling_params.HasField("prompt_logprobs") for request in router.requests]
     assert [one.text for one in output.outputs] == ["97 32 98 "] * 10
     assert asked == [(4, 8), (12, 2)]
+    assert scored == [True, False]  # it is the same prompt
 
 
 def test_more_prompts_than_are_in_flight_and_a_failure() -> None:

@@ -62,6 +62,25 @@ def test_across_two_workers(two: Stack, model_dir: Path, salt: Salt) -> None:
     assert [one.top_logprobs[0].logprob for one in tokens] == pytest.approx(best, abs=1e-4)
 
 
+def test_several_answers_to_one_prompt(two: Stack, salt: Salt) -> None:
+    """The first one computes and scores it, the others find it computed."""
+    with two.client() as client:
+        token_ids = client.tokenize(PROMPT) if isinstance(PROMPT, str) else list(PROMPT)
+        options = {"seed": 3, "max_tokens": 8, "prompt_logprobs": 1, "ignore_eos": True}
+        results = client.generate(token_ids, n=4, cache_salt=salt(), **options).results()  # type: ignore[arg-type]
+        alone = client.generate(token_ids, cache_salt=salt(), **options).result()  # type: ignore[arg-type]
+    assert [len(result.prompt_logprobs) for result in results] == [len(token_ids) - 1] * 4
+    assert len({result.prompt_logprobs for result in results}) == 1
+    assert [one.token_id for one in results[0].prompt_logprobs] == token_ids[1:]
+    assert [one.logprob for one in results[0].prompt_logprobs] == pytest.approx(
+        [one.logprob for one in alone.prompt_logprobs], abs=1e-5
+    )
+    assert results[0].token_ids == alone.token_ids
+    block_size = 16
+    num_full = (len(token_ids) - 1) // block_size * block_size
+    assert [result.usage.cached_tokens for result in results] == [0, *([num_full] * 3)]
+
+
 def test_as_harnesses_ask(two: Stack, model_dir: Path) -> None:
     """A batch of token ids with `echo`, over REST."""
     with two.client() as client:

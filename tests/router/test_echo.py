@@ -44,8 +44,10 @@ def texts_at(logprobs: dict[str, list[object]], text: str) -> None:
 
 
 @each_case("prompt", [PROMPT, IDS])
-async def test_the_prompt_comes_first(router: RunningRouter, prompt: object) -> None:
+async def test_the_prompt_comes_first(router: RunningRouter, worker: FakeWorker, prompt: object) -> None:
+    worker.requests.clear()
     whole = await complete(router, prompt=prompt, echo=True, logprobs=1, max_tokens=4, n=2)
+    assert [request.sampling_params.HasField("prompt_logprobs") for request in worker.requests] == [True, False]
     for choice in whole["choices"]:
         assert choice["text"] == PROMPT + ANSWER[: len(choice["text"]) - len(PROMPT)]
         logprobs = choice["logprobs"]

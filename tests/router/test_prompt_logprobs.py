@@ -83,6 +83,77 @@ async def test_a_worker_fails_in_the_middle_of_them(start_worker: StartWorker, s
     assert_whole(await ask(await start_router(first, second)))
 
 
+@pytest.mark.parametrize("best_of", [3, 5])
+@pytest.mark.parametrize(
+    "fails", ["nobody", "before the scores", "among the scores", "before a token", "after a token"]
+)
+async def test_only_the_first_answer_asks_for_them(
+    start_worker: StartWorker, start_router: StartRouter, fails: str, best_of: int
+) -> None:
+    """Every answer has them, before its first token; the others begin when the first one has all of them."""
+    first, second = await start_worker(), await start_worker()
+    second.num_requests_waiting = 5
+    scored_before: list[bool] = []
+
+    def spoil(event: decode_pb2.DecodeEvent) -> None:
+        if fails == "among the scores":
+            second_piece_without(event)
+        if not event.prompt_logprobs:
+            return
+        scored_before.append(len(first.requests) + len(second.requests) > 2)
+        if fails == "before the scores":
+            another_token(event)
+
+    first.spoil = spoil
+    first.die_after = {"before a token": 0, "after a token": 1}.get(fails)
+    router = await start_router(first, second)
+    asked = types_pb2.SamplingParams(prompt_logprobs=2)
+    choices = inference_pb2.Choices(n=3, best_of=best_of)
+    call = router.inference.Generate(
+        inference_pb2.GenerateRequest(prompt=PROMPT, sampling_params=asked, choices=choices)
+    )
+    responses = [response async for response in call]
+    for index in range(3):
+        assert_whole([response for response in responses if response.index == index])
+    assert scored_before == [False] * len(scored_before)
+    assert len(scored_before) > 0
+    ids = [
+        request.request_id
+        for request in (*first.requests, *second.requests)
+        if request.sampling_params.HasField("prompt_logprobs")
+    ]
+    assert len(ids) == (1 if fails == "nobody" else 2)
+    assert len(set(ids)) == 1
+    assert len({request.request_id for request in (*first.requests, *second.requests)}) == best_of
+
+
+async def test_a_prompt_of_one_token_has_none(router: RunningRouter, worker: FakeWorker) -> None:
+    """All answers come nevertheless."""
+    asked = types_pb2.SamplingParams(prompt_logprobs=2)
+    call = router.inference.Generate(
+        inference_pb2.GenerateRequest(
+            prompt_token_ids=IDS[:1], sampling_params=asked, choices=inference_pb2.Choices(n=3)
+        )
+    )
+    responses = [response async for response in call]
+    assert not any(response.prompt_logprobs for response in responses)
+    assert sorted(response.index for response in responses if response.finish_reason) == [0, 1, 2]
+
+
+async def test_the_first_answer_s_failure_ends_all(router: RunningRouter, worker: FakeWorker) -> None:
+    """Those that wait for its scores do not wait for ever."""
+    worker.spoil = another_token
+    asked = types_pb2.SamplingParams(prompt_logprobs=2)
+    call = router.inference.Generate(
+        inference_pb2.GenerateRequest(prompt=PROMPT, sampling_params=asked, choices=inference_pb2.Choices(n=8))
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    assert " sends " in (caught.value.details() or "")
+    assert len({request.request_id for request in worker.requests}) == 1
+
+
 def another_token(event: decode_pb2.DecodeEvent) -> None:
     for score in event.prompt_logprobs:
         score.token_id += 1
