@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common import metrics
 from common.block_hash import block_hashes
 from common.sampling import SamplingParams
 from common.types import FinishReason
@@ -107,6 +108,7 @@ def test_what_stands_behind_a_wrong_token_counts_for_nothing() -> None:
 
 @pytest.mark.parametrize("errs_at", [1, 2, 5, 10**9])
 def test_the_answer_is_the_same_in_fewer_steps(errs_at: int) -> None:
+    before = counted()
     core, runner = make_core(drafter=Oracle(errs_at))
     add(core, "a", [1, 2, 3, 4, 5], max_tokens=40)
     events = run(core)
@@ -117,7 +119,18 @@ def test_the_answer_is_the_same_in_fewer_steps(errs_at: int) -> None:
     assert isinstance(last, m.TokensGenerated)
     assert last.num_accepted_tokens == 40 - num_steps
     assert last.num_drafted_tokens >= last.num_accepted_tokens
+    accepted, refused = (after - earlier for after, earlier in zip(counted(), before, strict=True))
+    assert (accepted, accepted + refused) == (last.num_accepted_tokens, last.num_drafted_tokens)
+    assert (refused > 0) is (errs_at < 40)
     assert_idle(core)
+
+
+def counted() -> tuple[float, float]:
+    """`baton_worker_draft_tokens_total` of this process: (accepted, refused)."""
+    accepted, refused = (
+        metrics.worker_draft_tokens.labels(outcome)._value.get() for outcome in ("accepted", "refused")
+    )
+    return accepted, refused
 
 
 def test_a_request_may_decline() -> None:

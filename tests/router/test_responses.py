@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import grpc
 import httpx
 import openai
 import pytest
@@ -15,7 +16,7 @@ from router.serving.request import Output
 from tests.each_case import each_case
 from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartWorker
-from tests.router.fake_worker import FakeWorker
+from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.test_answer import REPORT, USAGE, FakeGeneration, requests
 from tests.router.test_tools import prompt_of
 from tests.router.tiny_tokenizer import byte_ids, ids_of
@@ -196,6 +197,34 @@ async def test_a_stream_that_fails(router: RunningRouter, worker: FakeWorker) ->
     worker.spoil = lambda event: event.tokens[0].__setattr__("token_id", 10**6) if worker.requests else None
     with pytest.raises(openai.APIStatusError):
         await router.openai.responses.create(model="tiny", input="x", stream=True)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4])
+async def test_a_stream_that_fails_after_its_first_token(
+    router: RunningRouter, worker: FakeWorker, num_tokens: int
+) -> None:
+    """The status has been sent, so an event says it, with what has come of the answer."""
+    worker.answer = ids_of(ANSWER)
+    worker.die_after = num_tokens
+    worker.spoil = lambda _: setattr(worker, "refuse", (grpc.StatusCode.INTERNAL, "it broke"))  # it goes on nowhere
+    stream = await router.openai.responses.create(model="tiny", input="x", stream=True)
+    events = [event async for event in stream]
+    types = [event.type for event in events]
+    assert types[:2] == ["response.created", "response.in_progress"]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    told = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert ANSWER.startswith(told)
+    assert told
+    last = events[-1]
+    assert last.type == "response.failed"
+    assert not {"response.completed", "response.incomplete", "response.output_item.done"} & set(types)
+    assert (last.response.status, last.response.usage) == ("failed", None)
+    assert last.response.error is not None
+    assert last.response.error.code == "server_error"
+    assert "it broke" in last.response.error.message
+    (item,) = last.response.output
+    assert item.type == "message"
+    assert (item.status, last.response.output_text) == ("incomplete", told)
 
 
 @each_case(
