@@ -24,7 +24,7 @@ from tests.router.tiny_tokenizer import eos_id
 
 pytestmark = pytest.mark.timeout(1200)
 
-NUM_EACH = 2
+NUM_EACH = 5
 QUESTION = "Give an example. Answer in JSON that matches this schema: "
 
 
@@ -40,7 +40,7 @@ def test_answers_validate(two: Stack, salt: Salt) -> None:
             question = QUESTION + json.dumps(schema)
             return client.chat(question, guided=guided, max_tokens=256, temperature=0.7, seed=seed).result()
 
-        with ThreadPoolExecutor(32) as pool:
+        with ThreadPoolExecutor(64) as pool:
             results = list(pool.map(ask, cases))
     ended = [
         (case, result) for case, result in zip(cases, results, strict=True) if result.finish_reason is FinishReason.STOP
