@@ -1,0 +1,105 @@
+"""1P1D whose decode worker has a draft model: no answer changes, and what was guessed is counted.
+
+The model is the draft model with layers that change nothing: it costs more, and draws the same tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from common.sampling import SamplingOptions
+from tests.chaos.tiny_model import random_prompt, reference_answer, write_tiny_model
+from tests.faults import watch
+from tests.integration.ask import Salt
+from tests.integration.stack import Fleet, Member, running, wait_for
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+
+NUM_LAYERS = 4  # of the draft model
+NUM_TOKENS = 60
+PROMPTS = [random_prompt(random.Random(number), length) for number, length in enumerate((90, 35, 200))]
+NAME = "baton_worker_draft_tokens_total"
+
+
+@dataclass(slots=True, frozen=True)
+class Place:
+    fleet: Fleet
+    model: LlamaForCausalLM
+
+    def member(self, role: str) -> Member:
+        return next(member for member in self.fleet.members if member.role == role)
+
+    def num_counted(self, outcome: str, role: str = "decode") -> float:
+        return watch.total(watch.worker_metrics(self.member(role)), NAME, outcome=outcome)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("draft")
+    write_tiny_model(folder / "draft", num_layers=NUM_LAYERS)
+    write_tiny_model(folder / "model", num_layers=4 * NUM_LAYERS)
+    model = write_longer(folder / "draft", folder / "model")
+    flags = (f"--model={folder / 'model'}", f"--speculation={folder / 'draft'}")
+    fleet = Fleet(folder, *flags, prefill=1, decode=1, router_flags=("--min-remote-tokens=1",))
+    with running(fleet):
+        yield Place(fleet, model)
+
+
+def write_longer(draft_dir: Path, model_dir: Path) -> LlamaForCausalLM:
+    """Gives the model of `model_dir` the other one's weights, and zeros where its further layers write."""
+    draft = LlamaForCausalLM.from_pretrained(draft_dir, dtype=torch.float32)
+    model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    model.load_state_dict(draft.state_dict(), strict=False)
+    for layer in model.model.layers[NUM_LAYERS:]:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    model.save_pretrained(model_dir)
+    return model
+
+
+def test_greedy_answers_are_the_model_s_and_guesses_are_counted(place: Place, salt: Salt) -> None:
+    before = {outcome: place.num_counted(outcome) for outcome in ("accepted", "refused")}
+    options: SamplingOptions = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    num_drafted = num_accepted = 0
+    with place.fleet.client() as client:
+        for prompt in PROMPTS:
+            guessed, plain = (
+                client.generate(prompt, speculate=speculate, cache_salt=salt(), **options).result()
+                for speculate in (True, False)
+            )
+            assert guessed.token_ids == plain.token_ids
+            wanted = reference_answer(place.model, prompt, NUM_TOKENS, temperature=0, seed=0)
+            assert list(guessed.token_ids)[: len(wanted)] == wanted
+            assert len(wanted) > NUM_TOKENS // 2  # the rest, if any, follows a tie
+            assert guessed.report.prefill_worker == place.member("prefill").address
+            assert guessed.report.num_blocks_moved
+            assert guessed.report.num_drafted_tokens >= guessed.report.num_accepted_tokens > NUM_TOKENS // 3
+            assert plain.report.num_drafted_tokens == 0
+            num_drafted += guessed.report.num_drafted_tokens
+            num_accepted += guessed.report.num_accepted_tokens
+    wanted_counts = {"accepted": num_accepted, "refused": num_drafted - num_accepted}
+    wait_for(
+        "all guesses are counted",  # the engine tells its front a little later
+        lambda: {outcome: place.num_counted(outcome) - before[outcome] for outcome in before} == wanted_counts,
+    )
+    assert place.num_counted("accepted", "prefill") == 0
+
+
+def test_drawn_answers_are_the_same_side_by_side(place: Place, salt: Salt) -> None:
+    options: SamplingOptions = {"temperature": 0.8, "top_k": 2, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    with place.fleet.client() as client:
+        streams = [
+            client.generate(PROMPTS[0], speculate=speculate, n=3, seed=11, cache_salt=salt(), **options)
+            for speculate in (True, False)
+        ]
+        guessed, plain = (stream.results() for stream in streams)
+    assert [one.token_ids for one in guessed] == [one.token_ids for one in plain]
+    assert sum(one.report.num_accepted_tokens for one in guessed) > 0
+    assert sum(one.report.num_drafted_tokens for one in plain) == 0
