@@ -87,8 +87,8 @@ class ForwardPass:
         return tokens
 
     def _follow_grammars(self, output: SchedulerOutput) -> dict[Request, GuideError]:
-        """Guides take in the tokens that came. Returns requests whose tokens, sampled elsewhere, are not in their
-        grammar, and why."""
+        """Guides take in the tokens that came. Returns requests whose tokens are not in their grammar, or are
+        too much for it, and why."""
         strays = {}
         for request, num_new in output.num_tokens.items():
             if request.guide is not None and num_new == request.num_missing_tokens:
@@ -137,10 +137,9 @@ class ForwardPass:
         return result.token
 
     def _fail_stray(self, request: Request, error: GuideError) -> None:
-        if error.is_too_much:
-            self._fail(request, "INVALID_ARGUMENT", str(error), "sampling_params.guided")
-        else:
-            self._fail(request, "INTERNAL", str(error))
+        """As the request's own fault, which no other worker is asked about: it would fail there, too."""
+        log.warning("an answer left its grammar", extra={"request_id": request.request_id, "reason": str(error)})
+        self._fail(request, "INVALID_ARGUMENT", str(error), "sampling_params.guided")
 
     def _end_without_token(self, request: Request) -> None:
         """What it asks for leaves no token."""

@@ -19,19 +19,28 @@ class Guide:
         self.matcher = matcher
         self.tokenizer = tokenizer
         self._num_seen = 0  # output tokens that the matcher has taken in
+        # Tokens of a text that has to come, from `_next_forced` on. Finding them takes as long as the whole rest of the
+        # text is, so they are found once and not for each token.
+        self._forced: tuple[int, ...] = ()
+        self._next_forced = 0
 
     def fork(self) -> Guide:
         """Another answer's, that is where this one is now."""
         guide = Guide(self.matcher.deep_copy(), self.tokenizer)
         guide._num_seen = self._num_seen
+        guide._forced, guide._next_forced = self._forced, self._next_forced
         return guide
 
     def follow(self, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         new = list(token_ids[num_prompt_tokens + self._num_seen :])
         if new and not self.matcher.consume_tokens(new):
-            reason = f"the answer so far is not in its grammar: {self.failure}"
-            raise GuideError(reason, is_too_much=self.failure.startswith("lexer error"))
+            raise GuideError(f"the answer so far is not in its grammar: {self.failure}")
         self._num_seen += len(new)
+        end = self._next_forced + len(new)
+        if tuple(new) == self._forced[self._next_forced : end]:
+            self._next_forced = end
+        else:
+            self._forced, self._next_forced = (), 0
 
     def allows(self, token_id: int) -> bool:
         """Whether the mask surely leaves this token; a mask takes longer. False if only the mask can tell:
@@ -43,11 +52,19 @@ class Guide:
 
     def forced(self) -> int | None:
         """The only token that may come, if a text has to come now. Shorter ones would be in the grammar, too."""
-        if not (tokens := self.matcher.compute_ff_tokens()) or self._takes(tokens[0]):
-            return tokens[0] if tokens else None
+        if self._next_forced == len(self._forced):
+            self._forced, self._next_forced = tuple(self.matcher.compute_ff_tokens()), 0
+            if not self._forced:
+                return None
+        token = self._forced[self._next_forced]
+        if self._takes(token):
+            return token
         # The text spells a special token, which is none: it is written by the tokens of plain text.
-        text = self.matcher.compute_ff_bytes().decode(errors="ignore")
-        return next((token for token in self.tokenizer.greedy_tokenize(text)[:1] if self._takes(token)), None)
+        plain = self.tokenizer.greedy_tokenize(self.tokenizer.decode_bytes([token]).decode(errors="ignore"))
+        if not plain or not self._takes(plain[0]):
+            return None
+        self._forced, self._next_forced = (*plain, *self._forced[self._next_forced + 1 :]), 0
+        return plain[0]
 
     def _takes(self, token_id: int) -> bool:
         return self.matcher.validate_tokens([token_id]) == 1

@@ -7,12 +7,11 @@ from typing import Protocol
 
 
 class GuideError(Exception):
-    """The answer cannot go on in its grammar; the reason is one line."""
+    """The answer cannot go on in its grammar; the reason is one line.
 
-    def __init__(self, reason: str, *, is_too_much: bool = False) -> None:
-        """`is_too_much`: for the grammar itself, whose limits following it has reached; so it will anywhere."""
-        super().__init__(reason)
-        self.is_too_much = is_too_much
+    So it would be on every worker: a guide follows from the grammar and the tokens alone. The grammar may be too much
+    to follow, or may not take what its own mask allowed; what the matcher says does not tell one from the other.
+    """
 
 
 class GuideState(Protocol):

@@ -194,7 +194,9 @@ def test_tokens_of_another_grammar_end_the_request(compiler: GrammarCompiler) ->
     engine.add("b", prompt=[9, 9, 9])
     events = engine.run()
     (failed,) = [event for event in events if isinstance(event, m.RequestFailed)]
-    assert (failed.request_id, failed.grpc_code) == ("a", "INTERNAL")
+    # No other worker is asked, as after INTERNAL: the same tokens would fail there.
+    assert (failed.request_id, failed.grpc_code) == ("a", "INVALID_ARGUMENT")
+    assert failed.field == "sampling_params.guided"
     assert "not in its grammar" in failed.reason
     check_answer(tokens_of(events)["b"])
     assert_idle(engine.core)
@@ -412,6 +414,78 @@ def test_a_grammar_that_is_too_much_when_it_is_followed(compiler: GrammarCompile
     assert (failed.grpc_code, failed.field) == ("INVALID_ARGUMENT", "sampling_params.guided")
     assert "too many expressions" in failed.reason
     assert_idle(engine.core)
+
+
+@pytest.mark.parametrize("num_sent", [0, 1])
+def test_a_grammar_that_is_too_much_for_the_parser(compiler: GrammarCompiler, num_sent: int) -> None:
+    """After its first token, drawn here or elsewhere."""
+    rules = range(1200)
+    grammar = f"start: {' | '.join(f'r{i}' for i in rules)}\n" + "\n".join(f'r{i}: "a" r{i} | "b{i}"' for i in rules)
+    engine = Engine(compiler)
+    first = tiny_tokenizer().rust.token_to_id("a")
+    engine.add(
+        "a", guided=Guided(grammar=grammar), output_token_ids=[first] * num_sent, params={"logit_bias": {first: 100.0}}
+    )
+    (failed,) = [event for event in engine.run() if isinstance(event, m.RequestFailed)]
+    assert (failed.grpc_code, failed.field) == ("INVALID_ARGUMENT", "sampling_params.guided")
+    assert "Current row has" in failed.reason
+    assert_idle(engine.core)
+
+
+class CountingMatcher:
+    """A matcher that notes how often it was asked for the whole text that has to come."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self.num_searches = 0
+
+    def compute_ff_tokens(self) -> list[int]:
+        self.num_searches += 1
+        return self._matcher.compute_ff_tokens()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._matcher, name)
+
+
+def counting(guide: Guide) -> tuple[Guide, CountingMatcher]:
+    matcher = CountingMatcher(guide.matcher)
+    guide.matcher = matcher  # type: ignore[assignment]
+    return guide, matcher
+
+
+def test_text_that_has_to_come_is_found_once(compiler: GrammarCompiler) -> None:
+    """Not for each of its tokens: that would take time as the square of its length."""
+    text = "0123456789" * 30
+    guide, matcher = counting(compiler(Guided(choice=(text,))))
+    answer = list[int]()
+    while len(text_of(answer)) < len(text):
+        fork, of_fork = counting(guide.fork())
+        refused = torch.zeros(1, vocab_size())
+        params = SamplingParams(temperature=0.0)
+        (token,) = sample(refused, [SampleInput(params=params, num_output_tokens=len(answer), guide=guide)])
+        assert token is not None
+        assert fork.forced() == token.token_id
+        assert of_fork.num_searches == (0 if answer else 1)
+        answer.append(token.token_id)
+        guide.follow(answer, 0)
+    assert text_of(answer) == text
+    assert len(answer) > 10
+    assert matcher.num_searches == 1
+
+
+def test_another_spelling_of_text_that_has_to_come(compiler: GrammarCompiler) -> None:
+    """Tokens that were found are forgotten if others come: shorter ones are in the grammar, too."""
+    texts = (text_of([token]) for token in range(vocab_size()))
+    word = next(text for text in texts if len(text) > 2 and text.isascii() and text.isalpha())
+    guide = compiler(Guided(choice=(word * 3,)))
+    answer = [tiny_tokenizer().rust.token_to_id(word[0])]
+    assert guide.forced() not in (None, *answer)
+    while text_of(answer) != word * 3:
+        guide.follow(answer, 0)
+        token = guide.forced()
+        assert token is not None
+        answer.append(token)
+        assert (word * 3).startswith(text_of(answer))
 
 
 def test_a_guide_that_failed_allows_nothing(compiler: GrammarCompiler) -> None:
