@@ -59,6 +59,15 @@ class BlockData:
     data: memoryview  # block_bytes
 
 
+@dataclass(slots=True)
+class _NamedRun:
+    """A run some of whose names are deleted."""
+
+    path: str | None  # under runs/; None if the run does not say, as those of earlier releases, or cannot be read
+    block_hashes: tuple[bytes, ...]
+    num_links: int  # that are left of those it had at first, the one under runs/ included
+
+
 def prepare_directory(kv_dir: str) -> Path:
     """Makes `kv_dir` if its parent exists, and tries to write there. Raises `StartupError`; not if its disk is
     full, which workers that run already live with too: they read what is there, and evict."""
@@ -119,25 +128,31 @@ class BlockFiles:
         """Deletes the names of these blocks, and runs that no other block needs. Returns those that were there. Raises
         `OSError`."""
         found: set[bytes] = set()
-        runs: dict[int, str | None] = {}  # by inode: their paths under runs/, None if that is not known
+        runs: dict[int, _NamedRun] = {}  # by inode
         for block_hash in block_hashes:
             path = self.layout.block(block_hash)
             try:
                 stat = os.stat(path)
-                if stat.st_nlink > 1 and stat.st_ino not in runs:
-                    runs[stat.st_ino] = self._run_of(path)
+                inode = stat.st_ino
+                if stat.st_nlink > 1 and inode not in runs:
+                    # The name may lead to another run by now.
+                    inode, run = self._run_of(path, stat)
+                    runs.setdefault(inode, run)
             except FileNotFoundError:
                 continue
             found.add(block_hash)
-            unlink(path)
+            if unlink(path) and inode in runs:
+                runs[inode].num_links -= 1
         # Only now: if others delete names of the same run, each sees what is left after its own, and the last one none.
+        unknown = set()
         for inode, run in runs.items():
-            if run is not None:
-                _delete_unnamed(run, inode)
-        unknown = {inode for inode, run in runs.items() if run is None}
+            if run.path is None:
+                unknown.add(inode)
+            else:
+                self._delete_unnamed(run.path, inode, run)
         for entry in entries(self.layout.runs) if unknown else ():
             if entry.inode() in unknown:
-                _delete_unnamed(entry.path, entry.inode())
+                self._delete_unnamed(entry.path, entry.inode(), runs[entry.inode()])
         return found
 
     def write(self, blocks: Sequence[BlockData]) -> list[int | TransferError]:
@@ -330,20 +345,45 @@ class BlockFiles:
 
     # ---------------------------------------------------------------------------------------------- names
 
-    def _run_of(self, path: str) -> str | None:
-        """The path under runs/ of the run that a block's name leads to; None if the run does not say, as those of
-        earlier releases, or cannot be read. Raises `FileNotFoundError`."""
+    def _run_of(self, path: str, stat: os.stat_result) -> tuple[int, _NamedRun]:
+        """The inode of the run that a block's name leads to, and what is known of it. `stat` is what the name led to a
+        moment ago, which counts if the run cannot be opened. Raises `FileNotFoundError`."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                name = RunTable.decode(os.pread(fd, HEADER_BYTES, 0), os.fstat(fd).st_size).name
+                stat = os.fstat(fd)
+                table = RunTable.decode(os.pread(fd, HEADER_BYTES, 0), stat.st_size)
             finally:
                 os.close(fd)  # at once: NFS gives a file that is deleted while it is open another name
         except FileNotFoundError:
             raise
         except (CorruptRunError, OSError):
-            return None
-        return None if name is None else self.layout.run(name)
+            return stat.st_ino, _NamedRun(None, (), stat.st_nlink)
+        run = None if table.name is None else self.layout.run(table.name)
+        return stat.st_ino, _NamedRun(run, table.block_hashes, stat.st_nlink)
+
+    def _delete_unnamed(self, path: str, inode: int, run: _NamedRun) -> None:
+        """Deletes the file `path` if it is `inode` and no block's name leads to it. Raises `OSError`, but not if it is
+        gone."""
+        try:
+            stat = os.stat(path)
+        except FileNotFoundError:
+            return
+        if stat.st_ino != inode:
+            return
+        # On NFS a name that a reader of this host has open when it is deleted goes on as .nfs…, and is counted.
+        if stat.st_nlink == 1 or (run.num_links == 1 and run.block_hashes and not self._is_named(inode, run)):
+            unlink(path)
+
+    def _is_named(self, inode: int, run: _NamedRun) -> bool:
+        """Whether the name of a block leads to the run: its writer may have added one since its links were counted."""
+        for block_hash in run.block_hashes:
+            try:
+                if os.stat(self.layout.block(block_hash)).st_ino == inode:
+                    return True
+            except FileNotFoundError:
+                continue
+        return False
 
     def _mtime(self, block_hash: bytes) -> float | None:
         """Of the run that a name leads to; None if it leads to no whole one."""
@@ -368,16 +408,6 @@ class BlockFiles:
             os.utime(run)
         except OSError as error:  # another user's file, or gone: it is only evicted earlier
             log.debug("cannot note that stored KV was used", extra={"reason": str(error)})
-
-
-def _delete_unnamed(run: str, inode: int) -> None:
-    """Deletes the file `run` if it is `inode` and has no other name. Raises `OSError`, but not if it is gone."""
-    try:
-        stat = os.stat(run)
-    except FileNotFoundError:
-        return
-    if stat.st_ino == inode and stat.st_nlink == 1:
-        unlink(run)
 
 
 def _num_equal(first: Sequence[bytes], second: Sequence[bytes]) -> int:

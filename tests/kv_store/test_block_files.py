@@ -254,6 +254,69 @@ class TestForgetting:
         assert files.forget([name_of(1)]) == {name_of(1)}
         assert runs_of(kv_dir) == []
 
+    def test_a_name_that_a_reader_has_open_on_nfs(
+        self, files: BlockFiles, kv_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It goes on under another name until it is closed, which is no block's."""
+        write(files, [1, 2, 3])
+        unlink, opened = os.unlink, str(path_of(kv_dir, name_of(2)))
+
+        def rename_open(path: str) -> None:
+            if path == opened:
+                os.rename(path, f"{path}.nfs0001")
+            else:
+                unlink(path)
+
+        monkeypatch.setattr(os, "unlink", rename_open)
+        files.forget([name_of(1), name_of(2)])
+        assert len(runs_of(kv_dir)) == 1
+        files.forget([name_of(3)])  # the renamed one counts: nobody can tell it from another block's
+        assert len(runs_of(kv_dir)) == 1
+        write(files, [4, 5])
+        opened = str(path_of(kv_dir, name_of(5)))
+        files.forget([name_of(4), name_of(5)])
+        assert len(runs_of(kv_dir)) == 1
+
+    def test_a_run_whose_writer_still_names_blocks_stays(
+        self, files: BlockFiles, kv_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Else no limit would count its bytes, and nobody would evict it."""
+        write(files, [1, 2])
+        (run,) = runs_of(kv_dir)
+        last = path_of(kv_dir, name_of(2))
+        last.unlink()
+        unlink = os.unlink
+
+        def meanwhile(path: str) -> None:
+            unlink(path)
+            if not last.exists():
+                os.link(run, last)
+
+        monkeypatch.setattr(os, "unlink", meanwhile)
+        files.forget([name_of(1)])
+        assert runs_of(kv_dir) == [run]
+        assert read(files, [2]) == [None]
+
+    def test_a_name_that_leads_elsewhere_meanwhile(
+        self, files: BlockFiles, kv_dir: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write(files, [1])
+        (old,) = runs_of(kv_dir)
+        stat, path, others = os.stat, str(path_of(kv_dir, name_of(1))), iter([1])
+
+        def replace_after(asked: str, *args: object, **kwargs: object) -> os.stat_result:
+            result = stat(asked, *args, **kwargs)  # type: ignore[arg-type]
+            for number in others if asked == path else ():
+                os.unlink(path)
+                write(files, [number])
+                os.unlink(old)
+            return result
+
+        monkeypatch.setattr(os, "stat", replace_after)
+        assert files.forget([name_of(1)]) == {name_of(1)}
+        assert list(others) == []
+        assert runs_of(kv_dir) == []
+
     def test_a_file_system_without_hard_links(
         self, files: BlockFiles, kv_dir: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
