@@ -33,7 +33,7 @@ class _Product:
 
     def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if self._x is not x:
-            out = self.linear(x.reshape(-1, self._in_features)).view(*x.shape[:-1], -1)
+            out = self.linear(x.reshape(-1, self._in_features)).view(*x.shape[:-1], sum(self.sizes))
             if len(self.sizes) == 1:
                 return out
             self._x, self._out, self._num_left = x, out, len(self.sizes)
@@ -98,12 +98,13 @@ class Calls:
 
     def __init__(self) -> None:
         self._called: set[nn.Module] = set()
-        self._inputs: dict[nn.Module, list[torch.Tensor]] = {}
+        # The tensors, and copies of what was in them: some code writes into a tensor between two layers.
+        self._inputs: dict[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def note(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
         self._called.add(module)
         if inputs and isinstance(inputs[0], torch.Tensor):
-            self._inputs.setdefault(module, []).append(inputs[0])
+            self._inputs.setdefault(module, []).append((inputs[0], inputs[0].clone()))
 
     def linears_of(self, parent: nn.Module) -> list[list[str]]:
         """Names of the linear layers right below `parent`, in groups of those that were given one and the same tensor.
@@ -112,12 +113,23 @@ class Calls:
         was is left out: its weight is used in another way."""
         from transformers.pytorch_utils import Conv1D
 
-        groups: dict[object, list[str]] = {}
+        groups: list[tuple[list[str], list[tuple[torch.Tensor, torch.Tensor]]]] = []
         for name, child in parent.named_children():
             if type(child) in (nn.Linear, Conv1D) and (child in self._called or parent not in self._called):
                 inputs = self._inputs.get(child, [])
-                groups.setdefault(id(inputs[0]) if len(inputs) == 1 else name, []).append(name)
-        return list(groups.values())
+                for names, others in groups:
+                    if len(inputs) == len(others) == 1 and _are_same(inputs[0], others[0]):
+                        names.append(name)
+                        break
+                else:
+                    groups.append(([name], inputs))
+        return [names for names, _ in groups]
+
+
+def _are_same(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Whether two layers were given one tensor, and the same numbers in it. Tensors of inference have no version that
+    would tell whether they were written to."""
+    return one[0] is other[0] and torch.equal(one[1], other[1])
 
 
 def swap_heads(top: nn.Module, names: Sequence[str], base: nn.Module, kernels: Kernels | None) -> int:
