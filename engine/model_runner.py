@@ -24,7 +24,8 @@ from engine.device import choose_device
 from engine.dtype import resolve_dtype
 from engine.kernels.library import load_kernels
 from engine.models.base import CausalLM
-from engine.models.registry import build_model, max_positions
+from engine.models.registry import build_model, is_read, max_positions
+from engine.models.transformers_model import is_mxfp4
 from engine.prompt_scores import score_tokens
 from engine.sampler import sample, wants_likeliest
 from kv_store.host_pages import prepare_pages
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 _CODES = {"I32": 8, "I8": 1, "F8_E4M3": 1}  # weights that an element of a quantised checkpoint holds
+_MXFP4_CODES = {"_blocks": 2, "_scales": 0}  # the same in experts of mxfp4, which are always widened: by end of name
 WARM_UP_TOKENS = 64
 DEFAULT_CPU_KV_CACHE_GB = 1.0
 _CPU_RESERVE_BYTES = 256 << 20  # activations, workspaces, Python
@@ -285,23 +287,26 @@ def _weights_identity(model_dir: Path, quantization: str, variant: str) -> str:
 
 def weight_bytes(files: ModelFiles, itemsize: int, *, stays_quantised: bool = True) -> int:
     """Bytes that the checkpoint's tensors take with `itemsize` bytes per element; quantised ones as many as in the
-    file, unless they are widened."""
+    file, unless they are widened. Those that nobody reads take none, such as a vision tower."""
     total = 0
     if files.is_gguf:
         for tensor in read_gguf(files.weight_files[0]).tensors.values():
             is_kept = stays_quantised and len(tensor.shape) > 1 and tensor.kind not in PLAIN
             total += tensor.num_bytes if is_kept else tensor.num_elements * itemsize
         return total
+    widened = _MXFP4_CODES if is_mxfp4(files.config) else {}
     for file in files.weight_files:
         header, _ = read_safetensors_header(file)
         for name, entry in header.items():
-            if name == "__metadata__" or not isinstance(entry, dict):
+            if name == "__metadata__" or not isinstance(entry, dict) or not is_read(files, name):
                 continue
             count = 1
             for size in entry["shape"]:
                 count *= size
             codes = _CODES.get(entry["dtype"], 0)  # of a quantised matrix
-            if codes and stays_quantised:
+            if entry["dtype"] == "U8" and (ends := [end for end in widened if name.endswith(end)]):
+                total += count * widened[ends[0]] * itemsize
+            elif codes and stays_quantised:
                 start, end = entry["data_offsets"]
                 total += end - start
             else:

@@ -13,7 +13,7 @@ from common.model_files import ModelFiles
 from engine.models.base import CausalLM, ConfigReader
 from engine.models.decoder import Decoder
 from engine.models.families import FAMILIES, describe, read_family_config
-from engine.models.text_part import is_composite, text_architecture, text_config
+from engine.models.text_part import is_composite, text_architecture, text_config, text_name
 from engine.models.transformers_model import TransformersModel, is_mxfp4
 from engine.models.verified import REFUSED, VERIFIED
 
@@ -39,6 +39,13 @@ def architecture_of(files: ModelFiles) -> str:
         f"model {files.path}: architecture {names!r} is not supported; Baton's own are {', '.join(sorted(FAMILIES))}, "
         "docs/models.md lists all"
     )
+
+
+def is_read(files: ModelFiles, name: str) -> bool:
+    """Whether the tensor `name` of a checkpoint becomes a part of the model."""
+    if is_composite(files.config):
+        return text_name(name) is not None
+    return name != "lm_head.weight" or files.config.get("tie_word_embeddings") is not True  # it repeats the embedding
 
 
 def max_positions(files: ModelFiles) -> int:

@@ -46,6 +46,7 @@ def text_config(files: ModelFiles) -> dict[str, object]:
     """config.json as a composite's text part alone would have it.
 
     Whether the head is the embedding is what the files say: classes of composites and of their parts do not agree.
+    Raises `StartupError` if the files have no head although config.json says that the head is not the embedding.
     """
     text = _text_part(files.config)
     rope = text.get("rope_parameters")
@@ -53,7 +54,18 @@ def text_config(files: ModelFiles) -> dict[str, object]:
         text["rope_parameters"] = {key: value for key, value in rope.items() if key not in _OF_THREE_POSITIONS}
     quantization = {key: files.config[key] for key in QUANTIZATION_KEYS if key in files.config}
     names = [name for file in files.weight_files for name in read_safetensors_header(file)[0]]
-    return {**text, **quantization, "tie_word_embeddings": "lm_head.weight" not in map(text_name, names)}
+    has_head = any((text_name(name) or "").startswith("lm_head.") for name in names)  # a quantised one has no weight
+    if not has_head and _is_untied(files.config):
+        raise StartupError(f"model {files.path} lacks tensors lm_head.*; config.json has tie_word_embeddings false")
+    return {**text, **quantization, "tie_word_embeddings": not has_head}
+
+
+def _is_untied(config: Mapping[str, object]) -> bool:
+    """If config.json itself says so, and not only a default of a class. transformers ties if either part says so."""
+    text = config.get("text_config")
+    parts = [config, text] if isinstance(text, Mapping) else [config]
+    said = [part["tie_word_embeddings"] for part in parts if "tie_word_embeddings" in part]
+    return bool(said) and not any(said)
 
 
 def _text_part(config: Mapping[str, object]) -> dict[str, object]:

@@ -98,7 +98,8 @@ class TransformersModel(CausalLM):
         AttentionInterface.register(INTERFACE, attend)
         widening = {}
         if is_mxfp4(files.config):
-            log.warning("the mxfp4 weights are widened at load: they take four times the memory of the file")
+            times = 2 * self._dtype.itemsize
+            log.warning("the mxfp4 weights are widened at load", extra={"memory_of_the_file": f"{times} times"})
             widening["quantization_config"] = Mxfp4Config(dequantize=True)
         try:
             top, found = AutoModelForCausalLM.from_pretrained(

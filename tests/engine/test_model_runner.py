@@ -171,6 +171,16 @@ def test_weight_bytes(model_dir: Path) -> None:
     assert weight_bytes(open_model(model_dir), 2) == 2 * sum(t.numel() for t in tensors.values())
 
 
+def test_a_head_that_repeats_the_embedding_takes_no_memory(model_dir: Path) -> None:
+    edit_config(model_dir, tie_word_embeddings=True)
+    tensors = load_file(model_dir / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+    read = [tensor for name, tensor in tensors.items() if name != "lm_head.weight"]
+    assert weight_bytes(open_model(model_dir), 2) == 2 * sum(tensor.numel() for tensor in read)
+    start(model_dir)
+
+
 def refusal(model_dir: Path, **settings: object) -> str:
     with pytest.raises(StartupError) as caught:
         start(model_dir, **settings)

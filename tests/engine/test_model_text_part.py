@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from common.errors import StartupError
 from common.model_files import open_model
+from engine.model_runner import weight_bytes
 from engine.models.decoder import Decoder
 from engine.models.text_part import text_config
 from tests.engine.tiny_models import Progress, advance, edit_config, make_runner
@@ -133,6 +134,40 @@ def test_text_alone_is_computed_alike(
         advance(runner, [sequence], [size])
     for position, logprobs in sequence.logprobs.items():
         torch.testing.assert_close(logprobs, expected[position], atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["qweight", "weight_packed", "weight"])
+@pytest.mark.parametrize("prefix", ["language_model.", ""])
+def test_a_quantised_head_is_a_head(tmp_path: Path, prefix: str, kind: str) -> None:
+    """Else the embedding would take its place, and logits be wrong without an error."""
+    path = make(tmp_path / "model", "gemma3")
+    tensors = load_file(path / "model.safetensors")
+    tensors[f"{prefix}lm_head.{kind}"] = torch.zeros(8, 12, dtype=torch.int32)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert text_config(open_model(path))["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("part", ["", "text_config"])
+def test_a_head_that_config_asks_for_and_no_file_has(tmp_path: Path, part: str) -> None:
+    path = make(tmp_path / "model", "gemma3")
+    config = json.loads((path / "config.json").read_text())
+    for each in (config, config["text_config"]):
+        each.pop("tie_word_embeddings", None)
+    (config[part] if part else config)["tie_word_embeddings"] = False
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StartupError, match=r"lacks tensors lm_head\.\*; config.json has tie_word_embeddings false"):
+        make_runner(path)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl"])
+def test_only_the_text_part_takes_memory(tmp_path: Path, model_type: str) -> None:
+    path = make(tmp_path / "model", model_type)
+    text = [tensor for name, tensor in load_file(path / "model.safetensors").items() if is_of_text(name)]
+    assert weight_bytes(open_model(path), 2) == 2 * sum(tensor.numel() for tensor in text)
+
+
+def is_of_text(name: str) -> bool:
+    return not any(part in name for part in ("vision", "visual", "projector"))
 
 
 def test_names_of_newer_files(tmp_path: Path) -> None:

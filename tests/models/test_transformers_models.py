@@ -11,15 +11,17 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from common.config import EngineSettings
 from common.errors import StartupError
+from common.model_files import open_model
 from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
-from engine.model_runner import ModelRunner
-from engine.models.own_layers import OwnEmbedding, OwnLinear, own_linears
+from engine.model_runner import ModelRunner, weight_bytes
+from engine.models.own_layers import Calls, OwnEmbedding, OwnLinear, own_linears
 from engine.models.transformers_model import TransformersModel
 from engine.models.verified import COMPARED_WITH, REFUSED, VERIFIED
 from kv_store.base import ConnectorConfig
@@ -131,6 +133,14 @@ def widened(path: Path) -> torch.nn.Module:
     )
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_the_memory_of_mxfp4_is_that_of_widened_weights(tmp_path: Path, is_kept: bool) -> None:
+    path = make_mxfp4(tmp_path / "model")
+    num_weights = sum(parameter.numel() for parameter in widened(path).parameters())
+    assert weight_bytes(open_model(path), 2, stays_quantised=is_kept) == 2 * num_weights
+    assert weight_bytes(open_model(path), 4, stays_quantised=is_kept) == 4 * num_weights
+
+
 def test_mxfp4_is_widened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """transformers says what codes and scales mean."""
     path = make_mxfp4(tmp_path / "model")
@@ -140,7 +150,8 @@ def test_mxfp4_is_widened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     with torch.inference_mode():
         expected = widened(path)(torch.tensor([prompt]), use_cache=False).logits[0, -1].log_softmax(-1)
     torch.testing.assert_close(sequence.logprobs[len(prompt) - 1], expected, atol=1e-4, rtol=1e-4)
-    assert "mxfp4 weights are widened" in caplog.text
+    (said,) = [record for record in caplog.records if "mxfp4 weights are widened" in record.message]
+    assert vars(said)["memory_of_the_file"] == "8 times"  # four bits become a float32
 
 
 def test_a_model_type_of_another_architecture_is_refused(tmp_path: Path) -> None:
@@ -240,6 +251,33 @@ def test_parts_of_a_product_are_those_of_what_each_was_given() -> None:
         (first, second, first, third, second, second), (0, 1, 0, 2, 1, 1), (x, y, x, x, x, y), strict=True
     ):
         torch.testing.assert_close(own(given), modules[module](given), atol=1e-5, rtol=1e-5)
+
+
+def test_parts_of_a_product_for_no_rows() -> None:
+    modules = [nn.Linear(16, 24), nn.Linear(16, 8)]
+    for own, module in zip(own_linears(modules, None), modules, strict=True):
+        assert own(torch.empty(1, 0, 16)).shape == module(torch.empty(1, 0, 16)).shape
+
+
+def test_a_tensor_that_is_written_to_between_two_layers_is_not_the_same_for_both() -> None:
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = self.q(x)
+            x.mul_(0.5)
+            return q + self.k(x) + self.v(x)
+
+    parent, calls = Parent(), Calls()
+    hook = register_module_forward_pre_hook(calls.note)
+    try:
+        with torch.inference_mode():
+            parent(torch.randn(2, 16))
+    finally:
+        hook.remove()
+    assert calls.linears_of(parent) == [["q"], ["k", "v"]]
 
 
 @pytest.mark.parametrize(("model_type", "looks_up"), [("gpt2", True), ("gemma", False)])
