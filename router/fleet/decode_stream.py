@@ -135,6 +135,10 @@ class _Stream:
                     await self._news
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
             return  # the stream has ended: its reader is told why
+        except Exception:
+            # Its calls would wait for their deadlines, and so would all later ones. The reader ends them.
+            log.exception("a stream to a decode worker cannot be written to, and is ended")
+            self._rpc.cancel()
 
     # -------------------------------------------------------------------------------------------- from the worker
 

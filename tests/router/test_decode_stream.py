@@ -16,6 +16,7 @@ from common.errors import InvalidArgumentError
 from common.grpc_options import REQUEST_OTHER_BYTES
 from common.grpc_status import rich_status
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, types_pb2
+from router.fleet.call_outbox import CallOutbox
 from router.fleet.decode_call import CallFailedError, DecodeCall, SingleCall
 from router.fleet.decode_stream import DecodeStreams
 from tests.router.conftest import StartRouter, StartWorker
@@ -307,6 +308,21 @@ async def test_a_message_that_cannot_be_ends_the_stream(said: decode_pb2.DecodeM
         assert words in failure.details
         is_lying = False
         assert await tokens_of(client.call()) == [3], "another stream is opened"
+
+
+async def test_a_stream_that_cannot_be_written_to_is_ended_and_replaced(
+    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+
+        def broken(*_: object) -> None:
+            raise ValueError("what cannot be written")
+
+        patch.setattr(CallOutbox, "next_message", broken)
+        failures = await asyncio.gather(failure_of(client.call()), failure_of(client.call()))
+    assert {failure.code for failure in failures} == {"UNAVAILABLE"}
+    assert "cannot be written to" in caplog.text
+    assert (await tokens_of(client.call()))[:-1] == worker.answer
 
 
 async def test_a_worker_that_sends_more_than_it_may_is_not_listened_to() -> None:
