@@ -35,6 +35,12 @@ def add_handlers(server: grpc.aio.Server, service: str, handlers: dict[str, grpc
     server.add_registered_method_handlers(service, handlers)
 
 
+async def until_ended(server: grpc.aio.Server) -> None:
+    """Returns when the server has ended, or raises what ended its main loop: nobody else says so, and its port would
+    serve nobody. May be cancelled at any time; to cancel gRPC's own wait would break its shutdown."""
+    await asyncio.shield(server.wait_for_termination())
+
+
 class _Core(cygrpc.AioServer):  # type: ignore[misc] # as above
     def __init__(self, interceptors: tuple[Any, ...], options: tuple[Any, ...], max_calls: int | None) -> None:
         self._working_loop: asyncio.AbstractEventLoop = cygrpc.get_working_loop()

@@ -17,7 +17,7 @@ from common.config import RouterSettings
 from common.errors import StartupError
 from common.grpc_health import NOT_SERVING, SERVING, Health
 from common.grpc_options import client_server_options
-from common.grpc_server import make_server
+from common.grpc_server import make_server, until_ended
 from common.grpc_transport import Channels
 from common.logs import setup_logging
 from common.open_files import allow_open_files
@@ -127,9 +127,11 @@ async def serve(
             health.renew = functools.partial(_set_health, health, front)
             health.renew()
             await grpc_server.start()
+            serving = [vital.start(until_ended(grpc_server), name="grpc")]
             if probed is not None:
                 await probed.start()
                 stack.push_async_callback(probed.stop, None)
+                serving.append(vital.start(until_ended(probed), name="health probes"))
             web_task = vital.start(web.serve([http_socket] if tls is None else []), name="rest")
             if tls is not None:
                 make = functools.partial(connections.protocol(), web_config, web.server_state, {})
@@ -146,6 +148,8 @@ async def serve(
                 vital.start(_discover(settings, registry), name="discovery")
             try:
                 await vital.failed_or(stop)
+                for task in serving:  # gRPC servers end by themselves from here on
+                    task.cancel()
                 await _drain(front, health, grpc_server, settings.drain_timeout)
             finally:
                 vital.let_end()

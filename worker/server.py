@@ -9,20 +9,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc
-import prometheus_client
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from common.config import WorkerSettings
 from common.errors import StartupError
 from common.grpc_health import SERVING, Health
-from common.grpc_server import make_server
+from common.grpc_server import make_server, until_ended
 from common.grpc_transport import add_port, health_server
 from common.reflection import ReflectionPool
+from common.tasks import VitalTasks
 from common.tls import serving_files
 from common.types import WorkerRole, WorkerState
 from worker.drain import drain
 from worker.embed_service import add_service as add_embed_service
+from worker.metrics_port import serve_metrics
 from worker.port import server_limits
 from worker.receiving import ReceivingInterceptor
 from worker.shell import Worker
@@ -45,9 +46,9 @@ async def serve(
     services: list[AddService],
     on_ready: Callable[[str], None],
 ) -> int:
-    """Serves until SIGTERM, SIGINT, a Drain call or the engine's death; the process's exit code.
+    """Serves until SIGTERM, SIGINT, a Drain call or the end of the engine or a gRPC server; the process's exit code.
 
-    0 if every stream ended by itself or was handed over, 1 if the drain timeout cut one or the engine died.
+    0 if every stream ended by itself or was handed over, 1 if the drain timeout cut one or what it stands on ended.
     `on_ready` gets the address by which others reach this worker. Raises `StartupError` in one line.
     """
     worker = Worker(settings, role, model_dir, model_name)
@@ -55,9 +56,11 @@ async def serve(
     options, max_calls = server_limits(settings, model_dir)
     server = make_server(options, [ReceivingInterceptor()], max_calls)
     probed: grpc.aio.Server | None = None
+    vital = VitalTasks(lambda _: worker.drain_requested.set())
     try:
         worker.address = _bind(server, settings)
-        _serve_metrics(settings)
+        if settings.metrics_port is not None:
+            serve_metrics(settings.listen.rpartition(":")[0], settings.metrics_port)
         health = Health()
         probed = _bind_health(settings, health)
         names = [add(worker, server) for add in [*services, add_embed_service, add_worker_service]]
@@ -66,8 +69,10 @@ async def serve(
         reflection.enable_server_reflection(reflected, server, pool=ReflectionPool())
         await worker.wait_ready()
         await server.start()
+        vital.start(until_ended(server), name="grpc")
         if probed is not None:
             await probed.start()
+            vital.start(until_ended(probed), name="health probes")
         for name in ("", *names):
             health.set(name, SERVING)
         _drain_on_signals(worker)
@@ -79,8 +84,9 @@ async def serve(
             health.end()
             await worker.engine.notify_load()
             num_cut = await drain(worker)
-        return 1 if num_cut or worker.engine.died.is_set() else 0
+        return 1 if num_cut or worker.engine.died.is_set() or vital.failure is not None else 0
     finally:
+        vital.cancel()
         await server.stop(CLOSE_GRACE_S)
         if probed is not None:
             await probed.stop(None)
@@ -111,18 +117,6 @@ def _bind_health(settings: WorkerSettings, health: Health) -> grpc.aio.Server | 
         raise StartupError(f"health_listen: cannot bind {settings.health_listen}: is the port taken?") from error
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     return server
-
-
-def _serve_metrics(settings: WorkerSettings) -> None:
-    """Prometheus' /metrics over HTTP, on the host of --listen, in a thread of its own."""
-    if settings.metrics_port is None:
-        return
-    host = settings.listen.rpartition(":")[0].strip("[]")
-    try:
-        http_server, _ = prometheus_client.start_http_server(settings.metrics_port, addr=host or "0.0.0.0")
-    except OSError as error:
-        raise StartupError(f"metrics_port: cannot bind {settings.metrics_port}: {error.strerror}") from error
-    log.info("metrics", extra={"url": f"http://{host}:{http_server.server_port}/metrics"})
 
 
 def _drain_on_signals(worker: Worker) -> None:

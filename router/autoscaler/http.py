@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
 import ssl
@@ -13,11 +14,15 @@ import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.errors import StartupError, UnavailableError
+from router.api.rest.protocol import MAX_HEAD_BYTES, Connections, LimitedProtocol
+from router.api.rest.tls_listener import accept_tls
 from router.autoscaler.board import METRIC_NAMES, Board
 from router.autoscaler.external_metrics import Receive, Scope, Send
+
+MAX_CONNECTIONS = 256  # of one port: some scrapers, probes and API servers
+HEAD_TIMEOUT_S = 10.0  # for a TLS handshake, and for a request's head
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -55,34 +60,45 @@ class Server:
         app: object,
         *,
         context: ssl.SSLContext | None = None,
-        protocol: type[H11Protocol] = H11Protocol,
+        protocol: type[LimitedProtocol] = LimitedProtocol,
     ) -> None:
         self._socket = listen(address)
+        self._socket.setblocking(False)
         host, _ = split_address(address)
         self.address = f"{f'[{host}]' if ':' in host else host or '127.0.0.1'}:{self._socket.getsockname()[1]}"
-        factory = (lambda _config, _default: context) if context is not None else None
-        self._server = _Uvicorn(
-            uvicorn.Config(
-                app,  # type: ignore[arg-type]  # any ASGI application
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                server_header=False,
-                http=protocol,
-                ws="none",
-                ssl_context_factory=factory,
-                timeout_graceful_shutdown=1,
-            )
+        self._context = context
+        self._connections = Connections(MAX_CONNECTIONS, HEAD_TIMEOUT_S)
+        self._protocol = self._connections.protocol(protocol)
+        self._config = uvicorn.Config(
+            app,  # type: ignore[arg-type]  # any ASGI application
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            http=self._protocol,
+            ws="none",
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            timeout_graceful_shutdown=1,
         )
+        self._server = _Uvicorn(self._config)
 
     async def run(self) -> None:
-        task = asyncio.ensure_future(self._server.serve([self._socket]))
+        serving = asyncio.ensure_future(self._server.serve([self._socket] if self._context is None else []))
+        tasks = [serving]
+        if self._context is not None:
+            make = functools.partial(self._protocol, self._config, self._server.server_state, {})
+            accepting = accept_tls(self._socket, self._connections, self._context, make)
+            tasks.append(asyncio.ensure_future(accepting))
         try:
-            await asyncio.shield(task)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
             self._server.should_exit = self._server.force_exit = True
-            await asyncio.gather(task, return_exceptions=True)
+            for task in tasks[1:]:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
         self._socket.close()

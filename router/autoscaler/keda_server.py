@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from grpc_health.v1 import health_pb2
 
 from common.errors import StartupError
 from common.grpc_health import SERVING, Health
 from common.grpc_options import client_server_options
-from common.grpc_server import make_server
+from common.grpc_server import make_server, until_ended
 from common.grpc_transport import add_port
 from common.tls import TlsFiles
 from router.api.grpc_handlers import add_service
@@ -43,7 +41,7 @@ class KedaServer:
     async def run(self) -> None:
         self._health.set("", SERVING)
         await self._server.start()
-        await asyncio.Event().wait()  # until cancelled: to cancel gRPC's own wait would break its shutdown
+        await until_ended(self._server)
 
     async def close(self) -> None:
         await self._server.stop(grace=0.5)

@@ -16,9 +16,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
 from common.errors import StartupError
+from router.api.rest.protocol import LimitedProtocol
 
 log = logging.getLogger(__name__)
 
@@ -129,10 +128,10 @@ def common_name(certificate: Any) -> str:
     return ""
 
 
-def front_proxy_protocol(allowed: Callable[[], frozenset[str]]) -> type[H11Protocol]:
+def front_proxy_protocol(allowed: Callable[[], frozenset[str]]) -> type[LimitedProtocol]:
     """uvicorn's HTTP/1.1, for those only who have one of the `allowed` names (any, if there are none)."""
 
-    class FrontProxyProtocol(H11Protocol):
+    class FrontProxyProtocol(LimitedProtocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             name = common_name(transport.get_extra_info("peercert"))

@@ -8,6 +8,7 @@ import contextlib
 import grpc
 import pytest
 
+from tests.broken_grpc import breaks_when
 from tests.worker.conftest import StartWorker, decode_request
 from tests.worker.fake_engine import NUM_BLOCKS
 from tests.worker.words import ANSWER, GARBAGE, WAIT
@@ -45,5 +46,16 @@ async def test_a_front_that_cannot_hear_its_engine_any_more_ends(
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         await reading
     assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert await asyncio.wait_for(worker.process, 60) == 1
+    assert any("a task ended that this process stands on" in record.message for record in caplog.records)
+
+
+async def test_a_front_whose_port_serves_nobody_any_more_ends(
+    start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = asyncio.Event()
+    breaks_when(broken, monkeypatch)
+    worker = await start_worker()
+    broken.set()
     assert await asyncio.wait_for(worker.process, 60) == 1
     assert any("a task ended that this process stands on" in record.message for record in caplog.records)

@@ -44,9 +44,9 @@ class Connections:
         self.num = 0
         self.idle: dict[Idle, None] = {}  # longest idle first
 
-    def protocol(self) -> type[LimitedProtocol]:
-        """What uvicorn makes for each connection."""
-        return type("LimitedProtocol", (LimitedProtocol,), {"limits": self})
+    def protocol(self, base: type[LimitedProtocol] | None = None) -> type[LimitedProtocol]:
+        """What uvicorn makes for each connection; `base` is what else it does."""
+        return type("LimitedProtocol", (base or LimitedProtocol,), {"limits": self})
 
     def has_room(self) -> bool:
         """Whether a new connection may stay; closes an idle one if that is what it takes."""
