@@ -16,7 +16,7 @@ import msgspec
 
 from common import metrics
 from common.config import RouterSettings
-from common.errors import BatonError, ConfigError, UnavailableError
+from common.errors import BatonError, ConfigError, InternalError, UnavailableError
 from common.garbage import look_rarely
 from common.logs import setup_logging
 from common.tasks import VitalTasks
@@ -32,6 +32,8 @@ from router.serving.question import Question, T
 log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
+PARENT_SILENT_BEATS = 60  # own ones without one of the parent, after which this process ends, as if that were gone
+SAY_TIMEOUT_S = 1.0
 ASK_TIMEOUT_S = 5.0  # the parent waits for each process for less
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 NOT_READY, PID = "not ready", "pid"  # in the ledger
@@ -61,6 +63,7 @@ class Member(Part):
         self._link: Link | None = None
         self._vital = VitalTasks()
         self._is_ready = False
+        self._num_silent = 0  # own beats since the parent's last one
         self._questions: dict[str, Question[Any]] = {}
         self._asked: dict[int, asyncio.Future[list[bytes]]] = {}
         self._numbers = itertools.count()
@@ -74,7 +77,9 @@ class Member(Part):
         self.shared = SharedLedger(place.directory, place.num_processes, place.number)
         self.ledger = self.shared
         self.demand = self._demand = SharedDemand(self.shared, place.epoch)
-        self.remote_queue = RemoteQueue(settings.max_running, lambda message: self.link.send(message))
+        self.remote_queue = RemoteQueue(
+            settings.max_running, lambda message: self.link.send(message), max_wait_s=settings.max_queue_wait
+        )
         self.queue = self.remote_queue
         self.answers(self.decisions.question)
 
@@ -129,6 +134,8 @@ class Member(Part):
     async def _follow(self) -> None:
         async for message in self.link.messages():
             match message:
+                case Beat():
+                    self._num_silent = 0
                 case Placed() | Refused():
                     self.remote_queue.heard(message)
                 case Ask():
@@ -143,7 +150,12 @@ class Member(Part):
         os._exit(1)
 
     async def _beat(self) -> None:
+        """Raises `InternalError` if the parent hangs: it would not start another process for one that ends, nor give a
+        request its place. Counted in beats of this process: if the machine stood still, so did they."""
         while True:
+            self._num_silent += 1
+            if self._num_silent > PARENT_SILENT_BEATS:
+                raise InternalError(f"the router's parent process gave no sign of life for {PARENT_SILENT_BEATS} s")
             self.link.send(Beat(self._is_ready))
             await asyncio.sleep(BEAT_S)
 
@@ -194,5 +206,8 @@ def main(settings: RouterSettings, file: SettingsFile | None, place: Place, pare
 def _say_last(parent: socket.socket, reason: str) -> None:
     """Past the event loop, which has ended."""
     content = msgspec.msgpack.encode(Failed(reason))
-    parent.setblocking(True)
-    parent.sendall(len(content).to_bytes(4, "big") + content)
+    parent.settimeout(SAY_TIMEOUT_S)
+    try:
+        parent.sendall(len(content).to_bytes(4, "big") + content)
+    except OSError as error:
+        log.warning("the router's parent process does not hear why this one ends", extra={"reason": str(error)})

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import msgspec
 
+log = logging.getLogger(__name__)
+
 HEAD_BYTES = 4
+MAX_UNREAD_BYTES = 16 * 2**20  # of messages that the other end leaves unread: one that reads has far less
 
 
 class Beat(msgspec.Struct, tag=True):
-    """A process's sign of life, once a second from when it listens, and at once when it can serve."""
+    """A sign of life, once a second. A process gives them from when it listens, and one at once when it can serve; its
+    parent gives them from when it has started the process, and its own are always `is_ready`."""
 
     is_ready: bool
 
@@ -89,7 +94,16 @@ class Link:
         self._writer = writer
 
     def send(self, message: Message) -> None:
-        """Sends a message, which is lost if the other end is gone. Whoever reads `messages` notices that."""
+        """Sends a message, which is lost if the other end is gone. Whoever reads `messages` notices that.
+
+        An end that does not read for a long time is as good as gone: what it is sent would grow without end.
+        """
+        unread = self._writer.transport.get_write_buffer_size()
+        if unread > MAX_UNREAD_BYTES:
+            if not self._writer.transport.is_closing():
+                log.error("a process of the router does not read what it is sent", extra={"bytes": unread})
+            self._writer.transport.abort()
+            return
         content = msgspec.msgpack.encode(message)
         self._writer.write(len(content).to_bytes(HEAD_BYTES, "big") + content)
 

@@ -231,6 +231,7 @@ class _Parent:
         while True:
             await asyncio.sleep(1.0)
             for child in self._children.values():
+                child.link.send(Beat(True))
                 child.num_silent += 1
                 most = SILENT_BEATS if child.listens else START_BEATS
                 if child.num_silent > most and not self._is_draining:

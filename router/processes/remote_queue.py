@@ -11,14 +11,19 @@ import math
 from collections.abc import AsyncIterator, Callable
 
 from common import metrics
-from common.errors import DeadlineError, OverloadedError
+from common.errors import DeadlineError, OverloadedError, UnavailableError
 from router.processes.messages import Bounds, Enter, Leave, Message, Placed, Refused
+
+ANSWER_WAIT_S = 5.0  # for the parent's answer, beyond the time after which it refuses a request that waits
 
 
 class RemoteQueue:
     """`FairQueue`, as one process sees it."""
 
-    def __init__(self, max_running: int | None, send: Callable[[Message], None]) -> None:
+    def __init__(
+        self, max_running: int | None, send: Callable[[Message], None], *, max_wait_s: float = math.inf
+    ) -> None:
+        self._max_wait_s = max_wait_s
         self._is_limited = max_running is not None
         self._send = send
         self._numbers = itertools.count()
@@ -27,6 +32,7 @@ class RemoteQueue:
     def change(self, max_running: int | None, *, max_waiting: int, max_wait_s: float) -> None:
         """Each process that reads the settings file says so: the parent hears the same from all."""
         self._is_limited = max_running is not None
+        self._max_wait_s = max_wait_s
         self._send(Bounds(max_running, max_waiting, max_wait_s))
 
     def heard(self, message: Placed | Refused) -> None:
@@ -54,7 +60,7 @@ class RemoteQueue:
         request_priority: int = 0,
         places: int = 1,
     ) -> AsyncIterator[None]:
-        """As `FairQueue.place`."""
+        """As `FairQueue.place`. Raises `UnavailableError` if the parent does not answer in time."""
         if not self._is_limited:
             yield
             return
@@ -64,7 +70,10 @@ class RemoteQueue:
         self._send(Enter(number, tenant, cost, left_s, priority, weight, request_priority, places))
         try:
             try:
-                await turn
+                async with asyncio.timeout(min(self._max_wait_s, max(left_s, 0.0)) + ANSWER_WAIT_S):
+                    await turn
+            except TimeoutError:
+                raise UnavailableError("the router's parent process gives no places in its queue") from None
             finally:
                 del self._waiting[number]
                 metrics.router_requests_queued.set(len(self._waiting))
