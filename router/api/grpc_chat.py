@@ -13,6 +13,8 @@ from router.serving.conversation import (
     Json,
     Tool,
     Tools,
+    ValueCount,
+    check_num_tools,
     check_options,
     make_message,
     make_tools,
@@ -29,13 +31,15 @@ _MODES = {
 
 def conversation(request: inference_pb2.ChatRequest) -> Conversation:
     """Raises `InvalidArgumentError`."""
-    messages = [_message(message, f"messages[{index}]") for index, message in enumerate(request.messages)]
+    values = ValueCount()
+    messages = [_message(message, f"messages[{index}]", values) for index, message in enumerate(request.messages)]
     options = _object(request.chat_template_kwargs, "chat_template_kwargs") or {}
     check_options(options, "chat_template_kwargs")
     return Conversation(messages=named_results(messages), tools=_tools(request), template_options=options)
 
 
-def _message(message: inference_pb2.ChatMessage, where: str) -> Json:
+def _message(message: inference_pb2.ChatMessage, where: str, values: ValueCount) -> Json:
+    values.add(len(message.tool_calls), f"{where}.tool_calls")
     calls = [Call(call_id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls]
     return make_message(
         where,
@@ -45,6 +49,7 @@ def _message(message: inference_pb2.ChatMessage, where: str) -> Json:
         calls=calls,
         tool_call_id=message.tool_call_id,
         reasoning=message.reasoning_content,
+        values=values,
     )
 
 
@@ -54,6 +59,7 @@ def _tools(request: inference_pb2.ChatRequest) -> Tools:
         raise InvalidArgumentError("tool_choice.mode", f"{choice.mode} is not known")
     if choice.WhichOneof("choice") == "name" and not choice.name:
         raise InvalidArgumentError("tool_choice.name", "must not be empty")
+    check_num_tools(len(request.tools), "tools")
     return make_tools(
         [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)],
         "tools",

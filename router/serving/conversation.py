@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,6 +25,11 @@ MAX_CALLS = 128  # in one message
 MAX_ID_CHARS = 256
 MAX_DEPTH = 32  # of a tool's parameters, of a call's arguments, and of options of the template
 MAX_OPTIONS = 32
+MAX_VALUES = 16_384
+"""Values (texts, numbers, lists, objects, and names of members) in all parameters of tools together; in all calls of
+messages, their arguments and themselves; and in options of the template. A value without text is a byte or two of a
+body, and microseconds of work."""
+MAX_PARTS = 4096  # of all messages together that are given in parts of text
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 
@@ -96,8 +101,9 @@ def make_message(
     calls: Sequence[Call] = (),
     tool_call_id: str | None = None,
     reasoning: str | None = None,
+    values: ValueCount | None = None,
 ) -> Json:
-    """`where` is the message's place in the request: `messages[3]`."""
+    """`where` is the message's place in the request: `messages[3]`. `values`: of the messages before it."""
     role = chat_role(role, f"{where}.role")
     if calls and role != "assistant":
         raise InvalidArgumentError(f"{where}.tool_calls", "only an assistant's message can have them")
@@ -109,7 +115,7 @@ def make_message(
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
-        message["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+        message["tool_calls"] = _calls(calls, f"{where}.tool_calls", values or ValueCount())
     if role == "tool":
         message["tool_call_id"] = _call_id(tool_call_id or "", f"{where}.tool_call_id")
     elif tool_call_id:
@@ -135,14 +141,21 @@ def named_results(messages: Sequence[Json]) -> list[Json]:
     return list(messages)
 
 
-def _calls(calls: Sequence[Call], where: str) -> list[Json]:
+def check_num_parts(num_parts: int, name: str) -> None:
+    """`num_parts`: of all messages together. Raises `InvalidArgumentError` before any of them is looked at."""
+    if num_parts > MAX_PARTS:
+        raise InvalidArgumentError(name, f"must have at most {MAX_PARTS} parts of text in all, not {num_parts}")
+
+
+def _calls(calls: Sequence[Call], where: str, values: ValueCount) -> list[Json]:
     if len(calls) > MAX_CALLS:
         raise InvalidArgumentError(where, f"must have at most {MAX_CALLS} entries, not {len(calls)}")
+    values.add(len(calls), where)
     made = []
     for index, call in enumerate(calls):
         function, call_id = call.item or f"{where}[{index}].function", f"{where}[{index}].id"
         check_name(call.name, f"{function}.name")
-        arguments = _arguments(call.arguments, f"{function}.arguments")
+        arguments = _arguments(call.arguments, f"{function}.arguments", values)
         made.append(
             {
                 "id": _call_id(call.call_id, f"{call.item}.call_id" if call.item else call_id),
@@ -153,7 +166,7 @@ def _calls(calls: Sequence[Call], where: str) -> list[Json]:
     return made
 
 
-def _arguments(text: str, where: str) -> Json:
+def _arguments(text: str, where: str, values: ValueCount) -> Json:
     """As templates take them: an object. No text at all is how some clients write that there are none."""
     try:
         arguments = json.loads(text or "{}")
@@ -161,7 +174,7 @@ def _arguments(text: str, where: str) -> Json:
         raise InvalidArgumentError(where, "must be the JSON text of an object") from error
     if not isinstance(arguments, dict):
         raise InvalidArgumentError(where, "must be the JSON text of an object")
-    check_depth(arguments, where)
+    values.check(arguments, where)
     return arguments
 
 
@@ -179,13 +192,19 @@ def check_name(name: str, where: str) -> str:
     return name
 
 
+def check_num_tools(num_tools: int, name: str) -> None:
+    """Raises `InvalidArgumentError` before any of them is looked at."""
+    if num_tools > MAX_TOOLS:
+        raise InvalidArgumentError(name, f"must have at most {MAX_TOOLS} entries, not {num_tools}")
+
+
 def make_tools(
     tools: Sequence[Tool], where: str, *, choice: str = "auto", named: str = "", parallel: bool = True
 ) -> Tools:
     """Checks the tools and whether what is asked of them can be: `where` is their place in the request."""
-    if len(tools) > MAX_TOOLS:
-        raise InvalidArgumentError(where, f"must have at most {MAX_TOOLS} entries, not {len(tools)}")
+    check_num_tools(len(tools), where)
     names: set[str] = set()
+    values = ValueCount()
     for index, tool in enumerate(tools):
         place = f"{where}[{index}]"
         check_name(tool.name, f"{place}.name")
@@ -194,7 +213,7 @@ def make_tools(
         names.add(tool.name)
         if tool.parameters.get("type", "object") != "object":
             raise InvalidArgumentError(f"{place}.parameters", 'must be a JSON Schema of type "object"')
-        check_depth(tool.parameters, f"{place}.parameters")
+        values.check(tool.parameters, f"{place}.parameters")
     if choice not in CHOICES:
         raise InvalidArgumentError("tool_choice", f"must be one of {', '.join(CHOICES)} or name a function")
     if named and named not in names:
@@ -208,7 +227,7 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
     """Further variables of the chat template."""
     if len(options) > MAX_OPTIONS:
         raise InvalidArgumentError(where, f"must have at most {MAX_OPTIONS} entries, not {len(options)}")
-    check_depth(options, where)
+    ValueCount().check(options, where)
     for name in options:
         if name in _OWN_VARIABLES:
             raise InvalidArgumentError(f"{where}.{name}", "is not for clients to set")
@@ -221,31 +240,55 @@ def check_effort(effort: str | None, where: str) -> str:
     return effort or ""
 
 
-def check_depth(value: object, where: str) -> None:
-    """JSON of any depth would need a stack of any depth."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [inner for one in level for inner in _inner(one)]
-        if not level:
-            return
-    raise InvalidArgumentError(where, f"is nested more than {MAX_DEPTH} deep")
+class ValueCount:
+    """Values in JSON from one client that is taken one piece after the other: at most `MAX_VALUES`."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def add(self, num: int, where: str) -> None:
+        self.num += num
+        if self.num > MAX_VALUES:
+            raise InvalidArgumentError(
+                where, f"has one of more than {MAX_VALUES} values in all: numbers, texts, names, lists and objects"
+            )
+
+    def check(self, value: object, where: str) -> None:
+        """Adds the values in `value`. A list that is too long is refused before its entries are looked at, and JSON of
+        any depth would need a stack of any depth."""
+        level = [value]
+        for _ in range(MAX_DEPTH):
+            inner: list[object] = []
+            for one in level:
+                if isinstance(one, Mapping):
+                    self.add(2 * len(one), where)
+                    inner.extend(one.values())
+                elif isinstance(one, list | tuple):
+                    self.add(len(one), where)
+                    inner.extend(one)
+            if not inner:
+                return
+            level = inner
+        raise InvalidArgumentError(where, f"is nested more than {MAX_DEPTH} deep")
 
 
-def texts_of(value: object) -> Iterator[str]:
+def texts_of(value: object) -> list[str]:
     """Every text in JSON, names of members included."""
-    left = [value]
+    return read_through(value)[0]
+
+
+def read_through(value: object) -> tuple[list[str], int]:
+    """(every text in JSON, names of members included; how many values there are, texts and names among them)."""
+    texts: list[str] = []
+    num, left = 0, [value]
     while left:
         one = left.pop()
+        num += 1
         if isinstance(one, str):
-            yield one
+            texts.append(one)
         elif isinstance(one, Mapping):
             left.extend(one.keys())
             left.extend(one.values())
-        else:
-            left.extend(_inner(one))
-
-
-def _inner(value: object) -> list[object]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return list(value) if isinstance(value, list | tuple) else []
+        elif isinstance(one, list | tuple):
+            left.extend(one)
+    return texts, num

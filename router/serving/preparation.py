@@ -30,7 +30,7 @@ from router.serving.answer_budget import AnswerBudget
 from router.serving.bad_words import bad_words_ids
 from router.serving.beams import beam_params, beam_sampling
 from router.serving.clients import ApiClient, CallHints
-from router.serving.conversation import Conversation, texts_of
+from router.serving.conversation import Conversation, read_through
 from router.serving.embedding import MAX_DIMENSIONS, EmbedRequest
 from router.serving.fair_queue import name_of
 from router.serving.forced_calls import forced_guide, forced_reading
@@ -41,7 +41,7 @@ from router.serving.sampling_size import check_size
 from router.serving.threads import TextThreads
 
 ONE_ANSWER = Choices()
-MESSAGE_CHARS = 64  # rendering a message takes about as long as tokenizing this many characters
+VALUE_CHARS = 12  # rendering a value of JSON takes about as long as tokenizing this many characters
 
 
 class Preparation:
@@ -100,10 +100,12 @@ class Preparation:
         """The template writes special tokens out itself, so none are added. `field`: the client's name for messages."""
         messages, tools = conversation.messages, conversation.tools
         check_messages(len(messages), model.limits, field)
-        total = "".join(texts_of([list(messages), dict(conversation.template_options)]))
+        texts, num_values = read_through([list(messages), dict(conversation.template_options)])
+        total = "".join(texts)
         if total:
             check_text(total, model.limits, field)
-        described = "".join(texts_of([tool.as_json() for tool in tools.tools]))
+        texts, num_of_tools = read_through([tool.as_json() for tool in tools.tools])
+        described = "".join(texts)
         if described:
             check_text(described, model.limits, "tools")
         reader, guided = model.tokenizer.reader, None
@@ -117,7 +119,7 @@ class Preparation:
             control_tokens=self._control_tokens,
             check=lambda text: check_text(text, model.limits, field),
         )
-        size = len(total) + len(described) + MESSAGE_CHARS * len(messages)
+        size = len(total) + len(described) + VALUE_CHARS * (num_values + num_of_tools)
         try:
             token_ids, text = await self._threads.run(size, encode)
         except InvalidArgumentError as error:

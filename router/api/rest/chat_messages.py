@@ -8,12 +8,15 @@ from typing import Any, ClassVar
 from msgspec import UNSET
 
 from common.errors import InvalidArgumentError
+from common.validation import ModelLimits, check_messages
 from router.api.rest.body_types import Body, Given, asks
 from router.api.rest.tools import ToolCall, calls_of
 from router.serving.conversation import (
     Conversation,
     Json,
     Tools,
+    ValueCount,
+    check_num_parts,
     check_options,
     joined_parts,
     make_message,
@@ -57,16 +60,19 @@ class ChatMessage(Body, kw_only=True):
     unsupported: ClassVar[tuple[str, ...]] = ("refusal", "annotations", "audio", "function_call", "reasoning")
 
 
-def conversation_of(given: Sequence[ChatMessage], tools: Tools, options: dict[str, Any] | None) -> Conversation:
-    """Raises `InvalidArgumentError`."""
-    if not given:
-        raise InvalidArgumentError("messages", "must not be empty")
-    messages = [_message(message, f"messages[{index}]") for index, message in enumerate(given)]
+def conversation_of(
+    given: Sequence[ChatMessage], tools: Tools, options: dict[str, Any] | None, limits: ModelLimits
+) -> Conversation:
+    """Counts before it looks at anything. Raises `InvalidArgumentError`."""
+    check_messages(len(given), limits, "messages")
+    check_num_parts(sum(len(one.content) for one in given if isinstance(one.content, list)), "messages")
+    values = ValueCount()
+    messages = [_message(message, f"messages[{index}]", values) for index, message in enumerate(given)]
     check_options(options or {}, "chat_template_kwargs")
     return Conversation(messages=named_results(messages), tools=tools, template_options=options or {})
 
 
-def _message(message: ChatMessage, where: str) -> Json:
+def _message(message: ChatMessage, where: str, values: ValueCount) -> Json:
     for name in message.unsupported:
         if asks(getattr(message, name)):
             raise InvalidArgumentError(f"{where}.{name}", "is not supported")
@@ -80,6 +86,7 @@ def _message(message: ChatMessage, where: str) -> Json:
         calls=calls_of(message.tool_calls or (), where),
         tool_call_id=message.tool_call_id,
         reasoning=message.reasoning_content,
+        values=values,
     )
 
 

@@ -43,7 +43,7 @@ class GenerationHandlers(Handlers):
         chat_format = ChatFormat(is_named_call=isinstance(body.tool_choice, NamedTool))
 
         async def prompts(model: ServedModel) -> list[Prompt]:
-            return [await self._front.preparation.chat_prompt(model, body.conversation())]
+            return [await self._front.preparation.chat_prompt(model, body.conversation(model.limits))]
 
         return await self._generate(request, body, prompts, self._answer_maker(body, chat_format), arrived_at)
 
@@ -52,7 +52,7 @@ class GenerationHandlers(Handlers):
         body = parse(ResponsesBody, await self._read(request))
 
         async def prompts(model: ServedModel) -> list[Prompt]:
-            return [await self._front.preparation.chat_prompt(model, body.response_conversation(), "input")]
+            return [await self._front.preparation.chat_prompt(model, body.response_conversation(model.limits), "input")]
 
         def answer(requests: Sequence[GenerationRequest], request_id: str) -> ResponseAnswer:
             echoed, wants_logprobs = body.echoed(), body.wants_logprobs

@@ -12,6 +12,7 @@ from msgspec import UNSET, Raw
 from common.choices import Choices
 from common.errors import InvalidArgumentError
 from common.sampling import parameters
+from common.validation import ModelLimits
 from router.api.rest.body_types import (
     Body,
     Given,
@@ -89,7 +90,7 @@ class GenerationBody(GuidedFields, kw_only=True):
             values = (getattr(self, name), getattr(self, alias))
             if None not in values and values[0] != values[1]:
                 raise InvalidArgumentError(alias, f"differs from {name}, another name of it")
-        self.guided_text()
+        self.guided_text  # noqa: B018 - raises if it is wrong
 
     def session(self) -> str:
         """The session that the body names; empty if it names none."""
@@ -120,12 +121,12 @@ class GenerationBody(GuidedFields, kw_only=True):
             if value is not None:
                 given[name] = (value,) if isinstance(value, str) and parameter.is_texts else value
         given.pop("guided", None)
-        guided = self.guided_text()
+        guided = self.guided_text
         return given if guided is None else {**given, "guided": guided[1]}
 
     def field_name(self, name: str) -> str:
         """The client's name for a sampling parameter."""
-        if name == "guided" and (guided := self.guided_text()):
+        if name == "guided" and (guided := self.guided_text):
             return guided[0]
         for alias in ALIASES_OF[name]:
             if getattr(self, alias) is not None:
@@ -183,9 +184,9 @@ class ChatBody(GenerationBody, kw_only=True):
     def field_name(self, name: str) -> str:
         return "top_logprobs" if name == "logprobs" else super().field_name(name)
 
-    def conversation(self) -> Conversation:
+    def conversation(self, limits: ModelLimits) -> Conversation:
         tools = chat_tools(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls is not False)
-        conversation = conversation_of(self.messages, tools, self.chat_template_kwargs)
+        conversation = conversation_of(self.messages, tools, self.chat_template_kwargs, limits)
         return replace(conversation, effort=check_effort(self.reasoning_effort, "reasoning_effort"))
 
 

@@ -6,13 +6,16 @@ At most one of them. Schemas and structural tags are objects, or texts of such.
 from __future__ import annotations
 
 import json
+from functools import cached_property
 
 import msgspec
 from msgspec import UNSET, Raw
 
 from common.errors import InvalidArgumentError
-from common.guided import Guided
+from common.guided import MAX_GRAMMAR_CHARS, Guided
 from router.api.rest.body_types import Body, Given, is_given
+
+MAX_SCHEMA_BYTES = 4 * MAX_GRAMMAR_CHARS  # as the client wrote it, with its white space
 
 
 class GuidedBody(Body, kw_only=True):
@@ -50,7 +53,7 @@ class ResponseFormat(Body, kw_only=True):
     triggers: Given = UNSET
 
 
-class GuidedFields(Body, kw_only=True):
+class GuidedFields(Body, kw_only=True, dict=True):
     """Fields of all bodies that ask for text."""
 
     response_format: ResponseFormat | None = None
@@ -61,8 +64,10 @@ class GuidedFields(Body, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
+    @cached_property
     def guided_text(self) -> tuple[str, Guided] | None:
-        """(the client's name for it, the form of the answer); None for any text. Raises `InvalidArgumentError`."""
+        """(the client's name for it, the form of the answer); None for any text. Raises `InvalidArgumentError`. It is
+        read once: a schema may be long."""
         asked: list[tuple[str, Guided]] = []
         if self.response_format is not None and (guided := _of_response_format(self.response_format)):
             asked.append(("response_format", guided))
@@ -142,10 +147,12 @@ def _of_response_format(given: ResponseFormat) -> Guided | None:
 def schema_text(given: Given, name: str) -> str:
     """JSON text of a schema or tag: the object as it came, or what a string holds; empty if there is none.
 
-    Raises `InvalidArgumentError` for the field `name` if the value cannot be read.
+    Raises `InvalidArgumentError` for the field `name` if the value cannot be read, or is too long to be looked at.
     """
     if not isinstance(given, Raw):
         return ""
+    if (size := memoryview(given).nbytes) > MAX_SCHEMA_BYTES:
+        raise InvalidArgumentError(name, f"must have at most {MAX_SCHEMA_BYTES} bytes, not {size}")
     try:
         value = msgspec.json.decode(given)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

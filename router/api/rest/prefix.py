@@ -9,7 +9,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from common.errors import InvalidArgumentError
-from common.validation import check_model
+from common.validation import ModelLimits, check_model
 from protos.baton.v1 import worker_pb2
 from router.api.api_keys import current_client
 from router.api.rest.body_types import Body
@@ -46,9 +46,9 @@ class PrefixBody(Body, kw_only=True):
             if getattr(self, name) is not None:
                 raise InvalidArgumentError(name, f"is not for {given}")
 
-    def conversation(self) -> Conversation:
+    def conversation(self, limits: ModelLimits) -> Conversation:
         tools = chat_tools(self.tools or (), None, parallel=True)
-        return conversation_of(self.messages or [], tools, self.chat_template_kwargs)
+        return conversation_of(self.messages or [], tools, self.chat_template_kwargs, limits)
 
 
 class RetainPrefixBody(PrefixBody, kw_only=True):
@@ -89,7 +89,7 @@ class PrefixHandlers(Handlers):
             check_model(body.model or "", model.limits)
             body.check()
             if body.prompt is None:
-                prompt = await front.preparation.chat_prompt(model, body.conversation())
+                prompt = await front.preparation.chat_prompt(model, body.conversation(model.limits))
             else:
                 special = body.add_special_tokens is not False
                 (prompt,) = await front.preparation.prompts(model, [body.prompt], "prompt", add_special_tokens=special)

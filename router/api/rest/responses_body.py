@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, ClassVar
 
 from msgspec import UNSET
@@ -10,9 +11,10 @@ from common.choices import Choices
 from common.errors import InvalidArgumentError
 from common.guided import Guided
 from common.sampling import parameters
+from common.validation import ModelLimits, check_messages
 from router.api.rest.body_types import Body, Given, RetainBody, asks, check_service_tier, is_given, session_of
 from router.api.rest.guided import schema_text
-from router.api.rest.responses_input import InputItem, turns_of
+from router.api.rest.responses_input import InputItem, num_parts, turns_of
 from router.api.rest.sampling_fields import with_sampling
 from router.api.rest.tools import JsonObject
 from router.serving.conversation import (
@@ -20,7 +22,10 @@ from router.serving.conversation import (
     Json,
     Tool,
     Tools,
+    ValueCount,
     check_effort,
+    check_num_parts,
+    check_num_tools,
     check_options,
     make_message,
     make_tools,
@@ -67,7 +72,7 @@ class Reasoning(Body, kw_only=True):
 
 
 @with_sampling
-class ResponsesBody(Body, kw_only=True):
+class ResponsesBody(Body, kw_only=True, dict=True):
     input: str | list[InputItem]
     model: str | None = None
     instructions: str | None = None
@@ -137,7 +142,7 @@ class ResponsesBody(Body, kw_only=True):
                 raise InvalidArgumentError(f"reasoning.{name}", "is not supported")
         if self.text is not None and asks(self.text.verbosity):
             raise InvalidArgumentError("text.verbosity", "is not supported")
-        self.guided_text()
+        self.guided_text  # noqa: B018 - raises if it is wrong
         for name in ("logprobs", "prompt_logprobs", "max_tokens", "max_completion_tokens", "guided"):
             if getattr(self, name, None) is not None:
                 raise InvalidArgumentError(name, "is not a field of responses")
@@ -150,8 +155,9 @@ class ResponsesBody(Body, kw_only=True):
         """The session that the body names; empty if it names none."""
         return session_of(self)
 
+    @cached_property
     def guided_text(self) -> Guided | None:
-        """The form that the answer has; None for any text."""
+        """The form that the answer has; None for any text. It is read once: a schema may be long."""
         wanted = self.text.format if self.text is not None else None
         if wanted is None:
             return None
@@ -175,7 +181,7 @@ class ResponsesBody(Body, kw_only=True):
             given["stop"] = (given["stop"],)
         if self.max_output_tokens is not None:
             given["max_tokens"] = self.max_output_tokens
-        if (guided := self.guided_text()) is not None:
+        if (guided := self.guided_text) is not None:
             given["guided"] = guided
         if self.wants_logprobs:
             given["logprobs"] = self.top_logprobs or 0
@@ -186,11 +192,11 @@ class ResponsesBody(Body, kw_only=True):
         names = {"max_tokens": "max_output_tokens", "guided": "text.format", "logprobs": "top_logprobs"}
         return names.get(name, name)
 
-    def response_conversation(self) -> Conversation:
+    def response_conversation(self, limits: ModelLimits) -> Conversation:
         options = self.chat_template_kwargs or {}
         check_options(options, "chat_template_kwargs")
         return Conversation(
-            messages=named_results(self._messages()),
+            messages=named_results(self._messages(limits)),
             tools=self._tools(),
             template_options=options,
             effort=check_effort(self._effort, "reasoning.effort"),
@@ -201,17 +207,19 @@ class ResponsesBody(Body, kw_only=True):
     def _effort(self) -> str | None:
         return None if self.reasoning is None else self.reasoning.effort
 
-    def _messages(self) -> list[Json]:
+    def _messages(self, limits: ModelLimits) -> list[Json]:
         messages = []
         if self.instructions:
             messages.append(make_message("instructions", role="system", content=self.instructions))
         if isinstance(self.input, str):
             return [*messages, make_message("input", role="user", content=self.input)]
-        if not self.input:
-            raise InvalidArgumentError("input", "must not be empty")
-        return messages + [turn.message() for turn in turns_of(self.input)]
+        check_messages(len(self.input), limits, "input")
+        check_num_parts(num_parts(self.input), "input")
+        values = ValueCount()
+        return messages + [turn.message(values) for turn in turns_of(self.input)]
 
     def _tools(self) -> Tools:
+        check_num_tools(len(self.tools or ()), "tools")
         tools = []
         for index, one in enumerate(self.tools or ()):
             if one.type != "function":

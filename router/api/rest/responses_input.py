@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ from msgspec import UNSET, Raw, field
 
 from common.errors import InvalidArgumentError
 from router.api.rest.body_types import Body, Given, asks
-from router.serving.conversation import Call, Json, joined_parts, make_message
+from router.serving.conversation import Call, Json, ValueCount, joined_parts, make_message
 
 FIELDS = {
     "message": {"role", "content", "name"},
@@ -70,7 +71,7 @@ class Turn:
         self.call_id: str | None = None
         self.name: str | None = None
 
-    def message(self) -> Json:
+    def message(self, values: ValueCount) -> Json:
         return make_message(
             self.where,
             role=self.role,
@@ -79,7 +80,14 @@ class Turn:
             calls=self.calls,
             tool_call_id=self.call_id,
             reasoning=self.reasoning,
+            values=values,
         )
+
+
+def num_parts(items: Sequence[InputItem]) -> int:
+    """Of all items whose text is given in parts."""
+    given = (text for item in items for text in (item.content, item.output, item.summary))
+    return sum(len(text) for text in given if isinstance(text, list))
 
 
 def turns_of(items: list[InputItem]) -> list[Turn]:

@@ -10,7 +10,7 @@ from msgspec import UNSET
 from common.errors import InvalidArgumentError
 from router.api.rest.body_types import Body, Given, is_given
 from router.serving.answer_parts import ToolCallDelta
-from router.serving.conversation import Call, Tool, Tools, make_tools
+from router.serving.conversation import Call, Tool, Tools, check_num_tools, make_tools
 
 JsonObject = dict[str, object]
 
@@ -60,6 +60,7 @@ class ToolCall(Body, kw_only=True):
 
 def chat_tools(given: Sequence[FunctionTool], choice: str | NamedTool | None, *, parallel: bool) -> Tools:
     """Raises `InvalidArgumentError`."""
+    check_num_tools(len(given), "tools")
     tools = []
     for index, one in enumerate(given):
         if one.type != "function":

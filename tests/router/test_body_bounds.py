@@ -1,0 +1,256 @@
+"""What a body may make the event loop do: what it holds is counted before it is looked at, and looked at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+
+from common.errors import InvalidArgumentError
+from common.validation import ModelLimits
+from protos.baton.v1 import inference_pb2
+from router.api import grpc_chat
+from router.api.rest import chat_messages, guided, responses_input
+from router.api.rest.generation_bodies import ChatBody
+from router.api.rest.guided import MAX_SCHEMA_BYTES
+from router.api.rest.parsing import parse
+from router.api.rest.responses_body import ResponsesBody
+from router.fleet.served_model import ServedModel
+from router.serving.conversation import MAX_CALLS, MAX_PARTS, MAX_TOOLS, MAX_VALUES, Conversation, Tool, make_tools
+from router.serving.preparation import Preparation
+from router.serving.threads import SHORT, TextThreads
+from tests.router.tiny_tokenizer import tiny_tokenizer, vocab_size
+
+Json = dict[str, Any]
+ResultT = TypeVar("ResultT")
+
+LIMITS = ModelLimits(model="tiny", max_model_len=131_072, vocab_size=vocab_size(), max_token_bytes=8)
+USER = {"role": "user", "content": "x"}
+MANY = {"x": [1] * MAX_VALUES}
+"""Two values more than may be, and not a text among them."""
+ENOUGH = {"x": [1] * (MAX_VALUES - 3)}  # with the call itself
+
+
+class Untouched(list[object]):
+    """A list that nobody may look into."""
+
+    def __iter__(self) -> Iterator[object]:
+        raise AssertionError("its entries are looked at")
+
+
+def called(arguments: Json, number: int = 0) -> Json:
+    function = {"name": "f", "arguments": json.dumps(arguments)}
+    return {"id": f"c{number}", "type": "function", "function": function}
+
+
+def calling(*arguments: Json) -> Json:
+    return {"role": "assistant", "tool_calls": [called(one, number) for number, one in enumerate(arguments)]}
+
+
+def tool(parameters: Json, name: str = "f") -> Json:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def of_chat(**fields: object) -> Conversation:
+    return parse(ChatBody, json.dumps({"messages": [USER], **fields}).encode()).conversation(LIMITS)
+
+
+def of_responses(**fields: object) -> Conversation:
+    return parse(ResponsesBody, json.dumps({"input": "x", **fields}).encode()).response_conversation(LIMITS)
+
+
+def of_grpc(**fields: Any) -> Conversation:
+    message = inference_pb2.ChatMessage(role="user", content="x")
+    return grpc_chat.conversation(inference_pb2.ChatRequest(messages=[message], **fields))
+
+
+def grpc_call(arguments: Json) -> inference_pb2.ToolCall:
+    return inference_pb2.ToolCall(id="c", name="f", arguments=json.dumps(arguments))
+
+
+def call_item(arguments: Json) -> Json:
+    return {"type": "function_call", "call_id": "c", "name": "f", "arguments": json.dumps(arguments)}
+
+
+HALVES = [{"x": [1] * (MAX_VALUES // 2)}] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: of_chat(messages=[calling(MANY)]), "messages[0].tool_calls[0].function.arguments"),
+        (lambda: of_chat(messages=[calling(*HALVES)]), "messages[0].tool_calls[1].function.arguments"),
+        (lambda: of_chat(messages=[calling(HALVES[0])] * 2), "messages[1].tool_calls[0].function.arguments"),
+        (lambda: of_chat(messages=[calling(*[{}] * MAX_CALLS)] * 200), "messages[128].tool_calls"),
+        (lambda: of_chat(tools=[tool(MANY)]), "tools[0].parameters"),
+        (lambda: of_chat(tools=[tool(one, f"f{n}") for n, one in enumerate(HALVES)]), "tools[1].parameters"),
+        (lambda: of_chat(chat_template_kwargs=MANY), "chat_template_kwargs"),
+        (lambda: of_responses(input=[call_item(MANY)]), "input[0].arguments"),
+        (lambda: of_responses(input=[call_item(HALVES[0])] * 2), "input[1].arguments"),
+        (lambda: of_responses(tools=[{"type": "function", "name": "f", "parameters": MANY}]), "tools[0].parameters"),
+        (lambda: of_responses(chat_template_kwargs=MANY), "chat_template_kwargs"),
+        (
+            lambda: of_grpc(tools=[inference_pb2.Tool(name="f", parameters=json.dumps(MANY))]),
+            "tools[0].parameters",
+        ),
+        (lambda: of_grpc(chat_template_kwargs=json.dumps(MANY)), "chat_template_kwargs"),
+    ],
+)
+def test_values_are_bounded(make: Callable[[], Conversation], field: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"more than {MAX_VALUES} values") as caught:
+        make()
+    assert caught.value.field == field
+
+
+def test_values_are_bounded_over_grpc() -> None:
+    message = inference_pb2.ChatMessage(role="assistant", tool_calls=[grpc_call(HALVES[0])])
+    with pytest.raises(InvalidArgumentError, match="values") as caught:
+        grpc_chat.conversation(inference_pb2.ChatRequest(messages=[message] * 2))
+    assert caught.value.field == "messages[1].tool_calls[0].function.arguments"
+    crowd = inference_pb2.ChatMessage(role="assistant", tool_calls=[grpc_call({})] * (MAX_VALUES + 1))
+    with pytest.raises(InvalidArgumentError, match="values"):  # before any call is taken
+        grpc_chat.conversation(inference_pb2.ChatRequest(messages=[crowd]))
+
+
+def test_as_many_values_as_there_may_be() -> None:
+    made = of_chat(messages=[calling(ENOUGH)], tools=[tool(ENOUGH)], chat_template_kwargs=ENOUGH)
+    assert made.messages[0]["tool_calls"][0]["function"]["arguments"] == ENOUGH
+
+
+def test_large_schemas_of_all_tools_pass() -> None:
+    """128 tools with eight parameters each, described as servers of tools describe theirs."""
+    one = {"type": "string", "description": "what it is for", "enum": ["a", "b", "c", "d"]}
+    properties = {f"parameter_{n}": one for n in range(7)}
+    parameters = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    tools = [Tool(name=f"tool_{n}", parameters=parameters) for n in range(MAX_TOOLS)]
+    assert len(make_tools(tools, "tools").tools) == MAX_TOOLS
+
+
+def test_a_list_that_is_too_long_is_not_looked_at() -> None:
+    tools = [Tool(name="f", parameters={"x": Untouched([1] * MAX_VALUES)})]
+    with pytest.raises(InvalidArgumentError, match="values"):
+        make_tools(tools, "tools")
+
+
+async def test_values_without_text_are_work_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop renders what is small alone."""
+    sizes = []
+
+    async def run(_: TextThreads, size: int, work: Callable[[], ResultT]) -> ResultT:
+        sizes.append(size)
+        return work()
+
+    monkeypatch.setattr(TextThreads, "run", run)
+    threads = TextThreads(1)
+    preparation = Preparation(request_timeout_s=60, control_tokens=False, threads=threads)
+    model = ServedModel(LIMITS, "f", "", "float32", frozenset(), tiny_tokenizer(), 16)
+    for arguments in ({}, {"x": [1] * 1000}):
+        await preparation.chat_prompt(model, of_chat(messages=[USER, calling(arguments)]))
+    threads.close()
+    assert sizes[0] <= SHORT < sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "field", "module"),
+    [
+        (lambda: of_chat(messages=[USER] * 5000), "messages", chat_messages),
+        (
+            lambda: of_chat(messages=[{**USER, "content": [{"type": "text", "text": ""}] * 100}] * 100),
+            "messages",
+            chat_messages,
+        ),
+        (lambda: of_responses(input=[USER] * 5000), "input", responses_input),
+        (
+            lambda: of_responses(input=[{**USER, "content": [{"type": "text", "text": ""}] * 100}] * 100),
+            "input",
+            responses_input,
+        ),
+    ],
+)
+def test_messages_are_counted_before_they_are_made(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Conversation], field: str, module: object
+) -> None:
+    def none(*_: object, **__: object) -> Json:
+        raise AssertionError("a message was made")
+
+    monkeypatch.setattr(module, "make_message", none)
+    with pytest.raises(InvalidArgumentError, match=f"at most {MAX_PARTS} ") as caught:
+        make()
+    assert caught.value.field == field
+
+
+def test_tools_are_counted_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = [{"type": "wrong"}] * (MAX_TOOLS + 1)  # the first would be refused for what it is
+    for make in (of_chat, of_responses):
+        with pytest.raises(InvalidArgumentError, match=f"at most {MAX_TOOLS} entries") as caught:
+            make(tools=crowd)
+        assert caught.value.field == "tools"
+    with pytest.raises(InvalidArgumentError, match=f"at most {MAX_TOOLS} entries"):
+        of_grpc(tools=[inference_pb2.Tool(parameters="{")] * (MAX_TOOLS + 1))
+
+
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+LONG = {"enum": [1] * MAX_SCHEMA_BYTES}
+FORMS: list[tuple[type[ChatBody] | type[ResponsesBody], Callable[[object], Json], str]] = [
+    (
+        ChatBody,
+        lambda schema: {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        "response_format.json_schema.schema",
+    ),
+    (ChatBody, lambda schema: {"guided": {"json_schema": schema}}, "guided.json_schema"),
+    (ChatBody, lambda schema: {"structured_outputs": {"json": schema}}, "structured_outputs.json"),
+    (ChatBody, lambda schema: {"guided_json": schema}, "guided_json"),
+    (
+        ResponsesBody,
+        lambda schema: {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}},
+        "text.format.schema",
+    ),
+]
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes each schema had that was decoded."""
+    sizes: list[int] = []
+
+    class Json:
+        @staticmethod
+        def decode(given: msgspec.Raw) -> object:
+            sizes.append(memoryview(given).nbytes)
+            return msgspec.json.decode(given)
+
+    class Msgspec:
+        json = Json
+        DecodeError = msgspec.DecodeError
+
+    monkeypatch.setattr(guided, "msgspec", Msgspec)
+    return sizes
+
+
+def body_of(kind: type[ChatBody] | type[ResponsesBody], fields: Json) -> ChatBody | ResponsesBody:
+    given = {"messages": [USER]} if kind is ChatBody else {"input": "x"}
+    return parse(kind, json.dumps({**given, **fields}).encode())
+
+
+@pytest.mark.parametrize(("kind", "fields", "field"), FORMS)
+def test_schemas_that_are_too_long_are_not_decoded(
+    decoded: list[int], kind: type[ChatBody], fields: Callable[[object], Json], field: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"at most {MAX_SCHEMA_BYTES} bytes") as caught:
+        body_of(kind, fields(LONG)).check()
+    assert caught.value.field == field
+    assert not decoded
+
+
+@pytest.mark.parametrize(("kind", "fields", "field"), FORMS)
+def test_schemas_are_decoded_once(
+    decoded: list[int], kind: type[ChatBody], fields: Callable[[object], Json], field: str
+) -> None:
+    body = body_of(kind, fields(SCHEMA))
+    body.check()
+    assert body.sampling()["guided"]
+    assert field.startswith(body.field_name("guided"))
+    assert decoded == [len(json.dumps(SCHEMA))]
