@@ -269,10 +269,22 @@ def resolve(
     default_max_tokens: int | None = None,
     name: FieldName = str,
 ) -> SamplingParams:
-    """Checks every value and fills in defaults. `default_max_tokens` None: what is left of the model's context.
+    """Checks every value and fills in defaults: `checked`, then `fitted`."""
+    return fitted(
+        checked(given, limits, name=name),
+        given,
+        limits,
+        num_prompt_tokens=num_prompt_tokens,
+        draw_seed=draw_seed,
+        default_max_tokens=default_max_tokens,
+        name=name,
+    )
 
-    `draw_seed` is called if sampling is random and the client gave no seed, so that whichever worker continues the
-    request draws the same tokens. Raises `InvalidArgumentError` with the field as the client wrote it.
+
+def checked(given: Given, limits: ModelLimits, *, name: FieldName = str) -> SamplingParams:
+    """All that does not depend on the prompt: once for all prompts of a body, as lists may be long.
+
+    Raises `InvalidArgumentError` with the field as the client wrote it.
     """
     for field_name, value in given.items():
         most = parameters()[field_name].max_entries if field_name in parameters() else None
@@ -282,6 +294,26 @@ def resolve(
         params = _adapter().validate_python(given, context=limits)
     except ValidationError as error:
         raise refusal(error.errors(include_url=False)[0], name) from error
+    if params.guided is not None:
+        _check_guided(params, params.guided, name)
+    return params
+
+
+def fitted(
+    params: SamplingParams,
+    given: Given,
+    limits: ModelLimits,
+    *,
+    num_prompt_tokens: int,
+    draw_seed: Callable[[], int],
+    default_max_tokens: int | None = None,
+    name: FieldName = str,
+) -> SamplingParams:
+    """`params`, made of `given`, for one prompt. `default_max_tokens` None: what is left of the model's context.
+
+    `draw_seed` is called if sampling is random and the client gave no seed, so that whichever worker continues the
+    request draws the same tokens. Raises `InvalidArgumentError` with the field as the client wrote it.
+    """
     room = limits.max_model_len - num_prompt_tokens
     max_tokens = params.max_tokens
     if "max_tokens" not in given:
@@ -294,8 +326,6 @@ def resolve(
         )
     if params.min_tokens > max_tokens:
         raise InvalidArgumentError(name("min_tokens"), f"{params.min_tokens} is more than max_tokens, {max_tokens}")
-    if params.guided is not None:
-        _check_guided(params, params.guided, name)
     seed = params.seed if "seed" in given or params.is_greedy else draw_seed()
     return replace(params, max_tokens=max_tokens, seed=seed, top_k=min(params.top_k, limits.vocab_size))
 

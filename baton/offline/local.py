@@ -218,9 +218,9 @@ class LocalEngine:
             )
         else:
             prompt = self._prompt(ask.prompt, ask.name)
-        request = self._preparation.request(
+        (request,) = self._preparation.requests(
             self._model,
-            prompt,
+            [prompt],
             ask.params.options,
             priority=ask.priority,
             arrived_at=time.monotonic(),

@@ -226,9 +226,9 @@ class InferenceService:
         choices.check(_choices_field)
         if choices.are_compared:
             sampling.setdefault("logprobs", 0)  # they decide which are the best
-        first = self._front.preparation.request(
+        (first,) = self._front.preparation.requests(
             model,
-            prompt,
+            [prompt],
             sampling,
             model_name=request.model,
             request_id=request.request_id,

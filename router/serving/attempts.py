@@ -180,7 +180,7 @@ class Attempts:
                 request_id=request.request_id,
                 fingerprint=request.model.fingerprint,
                 prompt_token_ids=request.prompt_token_ids,
-                sampling_params=message_of(request.sampling_params, types_pb2.SamplingParams),
+                sampling_params=request.sampling_messages.of(request.sampling_params),
                 cache_salt=request.cache_salt,
                 retain=None if request.retain is None else message_of(request.retain, types_pb2.Retain),
                 tenant=name_of(request.client, request.tenant),

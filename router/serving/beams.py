@@ -20,7 +20,7 @@ from common.sampling import MAX_LOGPROBS, FieldName, Given, SamplingParams, para
 from common.types import SampledToken, TokenLogprob
 from router.serving.dispatch import Dispatcher
 from router.serving.progress import Progress
-from router.serving.request import GenerationRequest
+from router.serving.request import GenerationRequest, SamplingMessages
 
 MAX_BLOCKS = 2**22
 """Blocks of prompts that the requests of all searches in one body may name together. Each beam's next token is a
@@ -104,6 +104,7 @@ def _ask(request: GenerationRequest, beam: Beam, number: str, num_next: int) -> 
         request_id=f"{request.request_id}-{number}",
         prompt_token_ids=[*request.prompt_token_ids, *beam.token_ids],
         sampling_params=SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=num_next),
+        sampling_messages=SamplingMessages(),
         is_follow_up=bool(beam.token_ids),
         retain=None if beam.token_ids else request.retain,
     )

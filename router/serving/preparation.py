@@ -12,7 +12,7 @@ from functools import partial
 from common.cache_hints import Retain, check_num_tokens, check_retain, check_retain_s
 from common.choices import Choices
 from common.errors import InvalidArgumentError
-from common.sampling import FieldName, Given, SamplingParams, resolve
+from common.sampling import FieldName, Given, SamplingParams, checked, fitted
 from common.validation import (
     check_cache_salt,
     check_messages,
@@ -36,7 +36,7 @@ from router.serving.fair_queue import name_of
 from router.serving.forced_calls import forced_guide, forced_reading
 from router.serving.guided import Grammars, reading_of, with_calls
 from router.serving.prefix_hints import PrefixHint
-from router.serving.request import GenerationRequest, Prompt, new_request_id
+from router.serving.request import GenerationRequest, Prompt, SamplingMessages, new_request_id
 from router.serving.sampling_size import check_size
 from router.serving.threads import TextThreads
 
@@ -148,10 +148,10 @@ class Preparation:
         decode = partial(model.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
         return await self._threads.run(len(token_ids), decode)
 
-    def request(
+    def requests(
         self,
         model: ServedModel,
-        prompt: Prompt,
+        prompts: Sequence[Prompt],
         sampling: Given,
         *,
         model_name: str = "",
@@ -167,11 +167,11 @@ class Preparation:
         hints: CallHints | None = None,
         choices: Choices = ONE_ANSWER,
         choices_name: FieldName = str,
-        num_prompts: int = 1,
-    ) -> GenerationRequest:
-        """Validates all of it. `timeout_s` is the client's own deadline, counted from `arrived_at` and no longer than
-        the router's; `client` is whose key came with the request, `hints` what came beside it; `choices` are asked for
-        to each of `num_prompts` in the same body, and `choices_name` says how the client calls their fields."""
+    ) -> list[GenerationRequest]:
+        """One for each of a body's prompts. Validates all of it, `sampling` once. `timeout_s` is the client's own
+        deadline, counted from `arrived_at` and no longer than the router's; `client` is whose key came with the
+        request, `hints` what came beside it; `choices` are asked for to each prompt, and `choices_name` says how the
+        client calls their fields."""
         check_model(model_name, model.limits)
         if request_id:
             check_request_id(request_id)
@@ -179,21 +179,72 @@ class Preparation:
         check_priority(priority)
         if retain is not None:
             check_retain(retain, self._max_retain_s)
-        if prompt.guided is not None:
-            sampling, name = with_calls(sampling, prompt.guided, name)
+        if (guided := prompts[0].guided) is not None:  # of a chat, which has one prompt
+            sampling, name = with_calls(sampling, guided, name)
         if choices.use_beam_search:
             sampling = beam_sampling(sampling, name)
+        params, wire = _checked(model, sampling, name), SamplingMessages()
+        made = []
+        for prompt in prompts:
+            own = self._fitted(
+                params,
+                sampling,
+                model,
+                prompt,
+                choices,
+                num_answers=len(prompts) * choices.num_candidates,
+                default_max_tokens=default_max_tokens,
+                name=name,
+            )
+            beams = beam_params(choices, own, model.eos_token_ids, choices_name) if choices.use_beam_search else None
+            request = GenerationRequest(
+                request_id=request_id or new_request_id(),
+                model=model,
+                prompt_token_ids=prompt.token_ids,
+                sampling_params=own,
+                sampling_messages=wire,
+                cache_salt=client.cache_salt(cache_salt) if client else cache_salt,
+                retain=retain,
+                priority=priority,
+                arrived_at=arrived_at,
+                deadline=arrived_at + min(self._request_timeout_s, math.inf if timeout_s is None else timeout_s),
+                client=client.name if client else "",
+                tenant=client.tenant if client else "",
+                session=_session(client, hints),
+                explain=hints is not None and hints.explain,
+                prompt_field=prompt.field,
+                reading=prompt.reading if guided is not None else reading_of(prompt.reading, params.guided),
+                sampling_field=name,
+                beams=beams,
+            )
+            made.append(request)
+        return made
+
+    def _fitted(
+        self,
+        params: SamplingParams,
+        sampling: Given,
+        model: ServedModel,
+        prompt: Prompt,
+        choices: Choices,
+        *,
+        num_answers: int,
+        default_max_tokens: int | None,
+        name: FieldName,
+    ) -> SamplingParams:
+        """`params`, made of `sampling`, for one prompt of a body that asks for so many answers in all."""
         budget = AnswerBudget.of(
             model,
             sampling,
             choices,
             max_answer_tokens=self._max_answer_tokens,
-            num_answers=num_prompts * choices.num_candidates,
+            num_answers=num_answers,
             num_prompt_tokens=len(prompt.token_ids),
             name=name,
         )
         most = budget.most()
-        params = resolve(
+        own = fitted(
+            params,
             sampling,
             model.limits,
             num_prompt_tokens=len(prompt.token_ids),
@@ -201,30 +252,8 @@ class Preparation:
             default_max_tokens=most if default_max_tokens is None else min(default_max_tokens, most),
             name=name,
         )
-        budget.check(params, is_max_given="max_tokens" in sampling)
-        check_size(params, name)
-        if params.bad_words:
-            params = replace(params, bad_words_ids=bad_words_ids(model, params, name))
-            check_size(params, name, "bad_words")
-        return GenerationRequest(
-            request_id=request_id or new_request_id(),
-            model=model,
-            prompt_token_ids=prompt.token_ids,
-            sampling_params=params,
-            cache_salt=client.cache_salt(cache_salt) if client else cache_salt,
-            retain=retain,
-            priority=priority,
-            arrived_at=arrived_at,
-            deadline=arrived_at + min(self._request_timeout_s, math.inf if timeout_s is None else timeout_s),
-            client=client.name if client else "",
-            tenant=client.tenant if client else "",
-            session=_session(client, hints),
-            explain=hints is not None and hints.explain,
-            prompt_field=prompt.field,
-            reading=prompt.reading if prompt.guided is not None else reading_of(prompt.reading, params.guided),
-            sampling_field=name,
-            beams=beam_params(choices, params, model.eos_token_ids, choices_name) if choices.use_beam_search else None,
-        )
+        budget.check(own, is_max_given="max_tokens" in sampling)
+        return own
 
     def prefix_hint(
         self,
@@ -285,6 +314,16 @@ class Preparation:
             client=client.name if client else "",
             tenant=client.tenant if client else "",
         )
+
+
+def _checked(model: ServedModel, sampling: Given, name: FieldName) -> SamplingParams:
+    """All that holds for each prompt of a body."""
+    params = checked(sampling, model.limits, name=name)
+    check_size(params, name)
+    if params.bad_words:
+        params = replace(params, bad_words_ids=bad_words_ids(model, params, name))
+        check_size(params, name, "bad_words")
+    return params
 
 
 def _session(client: ApiClient | None, hints: CallHints | None) -> str:

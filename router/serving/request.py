@@ -12,6 +12,7 @@ from common.guided import Guided
 from common.sampling import FieldName, SamplingParams
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
+from protos.messages import message_of
 from router.fleet.served_model import ServedModel
 from router.serving.answer_parts import Part, Reading, ToolCallDelta
 
@@ -40,6 +41,29 @@ class Charge:
     num_tokens: int = 0
 
 
+_OWN = ("max_tokens", "seed", "prompt_logprobs")  # sampling parameters in which answers to one body differ
+
+
+@dataclass(slots=True, eq=False)
+class SamplingMessages:
+    """Sampling parameters as workers take them, for all answers to a body: what may be long is converted once."""
+
+    _params: SamplingParams | None = None  # those of `_message`
+    _message: types_pb2.SamplingParams = field(default_factory=types_pb2.SamplingParams)
+
+    def of(self, params: SamplingParams) -> types_pb2.SamplingParams:
+        known = self._params
+        if known is None or replace(params, **{name: getattr(known, name) for name in _OWN}) != known:
+            self._params, self._message = params, message_of(params, types_pb2.SamplingParams)
+        message = types_pb2.SamplingParams()
+        message.CopyFrom(self._message)
+        message.max_tokens, message.seed = params.max_tokens, params.seed
+        message.ClearField("prompt_logprobs")
+        if params.prompt_logprobs is not None:
+            message.prompt_logprobs = params.prompt_logprobs
+        return message
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GenerationRequest:
     """One answer to be generated: validated, and as workers take it. Made by `Preparation.request`."""
@@ -48,6 +72,7 @@ class GenerationRequest:
     model: ServedModel
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
+    sampling_messages: SamplingMessages = field(default_factory=SamplingMessages)
     cache_salt: str = ""
     retain: Retain | None = None
     priority: int = 0

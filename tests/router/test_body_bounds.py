@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
 import pytest
 
+from common.choices import Choices
 from common.errors import InvalidArgumentError
+from common.sampling import MAX_BANNED_SEQUENCES, MAX_BANNED_TOKENS, checked
 from common.validation import ModelLimits
-from protos.baton.v1 import inference_pb2
+from protos.baton.v1 import inference_pb2, types_pb2
+from protos.messages import message_of
 from router.api import grpc_chat
 from router.api.rest import chat_messages, guided, responses_input
 from router.api.rest.generation_bodies import ChatBody
@@ -19,8 +23,12 @@ from router.api.rest.guided import MAX_SCHEMA_BYTES
 from router.api.rest.parsing import parse
 from router.api.rest.responses_body import ResponsesBody
 from router.fleet.served_model import ServedModel
+from router.serving import preparation as preparing
+from router.serving import request as asking
+from router.serving.choices import candidates
 from router.serving.conversation import MAX_CALLS, MAX_PARTS, MAX_TOOLS, MAX_VALUES, Conversation, Tool, make_tools
 from router.serving.preparation import Preparation
+from router.serving.request import GenerationRequest, Prompt
 from router.serving.threads import SHORT, TextThreads
 from tests.router.tiny_tokenizer import tiny_tokenizer, vocab_size
 
@@ -32,6 +40,7 @@ USER = {"role": "user", "content": "x"}
 MANY = {"x": [1] * MAX_VALUES}
 """Two values more than may be, and not a text among them."""
 ENOUGH = {"x": [1] * (MAX_VALUES - 3)}  # with the call itself
+MODEL = ServedModel(LIMITS, "f", "", "float32", frozenset(), tiny_tokenizer(), 16)
 
 
 class Untouched(list[object]):
@@ -146,9 +155,8 @@ async def test_values_without_text_are_work_for_threads(monkeypatch: pytest.Monk
     monkeypatch.setattr(TextThreads, "run", run)
     threads = TextThreads(1)
     preparation = Preparation(request_timeout_s=60, control_tokens=False, threads=threads)
-    model = ServedModel(LIMITS, "f", "", "float32", frozenset(), tiny_tokenizer(), 16)
     for arguments in ({}, {"x": [1] * 1000}):
-        await preparation.chat_prompt(model, of_chat(messages=[USER, calling(arguments)]))
+        await preparation.chat_prompt(MODEL, of_chat(messages=[USER, calling(arguments)]))
     threads.close()
     assert sizes[0] <= SHORT < sizes[1]
 
@@ -254,3 +262,49 @@ def test_schemas_are_decoded_once(
     assert body.sampling()["guided"]
     assert field.startswith(body.field_name("guided"))
     assert decoded == [len(json.dumps(SCHEMA))]
+
+
+@pytest.fixture
+def num_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often what costs much for long lists was called."""
+    found = Counter[str]()
+
+    def counted(name: str, function: Callable[..., ResultT]) -> Callable[..., ResultT]:
+        def call(*args: object, **kwargs: object) -> ResultT:
+            found[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(preparing, "checked", counted("checked", checked))
+    monkeypatch.setattr(preparing, "check_size", counted("check_size", preparing.check_size))
+    monkeypatch.setattr(asking, "message_of", counted("message_of", message_of))
+    return found
+
+
+def asked(sampling: Json, num_prompts: int) -> list[GenerationRequest]:
+    threads = TextThreads(1)
+    preparation = Preparation(request_timeout_s=60, control_tokens=False, threads=threads)
+    prompts = [Prompt([5] * (1 + number), "prompt") for number in range(num_prompts)]
+    choices = Choices(n=2)
+    made = preparation.requests(MODEL, prompts, sampling, arrived_at=0.0, choices=choices)
+    threads.close()
+    return candidates(made, choices)
+
+
+def test_long_lists_are_checked_and_converted_once_for_all_answers_to_a_body(num_calls: Counter[str]) -> None:
+    banned = [{"token_ids": [number % 200, *[7] * (MAX_BANNED_TOKENS - 1)]} for number in range(MAX_BANNED_SEQUENCES)]
+    requests = asked({"bad_words_ids": banned}, 64)
+    messages = [one.sampling_messages.of(one.sampling_params) for one in requests]
+    assert num_calls == {"checked": 1, "check_size": 1, "message_of": 1}
+    assert len({message.seed for message in messages}) == len(requests) == 128
+    assert messages == [message_of(one.sampling_params, types_pb2.SamplingParams) for one in requests]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"prompt_logprobs": 2, "bad_words": ["no"]}, {"temperature": 0, "seed": 3}])
+def test_each_prompt_has_its_own_room(sampling: Json) -> None:
+    first, _, last, _ = asked(sampling, 2)
+    assert first.sampling_params.max_tokens == last.sampling_params.max_tokens + 1
+    for one in (first, last, first):
+        message = one.sampling_messages.of(one.sampling_params)
+        assert message == message_of(one.sampling_params, types_pb2.SamplingParams)

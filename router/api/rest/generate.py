@@ -134,25 +134,21 @@ class GenerationHandlers(Handlers):
             body.check()
             sampling = body.sampling()
             given = await prompts(model)
-            requests = [
-                self._front.preparation.request(
-                    model,
-                    prompt,
-                    sampling,
-                    request_id=request_id,
-                    cache_salt=body.cache_salt or "",
-                    retain=None if body.retain is None else body.retain.value(),
-                    priority=body.priority or 0,
-                    arrived_at=arrived_at,
-                    default_max_tokens=DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionBody) else None,
-                    name=body.field_name,
-                    client=client,
-                    hints=hints,
-                    choices=body.choices,
-                    num_prompts=len(given),
-                )
-                for prompt in given
-            ]
+            requests = self._front.preparation.requests(
+                model,
+                given,
+                sampling,
+                request_id=request_id,
+                cache_salt=body.cache_salt or "",
+                retain=None if body.retain is None else body.retain.value(),
+                priority=body.priority or 0,
+                arrived_at=arrived_at,
+                default_max_tokens=DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionBody) else None,
+                name=body.field_name,
+                client=client,
+                hints=hints,
+                choices=body.choices,
+            )
             await self._front.preparation.check_guided(requests[0].sampling_params, requests[0].sampling_field)
             choices = candidates(requests, body.choices)
             places.enter_context(self._front.admission.gate.requests(client.name if client else "", len(choices) - 1))
