@@ -78,13 +78,17 @@ class RouterSettings(PolicySettings, LimitSettings, TlsSettings, HealthSettings,
     max_request_mb: float | None = Field(
         None, gt=0, description="MiB of one request's body; from the model's context if unset, over gRPC at most 4"
     )
-    max_buffered_mb: float = Field(256.0, gt=0, description="MiB of the bodies of all requests in flight")
+    max_buffered_mb: float = Field(
+        256.0,
+        gt=0,
+        description="MiB of the bodies of all requests in flight, and of answers that are kept until they are whole",
+    )
     max_answer_tokens: Positive | None = Field(
         None,
         description="tokens of all answers to one request: max_tokens, times n (best_of) and prompts, times 1 + "
-        "logprobs / 4 rounded up; prompt tokens whose logprobs are asked for count likewise. A request that asks for "
-        "more is refused, one without max_tokens ends there. If unset, what one answer may need in the model's "
-        "context, and 2^20 at least",
+        "logprobs / 4 rounded up, or 1 + logprobs in answers that are kept until they are whole; prompt tokens whose "
+        "logprobs are asked for count likewise. A request that asks for more is refused, one without max_tokens ends "
+        "there. If unset, what one answer may need in the model's context, and 2^20 at least",
     )
     max_retain: float = Field(
         3600.0, ge=0, description="seconds for which a request may have its prompt's KV retained; 0: not at all"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -12,7 +13,7 @@ from common.cache_hints import Retain
 from common.choices import Choices
 from common.errors import InvalidArgumentError
 from common.validation import check_messages, check_model
-from protos.baton.v1 import embed_pb2, inference_pb2, types_pb2, worker_pb2
+from protos.baton.v1 import embed_pb2, inference_pb2, worker_pb2
 from protos.convert import finish_reason_to_proto, token_to_proto
 from protos.messages import given_fields, message_of, value_of
 from router.api.api_keys import current_client
@@ -89,17 +90,16 @@ class InferenceService:
                 timeout_s=context.time_remaining(),
                 client=client,
             )
-            with front.admission.gate.requests(client.name if client else "", min(len(prompts), MAX_AT_ONCE) - 1):
-                embedded = await front.embedder.embed(wanted)
-        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        return inference_pb2.EmbedResponse(
-            request_id=wanted.request_id,
-            model=model.limits.model,
-            embeddings=[inference_pb2.Embedding(values=one.values) for one in embedded],
-            usage=types_pb2.Usage(
-                prompt_tokens=num_tokens, cached_tokens=sum(one.num_cached_tokens for one in embedded)
-            ),
-        )
+            with front.admission.gate.bytes_held() as held:
+                with front.admission.gate.requests(client.name if client else "", min(len(prompts), MAX_AT_ONCE) - 1):
+                    embedded = await front.embedder.embed(wanted, held.grow)
+                response = inference_pb2.EmbedResponse(request_id=wanted.request_id, model=model.limits.model)
+                for one in embedded:
+                    response.embeddings.add(values=one.values)
+                    await asyncio.sleep(0)  # others' turn: the vectors may be long
+        response.usage.prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        response.usage.cached_tokens = sum(one.num_cached_tokens for one in embedded)
+        return response
 
     async def _embed_prompts(self, model: ServedModel, request: inference_pb2.EmbedRequest) -> list[Prompt]:
         given: list[str | list[int]] = []
@@ -242,6 +242,7 @@ class InferenceService:
             hints=call_hints(_metadata(context)),
             choices=choices,
             choices_name=_choices_field,
+            is_whole=choices.are_compared,
         )
         await self._front.preparation.check_guided(first.sampling_params, first.sampling_field)
         requests = candidates([first], choices)
@@ -249,9 +250,10 @@ class InferenceService:
         with (
             self._front.admission.gate.requests(client.name if client else "", len(requests) - 1),
             self._front.generation.allowed(requests, _choices_field(choices.field())),
+            self._front.admission.gate.bytes_held() as held,
         ):
             outputs = merged(self._front.generation, requests)
-            async with aclosing(likeliest(outputs, choices) if choices.are_compared else outputs) as given:
+            async with aclosing(likeliest(outputs, choices, held.grow) if choices.are_compared else outputs) as given:
                 async for index, output in given:
                     yield _response(first, index, output, shows_logprobs=shows_logprobs)
 

@@ -1,6 +1,7 @@
 """How many tokens one request may ask for, of all its answers together, so that none takes a router for itself.
 
-Each four logprobs beside a token count as one more token, and so do those of the prompt if they are asked for.
+Each four logprobs beside a token count as one more token, and so do those of the prompt if they are asked for. In an
+answer that is kept until it is whole each of them counts: a logprob takes about a hundred bytes of it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class AnswerBudget:
     num_answers: int
     num_prompt_tokens: int
     num_logprobs: int  # beside each token
+    is_whole: bool
     num_of_prompt: int  # what the prompt's logprobs count, for all answers
     most_of_search: int | None  # tokens of an answer by beam search; None without one
     name: FieldName
@@ -40,18 +42,23 @@ class AnswerBudget:
         max_answer_tokens: int | None,
         num_answers: int,
         num_prompt_tokens: int,
+        is_whole: bool,
         name: FieldName,
     ) -> AnswerBudget:
         """`max_answer_tokens`: what is allowed; None: as many as one answer may need, and MAX_ANSWER_TOKENS at least.
-        Raises `InvalidArgumentError` if the prompt's logprobs and one token of each answer are too many."""
+        `is_whole`: whether answers are kept until they are whole. Raises `InvalidArgumentError` if the prompt's
+        logprobs and one token of each answer are too many."""
         num_of_prompt = 0
         if sampling.get("prompt_logprobs") is not None:
-            num_of_prompt = num_answers * num_prompt_tokens * _weight(_num_logprobs(sampling, "prompt_logprobs"))
+            weight = _weight(_num_logprobs(sampling, "prompt_logprobs"), is_whole=is_whole)
+            num_of_prompt = num_answers * num_prompt_tokens * weight
+        longest = model.limits.max_model_len * _weight(MAX_LOGPROBS, is_whole=is_whole)
         budget = cls(
-            allowed=max_answer_tokens or max(MAX_ANSWER_TOKENS, model.limits.max_model_len * _weight(MAX_LOGPROBS)),
+            allowed=max_answer_tokens or max(MAX_ANSWER_TOKENS, longest),
             num_answers=num_answers,
             num_prompt_tokens=num_prompt_tokens,
             num_logprobs=_num_logprobs(sampling, "logprobs"),
+            is_whole=is_whole,
             num_of_prompt=num_of_prompt,
             most_of_search=most_tokens(num_answers, num_prompt_tokens, model.block_size)
             if choices.use_beam_search
@@ -69,7 +76,7 @@ class AnswerBudget:
     @property
     def counted(self) -> int:
         """What each token of `max_tokens` counts, in all answers together."""
-        return self.num_answers * _weight(self.num_logprobs)
+        return self.num_answers * _weight(self.num_logprobs, is_whole=self.is_whole)
 
     def most(self) -> int:
         """Tokens that each answer may have: one at least, which `check` refuses if there is no room for it."""
@@ -102,6 +109,6 @@ def _num_logprobs(sampling: Given, name: str) -> int:
     return min(max(given, 0), MAX_LOGPROBS) if isinstance(given, int) else 0
 
 
-def _weight(num_logprobs: int) -> int:
+def _weight(num_logprobs: int, *, is_whole: bool) -> int:
     """What one token counts, with so many logprobs beside it."""
-    return 1 + math.ceil(num_logprobs / LOGPROBS_OF_A_TOKEN)
+    return 1 + num_logprobs if is_whole else 1 + math.ceil(num_logprobs / LOGPROBS_OF_A_TOKEN)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -27,11 +27,13 @@ def candidates(requests: Sequence[GenerationRequest], choices: Choices) -> list[
     ]
 
 
-async def likeliest(outputs: Outputs, choices: Choices) -> Outputs:
-    """Of the answers to one prompt those that are given, the best first, once all of them are whole."""
+async def likeliest(outputs: Outputs, choices: Choices, hold: Callable[[int], None]) -> Outputs:
+    """Of the answers to one prompt those that are given, the best first, once all of them are whole. `hold` is told of
+    the bytes that are kept until then, and raises if there are too many."""
     pieces: list[list[Output]] = [[] for _ in range(choices.num_candidates)]
     async with aclosing(outputs):
         async for index, output in outputs:
+            hold(output.num_kept_bytes)
             pieces[index].append(output)
     tokens = [[token for output in answer for token in output.tokens] for answer in pieces]
     found = [(sum(token.logprob or 0.0 for token in answer), len(answer)) for answer in tokens]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -40,7 +40,9 @@ from router.serving.request import Prompt
 
 MAX_INPUTS = 2048
 MAX_AT_ONCE = 16  # inputs of one request that workers have at a time
+MAX_VALUES = 2**22  # numbers in all vectors of one answer: 16 MiB here, and some 80 MiB in JSON
 MAX_DIMENSIONS = 2**20
+VALUE_BYTES = 4
 NUM_RETRIES = 3
 _FAULTS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)  # of a worker
 
@@ -89,20 +91,22 @@ class Embedder:
         self._queue = queue or FairQueue(None)
         self._budget = budget or RetryBudget()
 
-    async def embed(self, request: EmbedRequest) -> list[Embedded]:
-        """In the order of the prompts. The first failure ends all of them. Raises `BatonError`."""
+    async def embed(self, request: EmbedRequest, hold: Callable[[int], None]) -> list[Embedded]:
+        """In the order of the prompts. The first failure ends all of them. `hold` is told of the bytes that are kept,
+        and raises if there are too many. Raises `BatonError`."""
+        _check_num_values(request, request.dimensions)
         key, tenant, asked = request.client, request.tenant, set[int]()
         with self._quotas.streams(key, tenant):
             num_tokens = sum(len(prompt.token_ids) for prompt in request.prompts)
             self._quotas.prompt(key, tenant, num_tokens)
             self._demand.prompt(num_tokens)
             try:
-                return await self._embed(request, asked)
+                return await self._embed(request, asked, hold)
             finally:
                 unasked = (prompt for index, prompt in enumerate(request.prompts) if index not in asked)
                 self._quotas.give_back(key, tenant, sum(len(prompt.token_ids) for prompt in unasked))
 
-    async def _embed(self, request: EmbedRequest, asked: set[int]) -> list[Embedded]:
+    async def _embed(self, request: EmbedRequest, asked: set[int], hold: Callable[[int], None]) -> list[Embedded]:
         """Notes in `asked` which inputs workers were asked for."""
         results: list[Embedded | None] = [None] * len(request.prompts)
         left = iter(range(len(results)))
@@ -118,7 +122,10 @@ class Embedder:
                     weight=limits.weight,
                 ):
                     asked.add(index)
-                    results[index] = await self._one(request, index)
+                    one = await self._one(request, index)
+                _check_num_values(request, len(one.values))  # the first to come says how long all are
+                hold(VALUE_BYTES * len(one.values))
+                results[index] = one
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -209,6 +216,17 @@ class Embedder:
         if isinstance(fault, InvalidArgumentError) and fault.field == "prompt_token_ids":
             return InvalidArgumentError(prompt.field, fault.reason)
         return fault
+
+
+def _check_num_values(request: EmbedRequest, num_values: int) -> None:
+    """`num_values`: of each vector. Raises `InvalidArgumentError`."""
+    num_prompts = len(request.prompts)
+    if num_prompts * num_values > MAX_VALUES:
+        raise InvalidArgumentError(
+            request.prompts[0].field,
+            f"{num_prompts} entries have vectors of {num_values} numbers: one answer may have {MAX_VALUES} numbers, "
+            f"so {max(1, MAX_VALUES // num_values)} entries",
+        )
 
 
 def _load(endpoint: Endpoint) -> tuple[bool, bool, float]:

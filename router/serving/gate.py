@@ -19,6 +19,7 @@ from router.serving.ledger import Ledger, LocalLedger
 MIB = 2**20
 MIN_DELAY_S = 1.0
 MAX_DELAY_S = 30.0
+TOLD_BYTES = 2**16
 MESSAGE_BYTES = 4 * MIB  # gRPC's own default, and enough for a context of 250,000 tokens of most languages
 
 
@@ -26,7 +27,7 @@ MESSAGE_BYTES = 4 * MIB  # gRPC's own default, and enough for a context of 250,0
 class GateLimits:
     max_requests: int = 1024  # in flight; each choice of an answer counts as one
     max_requests_per_key: int | None = None  # half of max_requests if None
-    max_buffered_bytes: int = 256 * MIB  # bodies of requests in flight
+    max_buffered_bytes: int = 256 * MIB  # bodies of requests in flight, and answers kept until they are whole
     max_message_bytes: int = MESSAGE_BYTES  # of one gRPC message, before anything is known of it
     receive_timeout_s: float = 30.0  # for a request's body to come
     answer_timeout_s: float = 660.0  # for a whole call: a client that reads too slowly is cut off
@@ -86,7 +87,7 @@ class Gate:
 
     @contextlib.contextmanager
     def bytes_held(self) -> Iterator[HeldBytes]:
-        """Around the time that a request's body is held."""
+        """Around the time that a request's body is held, or its answer."""
         held = HeldBytes(self)
         try:
             yield held
@@ -95,7 +96,8 @@ class Gate:
 
     def hold(self, num: int) -> None:
         if not self._ledger.take("bytes", num, self.limits.max_buffered_bytes):
-            raise self._too_much("bytes", f"the router holds {self._ledger.total('bytes')} bytes of requests")
+            total = self._ledger.total("bytes")
+            raise self._too_much("bytes", f"the router holds {total} bytes of requests and answers")
 
     def _too_much(self, reason: str, message: str) -> OverloadedError:
         """With a delay that spreads those who are refused: in a second, no more come again than there are places."""
@@ -111,9 +113,17 @@ class Gate:
 class HeldBytes:
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
+        self._num_untold = 0
         self.num = 0
 
     def add(self, num: int) -> None:
         """Raises `OverloadedError` if the router holds too much already."""
         self._gate.hold(num)
         self.num += num
+
+    def grow(self, num: int) -> None:
+        """As `add`, for what comes in small pieces: the gate is told of `TOLD_BYTES` together."""
+        self._num_untold += num
+        if self._num_untold >= TOLD_BYTES:
+            untold, self._num_untold = self._num_untold, 0
+            self.add(untold)

@@ -167,11 +167,12 @@ class Preparation:
         hints: CallHints | None = None,
         choices: Choices = ONE_ANSWER,
         choices_name: FieldName = str,
+        is_whole: bool = False,
     ) -> list[GenerationRequest]:
         """One for each of a body's prompts. Validates all of it, `sampling` once. `timeout_s` is the client's own
         deadline, counted from `arrived_at` and no longer than the router's; `client` is whose key came with the
         request, `hints` what came beside it; `choices` are asked for to each prompt, and `choices_name` says how the
-        client calls their fields."""
+        client calls their fields. `is_whole`: whether answers are kept until they are whole."""
         check_model(model_name, model.limits)
         if request_id:
             check_request_id(request_id)
@@ -194,6 +195,7 @@ class Preparation:
                 choices,
                 num_answers=len(prompts) * choices.num_candidates,
                 default_max_tokens=default_max_tokens,
+                is_whole=is_whole,
                 name=name,
             )
             beams = beam_params(choices, own, model.eos_token_ids, choices_name) if choices.use_beam_search else None
@@ -230,6 +232,7 @@ class Preparation:
         *,
         num_answers: int,
         default_max_tokens: int | None,
+        is_whole: bool,
         name: FieldName,
     ) -> SamplingParams:
         """`params`, made of `sampling`, for one prompt of a body that asks for so many answers in all."""
@@ -240,6 +243,7 @@ class Preparation:
             max_answer_tokens=self._max_answer_tokens,
             num_answers=num_answers,
             num_prompt_tokens=len(prompt.token_ids),
+            is_whole=is_whole,
             name=name,
         )
         most = budget.most()

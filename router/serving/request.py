@@ -41,6 +41,7 @@ class Charge:
     num_tokens: int = 0
 
 
+OBJECT_BYTES = 112  # a token's logprob, with its numbers
 _OWN = ("max_tokens", "seed", "prompt_logprobs")  # sampling parameters in which answers to one body differ
 
 
@@ -136,6 +137,13 @@ class Output:
     stop_reason: str | int | None = None  # the stop string, or the stop token's id, that ended it
     report: types_pb2.RequestReport | None = None
     usage: types_pb2.Usage | None = None
+
+    @property
+    def num_kept_bytes(self) -> int:
+        """About what it takes to keep this."""
+        tokens = [*self.tokens, *self.prompt_logprobs]
+        num_objects = 4 + len(tokens) + sum(len(token.top_logprobs) for token in tokens)
+        return OBJECT_BYTES * num_objects + len(self.text) + len(self.reasoning)
 
     @property
     def is_only_text(self) -> bool:

@@ -90,8 +90,10 @@ async def test_the_likeliest_are_given_best_first() -> None:
             for logprob in logprobs:
                 yield index, Output(text=str(index), tokens=[SampledToken(5, logprob)])
 
-    found = [(index, output.text) async for index, output in likeliest(outputs(), Choices(n=2, best_of=3))]
+    held: list[int] = []
+    found = [(index, output.text) async for index, output in likeliest(outputs(), Choices(n=2, best_of=3), held.append)]
     assert found == [(0, "1"), (0, "1"), (0, "1"), (1, "2"), (1, "2")]
+    assert len(held) == 6  # what is kept until all are whole
 
 
 @each_case(

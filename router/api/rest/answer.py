@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import cast
@@ -15,9 +15,10 @@ from common.errors import BatonError
 from router.api.rest.echo import Echo, EchoedPrompt
 from router.api.rest.errors import as_baton, error_body
 from router.api.rest.formats import AnswerFormat, JsonObject, WholeAnswer, baton_report, prompt_logprob, usage
+from router.api.rest.large_json import JsonList
 from router.serving.choices import merged
 from router.serving.generation import Generation
-from router.serving.request import GenerationRequest, Output
+from router.serving.request import OBJECT_BYTES, GenerationRequest, Output
 
 DONE = b"data: [DONE]\n\n"
 TEXT_MARK = "<text>"  # stands where a chunk's text comes
@@ -40,26 +41,24 @@ class _Choice:
 
 
 class _Logprobs:
-    """Those of a whole answer, made to JSON piece by piece as they come: the end of a long answer then costs little,
-    and bytes take a fifth of the memory of what they are made of."""
+    """Those of a whole answer, made to JSON piece by piece as they come."""
 
     def __init__(self) -> None:
-        self._lists: dict[str, list[bytes]] = {}
+        self._lists: dict[str, JsonList] = {}
         self._rest: JsonObject = {}
 
-    def add(self, piece: JsonObject) -> None:
-        """Lists grow, anything else is replaced."""
+    def add(self, piece: JsonObject) -> int:
+        """Lists grow, anything else is replaced. Returns how many bytes the lists have grown by."""
+        num_bytes = 0
         for name, value in piece.items():
             if isinstance(value, list):
-                self._lists.setdefault(name, [])
-                if value:
-                    self._lists[name].append(msgspec.json.encode(value)[1:-1])  # without its brackets
+                num_bytes += self._lists.setdefault(name, JsonList()).add(value)
             else:
                 self._rest[name] = value
+        return num_bytes
 
     def joined(self) -> JsonObject:
-        lists = {name: msgspec.Raw(b"[" + b",".join(pieces) + b"]") for name, pieces in self._lists.items()}
-        return {**lists, **self._rest}
+        return {**self._lists, **self._rest}
 
 
 class Answer:
@@ -78,7 +77,9 @@ class Answer:
         wants_prompt_logprobs: bool = False,
         wants_usage_chunk: bool,
         wants_usage_so_far: bool = False,
+        hold: Callable[[int], None] | None = None,
     ) -> None:
+        """`hold` is told of bytes that are kept until the answer is whole, and raises if there are too many."""
         self._generation = generation
         self._requests = requests
         self._format = answer_format
@@ -89,6 +90,7 @@ class Answer:
         self._wants_logprobs = wants_logprobs
         self._wants_usage_chunk = wants_usage_chunk
         self._wants_usage_so_far = wants_usage_so_far
+        self._hold = hold or (lambda _: None)
         self._created = int(time.time())
         self._choices = [_Choice() for _ in requests]
         if echo is not None:
@@ -99,6 +101,7 @@ class Answer:
         self.failure: BatonError | None = None  # what `events` told its reader as an event
 
     async def whole(self) -> JsonObject:
+        """For `json_parts`."""
         async with aclosing(merged(self._generation, self._requests)) as outputs:
             async for index, output in outputs:
                 self._add(self._choices[index], output)
@@ -123,16 +126,17 @@ class Answer:
                 choice.prompt_logprobs.add({"prompt_logprobs": [None]})  # of the first token
             tokenizer = self._requests[0].model.tokenizer
             pieces = [prompt_logprob(token, tokenizer) for token in output.prompt_logprobs]
-            choice.prompt_logprobs.add({"prompt_logprobs": pieces})
+            self._hold(choice.prompt_logprobs.add({"prompt_logprobs": pieces}))
         if choice.echo is not None:
             output = choice.echo.before(output)
         choice.num_tokens += len(output.tokens)
         choice.num_reasoning_tokens += output.num_reasoning_tokens
         choice.logprob += sum(token.logprob or 0.0 for token in output.tokens)
         choice.whole.add(output)
+        self._hold(OBJECT_BYTES + len(output.text) + len(output.reasoning))
         if piece := self._logprobs(choice, output):
             choice.logprobs = choice.logprobs or _Logprobs()
-            choice.logprobs.add(piece)
+            self._hold(choice.logprobs.add(piece))
         if output.finish_reason is not None:
             choice.last = output
 

@@ -12,6 +12,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from router.api.rest.large_json import PART_BYTES
 from router.api.rest.protocol import WRITE_PIECE, WritePiece
 
 ResultT = TypeVar("ResultT")
@@ -60,13 +61,27 @@ async def unless_gone(request: Request, work: Awaitable[ResultT]) -> ResultT:
         return await work
 
 
-class EventStream(Response):
-    """Sends server-sent events until they end or the client disconnects; either way `events` is closed."""
+async def json_answer(request: Request, parts: AsyncGenerator[bytes, None], headers: dict[str, str]) -> Response:
+    """An answer whose JSON comes in parts of `PART_BYTES`: at once if it is one, else in a stream that goes as fast as
+    the client takes it. Closes `parts`."""
+    try:
+        first = await unless_gone(request, anext(parts))
+        if len(first) < PART_BYTES:
+            await anext(parts, None)  # to its end: closed before, it would count as cancelled
+            return Response(first, headers=headers, media_type="application/json")
+    except BaseException:
+        await parts.aclose()
+        raise
+    return PartStream(first, parts, headers)
 
-    media_type = "text/event-stream"
+
+class PartStream(Response):
+    """Sends parts of an answer until they end or the client disconnects; either way `events` is closed."""
+
+    media_type = "application/json"
 
     def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+        super().__init__(headers=headers)
         del self.headers["content-length"]
         self._first = first
         self._events = events
@@ -87,3 +102,12 @@ class EventStream(Response):
             async for event in self._events:
                 await write_piece(event)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class EventStream(PartStream):
+    """Sends server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+        super().__init__(first, events, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import sys
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import ClassVar
 
 import msgspec
@@ -18,8 +20,9 @@ from common.validation import check_model
 from protos.baton.v1 import embed_pb2
 from router.api.api_keys import current_client
 from router.api.rest.body_types import Body, several
-from router.api.rest.disconnect import unless_gone
+from router.api.rest.disconnect import json_answer
 from router.api.rest.handlers import Handlers, request_id_of
+from router.api.rest.large_json import PART_BYTES
 from router.api.rest.parsing import parse
 from router.api.rest.tools import JsonObject
 from router.serving.embedding import MAX_AT_ONCE, Embedded, EmbedRequest, check_num_inputs
@@ -63,16 +66,27 @@ class EmbeddingsBody(Body, kw_only=True):
         return _POOLINGS[self.pooling or "last"]
 
 
-def embeddings_json(body: EmbeddingsBody, request: EmbedRequest, embedded: Sequence[Embedded]) -> JsonObject:
+async def embeddings_parts(
+    body: EmbeddingsBody, request: EmbedRequest, embedded: Sequence[Embedded]
+) -> AsyncGenerator[bytes, None]:
+    """The answer's JSON in parts of `PART_BYTES`, of which only the last has less. Vectors are written one by one, and
+    others have their turn after each."""
+    is_base64 = body.encoding_format == "base64"
+    part = bytearray(b'{"object":"list","data":[')
+    for index, one in enumerate(embedded):
+        entry = {"object": "embedding", "index": index, "embedding": _base64(one) if is_base64 else list(one.values)}
+        part += (b"," if index else b"") + msgspec.json.encode(entry)
+        if len(part) >= PART_BYTES:
+            yield bytes(part)
+            part.clear()
+        await asyncio.sleep(0)
+    yield bytes(part) + b"]," + msgspec.json.encode(_rest(request, embedded))[1:]
+
+
+def _rest(request: EmbedRequest, embedded: Sequence[Embedded]) -> JsonObject:
     num_tokens = sum(len(prompt.token_ids) for prompt in request.prompts)
     num_cached = sum(one.num_cached_tokens for one in embedded)
-    is_base64 = body.encoding_format == "base64"
     return {
-        "object": "list",
-        "data": [
-            {"object": "embedding", "index": index, "embedding": _base64(one) if is_base64 else list(one.values)}
-            for index, one in enumerate(embedded)
-        ],
         "model": request.model.limits.model,
         "usage": {
             "prompt_tokens": num_tokens,
@@ -95,10 +109,9 @@ class EmbeddingHandlers(Handlers):
         arrived_at = time.monotonic()
         body = parse(EmbeddingsBody, await self._read(request))
         request_id = request_id_of(request, body.request_id)
-        content = await unless_gone(request, self._embed(body, request_id, arrived_at))
-        return Response(content, headers={"X-Request-Id": request_id}, media_type="application/json")
+        return await json_answer(request, self._embed(body, request_id, arrived_at), {"X-Request-Id": request_id})
 
-    async def _embed(self, body: EmbeddingsBody, request_id: str, arrived_at: float) -> bytes:
+    async def _embed(self, body: EmbeddingsBody, request_id: str, arrived_at: float) -> AsyncGenerator[bytes, None]:
         client = current_client.get()
         front = self._front
         with front.admission.running("rest", client=client):
@@ -121,6 +134,9 @@ class EmbeddingHandlers(Handlers):
                 arrived_at=arrived_at,
                 client=client,
             )
-            with front.admission.gate.requests(client.name if client else "", min(len(inputs), MAX_AT_ONCE) - 1):
-                embedded = await front.embedder.embed(wanted)
-            return msgspec.json.encode(embeddings_json(body, wanted, embedded))
+            with front.admission.gate.bytes_held() as held:
+                with front.admission.gate.requests(client.name if client else "", min(len(inputs), MAX_AT_ONCE) - 1):
+                    embedded = await front.embedder.embed(wanted, held.grow)
+                async with aclosing(embeddings_parts(body, wanted, embedded)) as parts:
+                    async for part in parts:
+                        yield part

@@ -7,18 +7,18 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 
-import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
 from common.validation import check_model
 from router.api.api_keys import current_client
 from router.api.rest.answer import Answer
-from router.api.rest.disconnect import EventStream, unless_gone
+from router.api.rest.disconnect import EventStream, json_answer, unless_gone
 from router.api.rest.echo import Echo
 from router.api.rest.formats import AnswerFormat, ChatFormat, CompletionFormat
 from router.api.rest.generation_bodies import ChatBody, CompletionBody
 from router.api.rest.handlers import Handlers, request_id_of
+from router.api.rest.large_json import json_parts
 from router.api.rest.parsing import parse
 from router.api.rest.responses import ResponseAnswer
 from router.api.rest.responses_body import ResponsesBody
@@ -33,7 +33,9 @@ DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's text completion gives if max_tok
 TextBody = ChatBody | CompletionBody | ResponsesBody
 
 Prompts = Callable[[ServedModel], Awaitable[list[Prompt]]]
-AnswerMaker = Callable[[Sequence[GenerationRequest], str], Answer | ResponseAnswer]
+Hold = Callable[[int], None]
+"""Is told of bytes that an answer keeps until it is whole. Raises `OverloadedError` if there are too many."""
+AnswerMaker = Callable[[Sequence[GenerationRequest], str, Hold | None], Answer | ResponseAnswer]
 
 
 class GenerationHandlers(Handlers):
@@ -54,10 +56,14 @@ class GenerationHandlers(Handlers):
         async def prompts(model: ServedModel) -> list[Prompt]:
             return [await self._front.preparation.chat_prompt(model, body.response_conversation(model.limits), "input")]
 
-        def answer(requests: Sequence[GenerationRequest], request_id: str) -> ResponseAnswer:
-            echoed, wants_logprobs = body.echoed(), body.wants_logprobs
+        def answer(requests: Sequence[GenerationRequest], request_id: str, hold: Hold | None) -> ResponseAnswer:
             return ResponseAnswer(
-                self._front.generation, requests[0], request_id, echoed, wants_logprobs=wants_logprobs
+                self._front.generation,
+                requests[0],
+                request_id,
+                body.echoed(),
+                wants_logprobs=body.wants_logprobs,
+                hold=hold,
             )
 
         return await self._generate(request, body, prompts, answer, arrived_at)
@@ -86,7 +92,7 @@ class GenerationHandlers(Handlers):
     def _answer_maker(
         self, body: ChatBody | CompletionBody, answer_format: AnswerFormat, echo: Echo | None = None
     ) -> AnswerMaker:
-        return lambda requests, request_id: Answer(
+        return lambda requests, request_id, hold: Answer(
             self._front.generation,
             requests,
             answer_format,
@@ -97,6 +103,7 @@ class GenerationHandlers(Handlers):
             wants_prompt_logprobs=body.prompt_logprobs is not None,
             wants_usage_chunk=body.wants_usage_chunk,
             wants_usage_so_far=body.wants_usage_so_far,
+            hold=hold,
         )
 
     async def _generate(
@@ -106,10 +113,7 @@ class GenerationHandlers(Handlers):
         hints = call_hints(request.headers, body.session())
         events = self._run(body, prompts, make_answer, request_id, arrived_at, hints)
         if not body.stream:
-            async with aclosing(events):
-                whole = await unless_gone(request, anext(events))
-                await anext(events, None)  # to its end: closed before, it would count as cancelled
-            return Response(whole, headers={"X-Request-Id": request_id}, media_type="application/json")
+            return await json_answer(request, events, {"X-Request-Id": request_id})
         try:
             first = await unless_gone(request, anext(events))
         except BaseException:
@@ -126,13 +130,14 @@ class GenerationHandlers(Handlers):
         arrived_at: float,
         hints: CallHints,
     ) -> AsyncGenerator[bytes, None]:
-        """The answer's bytes: one piece, or server-sent events."""
+        """The answer's bytes: parts of one JSON object, or server-sent events."""
         client = current_client.get()
         with self._front.admission.running("rest", client=client) as ending, contextlib.ExitStack() as places:
             model = await self._front.admission.serving()
             check_model(body.model or "", model.limits)
             body.check()
             sampling = body.sampling()
+            is_whole = not body.stream or isinstance(body, ResponsesBody)  # whose last events repeat all that it said
             given = await prompts(model)
             requests = self._front.preparation.requests(
                 model,
@@ -148,15 +153,18 @@ class GenerationHandlers(Handlers):
                 client=client,
                 hints=hints,
                 choices=body.choices,
+                is_whole=is_whole,
             )
             await self._front.preparation.check_guided(requests[0].sampling_params, requests[0].sampling_field)
             choices = candidates(requests, body.choices)
             places.enter_context(self._front.admission.gate.requests(client.name if client else "", len(choices) - 1))
             field = "prompt" if len(given) > 1 else body.choices.field()
             places.enter_context(self._front.generation.allowed(choices, field))
-            answer = make_answer(choices, request_id)
+            hold = places.enter_context(self._front.admission.gate.bytes_held()).grow if is_whole else None
+            answer = make_answer(choices, request_id, hold)
             if not body.stream:
-                yield msgspec.json.encode(await answer.whole())
+                for part in json_parts(await answer.whole()):
+                    yield part
                 return
             async with aclosing(answer.events()) as events:
                 async for event in events:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-
-import msgspec
 
 from common.errors import BatonError
 from common.types import FinishReason, SampledToken
 from router.api.rest.errors import as_baton, error_code
 from router.api.rest.formats import baton_report, chat_tokens
+from router.api.rest.large_json import JsonList, json_parts
 from router.api.rest.tools import JsonObject
 from router.serving.answer_parts import TextPart, ToolCallDelta
 from router.serving.generation import Generation
-from router.serving.request import GenerationRequest, Output
+from router.serving.request import OBJECT_BYTES, GenerationRequest, Output
 
 
 @dataclass(slots=True)
@@ -28,7 +27,7 @@ class _Item:
     index: int
     call: ToolCallDelta | None = None
     texts: list[str] = field(default_factory=list)
-    logprobs: list[JsonObject] = field(default_factory=list)  # of its tokens, if they were asked for
+    logprobs: JsonList = field(default_factory=JsonList)  # of its tokens, if they were asked for
     is_whole: bool = True  # False if the answer was cut off in it
 
     @property
@@ -62,12 +61,15 @@ class ResponseAnswer:
         echoed: JsonObject,
         *,
         wants_logprobs: bool = False,
+        hold: Callable[[int], None] | None = None,
     ) -> None:
+        """`hold` is told of bytes that are kept until the answer is whole, and raises if there are too many."""
         self._generation = generation
         self._request = request
         self._request_id = request_id
         self._echoed = echoed
         self._wants_logprobs = wants_logprobs
+        self._hold = hold or (lambda _: None)
         self._unsaid: list[SampledToken] = []  # whose text has not come yet, or that have none
         self._created = int(time.time())
         self._items: list[_Item] = []
@@ -77,6 +79,7 @@ class ResponseAnswer:
         self.failure: BatonError | None = None  # what `events` told its reader as an event
 
     async def whole(self) -> JsonObject:
+        """For `json_parts`."""
         async with aclosing(self._generation.generate(self._request)) as outputs:
             async for output in outputs:
                 for _ in self._take(output):
@@ -92,24 +95,28 @@ class ResponseAnswer:
                     if not started:
                         started = True
                         for name in ("response.created", "response.in_progress"):
-                            yield self._event(name, {"response": self._response("in_progress")})
+                            for part in self._event(name, {"response": self._response("in_progress")}):
+                                yield part
                     for name, content in self._take(output):
-                        yield self._event(name, content)
+                        for part in self._event(name, content):
+                            yield part
         except Exception as error:
             if not started:
                 raise
             self.failure = as_baton(error)
             for item in self._items[-1:]:
                 item.is_whole = False
-            yield self._event("response.failed", {"response": self._response("failed")})
+            for part in self._event("response.failed", {"response": self._response("failed")}):
+                yield part
             return
         status = self._status()
-        yield self._event(f"response.{status}", {"response": self._response(status)})
+        for part in self._event(f"response.{status}", {"response": self._response(status)}):
+            yield part
 
-    def _event(self, name: str, content: JsonObject) -> bytes:
+    def _event(self, name: str, content: JsonObject) -> Iterator[bytes]:
         data = {"type": name, "sequence_number": self._num_events, **content}
         self._num_events += 1
-        return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
+        return json_parts(data, b"event: " + name.encode() + b"\ndata: ", b"\n\n")
 
     # ------------------------------------------------------------------------------------------- items
 
@@ -132,7 +139,7 @@ class ResponseAnswer:
         if not self._items:  # nothing was said: that is a message, too
             yield from self._open(_Item("message", f"msg_{self._request_id}", 0))
         if self._items[-1].kind == "message":
-            self._items[-1].logprobs += self._take_logprobs()  # of what ended it
+            self._hold(self._items[-1].logprobs.add(self._take_logprobs()))  # of what ended it
         self._items[-1].is_whole = output.finish_reason is not FinishReason.LENGTH
         yield from self._close()
 
@@ -142,13 +149,14 @@ class ResponseAnswer:
             yield from self._open(_Item(kind, self._new_id(prefix), len(self._items)))
         item = self._items[-1]
         item.texts.append(text)
+        self._hold(OBJECT_BYTES + len(text))
         if kind == "reasoning":
             yield "response.reasoning_text.delta", {**_place(item), "content_index": 0, "delta": text}
         else:
             if len(item.texts) == 1:
                 self._drop_marks(text)
             place, logprobs = {**_place(item), "content_index": 0}, self._take_logprobs()
-            item.logprobs += logprobs
+            self._hold(item.logprobs.add(logprobs))
             yield "response.output_text.delta", {**place, "delta": text, "logprobs": logprobs}
 
     def _drop_marks(self, text: str) -> None:
