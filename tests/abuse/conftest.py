@@ -12,6 +12,7 @@ import pytest
 
 from bench.quiet import QuietClient
 from tests.abuse.rude import RUDE_KEY, Target
+from tests.abuse.stalls import Stalls
 from tests.abuse.vitals import Vitals
 from tests.chaos.tiny_model import write_tiny_model
 from tests.integration.stack import RUNNING, ClientOptions, Fleet, running
@@ -20,6 +21,7 @@ QUIET_KEY = "quiet" * 8
 ABUSE_SECONDS = float(os.environ.get("ABUSE_SECONDS", "600"))
 ABUSE_CANCELS = int(os.environ.get("ABUSE_CANCELS", "10000"))
 REST_S = 4.0
+STALL_CPU_S = 0.5  # of the router's loop, while one small question waits for its answer
 GROWTH_MIB = 384.0
 """What a process may hold more after a test: what was there at once at most, which malloc does not give back. What is
 left each time again is found by doing it again (`Vitals.until_at_rest`).
@@ -90,6 +92,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.timeout(300 + ABUSE_SECONDS + ABUSE_CANCELS / 10))
+
+
+@pytest.fixture
+def unstalled(fleet: Fleet) -> Iterator[None]:
+    """Around a test whose requests are small for a router, whatever they hold."""
+    stalls = Stalls(fleet)
+    with stalls.watching():
+        yield
+    assert stalls.found_s, "nobody was asked"
+    assert max(stalls.found_s) <= STALL_CPU_S, sorted(stalls.found_s)[-10:]
 
 
 @pytest.fixture

@@ -26,6 +26,14 @@ TEXTS = (
     "%s%n",
     "{}",
 )
+JSON_FIELDS = ("arguments", "parameters", "chat_template_kwargs", "json_schema", "structural_tag")
+JSONS = (
+    "{}",
+    '{"x": 1}',
+    '{"x":[' + "1," * 100_000 + "1]}",
+    '{"x":' * 100 + "1" + "}" * 100,
+    '{"x":[' + "{}," * 9_000 + "1]}",
+)
 ROLES = ("user", "system", "assistant", "tool", "")
 MAX_DEPTH = 4
 Make = Callable[[random.Random], object]
@@ -81,6 +89,8 @@ def _value(rng: random.Random, field: FieldDescriptor) -> object:
         return rng.randbytes(rng.choice((0, 1, 16, 1000)))
     if field.name == "role":
         return rng.choice(ROLES)
+    if field.name in JSON_FIELDS and rng.random() < 0.5:
+        return rng.choice(JSONS)
     return rng.choice(TEXTS) * rng.choice((1, 1, 1, 50, 5000))
 
 

@@ -96,7 +96,7 @@ def messages_to(rng: random.Random, method: MethodDescriptor, target: Target) ->
 
 @pytest.mark.parametrize(("port", "services"), PORTS.items())
 def test_protos(
-    target: Target, vitals: Vitals, fuzz_seconds: float, port: str, services: list[ServiceDescriptor]
+    target: Target, vitals: Vitals, unstalled: None, fuzz_seconds: float, port: str, services: list[ServiceDescriptor]
 ) -> None:
     methods = [m for s in services for m in s.methods if m.name not in NOT_ASKED]
     end, codes = time.monotonic() + fuzz_seconds / len(PORTS), Counter[grpc.StatusCode]()
@@ -137,7 +137,7 @@ def turns_of(turns: Iterator[int]) -> Iterator[int]:
             continue
 
 
-def test_the_openapi_page(target: Target, vitals: Vitals, fuzz_seconds: float) -> None:
+def test_the_openapi_page(target: Target, vitals: Vitals, unstalled: None, fuzz_seconds: float) -> None:
     """schemathesis makes requests from the page, right ones and wrong ones."""
     schema = schemathesis.openapi.from_url(f"{target.http}/openapi.json", headers=dict(metadata()))
     operations = [result.ok() for result in schema.get_all_operations()]

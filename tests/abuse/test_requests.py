@@ -25,6 +25,23 @@ def body(**fields: object) -> bytes:
     return json.dumps(fields).encode()
 
 
+def numbers(num: int) -> dict[str, object]:
+    """JSON without text: a byte or two are a value."""
+    return {"x": [1] * num}
+
+
+def chat(**fields: object) -> bytes:
+    return body(**{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **fields})
+
+
+def calling(arguments: str) -> dict[str, object]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+NUMBERS = 90_000  # 270 KB, which a body of this model may have
+BANNED = [{"token_ids": [5 + n // 64, 5 + n % 64, *[6] * 62]} for n in range(256)]
+
 # Each with the answers that are right.
 BODIES: dict[str, tuple[str, Callable[[], bytes], set[int]]] = {
     "an error for every element": ("chat/completions", lambda: b'{"messages":[' + b"1," * 150_000 + b"1]}", {400}),
@@ -39,11 +56,31 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], set[int]]] = {
     "many stop strings": ("completions", lambda: body(prompt="x", stop=["x"] * 50_000), {400}),
     "a large bias": ("completions", lambda: body(prompt="x", logit_bias={str(n): 1 for n in range(20_000)}), {400}),
     "many choices": ("completions", lambda: body(prompt="x", n=128, max_tokens=2000, logprobs=5), {400, 429}),
+    "numbers in a call": ("chat/completions", lambda: chat(messages=[calling(json.dumps(numbers(NUMBERS)))]), {400}),
+    "many calls": ("chat/completions", lambda: chat(messages=[{**calling("{}"), "content": ""}] * 4_000), {400}),
+    "numbers in a tool": (
+        "chat/completions",
+        lambda: chat(tools=[{"type": "function", "function": {"name": "f", "parameters": numbers(NUMBERS)}}]),
+        {400},
+    ),
+    "numbers in options": ("chat/completions", lambda: chat(chat_template_kwargs=numbers(NUMBERS)), {400}),
+    "many parts": (
+        "chat/completions",
+        lambda: chat(messages=[{"role": "user", "content": [{"type": "text", "text": ""}] * 9_000}]),
+        {400},
+    ),
+    "many items": ("responses", lambda: body(input=[{"role": "user", "content": ""}] * 7_000), {400}),
+    "a long schema": ("chat/completions", lambda: chat(guided_json={"enum": [1] * NUMBERS}), {400}),
+    "many banned sequences": (
+        "completions",
+        lambda: body(prompt=["x"] * 128, max_tokens=1, bad_words_ids=BANNED),
+        {200, 429},
+    ),
     "a time beyond all": ("completions", lambda: body(prompt="x", max_tokens=1, timeout=1e300), {200, 400}),
 }
 
 
-def test_bodies(target: Target, vitals: Vitals) -> None:
+def test_bodies(target: Target, vitals: Vitals, unstalled: None) -> None:
     made = {name: make() for name, (_, make, _) in BODIES.items()}
 
     def post(name: str) -> int:
@@ -80,11 +117,29 @@ MESSAGES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "a long text": ("Tokenize", lambda: inference_pb2.TokenizeRequest(text="word " * 60_000).SerializeToString()),
     "many ids": ("Detokenize", lambda: inference_pb2.DetokenizeRequest(token_ids=[5] * 1_000_000).SerializeToString()),
     "negative ids": ("Detokenize", lambda: inference_pb2.DetokenizeRequest(token_ids=[-1] * 9).SerializeToString()),
+    "numbers in a call": (
+        "Chat",
+        lambda: inference_pb2.ChatRequest(
+            messages=[
+                inference_pb2.ChatMessage(
+                    role="assistant",
+                    tool_calls=[inference_pb2.ToolCall(id="c", name="f", arguments=json.dumps(numbers(NUMBERS)))],
+                )
+            ]
+        ).SerializeToString(),
+    ),
+    "numbers in options": (
+        "Chat",
+        lambda: inference_pb2.ChatRequest(
+            messages=[inference_pb2.ChatMessage(role="user", content="x")],
+            chat_template_kwargs=json.dumps(numbers(NUMBERS)),
+        ).SerializeToString(),
+    ),
     "60 MB": ("Generate", lambda: inference_pb2.GenerateRequest(prompt="x" * 60 * MIB).SerializeToString()),
 }
 
 
-def test_messages(target: Target, vitals: Vitals) -> None:
+def test_messages(target: Target, vitals: Vitals, unstalled: None) -> None:
     right = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
     made = {name: make() for name, (_, make) in MESSAGES.items()}
 
