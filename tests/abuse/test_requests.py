@@ -57,7 +57,6 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], set[int]]] = {
     "a large bias": ("completions", lambda: body(prompt="x", logit_bias={str(n): 1 for n in range(20_000)}), {400}),
     "many choices": ("completions", lambda: body(prompt="x", n=128, max_tokens=2000, logprobs=5), {400, 429}),
     "numbers in a call": ("chat/completions", lambda: chat(messages=[calling(json.dumps(numbers(NUMBERS)))]), {400}),
-    "many calls": ("chat/completions", lambda: chat(messages=[{**calling("{}"), "content": ""}] * 4_000), {400}),
     "numbers in a tool": (
         "chat/completions",
         lambda: chat(tools=[{"type": "function", "function": {"name": "f", "parameters": numbers(NUMBERS)}}]),
