@@ -36,11 +36,26 @@ _LATENT: dict[str, object] = {
     "routed_scaling_factor": 1.8,
 }
 
+_SHALLOW: dict[str, object] = {"num_hidden_layers": 4}
+_CAPS: dict[str, object] = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 6.0}
+
 # Windows are shorter than most prompts, and layers differ.
 FAMILIES: dict[str, dict[str, object]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16},
     "gemma3_text": {"head_dim": 16, "sliding_window": 37, "query_pre_attn_scalar": 16, "pad_token_id": 0},
     "mistral": {"sliding_window": 45, "head_dim": 24},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 29, "max_window_layers": 2, **_SHALLOW},
+    "qwen3": {"head_dim": 24, **_SHALLOW},
+    "gemma2": {
+        "head_dim": 16,
+        "sliding_window": 37,
+        "query_pre_attn_scalar": 20,
+        "pad_token_id": 0,
+        **_CAPS,
+        **_SHALLOW,
+    },
+    "phi3": {"sliding_window": 45, "pad_token_id": 0, **_SHALLOW},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 30, **_SHALLOW},
     # Blocks hold latents. Interleaved pairs or not, experts chosen by either rule.
     "deepseek_v2": {
         **_LATENT,
