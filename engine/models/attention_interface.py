@@ -44,14 +44,18 @@ class LayerShape:
 class Probe:
     """Stands in for a step while a model is looked at; attention gives zeros."""
 
-    layers: dict[int, LayerShape] = field(default_factory=dict)
-    sinks: dict[int, torch.Tensor] = field(default_factory=dict)  # of layers that have some
+    calls: list[LayerShape] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)  # what the model calls the layer of each call
+    sinks: dict[int, torch.Tensor] = field(default_factory=dict)  # of calls that have some
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Step:
     attention: StepAttention
     between_layers: Callable[[], None]
+    num_calls: int = 0
+    """Calls of attention so far. The cache has a layer for each: a model's layer may attend more than once, or be
+    computed several times in one step."""
 
 
 current_step: ContextVar[Probe | Step] = ContextVar("step")
@@ -67,13 +71,13 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """`query` `[1, num_heads, num_tokens, head_dim]`, `key` and `value` likewise; returns `[1, num_tokens, ...]`."""
     current = current_step.get()
-    layer, latent = getattr(module, "layer_idx", None), latent_of(module)
+    latent = latent_of(module)
     if isinstance(current, Probe):
         _look(current, module, query, key, value, attention_mask, options)
         value_dim = query.shape[3] if latent is None else latent.value_dim
         return value.new_zeros(1, query.shape[2], query.shape[1], value_dim), None
-    if not isinstance(layer, int):
-        raise TypeError("an attention layer without a number")
+    layer = current.num_calls
+    current.num_calls += 1
     if latent is not None:
         out = current.attention.forward(layer, latent.queries(query[0]), key.permute(2, 0, 1, 3))
         current.between_layers()
@@ -93,11 +97,9 @@ def _look(
     mask: torch.Tensor | None,
     options: dict[str, object],
 ) -> None:
-    layer = getattr(module, "layer_idx", None)
-    if not isinstance(layer, int):
+    number = getattr(module, "layer_idx", None)
+    if not isinstance(number, int):
         raise UnsupportedAttentionError("attention layers without a number")
-    if layer in probe.layers:
-        raise UnsupportedAttentionError("layers that attend more than once")
     latent = latent_of(module)
     if latent is None and (key.shape != value.shape or query.shape[3] != key.shape[3]):
         raise UnsupportedAttentionError("K and V of unlike sizes")
@@ -116,15 +118,18 @@ def _look(
     if isinstance(sinks := options.get("s_aux"), torch.Tensor):
         if sinks.shape != (query.shape[1],):
             raise UnsupportedAttentionError("sinks other than one for each head")
-        probe.sinks[layer] = sinks.detach()
-    probe.layers[layer] = LayerShape(
-        num_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-        head_dim=key.shape[3],
-        scale=float(scale) if isinstance(scale, int | float) else query.shape[3] ** -0.5,
-        window=window if isinstance(window, int) else 0,
-        soft_cap=float(cap) if isinstance(cap, int | float) else 0.0,
-        latent_value_dim=0 if latent is None else latent.latent_dim,
+        probe.sinks[len(probe.calls)] = sinks.detach()
+    probe.numbers.append(number)
+    probe.calls.append(
+        LayerShape(
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_dim=key.shape[3],
+            scale=float(scale) if isinstance(scale, int | float) else query.shape[3] ** -0.5,
+            window=window if isinstance(window, int) else 0,
+            soft_cap=float(cap) if isinstance(cap, int | float) else 0.0,
+            latent_value_dim=0 if latent is None else latent.latent_dim,
+        )
     )
 
 

@@ -115,7 +115,8 @@ class Calls:
 
         groups: list[tuple[list[str], list[tuple[torch.Tensor, torch.Tensor]]]] = []
         for name, child in parent.named_children():
-            if type(child) in (nn.Linear, Conv1D) and (child in self._called or parent not in self._called):
+            is_plain = type(child) in (nn.Linear, Conv1D) or type(child).__name__ == "FalconLinear"
+            if is_plain and (child in self._called or parent not in self._called):
                 inputs = self._inputs.get(child, [])
                 for names, others in groups:
                     if len(inputs) == len(others) == 1 and _are_same(inputs[0], others[0]):
@@ -132,14 +133,14 @@ def _are_same(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor,
     return one[0] is other[0] and torch.equal(one[1], other[1])
 
 
-def swap_heads(top: nn.Module, names: Sequence[str], base: nn.Module, kernels: Kernels | None) -> int:
-    """Swaps the heads of these names below `top`. Returns how many weights are Baton's now.
+def swap_heads(heads: Sequence[tuple[nn.Module, str]], base: nn.Module, kernels: Kernels | None) -> int:
+    """Swaps the heads, each given by its parent and its name there. Returns how many weights are Baton's now.
 
     An embedding of `base` that has the same weight looks its rows up in what was packed. If weights are quantised it
     stays as it is; if it does more than to look up, both stay.
     """
     num_swapped = 0
-    for name in names:
+    for top, name in heads:
         head = getattr(top, name)
         num_weights = head.weight.numel()
         sharing = [

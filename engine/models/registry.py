@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from common.model_files import ModelFiles
 from engine.models.base import CausalLM, ConfigReader
 from engine.models.decoder import Decoder
 from engine.models.families import FAMILIES, describe, read_family_config
+from engine.models.positions import max_length
 from engine.models.text_part import is_composite, text_architecture, text_config, text_name
 from engine.models.transformers_model import TransformersModel, is_mxfp4
 from engine.models.verified import REFUSED, VERIFIED
@@ -35,6 +37,11 @@ def architecture_of(files: ModelFiles) -> str:
         return text_architecture(files.config)
     if model_type in REFUSED:
         raise StartupError(f"model {files.path}: model type {model_type} is not supported: {REFUSED[model_type]}")
+    if model_type in VERIFIED:
+        raise StartupError(
+            f"model {files.path}: architecture {names!r} is not supported; of model type {model_type}, "
+            f"{VERIFIED[model_type]} is"
+        )
     raise StartupError(
         f"model {files.path}: architecture {names!r} is not supported; Baton's own are {', '.join(sorted(FAMILIES))}, "
         "docs/models.md lists all"
@@ -53,8 +60,7 @@ def max_positions(files: ModelFiles) -> int:
     architecture = architecture_of(files)
     if architecture in FAMILIES:
         return read_family_config(architecture, _family_config(files)).max_positions
-    config = _transformers_config(files.config)
-    length = getattr(config, "max_position_embeddings", None)
+    length = max_length(_transformers_config(files.config))
     return ConfigReader({"max_position_embeddings": length}).integer("max_position_embeddings", 2048)
 
 
@@ -73,6 +79,16 @@ def _family_config(files: ModelFiles) -> Mapping[str, object]:
     return text_config(files) if is_composite(files.config) else files.config
 
 
+def _with_floats(config: Mapping[str, object]) -> dict[str, object]:
+    """With the numbers that JSON lacks, which transformers writes as {"__float__": "Infinity"}."""
+
+    def number(entry: dict[str, object]) -> object:
+        return float(str(entry["__float__"])) if entry.keys() == {"__float__"} else entry
+
+    result: dict[str, object] = json.loads(json.dumps(config), object_hook=number)
+    return result
+
+
 def _transformers_config(config: Mapping[str, object]) -> PreTrainedConfig:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -82,7 +98,7 @@ def _transformers_config(config: Mapping[str, object]) -> PreTrainedConfig:
             "for mxfp4; take a checkpoint without it"
         )
     try:
-        result = CONFIG_MAPPING[str(config["model_type"])].from_dict(dict(config))
+        result = CONFIG_MAPPING[str(config["model_type"])].from_dict(_with_floats(config))
     except Exception as error:  # of many classes, some of them private
         raise StartupError(f"config.json: {' '.join(str(error).split())}") from error
     # Frequencies that change with the length of a call would give equal tokens another KV.

@@ -23,6 +23,7 @@ from common.errors import StartupError
 from common.model_files import ModelFiles
 from engine.attention.base import StepAttention
 from engine.kernels.library import Kernels
+from engine.models.adapted_attention import ADAPTED, adapt_attention
 from engine.models.attention_interface import (
     INTERFACE,
     LayerShape,
@@ -36,12 +37,18 @@ from engine.models.attention_interface import (
 from engine.models.base import CausalLM
 from engine.models.latent import keep_latents
 from engine.models.own_layers import Calls, own_linears, swap_heads
+from engine.models.positions import GivenPositions, first_position
 from engine.models.verified import COMPARED_WITH
+from engine.progress import with_progress
+from engine.weights import check_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 log = logging.getLogger(__name__)
+
+# Their masks have the window of config.json, which attention is not told.
+_WINDOW_IN_MASK = frozenset({"phimoe"})
 
 
 def is_mxfp4(config: Mapping[str, object]) -> bool:
@@ -91,6 +98,7 @@ class TransformersModel(CausalLM):
     def load(self, files: ModelFiles, kernels: Kernels | None) -> None:  # noqa: ARG002
         from transformers import AttentionInterface, AutoModelForCausalLM, Mxfp4Config
 
+        check_files(files)  # transformers would not name the one that is not whole
         try:
             check_layer_types(self._config)
         except UnsupportedAttentionError as error:
@@ -105,14 +113,19 @@ class TransformersModel(CausalLM):
             top, found = AutoModelForCausalLM.from_pretrained(
                 Path(files.path),
                 dtype=self._dtype,
-                attn_implementation=INTERFACE,
+                attn_implementation="eager" if self._config.model_type in ADAPTED else INTERFACE,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are told apart below, by name
                 **widening,
             )
         except Exception as error:  # of many kinds, by as many models
             raise StartupError(f"model {files.path}: transformers cannot load it: {_line(error)}") from error
         # transformers would go on with random numbers.
+        for name, shape, wanted in sorted(found["mismatched_keys"]):
+            raise StartupError(
+                f"model {files.path}: tensor {name} has shape {list(shape)}, config.json asks for {list(wanted)}"
+            )
         for kind, problem in (("missing_keys", "lacks tensor"), ("unexpected_keys", "has tensor, which is not known,")):
             if found[kind]:
                 raise StartupError(f"model {files.path} {problem} {min(found[kind])}; download it again")
@@ -147,8 +160,10 @@ class TransformersModel(CausalLM):
         base = getattr(self._top, name, None)
         if not isinstance(base, nn.Module):
             raise UnsupportedAttentionError("a head that cannot be told from its layers")
+        adapt_attention(self._config, base)
         keep_latents(base)
         self._base, self._given = base, _Given()
+        self._positions, self._first_position = GivenPositions(base), first_position(self._config)
         setattr(self._top, name, self._given)
 
     def _probe(self) -> tuple[list[LayerShape], torch.Tensor | None]:
@@ -165,20 +180,25 @@ class TransformersModel(CausalLM):
         finally:
             hook.remove()
         self._linears = [(parent, names) for parent in self._base.modules() for names in calls.linears_of(parent)]
-        self._heads = [name for names in calls.linears_of(self._top) for name in names]
-        if sorted(probe.layers) != list(range(len(probe.layers))) or not probe.layers:
+        self._heads = [
+            (parent, name) for parent in self._top.modules() for names in calls.linears_of(parent) for name in names
+        ]
+        if set(probe.numbers) != set(range(len(set(probe.numbers)))) or not probe.numbers:
             raise UnsupportedAttentionError("layers without attention, or attention of its own")
-        layers = [probe.layers[index] for index in range(len(probe.layers))]
+        layers = probe.calls
         if len({replace(layer, window=0) for layer in layers}) > 1:
             raise UnsupportedAttentionError("layers whose attention has unlike shapes")
-        types = getattr(self._config, "layer_types", None) or ()
-        if any(kind == "sliding_attention" and not layer.window for kind, layer in zip(types, layers, strict=False)):
-            raise UnsupportedAttentionError("windows that its attention does not tell")
+        if self._config.model_type in _WINDOW_IN_MASK:
+            layers = [replace(layer, window=self._config.sliding_window or 0) for layer in layers]
+        types = dict(enumerate(getattr(self._config, "layer_types", None) or ()))
+        for number, layer in zip(probe.numbers, layers, strict=True):
+            if types.get(number) == "sliding_attention" and not layer.window:
+                raise UnsupportedAttentionError("windows that its attention does not tell")
         if not probe.sinks:
             return layers, None
         sinks = torch.full((len(layers), layers[0].num_heads), float("-inf"))
-        for layer, scores in probe.sinks.items():
-            sinks[layer] = scores
+        for index, scores in probe.sinks.items():
+            sinks[index] = scores
         return layers, sinks
 
     def finish(self, kernels: Kernels | None) -> None:
@@ -191,12 +211,16 @@ class TransformersModel(CausalLM):
         groups = (
             self._linears if kernels is not None else [(top, [name]) for top, names in self._linears for name in names]
         )
-        for parent, names in groups:
+        if kernels is not None and quantises:
+            swapping = with_progress(groups, f"quantising weights to {kernels.quantization}")
+        else:
+            swapping = iter(groups)
+        for parent, names in swapping:
             modules = [getattr(parent, name) for name in names]
             num_swapped += sum(module.weight.numel() for module in modules)
             for name, own in zip(names, own_linears(modules, kernels), strict=True):
                 setattr(parent, name, own)
-        num_swapped += swap_heads(self._top, self._heads, self._base, kernels)
+        num_swapped += swap_heads(self._heads, self._base, kernels)
         if quantises:
             self._say_what_is_not_quantised(num_swapped)
         self._look_at_layers()  # with what was put in
@@ -232,8 +256,12 @@ class TransformersModel(CausalLM):
         attention: StepAttention,
         between_layers: Callable[[], None],
     ) -> torch.Tensor:
-        with self._as_current(Step(attention, between_layers)):
-            return self._run(token_ids, positions)
+        step = Step(attention, between_layers)
+        with self._as_current(step):
+            hidden = self._run(token_ids, positions)
+        if step.num_calls != self.num_layers:
+            raise RuntimeError(f"{step.num_calls} calls of attention, not {self.num_layers} as when it was loaded")
+        return hidden
 
     def last_states(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
@@ -245,6 +273,8 @@ class TransformersModel(CausalLM):
         return logits
 
     def _run(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        positions = positions + self._first_position
+        self._positions.current = positions
         out = self._base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         hidden: torch.Tensor = out.last_hidden_state[0]
         return hidden

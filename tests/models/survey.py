@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from common.errors import StartupError
 from engine.models import registry
+from engine.models.adapted_attention import ADAPTED
 from engine.models.attention_interface import UnsupportedAttentionError, check_layer_types
 from engine.models.families import FAMILIES
 from engine.models.text_part import COMPOSITES
@@ -57,6 +58,11 @@ SIZES: dict[str, object] = {
     **dict.fromkeys(("pad_token_id",), 0),
     **dict.fromkeys(("bos_token_id",), 1),
     **dict.fromkeys(("eos_token_id",), 2),
+    **dict.fromkeys(("decoder_layers", "encoder_layers"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim"), 80),
+    "max_target_positions": 256,
+    "is_decoder": True,  # of what is an encoder otherwise
     "num_key_value_heads": 2,
     "head_dim": 16,
     "word_embed_proj_dim": 64,
@@ -92,6 +98,12 @@ VARIATIONS: tuple[dict[str, object], ...] = (
     },
 )
 
+
+# Of types that are served in some variants only, or have names of their own.
+SIZES_OF_TYPE: dict[str, dict[str, object]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 20},
+    "granitemoehybrid": {"layer_types": ["full_attention"] * 4, "position_embedding_type": "rope"},
+}
 
 # Of types whose small config does not show it.
 REASONS: dict[str, str] = {
@@ -131,7 +143,14 @@ class DifferentError(RefusedError):
 
 def examine(model_type: str, folder: Path) -> str:
     """Why this type is refused; empty if whole prompts, chunks and single tokens give what transformers gives."""
-    if reason := REASONS.get(model_type) or _by_config(model_type):
+    reason = _examine(model_type, folder)
+    if not reason or reason.startswith("it is made of") or not _is_pair(model_type):
+        return reason
+    return f"its checkpoints are of an encoder and a decoder; {reason}"
+
+
+def _examine(model_type: str, folder: Path) -> str:
+    if reason := REASONS.get(model_type, ""):
         return reason
     for number, variation in enumerate(VARIATIONS):
         try:
@@ -158,12 +177,11 @@ def _why_different(model_type: str, folder: Path, variation: Mapping[str, object
     return "windows that its attention does not tell"
 
 
-def _by_config(model_type: str) -> str:
+def _is_pair(model_type: str) -> bool:
     try:
-        is_pair = CONFIG_MAPPING[model_type]().is_encoder_decoder
+        return bool(CONFIG_MAPPING[model_type]().is_encoder_decoder)
     except Exception:  # some have no default
-        return ""
-    return "its checkpoints are of an encoder and a decoder" if is_pair else ""
+        return False
 
 
 def _why_none_is_small(model_type: str) -> str:
@@ -173,13 +191,15 @@ def _why_none_is_small(model_type: str) -> str:
 
 
 def _has_interface(model_type: str) -> bool:
-    """If its code asks transformers' attention interface for attention, whatever its flags say."""
+    """If its code asks transformers' attention interface for attention, or is made to, whatever its flags say."""
+    if model_type in ADAPTED:
+        return True
     code = inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]])
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(code)
 
 
 def _compare(model_type: str, folder: Path, variation: Mapping[str, object]) -> None:
-    config = _small(model_type, {**SIZES, **variation})
+    config = _small(model_type, {**SIZES, **SIZES_OF_TYPE.get(model_type, {}), **variation})
     try:
         check_layer_types(config)
     except UnsupportedAttentionError as error:
@@ -247,7 +267,8 @@ def _built(config: PreTrainedConfig) -> torch.nn.Module:
         raise UnbuildableError(f"the smallest one that was built has {size} parameters")
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config)
-    if getattr(model, "_is_stateful", False):
+    # Those with types of layers may have layers of attention alone, else they were refused before.
+    if getattr(model, "_is_stateful", False) and not getattr(config, "layer_types", None):
         raise RefusedError("it keeps a state beside KV")
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +25,7 @@ from engine import messages as m
 from engine.core import EngineCore
 from engine.model_runner import ModelRunner, weight_bytes
 from engine.models.own_layers import Calls, OwnEmbedding, OwnLinear, own_linears
+from engine.models.registry import max_positions
 from engine.models.transformers_model import TransformersModel
 from engine.models.verified import COMPARED_WITH, REFUSED, VERIFIED
 from kv_store.base import ConnectorConfig
@@ -29,13 +33,16 @@ from kv_store.memory import MemoryConnector
 from tests.engine.fakes import add, assert_idle, run, tokens_of
 from tests.engine.kernels.variants import VARIANTS, best_and_slow_others
 from tests.engine.tiny_models import Progress, advance, edit_config, make_model, make_runner
-from tests.models.survey import SIZES, VARIATIONS, _built, _compare, _small, _write, candidates, examine
+from tests.models.survey import SIZES, SIZES_OF_TYPE, VARIATIONS, _built, _compare, _small, _write, candidates, examine
 
 NAMES = candidates()
 SERVED = sorted(VERIFIED)
 # Parallel blocks and scaled logits, windows of some layers, latents and a linear layer that is never called, experts,
-# sinks, learned positions, partial rotation, a head that asks the decoder inside its model.
+# sinks, learned positions, partial rotation, a head that asks the decoder inside its model; positions after padding's
+# and a head below another module, positions that the model counts itself, layers that attend twice, attention that is
+# made to ask for ours.
 QUICK = ["cohere", "cohere2", "longcat_flash", "granitemoe", "gpt_oss", "gpt2", "gpt_neox", "olmo2", "opt"]
+QUICK += ["roberta", "bart", "diffllama", "falcon", "gpt_neo"]
 
 
 @pytest.mark.parametrize("model_type", QUICK)
@@ -57,7 +64,36 @@ def test_each_type_is_served_or_refused() -> None:
     assert {model_type: NAMES[model_type] for model_type in VERIFIED} == VERIFIED
 
 
-@pytest.mark.parametrize("model_type", ["bert", "mamba", "falcon", "phimoe", "deepseek_v32"])
+def test_the_docs_say_what_the_code_says() -> None:
+    text = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    survey = text.partition("<!-- survey: begin -->")[2].partition("<!-- survey: end -->")[0]
+    served, _, refused = survey.partition("are refused:")
+    assert f"With transformers {COMPARED_WITH}, {len(VERIFIED)} are served:" in served
+    assert dict(re.findall(r"^\| `(\w+)` \| ([\w-]+) \|$", served, re.M)) == {
+        name: model_type for model_type, name in VERIFIED.items()
+    }
+    rows = dict(re.findall(r"^\| ([\w-]+) \| (.+) \|$", refused, re.M))
+    rows.pop("model type")
+    rows.pop("---", None)
+    assert rows == {model_type: reason.replace("|", "/") for model_type, reason in REFUSED.items()}
+    assert f"{len(REFUSED)} are refused:" in survey
+
+
+@pytest.mark.slow
+def test_what_is_refused_is_refused_still(tmp_path: Path) -> None:
+    """As many of them as can be built in a minute, from another one on each day."""
+    if transformers.__version__ != COMPARED_WITH:
+        pytest.skip(f"the lists are those of transformers {COMPARED_WITH}")
+    order = sorted(REFUSED)
+    start = (time.time_ns() // 86_400_000_000_000 * 7) % len(order)
+    end = time.monotonic() + 60
+    for model_type in order[start:] + order[:start]:
+        assert examine(model_type, tmp_path / model_type) == REFUSED[model_type]
+        if time.monotonic() > end:
+            break
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "mamba", "mpt", "zaya", "deepseek_v32"])
 def test_a_refused_one_is_told_why(tmp_path: Path, model_type: str) -> None:
     path = make_model(tmp_path / "model")
     edit_config(path, architectures=[NAMES[model_type]], model_type=model_type)
@@ -101,7 +137,11 @@ def test_a_block_holds_latents(tmp_path: Path) -> None:
 
 
 def small(model_type: str, path: Path) -> Path:
-    model = _built(_small(model_type, {**SIZES, **VARIATIONS[1 if model_type in LATENT else 0]}))
+    model = _built(
+        _small(
+            model_type, {**SIZES, **SIZES_OF_TYPE.get(model_type, {}), **VARIATIONS[1 if model_type in LATENT else 0]}
+        )
+    )
     _write(model, path)
     return path
 
@@ -168,6 +208,92 @@ def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(StartupError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
         make_runner(path)
+
+
+def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
+    path = small("olmo2", tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(79, 64)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StartupError) as caught:
+        make_runner(path)
+    assert caught.value.message == (
+        f"model {path}: tensor model.layers.1.mlp.up_proj.weight has shape [79, 64], config.json asks for [80, 64]"
+    )
+
+
+def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    path = small("olmo2", tmp_path / "model")
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(StartupError) as caught:
+        make_runner(path)
+    assert caught.value.message.startswith(f"{file} is not a readable safetensors file (")
+    assert "\n" not in caught.value.message
+
+
+def test_an_encoder_is_refused(tmp_path: Path) -> None:
+    """Of a type that is served as a decoder."""
+    path = small("bert", tmp_path / "model")
+    edit_config(path, is_decoder=False)
+    with pytest.raises(StartupError, match="model type bert has attention to later tokens, which is not supported"):
+        make_runner(path)
+
+
+def test_falcon_with_alibi_is_refused(tmp_path: Path) -> None:
+    path = small("falcon", tmp_path / "model")
+    edit_config(path, alibi=True)
+    with pytest.raises(StartupError, match=r"model type falcon has scores that depend on distance \(alibi\)"):
+        make_runner(path)
+
+
+def test_layers_that_keep_a_state_are_refused(tmp_path: Path) -> None:
+    """Of a type that is served if all its layers are attention."""
+    path = small("granitemoehybrid", tmp_path / "model")
+    edit_config(path, layer_types=["full_attention", "linear_attention"] * 2)
+    with pytest.raises(StartupError, match="model type granitemoehybrid has layers of type linear_attention"):
+        make_runner(path)
+
+
+def test_a_pair_is_told_which_part_is_served(tmp_path: Path) -> None:
+    path = small("bart", tmp_path / "model")
+    edit_config(path, architectures=["BartForConditionalGeneration"])
+    with pytest.raises(StartupError, match="not supported; of model type bart, BartForCausalLM is"):
+        make_runner(path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "flags"),
+    [
+        ("granitemoehybrid", {"num_local_experts": 0}),  # Granite 4 without experts
+        ("granitemoehybrid", {"position_embedding_type": None}),
+        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),  # Falcon 40B
+        ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+        ("phimoe", {"sliding_window": None}),
+        ("gptj", {"rotary_dim": None}),
+        ("hrm_text", {"L_cycles": 3}),
+    ],
+)
+@pytest.mark.slow
+def test_variants_of_a_type(tmp_path: Path, model_type: str, flags: dict[str, object]) -> None:
+    _compare(model_type, tmp_path, flags)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "expected"),
+    [
+        ("roberta", {"max_position_embeddings": 514, "pad_token_id": 1}, 512),
+        ("whisper", {"max_target_positions": 448}, 448),
+        ("olmo2", {"max_position_embeddings": 77}, 77),
+    ],
+)
+def test_longest_sequence(tmp_path: Path, model_type: str, keys: dict[str, int], expected: int) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": model_type, "architectures": [NAMES[model_type]], **keys})
+    )
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("")
+    assert max_positions(open_model(tmp_path)) == expected
 
 
 def greedy(path: Path, prompt: list[int], num_tokens: int) -> list[int]:
