@@ -1,7 +1,8 @@
 """Models by their name on a hub, `org/name`: from the local cache of huggingface_hub, else downloaded into it.
 
-huggingface_hub does what is hard: locks between processes, resuming, checks of sizes, progress bars. Its own variables
-say where: HF_HOME or HF_HUB_CACHE the cache, HF_ENDPOINT the hub, HF_TOKEN who asks, HF_HUB_OFFLINE=1 never to ask.
+huggingface_hub does what is hard: locks between processes, retries, checks of sizes, progress bars. What an earlier
+process left of the weights is not brought again (engine/hub_download.py). Variables of huggingface_hub say where:
+HF_HOME or HF_HUB_CACHE the cache, HF_ENDPOINT the hub, HF_TOKEN who asks, HF_HUB_OFFLINE=1 never to ask.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from common.errors import StartupError
 from common.model_files import open_model
+from engine.hub_download import download_weights
 
 _FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 _NOT_FILES = ("original/*", "consolidated*", "*/*")  # the same weights again, in other layouts
@@ -70,10 +72,11 @@ def hub_model(name: str, report: Callable[[str], None]) -> Path:
         )
     report(f"downloading {name} from {endpoint} into {cache}")
     try:
+        download_weights(name, endpoint, files, not_files)
         path = snapshot_download(name, endpoint=endpoint, allow_patterns=files, ignore_patterns=not_files)
     except HfHubHTTPError as error:
         raise StartupError(f"model {name}: {endpoint} answers: {_line(error)}") from error
-    except (LocalEntryNotFoundError, OSError, ValueError) as error:
+    except Exception as error:  # of huggingface_hub, or of whichever HTTP library it uses
         raise StartupError(
             f"model {name}: {lacks}, and {endpoint} cannot be reached ({_line(error.__cause__ or error)}); offline, "
             "copy a directory of the model here and give --model its path, or name another hub with HF_ENDPOINT"

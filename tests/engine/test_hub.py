@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 import threading
@@ -37,6 +39,7 @@ class Hub(BaseHTTPRequestHandler):
     folder: Path
     asked: list[str]
     cut: int | None = None  # bytes after which the first answer with weights breaks off
+    num_errors: int = 0  # answers with weights, after one that broke off, that are errors
 
     def do_HEAD(self) -> None:
         self._answer(with_body=False)
@@ -66,6 +69,11 @@ class Hub(BaseHTTPRequestHandler):
             self.end_headers()
 
     def _send(self, body: bytes, *, with_body: bool, name: str = "") -> None:
+        has_weights = with_body and name.endswith(".safetensors")
+        if has_weights and type(self).cut is None and type(self).num_errors:
+            type(self).num_errors -= 1
+            self.send_error(500)
+            return
         start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").split("-")[0])
         self.send_response(206 if start else 200)
         if start:
@@ -76,7 +84,7 @@ class Hub(BaseHTTPRequestHandler):
         self.end_headers()
         if not with_body:
             return
-        if name.endswith(".safetensors") and type(self).cut is not None:
+        if has_weights and type(self).cut is not None:
             body, type(self).cut = body[: self.cut], None
         self.wfile.write(body[start:])
 
@@ -85,9 +93,9 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(folder: Path, cut: int | None = None) -> Iterator[tuple[str, list[str]]]:
+def serving(folder: Path, cut: int | None = None, num_errors: int = 0) -> Iterator[tuple[str, list[str]]]:
     asked: list[str] = []
-    handler = type("OneHub", (Hub,), {"folder": folder, "asked": asked, "cut": cut})
+    handler = type("OneHub", (Hub,), {"folder": folder, "asked": asked, "cut": cut, "num_errors": num_errors})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -130,14 +138,45 @@ def test_a_model_is_downloaded_once_and_found_without_a_hub(tmp_path: Path) -> N
     advance(make_runner(path), [sequence], [20])
 
 
+def heavy_model(path: Path) -> Path:
+    """With more bytes of weights than huggingface_hub keeps in memory before it writes them (10 MiB)."""
+    make_model(path)
+    (path / "model.safetensors").write_bytes(random.Random(3).randbytes(25 << 20))
+    return path
+
+
+def starts_of_weights(asked: list[str]) -> list[int]:
+    """At which bytes answers with weights were asked to begin."""
+    lines = [line for line in asked if line.startswith("GET") and "model.safetensors" in line]
+    return [int(re.search(r"bytes=(\d+)-|$", line)[1] or 0) for line in lines]  # type: ignore[index]
+
+
 def test_a_download_that_broke_off_goes_on(tmp_path: Path) -> None:
-    source = make_model(tmp_path / "tiny")
-    with serving(source, cut=20_000) as (endpoint, asked):
+    """From where it broke off, and a bar says how far it is."""
+    source = heavy_model(tmp_path / "tiny")
+    with serving(source, cut=12 << 20) as (endpoint, asked):
+        result = ensure("org/tiny", tmp_path / "home", HF_ENDPOINT=endpoint, TQDM_POSITION="-1")  # as on a terminal
+        assert result.returncode == 0, result.stderr
+    path = Path(result.stdout.strip().splitlines()[-1])
+    assert (path / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    first, second = starts_of_weights(asked)
+    assert first == 0 < second <= 12 << 20
+    assert re.search(r"100%\|.*26\.\d+?M", result.stderr)
+
+
+def test_a_later_process_goes_on_with_a_download(tmp_path: Path) -> None:
+    source = heavy_model(tmp_path / "tiny")
+    with serving(source, cut=12 << 20, num_errors=1) as (endpoint, asked):
+        failed = last_line(ensure("org/tiny", tmp_path / "home", HF_ENDPOINT=endpoint))
+        assert "model org/tiny" in failed
+        assert "500" in failed
         result = ensure("org/tiny", tmp_path / "home", HF_ENDPOINT=endpoint)
         assert result.returncode == 0, result.stderr
     path = Path(result.stdout.strip().splitlines()[-1])
     assert (path / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
-    assert sum(line.startswith("GET") and "model.safetensors" in line for line in asked) == 2
+    first, *later = starts_of_weights(asked)
+    assert first == 0
+    assert 0 < min(later) <= max(later) <= 12 << 20
 
 
 def last_line(result: subprocess.CompletedProcess[str]) -> str:
