@@ -33,7 +33,8 @@ class UnsupportedAttentionError(Exception):
 class LayerShape:
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of K; V's may be smaller or larger
+    value_dim: int
     scale: float
     window: int
     soft_cap: float
@@ -53,6 +54,8 @@ class Probe:
 class Step:
     attention: StepAttention
     between_layers: Callable[[], None]
+    num_kv_heads: int  # of the cache, and of K and V as attention gets them
+    head_dim: int
     num_calls: int = 0
     """Calls of attention so far. The cache has a layer for each: a model's layer may attend more than once, or be
     computed several times in one step."""
@@ -74,7 +77,7 @@ def attend(
     latent = latent_of(module)
     if isinstance(current, Probe):
         _look(current, module, query, key, value, attention_mask, options)
-        value_dim = query.shape[3] if latent is None else latent.value_dim
+        value_dim = value.shape[3] if latent is None else latent.value_dim
         return value.new_zeros(1, query.shape[2], query.shape[1], value_dim), None
     layer = current.num_calls
     current.num_calls += 1
@@ -82,10 +85,21 @@ def attend(
         out = current.attention.forward(layer, latent.queries(query[0]), key.permute(2, 0, 1, 3))
         current.between_layers()
         return latent.results(out)[None], None
-    kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
-    out = current.attention.forward(layer, query[0].transpose(0, 1), kv)
+    # Layers of other shapes than the cache's: a head serves fewer, and zeros at the end change no score.
+    shape = current.num_kv_heads, current.head_dim
+    kv = torch.stack((_widened(key[0], *shape), _widened(value[0], *shape))).permute(2, 0, 1, 3)
+    queries = _widened(query[0], query.shape[1], current.head_dim).transpose(0, 1)
+    out = current.attention.forward(layer, queries, kv)
     current.between_layers()
-    return out.view(1, query.shape[2], query.shape[1], query.shape[3]), None
+    return out.view(1, query.shape[2], query.shape[1], current.head_dim)[..., : value.shape[3]], None
+
+
+def _widened(heads: torch.Tensor, num_heads: int, head_dim: int) -> torch.Tensor:
+    """`[n, num_tokens, d]` as `[num_heads, num_tokens, head_dim]`: heads are repeated, and end in zeros."""
+    if heads.shape[0] != num_heads:
+        heads = heads.repeat_interleave(num_heads // heads.shape[0], dim=0)
+    missing = head_dim - heads.shape[2]
+    return nn.functional.pad(heads, (0, missing)) if missing else heads
 
 
 def _look(
@@ -101,8 +115,8 @@ def _look(
     if not isinstance(number, int):
         raise UnsupportedAttentionError("attention layers without a number")
     latent = latent_of(module)
-    if latent is None and (key.shape != value.shape or query.shape[3] != key.shape[3]):
-        raise UnsupportedAttentionError("K and V of unlike sizes")
+    if latent is None and (key.shape[:3] != value.shape[:3] or query.shape[3] != key.shape[3]):
+        raise UnsupportedAttentionError("K and V of unlike heads")
     if query.shape[2] != key.shape[2] or query.shape[0] != 1:
         raise UnsupportedAttentionError("attention to other tokens than those of the sequence")
     if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
@@ -125,6 +139,7 @@ def _look(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
             head_dim=key.shape[3],
+            value_dim=value.shape[3],
             scale=float(scale) if isinstance(scale, int | float) else query.shape[3] ** -0.5,
             window=window if isinstance(window, int) else 0,
             soft_cap=float(cap) if isinstance(cap, int | float) else 0.0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -137,7 +137,9 @@ class TransformersModel(CausalLM):
         layers, self.sinks = self._look_at_layers()
         first = layers[0]
         self.num_layers = len(layers)
-        self.num_heads, self.num_kv_heads, self.head_dim = first.num_heads, first.num_kv_heads, first.head_dim
+        self.num_heads = first.num_heads
+        shape = _cache_shape(layers)
+        self.num_kv_heads, self.head_dim = shape["num_kv_heads"], shape["head_dim"]
         self.softmax_scale, self.soft_cap = first.scale, first.soft_cap
         self.latent_value_dim = first.latent_value_dim
         self.windows = tuple(layer.window for layer in layers)
@@ -186,7 +188,8 @@ class TransformersModel(CausalLM):
         if set(probe.numbers) != set(range(len(set(probe.numbers)))) or not probe.numbers:
             raise UnsupportedAttentionError("layers without attention, or attention of its own")
         layers = probe.calls
-        if len({replace(layer, window=0) for layer in layers}) > 1:
+        widest = _cache_shape(layers)
+        if len({replace(layer, window=0, **widest) for layer in layers}) > 1:
             raise UnsupportedAttentionError("layers whose attention has unlike shapes")
         if self._config.model_type in _WINDOW_IN_MASK:
             layers = [replace(layer, window=self._config.sliding_window or 0) for layer in layers]
@@ -256,7 +259,7 @@ class TransformersModel(CausalLM):
         attention: StepAttention,
         between_layers: Callable[[], None],
     ) -> torch.Tensor:
-        step = Step(attention, between_layers)
+        step = Step(attention, between_layers, self.num_kv_heads, self.head_dim)
         with self._as_current(step):
             hidden = self._run(token_ids, positions)
         if step.num_calls != self.num_layers:
@@ -286,6 +289,16 @@ class TransformersModel(CausalLM):
             yield
         finally:
             current_step.reset(token)
+
+
+def _cache_shape(layers: Sequence[LayerShape]) -> dict[str, int]:
+    """Of the cache, which has one for all layers. Raises `UnsupportedAttentionError` if there is none."""
+    num_kv_heads = max(layer.num_kv_heads for layer in layers)
+    if any(num_kv_heads % layer.num_kv_heads for layer in layers):
+        raise UnsupportedAttentionError("layers whose attention has unlike shapes")
+    latent = any(layer.latent_value_dim for layer in layers)
+    head_dim = max(layer.head_dim if latent else max(layer.head_dim, layer.value_dim) for layer in layers)
+    return {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": head_dim}
 
 
 def _line(error: BaseException) -> str:

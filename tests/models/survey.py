@@ -65,6 +65,7 @@ SIZES: dict[str, object] = {
     "is_decoder": True,  # of what is an encoder otherwise
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "global_head_dim": 32,
     "word_embed_proj_dim": 64,
     "rotary_dim": 16,
     "kv_lora_rank": 24,
