@@ -35,7 +35,7 @@ class EngineSettings(ModelSettings):
         description="of weights, activations and KV; auto: the model's own, or float32 on a CPU that is slow in it",
     )
     device: str = Field("auto", description="cpu, cuda or cuda:N; auto: a CUDA device if there is one, else cpu")
-    kernels: Literal["auto", "avx2", "avx512", "avx512_bf16", "amx", "neon", "torch"] = Field(
+    kernels: Literal["auto", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16", "torch"] = Field(
         "auto", description="instruction set of the CPU kernels; auto: the best that this CPU has; torch: none"
     )
     quantization: Literal["none", "int8", "int4"] = Field(

@@ -27,6 +27,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "avx512": ("-march=x86-64-v4",),
     "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16"),
     "neon": ("-march=armv8.2-a",),
+    "neon_bf16": ("-march=armv8.2-a+bf16",),
 }
 _FLAGS = (
     "-std=c++17",
@@ -61,7 +62,7 @@ def library_file(name: str, folder: Path = PACKAGE) -> Path:
 def build(folder: Path = PACKAGE) -> dict[str, str]:
     """Builds what is missing into `folder`/lib. Returns what could not be built, each with the compiler's reason."""
     machine = platform.machine().lower()
-    names = [name for name in VARIANTS if machine in (ARM64 if name == "neon" else X86_64)]
+    names = [name for name in VARIANTS if machine in (ARM64 if name.startswith("neon") else X86_64)]
     missing = [name for name in [FEATURES, *names] if not library_file(name, folder).exists()]
     if not missing or not names:
         return {} if names else {"any": f"there are no kernels for {machine}"}

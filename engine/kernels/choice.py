@@ -12,7 +12,7 @@ from common.errors import StartupError
 from engine.kernels.build import FEATURES, VARIANTS, library_file
 
 # Weakest first, in the order of `baton_cpu_has`. `amx` are the kernels of avx512_bf16, and oneDNN for many rows.
-INSTRUCTION_SETS = ("avx2", "avx512", "avx512_bf16", "amx", "neon")
+INSTRUCTION_SETS = ("avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16")
 TORCH = "torch"
 AUTO = "auto"
 
@@ -60,7 +60,7 @@ def choose_among(wanted: str, has: Collection[str], built: Collection[str], envi
     if not possible:
         return Choice(TORCH, "this CPU has no instruction set that there are kernels for")
     best, reason = possible[-1], "the best that this CPU has"
-    if best != "neon":
+    if not best.startswith("neon"):
         for limit in read_limits(environ):  # what users forbid oneDNN and torch is forbidden to the kernels too
             allowed = [name for name in possible if limit.allows(name)]
             if best not in allowed:

@@ -295,7 +295,7 @@ void weigh_for_many(const Workspace& w, int rows, int head_dim, const T* const* 
     small_product<F32>(rows, int(w.width), w.scores, TILE, w.values, TILE * PANEL * 4, count, w.sums, w.width, true);
 }
 
-#if defined(__AVX512BF16__)
+#if BATON_BF16_PAIRS
 
 // 2 * LANES bfloat16, zeros from `count` on, as words.
 inline Words load_pairs(const bf16* from, int count) {
@@ -315,7 +315,11 @@ inline Words zero_extended(const bf16* from, int count) {
 inline const bf16* round_rows(float* values, int rows, int64_t stride, int64_t columns) {
     for (int r = 0; r < rows; r++)
         for (int64_t i = 0; i < columns; i += LANES) {
+#if defined(__AVX512BF16__)
             const auto halves = _mm512_cvtneps_pbh((__m512)load(values + r * stride + i));
+#else
+            const auto halves = vcvt_bf16_f32((float32x4_t)load(values + r * stride + i));
+#endif
             std::memcpy(reinterpret_cast<bf16*>(values + r * stride) + i, &halves, sizeof halves);
         }
     return reinterpret_cast<const bf16*>(values);

@@ -48,6 +48,30 @@ extern "C" int baton_cpu_has(int feature) {
 
 #else
 
-extern "C" __attribute__((visibility("default"))) int baton_cpu_has(int feature) { return feature == 4; }  // NEON
+#if defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
+extern "C" __attribute__((visibility("default"))) int baton_cpu_has(int feature);
+
+namespace {
+
+bool has_neon_bf16() {
+#if defined(__linux__)
+    return getauxval(AT_HWCAP2) >> 14 & 1;  // HWCAP2_BF16, which old headers lack
+#else
+    return false;
+#endif
+}
+
+}  // namespace
+
+extern "C" int baton_cpu_has(int feature) {
+    switch (feature) {
+        case 4: return 1;  // NEON
+        case 5: return has_neon_bf16();
+        default: return 0;
+    }
+}
 
 #endif

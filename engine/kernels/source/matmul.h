@@ -32,7 +32,7 @@ constexpr int INT4_GROUP = 32;    // weights that share a scale and a minimum
 constexpr int K_MULTIPLE = 64;    // rows of an operand are padded with zeros to this
 constexpr int64_t MAX_STRETCH = 1024;  // of k with many rows: what x and weights of it take stays in a core's caches
 
-#if defined(__AVX512BF16__)
+#if BATON_BF16_PAIRS
 using Bf16Operand = bf16;
 #else
 using Bf16Operand = float;
@@ -260,7 +260,7 @@ struct Tile<F32, R, P> {
     }
 };
 
-#if defined(__AVX512BF16__)
+#if BATON_BF16_PAIRS
 template <int R, int P>
 struct Tile<BF16, R, P> {
     template <class A>
@@ -278,10 +278,9 @@ struct Tile<BF16, R, P> {
             for (int r = 0; r < R; r++) {
                 uint32_t pair;
                 std::memcpy(&pair, a + r * stride + 2 * i, 4);
-                const auto x = (__m512bh)broadcast(pair);
+                const Words x = broadcast(pair);
 #pragma GCC unroll 8
-                for (int c = 0; c < 2 * P; c++)
-                    sums.of[r][c] = (Floats)_mm512_dpbf16_ps((__m512)sums.of[r][c], x, (__m512bh)w[c]);
+                for (int c = 0; c < 2 * P; c++) sums.of[r][c] = multiply_add_pairs(sums.of[r][c], x, w[c]);
             }
         }
     }
@@ -352,7 +351,7 @@ struct Tile<INT8, R, P> {
 
 // A word of eight weights is multiplied in INT4_STEPS steps: `int4_factors` makes what step STEP multiplies with what
 // `int4_operand` makes of the elements of x, which `prepare_int4` has prepared.
-#if defined(__AVX512BF16__)
+#if BATON_BF16_PAIRS
 
 // Two weights at a time, one of each half of the word: four bits in the middle of bfloat16's mantissa, under the exponent
 // of 16, are 16 more than their value. What that is too much goes off the minimum (`add_int4_group`).
@@ -363,25 +362,28 @@ using Int4Factors = Words;
 template <int STEP>
 inline Words int4_factors(Words quants) {
     const Words shifted = STEP == 0 ? quants << 3 : quants >> (4 * STEP - 3);
+#if defined(__AVX512F__)
     constexpr int AND_THEN_OR = 0xea;
     return (Words)_mm512_ternarylogic_epi32((__m512i)shifted, _mm512_set1_epi32(0x00780078), _mm512_set1_epi32(0x41804180),
                                             AND_THEN_OR);
+#else
+    return (shifted & 0x00780078u) | 0x41804180u;
+#endif
 }
 inline Words int4_operand(const bf16* x) {
     uint32_t pair;
     std::memcpy(&pair, x, 4);
     return broadcast(pair);
 }
-inline Floats int4_multiply_add(Floats sum, Words x, Words w) {
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
-}
+inline Floats int4_multiply_add(Floats sum, Words x, Words w) { return multiply_add_pairs(sum, x, w); }
 
 // Of a row of x [k, padded with zeros]: the sums of its groups go behind it.
 inline void prepare_int4(bf16* row, int64_t k) {
     bf16* group_sums = row + round_up(k, K_MULTIPLE);
     for (int64_t start = 0; start < round_up(k, K_MULTIPLE); start += INT4_GROUP, group_sums += 2) {
-        static_assert(INT4_GROUP == 2 * LANES);
-        const float total = sum(load(row + start) + load(row + start + LANES));
+        Floats totals = load(row + start);
+        for (int i = LANES; i < INT4_GROUP; i += LANES) totals += load(row + start + i);
+        const float total = sum(totals);
         std::memcpy(group_sums, &total, sizeof total);
     }
 }

@@ -7,6 +7,15 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+// Whether this instruction set multiplies pairs of bfloat16 and adds both products to a float32.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define BATON_BF16_PAIRS 1
+#else
+#define BATON_BF16_PAIRS 0
 #endif
 
 namespace {
@@ -61,6 +70,17 @@ inline float widen(bf16 value) {
 // The two bfloat16 of each lane, lower half first.
 inline Floats even(Words pairs) { return (Floats)(pairs << 16); }
 inline Floats odd(Words pairs) { return (Floats)(pairs & 0xffff0000u); }
+
+#if BATON_BF16_PAIRS
+// sum + both products of each lane, in float32: x86 rounds to nearest, Arm to odd.
+inline Floats multiply_add_pairs(Floats sum, Words a, Words b) {
+#if defined(__AVX512BF16__)
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+#endif
+}
+#endif
 
 inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
 // To nearest, ties to even; NaN stays NaN.

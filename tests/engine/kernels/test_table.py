@@ -37,7 +37,7 @@ def test_the_rule_of_the_largest_size_that_fits_counts(dtype: str, num_weights: 
 
 def test_what_is_shipped() -> None:
     assert shipped("amx").torch_from("bfloat16", 1) == 32
-    assert all(shipped(name) == Table(()) for name in ("avx2", "avx512", "avx512_bf16", "neon"))
+    assert all(shipped(name) == Table(()) for name in ("avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"))
 
 
 def test_a_tuned_file_is_for_one_kind_of_cpu(tmp_path: Path) -> None:
