@@ -17,15 +17,15 @@ from pathlib import Path
 
 import torch
 
-from baton import lmcache_server
+from baton import cluster_check, lmcache_server
 from baton.kv_directory import private_parent
 from baton.speed import measure_cpu
 from baton.stack_plan import usable_cores
 from baton.tuning import measure_products, rules_of
-from common.config import UpSettings
+from common.config import DEFAULT_MODEL, UpSettings
 from common.cpu import read_cpu, read_limits
 from common.errors import BatonError
-from common.model_files import open_model
+from common.model_files import checkpoint_dtype, open_model
 from engine.blocks.host_memory import available_bytes
 from engine.device import DeviceChoice, choose_device
 from engine.dtype import DtypeChoice, resolve_dtype
@@ -73,6 +73,7 @@ def examine(settings: UpSettings, *, tune: bool = False) -> Iterator[Finding]:
     if tune:
         yield _tune(settings, kernels, num_threads)
     yield from _connectors(settings)
+    yield _cluster()
     yield _port(settings.host, settings.http_port, "http_port", "--http-port")
     yield _port(settings.host, settings.grpc_port, "grpc_port", "--grpc-port")
 
@@ -105,10 +106,19 @@ def _kernels(settings: UpSettings) -> tuple[Choice, Finding]:
     text = f"{choice.instruction_set}: {choice.reason}"
     if choice.instruction_set != TORCH or settings.kernels == TORCH:
         return choice, Finding("kernels", Level.OK, text, facts=facts)
-    advice = (
-        "" if built_variants() else "install g++ or clang++, then `python -m engine.kernels.build` (or make install)"
-    )
-    return choice, Finding("kernels", Level.HINT, text, advice, facts)
+    return choice, Finding("kernels", Level.HINT, text, _kernels_advice(), facts)
+
+
+def _kernels_advice() -> str:
+    """What lets kernels run where `auto` means torch."""
+    has, built = cpu_instruction_sets(), built_variants()
+    if not built:
+        return "install g++ or clang++, then `python -m engine.kernels.build` (or make install)"
+    if not has:
+        return "use a CPU with AVX2 and FMA, or a 64-bit Arm: those run the kernels"
+    if not any(Choice(name, "").variant in built for name in has):
+        return f"`python -m engine.kernels.build` here builds {', '.join(has)}; there is {', '.join(built)} only"
+    return f"unset {' and '.join(limit.setting for limit in read_limits())}, which forbids them"
 
 
 def _device(settings: UpSettings) -> tuple[DeviceChoice, Finding]:
@@ -124,6 +134,7 @@ def _device(settings: UpSettings) -> tuple[DeviceChoice, Finding]:
 
 
 def _model(settings: UpSettings) -> tuple[Path | None, Finding]:
+    facts: dict[str, object]
     try:
         path = find_model(settings.model, settings.cache_dir)
         if path is None:
@@ -137,9 +148,16 @@ def _model(settings: UpSettings) -> tuple[Path | None, Finding]:
         num_bytes = sum(file.stat().st_size for file in files.weight_files)
         check_files(files)
     except BatonError as error:
-        return None, Finding("model", Level.PROBLEM, error.message, facts={"model": settings.model, "path": None})
-    facts: dict[str, object] = {"model": settings.model, "path": str(path), "weight_file_bytes": num_bytes}
+        facts = {"model": settings.model, "path": None}
+        return None, Finding("model", Level.PROBLEM, error.message, _model_advice(settings), facts)
+    facts = {"model": settings.model, "path": str(path), "weight_file_bytes": num_bytes}
     return path, Finding("model", Level.OK, f"{path} ({num_bytes / GIB:.2f} GiB of weights)", facts=facts)
+
+
+def _model_advice(settings: UpSettings) -> str:
+    if Path(settings.model).expanduser().exists():
+        return "download or copy it again, whole; or --model with another one (docs/models.md lists what is served)"
+    return f"--model DIR, FILE.gguf or ORG/NAME of a hub; or --model {DEFAULT_MODEL}, which needs no download"
 
 
 def _dtype(
@@ -151,8 +169,20 @@ def _dtype(
         return dtype, Finding("dtype", Level.OK, f"{dtype.dtype}: {dtype.reason}", facts={"dtype": dtype.dtype})
     dtype = resolve_dtype(settings.dtype, model, device.device, kernels.instruction_set)
     facts: dict[str, object] = {"dtype": dtype.dtype, "reason": dtype.reason}
-    level = Level.HINT if dtype.is_checkpoint_slow else Level.OK
-    return dtype, Finding("dtype", level, f"{dtype.dtype}: {dtype.reason}", facts=facts)
+    text = f"{dtype.dtype}: {dtype.reason}"
+    if not dtype.is_checkpoint_slow:
+        return dtype, Finding("dtype", Level.OK, text, facts=facts)
+    return dtype, Finding("dtype", Level.HINT, text, _dtype_advice(dtype, checkpoint_dtype(open_model(model))), facts)
+
+
+def _dtype_advice(dtype: DtypeChoice, checkpoint: str) -> str:
+    """For a checkpoint that this CPU is slow in."""
+    if dtype.dtype == checkpoint:
+        return "--dtype auto takes float32, which is faster here"
+    everywhere = "if other workers' machines differ, give all of them --dtype float32"
+    if checkpoint == "bfloat16":
+        return f"let the CPU kernels run (see kernels), which are fast in it; {everywhere}"
+    return f"float32 takes twice the memory; --dtype bfloat16 does not, but rounds; {everywhere}"
 
 
 def _speed(kernels: Choice, dtype: DtypeChoice, model: Path | None, num_threads: int) -> Iterator[Finding]:
@@ -252,6 +282,31 @@ def _lmcache(is_used: bool) -> Finding:
         level = Level.PROBLEM if is_used else Level.HINT
         return Finding("lmcache", level, "LMCache is not installed", "make lmcache", {"executable": None})
     return Finding("lmcache", Level.OK, str(path), facts={"executable": str(path)})
+
+
+def _cluster() -> Finding:
+    """Nobody needs a cluster for `baton up`, so the worst is a hint."""
+    found = cluster_check.look()
+    facts: dict[str, object] = {
+        "access": found.access,
+        "namespace": found.namespace,
+        "version": found.version,
+        "allowed": [str(right) for right in found.allowed],
+        "missing": [str(right) for right in found.missing],
+    }
+    if not found.access:
+        text = "no access is configured: KUBECONFIG is unset, there is no ~/.kube/config, and this is no pod"
+        return Finding("cluster", Level.OK, text, facts=facts)
+    if found.error:
+        advice = "only for Kubernetes: set KUBECONFIG to a file whose cluster is up, and see `kubectl version`"
+        return Finding("cluster", Level.HINT, f"{found.access}: {found.error}", advice, facts)
+    text = f"Kubernetes {found.version} by {found.access}, namespace {found.namespace}"
+    if found.missing:
+        wanted = ", ".join(map(str, found.missing))
+        text += f": may not {wanted}"
+        advice = f"ask for these rights in {found.namespace}, or set KUBECONFIG to what has them (docs/kubernetes.md)"
+        return Finding("cluster", Level.HINT, text, advice, facts)
+    return Finding("cluster", Level.OK, f"{text}: may {', '.join(map(str, found.allowed))}", facts=facts)
 
 
 def _port(host: str, port: int, name: str, flag: str) -> Finding:

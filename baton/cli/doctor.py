@@ -72,7 +72,7 @@ DOCTOR = SettingsCommand(
     "doctor",
     UP_SETTINGS,
     doctor,
-    about="Looks at this machine: CPU, kernels, GPU, model, connectors, ports; says what to do. Takes what `up` takes.",
+    about="Looks at this machine: CPU, kernels, GPU, model, connectors, cluster, ports. Takes what `up` takes.",
     examples=[
         "baton doctor",
         "baton doctor --connector nixl --http-port 9000",

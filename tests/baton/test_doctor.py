@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 from collections.abc import Iterator
@@ -20,11 +21,12 @@ from common.cpu import read_cpu
 from common.errors import StartupError
 from engine.device import DeviceChoice
 from engine.dtype import DtypeChoice
-from engine.kernels.choice import TORCH, Choice, choose
+from engine.kernels.choice import TORCH, Choice, choose, choose_among
 from engine.kernels.table import Rule, load_table
 from tests.engine.tiny_models import make_model
 
-NAMES = ["cpu", "kernels", "device", "model", "dtype", "bandwidth", "products", "shared_storage", "nixl", "lmcache"]
+NAMES = ["cpu", "kernels", "device", "model", "dtype", "bandwidth", "products"]
+NAMES += ["shared_storage", "nixl", "lmcache", "cluster"]
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "measure_cpu", lambda kernels, dtype, num_threads: CpuSpeed(20.0, 300.0, 200.0))
     monkeypatch.setattr(doctor.torch, "set_num_threads", lambda number: None)
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
 
 
 @pytest.fixture
@@ -104,6 +113,27 @@ def test_kernels_that_were_not_built(model: Path, monkeypatch: pytest.MonkeyPatc
     assert "engine.kernels.build" in found.advice
 
 
+@pytest.mark.parametrize(
+    ("has", "built", "advice"),
+    [
+        ([], ["avx2"], "a CPU with AVX2"),
+        (["avx2"], ["avx512"], "builds avx2; there is avx512 only"),
+        (["avx2", "avx512"], ["avx2", "avx512"], "unset ATEN_CPU_CAPABILITY=default"),
+    ],
+)
+def test_built_kernels_that_cannot_run(
+    model: Path, monkeypatch: pytest.MonkeyPatch, has: list[str], built: list[str], advice: str
+) -> None:
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    monkeypatch.setattr(doctor, "cpu_instruction_sets", lambda: has)
+    monkeypatch.setattr(doctor, "built_variants", lambda: built)
+    monkeypatch.setattr(doctor, "choose", lambda wanted: choose_among(wanted, has, built, os.environ))
+    found = findings(model)["kernels"]
+    assert found.level is Level.HINT
+    assert found.text.startswith("torch: ")
+    assert advice in found.advice
+
+
 def test_a_limited_cpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     found = findings(model)["cpu"]
@@ -126,10 +156,13 @@ def test_a_connector_that_is_not_installed_is_a_problem_if_it_is_used(
 def test_a_model_that_cannot_be_served(model: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(model, tmp_path / "broken"))
     (broken / "config.json").unlink()
-    assert findings(broken)["model"].level is Level.PROBLEM
+    found = findings(broken)["model"]
+    assert found.level is Level.PROBLEM
+    assert "copy it again" in found.advice
     found = findings(tmp_path / "nowhere")["model"]
     assert found.level is Level.PROBLEM
     assert "nowhere" in found.text
+    assert "--model smollm2-135m-instruct" in found.advice
 
 
 def test_a_model_that_is_not_converted_yet(tmp_path: Path) -> None:
@@ -152,12 +185,30 @@ def test_a_folder_for_kv_files_that_is_full(model: Path, tmp_path: Path, monkeyp
     assert str(tmp_path / "kv") in found.text
 
 
-@pytest.mark.parametrize("is_slow", [False, True])
-def test_a_checkpoint_whose_dtype_is_slow_here(model: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
-    chosen = DtypeChoice("float32", "for a reason", is_checkpoint_slow=is_slow)
-    monkeypatch.setattr(doctor, "resolve_dtype", lambda *_: chosen)
+def test_a_checkpoint_whose_dtype_is_fast_here(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "resolve_dtype", lambda *_: DtypeChoice("float32", "for a reason"))
     found = findings(model)["dtype"]
-    assert (found.level, found.text) == (Level.HINT if is_slow else Level.OK, "float32: for a reason")
+    assert (found.level, found.text, found.advice) == (Level.OK, "float32: for a reason", "")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "taken", "advice"),
+    [
+        ("bfloat16", "float32", "let the CPU kernels run"),
+        ("bfloat16", "bfloat16", "--dtype auto takes float32"),
+        ("float16", "float32", "--dtype bfloat16 does not"),
+        ("float16", "float16", "--dtype auto takes float32"),
+    ],
+)
+def test_a_checkpoint_whose_dtype_is_slow_here(
+    model: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str, taken: str, advice: str
+) -> None:
+    chosen = DtypeChoice(taken, "for a reason", is_checkpoint_slow=True)
+    monkeypatch.setattr(doctor, "resolve_dtype", lambda *_: chosen)
+    monkeypatch.setattr(doctor, "checkpoint_dtype", lambda _: checkpoint)
+    found = findings(model)["dtype"]
+    assert (found.level, found.text) == (Level.HINT, f"{taken}: for a reason")
+    assert advice in found.advice
 
 
 @pytest.mark.parametrize("asked", ["auto", "cpu"])
