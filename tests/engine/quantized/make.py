@@ -22,6 +22,7 @@ from tests.engine.tiny_models import make_model
 
 FOLDER = Path(__file__).parent
 GROUP = 32
+BLOCK = (48, 64)  # of which neither the rows nor the columns of every matrix are a multiple
 SHAPE: dict[str, object] = {"num_hidden_layers": 1, "intermediate_size": 96, "tie_word_embeddings": True}
 Packed = tuple[dict[str, torch.Tensor], torch.Tensor]  # tensors by their names in the module, and the matrix they mean
 
@@ -100,9 +101,17 @@ def compressed(
 
     def pack(weight: torch.Tensor) -> Packed:
         group = GROUP if strategy == "group" else None
-        args = QuantizationArgs(num_bits=bits, type=kind, strategy=strategy, group_size=group, symmetric=symmetric)
+        block = list(BLOCK) if strategy == "block" else None
+        args = QuantizationArgs(
+            num_bits=bits, type=kind, strategy=strategy, group_size=group, block_structure=block, symmetric=symmetric
+        )
         scheme = QuantizationScheme(targets=["Linear"], weights=args)
-        scale, zero = steps(weight, group or weight.shape[1], symmetric=symmetric, bits=bits)
+        if block is None:
+            scale, zero = steps(weight, group or weight.shape[1], symmetric=symmetric, bits=bits)
+        else:
+            rows = [[part.abs().amax() for part in band.split(BLOCK[1], 1)] for band in weight.split(BLOCK[0])]
+            scale = torch.stack([torch.stack(row) for row in rows])
+            scale, zero = scale / 127, torch.zeros_like(scale)
         if kind == "float":
             scale, zero = scale * 127 / 448, torch.zeros_like(scale)
         given = {"weight": weight, "weight_scale": scale, "weight_zero_point": (zero - 2 ** (bits - 1)).to(torch.int8)}
@@ -139,6 +148,8 @@ def groups(kind: str, bits: int, strategy: str, symmetric: bool, **more: object)
     weights = {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": symmetric, "group_size": None}
     if strategy == "group":
         weights["group_size"] = GROUP
+    if strategy == "block":
+        weights["block_structure"] = list(BLOCK)
     return {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, **more}}
 
 
@@ -158,6 +169,7 @@ def main() -> None:
         ("w4a16-asymmetric", "int", 4, "group", False),
         ("w8a16", "int", 8, "channel", True),
         ("fp8", "float", 8, "channel", True),
+        ("fp8-block", "float", 8, "block", True),
     ):
         form = {("int", 4): "pack-quantized", ("int", 8): "int-quantized"}.get((kind, bits), "float-quantized")
         config = {
