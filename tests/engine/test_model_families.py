@@ -104,8 +104,9 @@ def test_greedy_tokens(models: Path, family: str, kernels: str) -> None:
         assert progress.token_ids[len(prompt) :] == expected
 
 
+@each_kernel
 @each_family
-def test_bfloat16_is_as_close_as_transformers(models: Path, family: str) -> None:
-    """Both round to bfloat16 along the way; ours may not be further from float32 than theirs by half."""
-    ours, theirs = bfloat16_errors(model(models, family), kernels="torch")
-    assert ours < 1.5 * theirs
+def test_bfloat16_is_at_most_a_tenth_worse_than_transformers(models: Path, family: str, kernels: str) -> None:
+    """Both round to bfloat16 along the way; root mean square of what their logprobs differ by from float32's."""
+    ours, theirs = bfloat16_errors(model(models, family), kernels=kernels)
+    assert ours <= 1.1 * theirs

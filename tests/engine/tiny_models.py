@@ -231,7 +231,7 @@ def bfloat16_errors(model_dir: Path, kernels: str) -> tuple[float, float]:
     theirs: list[torch.Tensor] = []
     for seed in range(6):
         (sequence,) = random_sequences([60], seed=seed)
-        for size in (25, 30, 1, 1, 1, 1, 1):
+        for size in (35, 20, 1, 1, 1, 1, 1):  # on both sides of the 32 rows from which on `amx` multiplies otherwise
             advance(runner, [sequence], [size])
         exact = expected_logprobs(model_dir, sequence.token_ids)
         rounded = expected_logprobs(model_dir, sequence.token_ids, torch.bfloat16)
