@@ -13,12 +13,11 @@ from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
 from tests.engine.fakes import add, assert_idle, make_core, run, tokens_of
-from tests.engine.kernels.variants import VARIANTS
+from tests.engine.kernels.variants import torch_best_and_slow_others
 from tests.engine.test_model_engine import engine, params, prompts
 from tests.engine.test_model_families import greedy_of_transformers, model
 
 FAMILIES = ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("gemma3", "mistral", "qwen3_moe"))]
-KERNELS = ["torch", *VARIANTS[-1:]]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +44,7 @@ def embedded(events: Sequence[m.Event]) -> dict[str, m.Embedded]:
     return {event.request_id: event for event in events if isinstance(event, m.Embedded)}
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", torch_best_and_slow_others)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_they_are_transformers_hidden_states(models: Path, family: str, kernels: str) -> None:
     """Among requests that generate, in chunks, with what is cached: last and mean, normalised or not."""
@@ -70,7 +69,7 @@ def test_they_are_transformers_hidden_states(models: Path, family: str, kernels:
     assert got["last0"].num_cached_tokens > 0
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", torch_best_and_slow_others)
 def test_a_prompt_may_fill_the_context(models: Path, kernels: str) -> None:
     path, prompt = model(models, "llama"), prompts("llama")[0]
     core = engine(path, 64, max_model_len=len(prompt), kernels=kernels)

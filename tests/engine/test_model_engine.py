@@ -16,12 +16,9 @@ from engine.speculation.speculation import Drafter
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 from tests.engine.fakes import add, assert_idle, run, tokens_of
-from tests.engine.kernels.variants import VARIANTS
+from tests.engine.kernels.variants import best_and_slow_others, torch_best_and_slow_others
 from tests.engine.test_model_families import greedy_of_transformers, model
 from tests.engine.tiny_models import BLOCK_SIZE, FAMILIES, VOCAB_SIZE
-
-KERNELS = ["torch", *VARIANTS[-1:]]
-BEST_AND_SLOW_TORCH = [*(pytest.param(name, marks=pytest.mark.slow) for name in KERNELS[:-1]), KERNELS[-1]]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +45,7 @@ def params(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
-@pytest.mark.parametrize("kernels", BEST_AND_SLOW_TORCH)
+@pytest.mark.parametrize("kernels", best_and_slow_others)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_greedy_tokens_whatever_happens(models: Path, family: str, kernels: str, mode: str) -> None:
@@ -71,7 +68,7 @@ def test_greedy_tokens_whatever_happens(models: Path, family: str, kernels: str,
     assert_idle(core)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", torch_best_and_slow_others)
 @pytest.mark.parametrize("family", ["gemma3_all_sliding", "mistral"])
 def test_an_answer_keeps_no_more_blocks_than_its_window(models: Path, family: str, kernels: str) -> None:
     path = model(models, family)

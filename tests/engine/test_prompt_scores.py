@@ -14,13 +14,12 @@ from common.types import SampledToken
 from engine import messages as m
 from engine import prompt_scores
 from tests.engine.fakes import add, assert_idle, make_core, run, tokens_of
-from tests.engine.kernels.variants import VARIANTS
+from tests.engine.kernels.variants import torch_best_and_slow_others
 from tests.engine.test_model_engine import engine, params, prompts
 from tests.engine.test_model_families import model
 from tests.engine.tiny_models import VOCAB_SIZE, expected_logprobs
 
 FAMILIES = ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("gemma3", "mistral", "qwen3_moe"))]
-KERNELS = ["torch", *VARIANTS[-1:]]
 TOLERANCE = 1e-4
 
 
@@ -60,7 +59,7 @@ def assert_likely(tokens: Sequence[SampledToken], expected: torch.Tensor, num_to
             assert top.token_id != token.token_id or top.logprob == token.logprob  # clients compare them
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", torch_best_and_slow_others)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_they_are_transformers_logprobs(
     models: Path, family: str, kernels: str, monkeypatch: pytest.MonkeyPatch

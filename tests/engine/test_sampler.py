@@ -19,15 +19,15 @@ from engine import sampler
 from engine.batch import SampleInput
 from engine.logit_changes import LogitChanges
 from engine.sampler import sample, uniform
-from tests.engine.kernels.variants import VARIANTS, kernels
+from tests.engine.kernels.variants import VARIANTS, kernels, slow_but_the_best
 
 GREEDY = SamplingParams(temperature=0.0)
 NUM_DRAWS = 4000
 
 
-@pytest.fixture(autouse=True, params=["torch", *VARIANTS[-1:]])
+@pytest.fixture(autouse=True, params=["torch", *slow_but_the_best(VARIANTS)])
 def _computed_with(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test of this file, with torch and with the best kernels that are here."""
+    """Each test of this file, with torch and with each variant of the kernels."""
     if request.param != "torch":
         monkeypatch.setattr(sys.modules[__name__], "sample", partial(sampler.sample, kernels=kernels(request.param)))
 

@@ -17,7 +17,8 @@ from engine.core import EngineCore
 from engine.model_runner import ModelRunner
 from engine.speculation.draft_model import ModelDrafter, load_draft_model
 from tests.engine.fakes import add, assert_idle, run, tokens_of
-from tests.engine.test_model_engine import KERNELS, engine
+from tests.engine.kernels.variants import torch_best_and_slow_others
+from tests.engine.test_model_engine import engine
 from tests.engine.test_model_families import greedy_of_transformers, model
 from tests.engine.tiny_models import BLOCK_SIZE, FAMILIES, VOCAB_SIZE
 from tests.router.tiny_tokenizer import tokenizer_files
@@ -41,7 +42,7 @@ def num_drafted(events: list[m.Event]) -> int:
     return sum(e.num_drafted_tokens for e in events if isinstance(e, m.TokensGenerated) and e.finish_reason)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", torch_best_and_slow_others)
 @pytest.mark.parametrize(
     "family", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES]
 )
@@ -60,7 +61,7 @@ def test_greedy_tokens(models: Path, family: str, kernels: str) -> None:
     assert_idle(core)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", torch_best_and_slow_others)
 def test_drawn_tokens(models: Path, kernels: str) -> None:
     """A few likely tokens at each place: drafts come true by chance, and both sides draw the same."""
     answers = []

@@ -76,6 +76,8 @@ def test_a_setting_is_stronger_than_the_environment() -> None:
         ("avx512", X86, ["avx2"], "was not built .*; here work auto, avx2, torch"),
         ("avx2", [], [], "was not built"),
         ("neon", X86, X86, "is not what this CPU has"),
+        ("amx", X86, X86, "is not what this CPU has"),
+        ("neon_bf16", ["neon"], ["neon", "neon_bf16"], "is not what this CPU has"),
     ],
 )
 def test_what_cannot_run_is_refused(wanted: str, has: list[str], built: list[str], words: str) -> None:

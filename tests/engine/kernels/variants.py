@@ -11,10 +11,13 @@ from engine.kernels.library import Kernels
 
 VARIANTS = [name for name in built_variants() if name in cpu_instruction_sets()]
 
+CHOICES = [name for name in cpu_instruction_sets() if Choice(name, "").variant in VARIANTS]
+"""What `--kernels` takes here beside torch: the variants, and `amx` where there are such units."""
+
 _NONE = [pytest.param("none", marks=pytest.mark.skip(reason="no kernels were built"))]
 
 
-def _best_and_slow_others(names: list[str]) -> list[object]:
+def slow_but_the_best(names: list[str]) -> list[object]:
     return [name if name == names[-1] else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
@@ -25,13 +28,18 @@ def _ends_and_slow_others(names: list[str]) -> list[object]:
 each_variant = pytest.mark.parametrize("variant", _ends_and_slow_others(VARIANTS) or _NONE)
 """The quick tier runs the plainest and the best."""
 
-best_and_slow_other_variants = pytest.mark.parametrize("variant", _best_and_slow_others(VARIANTS) or _NONE)
+best_and_slow_other_variants = pytest.mark.parametrize("variant", slow_but_the_best(VARIANTS) or _NONE)
 
-ALL = ["torch", *VARIANTS]
+ALL = ["torch", *CHOICES]
 """What a whole model can be computed with."""
 
-best_and_slow_others = _best_and_slow_others(ALL)
+best_and_slow_others = slow_but_the_best(ALL)
 """For tests of whole models: the quick tier computes each with what this machine would choose."""
+
+torch_best_and_slow_others = [
+    name if name in (ALL[0], ALL[-1]) else pytest.param(name, marks=pytest.mark.slow) for name in ALL
+]
+"""For cheaper ones: the quick tier computes with torch too."""
 
 
 @cache
