@@ -16,6 +16,8 @@ from tests.engine.kernels.variants import best_and_slow_other_variants, each_var
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
 
 @dataclass
 class Case:
@@ -102,7 +104,7 @@ class Case:
 
 
 @each_variant
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_dtype
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
 def test_head_sizes(variant: str, head_dim: int, dtype: torch.dtype) -> None:
     case = Case(variant, head_dim=head_dim, dtype=dtype)
@@ -111,23 +113,25 @@ def test_head_sizes(variant: str, head_dim: int, dtype: torch.dtype) -> None:
 
 
 @each_variant
+@each_dtype
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 6, 7, 8, 9, 16, 48, 64])
-def test_heads_for_each_kv_head(variant: str, group: int) -> None:
-    case = Case(variant, num_heads=2 * group, head_dim=32)
+def test_heads_for_each_kv_head(variant: str, group: int, dtype: torch.dtype) -> None:
+    case = Case(variant, dtype=dtype, num_heads=2 * group, head_dim=32)
     for sizes in ({0: 70, 1: 3}, {0: 1, 1: 1}, {0: 9, 1: 1}):
         case.step(sizes)
 
 
 @each_variant
+@each_dtype
 @pytest.mark.parametrize("block_size", [1, 4, 16, 32, 64])
-def test_block_sizes(variant: str, block_size: int) -> None:
-    case = Case(variant, block_size=block_size, num_blocks=400)
+def test_block_sizes(variant: str, block_size: int, dtype: torch.dtype) -> None:
+    case = Case(variant, dtype=dtype, block_size=block_size, num_blocks=400)
     for sizes in ({0: 63, 1: 64}, {0: 1, 1: 1}, {0: 1, 1: 65}, {0: 40}):
         case.step(sizes)
 
 
 @each_variant
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_dtype
 @pytest.mark.parametrize("window", [0, 20])
 def test_sinks(variant: str, window: int, dtype: torch.dtype) -> None:
     """Prompts, single tokens, and single tokens whose context is cut into parts."""
@@ -137,8 +141,8 @@ def test_sinks(variant: str, window: int, dtype: torch.dtype) -> None:
 
 
 @best_and_slow_other_variants
-@pytest.mark.parametrize("longest", [1024, pytest.param(8190, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("longest", [1024, pytest.param(8191, marks=pytest.mark.slow)])
+@each_dtype
 def test_long_contexts(variant: str, dtype: torch.dtype, longest: int) -> None:
     """One token after as many others: its context is split from 513 tokens on."""
     case = Case(variant, num_blocks=520, dtype=dtype, num_heads=3, num_kv_heads=1)
@@ -150,26 +154,29 @@ def test_long_contexts(variant: str, dtype: torch.dtype, longest: int) -> None:
 
 
 @each_variant
+@each_dtype
 @pytest.mark.parametrize("window", [1, 5, 64, 100, 600])
-def test_sliding_windows(variant: str, window: int) -> None:
-    case = Case(variant, window=window, num_blocks=100)
+def test_sliding_windows(variant: str, window: int, dtype: torch.dtype) -> None:
+    case = Case(variant, dtype=dtype, window=window, num_blocks=100)
     for sizes in ({0: 150, 1: 7}, {0: 1, 1: 1}, {0: 20, 1: 1}, {0: 1000}, {0: 1}):
         case.step(sizes)
 
 
 @each_variant
-def test_soft_caps(variant: str) -> None:
-    case = Case(variant, soft_cap=1.5)
+@each_dtype
+def test_soft_caps(variant: str, dtype: torch.dtype) -> None:
+    case = Case(variant, dtype=dtype, soft_cap=1.5)
     for sizes in ({0: 100}, {0: 1}, {0: 3}):
         case.step(sizes)
 
 
 @each_variant
-def test_a_sequence_does_not_depend_on_its_company(variant: str) -> None:
+@each_dtype
+def test_a_sequence_does_not_depend_on_its_company(variant: str, dtype: torch.dtype) -> None:
     """Nor on the number of threads: bits, not tolerances."""
     results = []
     for company, num_threads in (({}, 1), ({1: 1}, 2), (dict.fromkeys(range(1, 30), 1), 2)):
-        case = Case(variant, num_threads=num_threads, num_blocks=200)
+        case = Case(variant, dtype=dtype, num_threads=num_threads, num_blocks=200)
         case.step({0: 800})
         case.generator.manual_seed(5)
         results.append(case.step({0: 1, **company})[0])
@@ -187,7 +194,8 @@ def test_layers_do_not_touch_each_other(variant: str) -> None:
 
 
 @each_variant
-def test_a_large_batch(variant: str) -> None:
-    case = Case(variant, num_blocks=600, head_dim=32, block_size=4)
+@each_dtype
+def test_a_large_batch(variant: str, dtype: torch.dtype) -> None:
+    case = Case(variant, dtype=dtype, num_blocks=600, head_dim=32, block_size=4)
     case.step({index: 1 + index % 7 for index in range(256)})
     case.step(dict.fromkeys(range(256), 1))
