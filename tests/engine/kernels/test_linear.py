@@ -197,3 +197,36 @@ def test_more_threads_than_cores_end_their_work() -> None:
     command = [sys.executable, "-c", CROWD, VARIANTS[-1]]
     processes = [subprocess.Popen(command, env=dict(os.environ)) for _ in range(2)]
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
+
+
+RACE = """
+import os, sys, time, torch
+from engine.kernels.choice import Choice
+from engine.kernels.library import Kernels
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:int(sys.argv[2])])
+weight, x = torch.ones(512, 512), torch.ones(16, 512)
+teams = [Kernels(Choice(sys.argv[1], ""), number).pack(weight, None) for number in (1, 4)]
+best = [float("inf"), float("inf")]
+for _ in range(6):
+    for number, linear in enumerate(teams):
+        start = time.perf_counter()
+        for _ in range(50):
+            linear(x)
+        best[number] = min(best[number], time.perf_counter() - start)
+print(best[0] / best[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VARIANTS, reason="no kernels were built")
+@pytest.mark.parametrize(("num_processes", "num_cores"), [(1, 2), (2, 1), (2, 2)])
+def test_more_threads_than_cores_are_not_ten_times_slower_than_one(num_processes: int, num_cores: int) -> None:
+    """Each process takes turns with one thread and with four, on the same cores and beside the same other work, so the
+    ratio does not depend on how fast or busy the machine is. Waiting for threads that do not run costs a factor of
+    100."""
+    if len(os.sched_getaffinity(0)) < num_cores:
+        pytest.skip("needs two cores")
+    command = [sys.executable, "-c", RACE, VARIANTS[-1], str(num_cores)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(num_processes)]
+    ratios = [float(process.communicate(timeout=240)[0]) for process in processes]
+    assert min(ratios) >= 0.1
