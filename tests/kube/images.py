@@ -15,6 +15,8 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
+from engine.kernels.build import FEATURES, VARIANTS, library_file
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "images"
 TAG = "dev"
@@ -24,7 +26,7 @@ LMCACHE = f"baton-lmcache:{TAG}"
 _PACKAGES = (
     "baton", "bench", "common", "decode_service", "engine", "kv_store", "prefill_service", "protos", "router", "worker",
 )  # fmt: skip
-_SUFFIXES = {".py", ".pyi", ".proto", ".cpp", ".typed"}  # what of them is installed; see pyproject.toml
+_SUFFIXES = {".py", ".pyi", ".proto", ".cpp", ".h", ".mjs", ".typed"}  # what is installed of them; see pyproject.toml
 _CONVERTERS = ("engine/embedded_model.py", "engine/gguf_llama.py")  # what made the model inside
 _BASE = "docker.io/library/python:{}-slim-bookworm"
 
@@ -123,7 +125,9 @@ def _replace_code(kept: str, image: str, environ: dict[str, str]) -> None:
 
 
 def _code() -> list[Path]:
-    return sorted(file for package in _PACKAGES for file in (ROOT / package).rglob("*") if file.suffix in _SUFFIXES)
+    """The compiled kernels too, which belong to the sources beside them: an image with other ones would have none."""
+    code = [file for package in _PACKAGES for file in (ROOT / package).rglob("*") if file.suffix in _SUFFIXES]
+    return sorted([*code, *filter(Path.exists, map(library_file, (FEATURES, *VARIANTS)))])
 
 
 def _what_an_image_is_built_of(name: str) -> list[Path | str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import sys
@@ -120,6 +121,17 @@ def test_pods_run_as_promised(release: Release) -> None:
         )
         seen = release.cluster.kubectl("-n", release.namespace, "exec", pod, "--", "python3", "-c", script).strip()
         assert seen == f"65532 False False {component == 'router'} []"
+
+
+def test_workers_compute_with_kernels(release: Release) -> None:
+    """Those that this image carries, and the best of them for the node: the log says which."""
+    for component in ("prefill", "decode"):
+        pod = release.pods(component)[0]["metadata"]["name"]
+        script = "from engine.kernels.choice import choose; print(choose().instruction_set)"
+        best = release.cluster.kubectl("-n", release.namespace, "exec", pod, "--", "python3", "-c", script).strip()
+        assert best != "torch", "the image carries no kernels that run here"
+        log = release.cluster.kubectl("-n", release.namespace, "logs", pod)
+        assert set(re.findall(r"""\bkernels"?[=:] ?"?(\w+)"?,? "?reason""", log)) == {best}
 
 
 def test_metrics_are_where_the_monitors_look(release: Release, local_cluster: Cluster) -> None:
