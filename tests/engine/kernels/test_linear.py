@@ -222,8 +222,8 @@ print(best[0] / best[1])
 @pytest.mark.parametrize(("num_processes", "num_cores"), [(1, 2), (2, 1), (2, 2)])
 def test_more_threads_than_cores_are_not_ten_times_slower_than_one(num_processes: int, num_cores: int) -> None:
     """Each process takes turns with one thread and with four, on the same cores and beside the same other work, so the
-    ratio does not depend on how fast or busy the machine is. Waiting for threads that do not run costs a factor of
-    100."""
+    ratio does not depend on how fast or busy the machine is. A team that waits for threads that do not run is dozens of
+    times slower."""
     if len(os.sched_getaffinity(0)) < num_cores:
         pytest.skip("needs two cores")
     command = [sys.executable, "-c", RACE, VARIANTS[-1], str(num_cores)]
