@@ -43,7 +43,7 @@ needs_arm = pytest.mark.skipif(
 def compiled_for_arm(source: Path, program: Path, *flags: str) -> Path:
     always = ["-std=c++17", "-O2", "-static", "-pthread", "-Wno-psabi", "-ffp-contract=fast", "-fno-math-errno"]
     command = [str(ARM_COMPILER), *always, *flags, f"-I{SOURCE}", str(source), "-o", str(program)]
-    subprocess.run(command, check=True, timeout=300)
+    subprocess.run(command, check=True, timeout=500)
     return program
 
 
@@ -53,7 +53,7 @@ def emulated(core: str, program: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(900)
 @needs_arm
 @pytest.mark.parametrize("variant", ARM_CORES)
 def test_arm_under_an_emulator(variant: str, tmp_path: Path) -> None:
