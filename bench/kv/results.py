@@ -55,7 +55,7 @@ class Record:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Bar:
-    """A limit that a figure should stay under."""
+    """A limit that a figure should stay under, or reach."""
 
     part: str
     name: str
@@ -64,15 +64,18 @@ class Bar:
     unit: str
     where: str = ""  # which of several places the worst figure comes from
     bound: str = ""  # what keeps it from being better
+    is_floor: bool = False  # a figure should reach it
 
     @property
     def is_met(self) -> bool:
-        return self.value <= self.limit
+        return self.value >= self.limit if self.is_floor else self.value <= self.limit
 
     def sentence(self) -> str:
         """`met: ... 4.2 % (bar 10 %, 5.8 % to spare)`"""
         gap = abs(self.limit - self.value)
-        verdict = f"{gap:.1f} {self.unit} to spare" if self.is_met else f"{gap:.1f} {self.unit} too much"
+        verdict = (
+            f"{gap:.1f} {self.unit} {'to spare' if self.is_met else 'too little' if self.is_floor else 'too much'}"
+        )
         text = f"{'met' if self.is_met else 'MISSED'}: {self.name}: {self.value:.1f} {self.unit} "
         text += f"(bar {self.limit:g} {self.unit}, {verdict})"
         text += f", {self.where}" if self.where else ""
@@ -81,7 +84,7 @@ class Bar:
     def as_json(self) -> dict[str, Json]:
         return {
             "part": self.part, "name": self.name, "value": self.value, "limit": self.limit, "unit": self.unit,
-            "met": self.is_met, "where": self.where, "bound": self.bound,
+            "met": self.is_met, "where": self.where, "bound": self.bound, "floor": self.is_floor,
         }  # fmt: skip
 
 

@@ -21,6 +21,8 @@ NUM_PROMPT_TOKENS = 50  # about as many
 _END = b"0\r\n\r\n"
 _READ_BYTES = 2**18
 
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
 
 class Client(Protocol):
     def events(self, stream: int, max_tokens: int) -> AsyncIterator[int]:
@@ -31,21 +33,20 @@ class Client(Protocol):
 
 
 class Rest:
-    """One connection for each stream, kept open."""
+    """One connection for each stream, kept open. A server may close one that is idle: then the stream gets another."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         self._address = (parts.hostname, parts.port)
-        self._connections: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
+        self._connections: dict[int, Connection] = {}
 
     async def events(self, stream: int, max_tokens: int) -> AsyncIterator[int]:
-        reader, writer = await self._connection(stream)
         body = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": max_tokens}
         content = json.dumps({**body, "stream": max_tokens > 1}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(content)}\r\n"
-        writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
+        request = f"{head}Content-Type: application/json\r\n\r\n".encode() + content
         try:
-            answer = (await reader.readuntil(b"\r\n\r\n")).lower()
+            reader, answer = await self._ask(stream, request)
             status = answer.partition(b"\r\n")[0].decode(errors="replace")
             if not status.startswith("http/1.1 200"):
                 raise InternalError(f"the router answers {status!r}")
@@ -67,17 +68,33 @@ class Rest:
         except (asyncio.IncompleteReadError, OSError) as error:
             raise InternalError(f"an answer was cut off: {error}") from error
 
-    async def _connection(self, stream: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        if stream not in self._connections:
+    async def _ask(self, stream: int, request: bytes) -> tuple[asyncio.StreamReader, bytes]:
+        """Sends `request`; where its answer comes from, and the answer's head. Once more, on a new connection, if the
+        one that was kept is closed before a byte of the answer came: the server closed it before the request was there.
+        """
+        if kept := self._connections.get(stream):
             try:
-                self._connections[stream] = await asyncio.open_connection(*self._address)
-            except OSError as error:
-                raise InternalError(f"the router takes no connection: {error}") from error
-        return self._connections[stream]
+                return kept[0], await _head_of(kept, request)
+            except (asyncio.IncompleteReadError, ConnectionError) as error:
+                if isinstance(error, asyncio.IncompleteReadError) and error.partial:
+                    raise
+                self._connections.pop(stream)[1].close()
+        try:
+            opened = self._connections[stream] = await asyncio.open_connection(*self._address)
+        except OSError as error:
+            raise InternalError(f"the router takes no connection: {error}") from error
+        return opened[0], await _head_of(opened, request)
 
     async def close(self) -> None:
         for _, writer in self._connections.values():
             writer.close()
+
+
+async def _head_of(connection: Connection, request: bytes) -> bytes:
+    """Of the answer to `request`, in small letters."""
+    reader, writer = connection
+    writer.write(request)
+    return (await reader.readuntil(b"\r\n\r\n")).lower()
 
 
 class Grpc:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import deque
 
 from bench.router.clients import Asked, Client, ask
 
@@ -30,14 +31,15 @@ async def open_loop(client: Client, rate: float, max_tokens: int, seconds: float
     """Requests come at random, `rate` of them a second on average, whatever is still being answered: at least one,
     and the same ones at every call. The last of them are waited for."""
     generator = random.Random(1)
-    free: list[int] = []  # streams whose answer is whole
+    free: deque[int] = deque()  # streams whose answer is whole; the one that was idle longest goes first, so that
+    # its connection is used before a server closes it for being idle
     num_streams = 0
     asked: list[Asked] = []
 
     async def on_a_free_stream() -> None:
         nonlocal num_streams
         if free:
-            stream = free.pop()
+            stream = free.popleft()
         else:
             stream = num_streams
             num_streams += 1

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import uvloop
 
@@ -29,7 +30,7 @@ OPEN_WORKERS = 4
 TABLES: Tables = {
     "cpu": (
         "CPU time of the router; TTFT with all streams always busy",
-        ("system", "interface", "processes", "streams"),
+        ("system", "interface", "processes", "streams", "events"),
         (
             "requests per CPU second", "tokens per CPU second", "µs per request", "µs per token", "events per token",
             "added TTFT p50 ms", "added TTFT p99 ms",
@@ -42,8 +43,8 @@ TABLES: Tables = {
     ),
     "ttft": (
         "What the router adds to TTFT at half load",
-        ("system", "interface", "processes"),
-        ("requests per second", "added TTFT p50 ms", "added TTFT p99 ms"),
+        ("system", "interface", "processes", "events"),
+        ("requests per second", "events per token", "added TTFT p50 ms", "added TTFT p99 ms"),
     ),
     "open": (
         "Open streams",
@@ -61,6 +62,9 @@ _BARS: tuple[tuple[str, str, dict[str, Label], float, str], ...] = (  # part, qu
     ("ttft", "added TTFT p99 ms", {}, 8.0, "ms"),
     ("open", "peak MiB", {"streams": 10_000}, 768.0, "MiB"),
 )
+ONE_EVENT = 0.97
+"""Events per token from which on a stream has one event for each token. Below it a router coalesces: its figures are of
+other work."""
 _WARM_UP_S = 0.5
 
 Figures = dict[str, list[float]]  # quantity: samples
@@ -128,7 +132,10 @@ def _run_with_all(bench: RouterBench, tokenizer_dir: Path, results: Results, pro
                 if "ttft" in bench.parts:
                     measure("ttft", labels, partial(measure_ttft, system, rates, bench))
     for (part, of_labels), figures in found.items():
-        results.add(part, figures, **dict(of_labels))
+        if not figures:  # it failed each time
+            continue
+        events = "one a token" if median(figures["events per token"]) >= ONE_EVENT else "coalesced"
+        results.add(part, figures, **dict(of_labels), events=events)
 
 
 def _run_open(bench: RouterBench, tokenizer_dir: Path, results: Results, progress: Progress) -> None:
@@ -158,8 +165,7 @@ def measure_cpu(system: System, num_streams: int, bench: RouterBench) -> Figures
         num = len(asked) * max_tokens
         figures[f"{what}s per CPU second"] = [num / used_s]
         figures[f"µs per {what}"] = [1e6 * used_s / num]
-    figures["events per token"] = [sum(one.num_events for one in asked) / (len(asked) * bench.tokens)]
-    return figures | _added_ttft(asked, system, bench)
+    return figures | _of_streams(asked, system, bench)
 
 
 def measure_ttft(system: System, rates: dict[Spec, float], bench: RouterBench) -> Figures:
@@ -171,7 +177,7 @@ def measure_ttft(system: System, rates: dict[Spec, float], bench: RouterBench) -
         rates[system.spec] = system.spec.processes * num / (cpu_s(system.pid) - before) / 2
     rate = rates[system.spec]
     at_rate = partial(open_loop, rate=rate, max_tokens=bench.tokens, seconds=bench.seconds)
-    return {"requests per second": [rate], **_added_ttft(_load(system.endpoint, at_rate), system, bench)}
+    return {"requests per second": [rate], **_of_streams(_load(system.endpoint, at_rate), system, bench)}
 
 
 def _load(endpoint: Endpoint, load: Callable[[Client], Coroutine[None, None, list[Asked]]]) -> list[Asked]:
@@ -187,13 +193,14 @@ def _load(endpoint: Endpoint, load: Callable[[Client], Coroutine[None, None, lis
     return uvloop.run(run_load())
 
 
-def _added_ttft(asked: list[Asked], system: System, bench: RouterBench) -> Figures:
-    """What is more than a worker takes that is asked directly, for one request after the other."""
+def _of_streams(asked: list[Asked], system: System, bench: RouterBench) -> Figures:
+    """Added TTFT is what is more than a worker takes that is asked directly, for one request after the other."""
     one_by_one = partial(closed_loop, num_streams=1, max_tokens=2, seconds=bench.seconds / 4)
     directly = _load(system.worker, one_by_one)
     through, alone = ([1000 * one.ttft_s for one in some] for some in (asked, directly))
     p50, p99 = (quantile(through, share) - quantile(alone, share) for share in (0.5, 0.99))
-    return {"added TTFT p50 ms": [p50], "added TTFT p99 ms": [p99]}
+    events = sum(one.num_events for one in asked) / (len(asked) * bench.tokens)
+    return {"events per token": [events], "added TTFT p50 ms": [p50], "added TTFT p99 ms": [p99]}
 
 
 def add_ratios(results: Results) -> None:
@@ -211,13 +218,18 @@ def add_ratios(results: Results) -> None:
 
 
 def add_bars(results: Results) -> None:
-    """Those of one process of Baton over REST."""
+    """Those of one process of Baton over REST. What it costs per token only counts with an event for each token."""
     for part, quantity, labels, limit, unit in _BARS:
         found = results.get(part, quantity, system=BATON, interface="rest", processes=1, **labels)
         if found is not None:
             where = f"{labels['streams']} streams" if labels else "half load"
             name = f"REST, one process: {quantity.removesuffix(f' {unit}')}"
             results.bars.append(Bar(part=part, name=name, value=found.median, limit=limit, unit=unit, where=where))
+    found = results.get("cpu", "events per token", system=BATON, interface="rest", processes=1, streams=BAR_STREAMS)
+    if found is not None:
+        name, where = "REST, one process: tokens with an event of their own", f"{BAR_STREAMS} streams"
+        share, limit = 100 * found.median, 100 * ONE_EVENT
+        results.bars.append(Bar(part="cpu", name=name, value=share, limit=limit, unit="%", where=where, is_floor=True))
 
 
 def _name(part: str, labels: Mapping[str, Label]) -> str:
