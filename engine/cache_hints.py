@@ -32,7 +32,7 @@ class CacheHints:
     def handle(self, hint: m.HintCache, now: float) -> None:
         blocks, names = self._blocks, hint.block_hashes
         if hint.action is m.CacheAction.PREFETCH:
-            self._remote_kv.prefetches.start(hint.call_id, names, now)
+            self._remote_kv.prefetches.start(hint.call_id, hint.tenant, names, now)
             return
         if hint.action is m.CacheAction.EVICT:
             self._remote_kv.prefetches.evicted(names)

@@ -146,7 +146,7 @@ class HintCache(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     call_id: int
     action: CacheAction
     block_hashes: list[bytes]
-    tenant: str = ""  # RETAIN: whose share of what may be retained they take
+    tenant: str = ""  # RETAIN: whose share of what may be retained they take; PREFETCH: whose turn it waits for
     seconds: float = 0.0  # RETAIN: from now on; 0: no longer
 
 

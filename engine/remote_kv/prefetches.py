@@ -1,12 +1,14 @@
 """Brings blocks onto the device before a request asks for them: from host memory, and from the store.
 
 Whatever else this worker does comes first. One prefetch goes on at a time, a few blocks at a time, and only while no
-request waits and nothing else is being moved. It takes blocks that nobody misses: none that is retained, and not the
+request waits and nothing else is being moved. Tenants take turns, and if too many prefetches wait, the tenant that has
+most of them loses its last. It takes blocks that nobody misses: none that is retained, and not the
 last eighth. What is not done in time is given up, and what came until then stays.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +20,7 @@ from kv_store.base import BlockRef, FetchBlock, KVConnector, Lookup
 
 TIMEOUT_S = 8.0
 MAX_WAITING = 16
+TOO_MANY = "too many prefetches wait"
 GROUP_BLOCKS = 16  # fetched at a time: a request that comes meanwhile waits for so many at most
 SPARED_SHARE = 8  # one of so many blocks is left for requests
 
@@ -25,6 +28,7 @@ SPARED_SHARE = 8  # one of so many blocks is left for requests
 @dataclass(slots=True)
 class _Prefetch:
     call_id: int
+    tenant: str
     names: Sequence[bytes]
     give_up: float  # on the caller's clock
     num_from_host: int = 0
@@ -56,12 +60,29 @@ class Prefetches:
     def __contains__(self, request_id: str) -> bool:
         return any(one.request_id == request_id for one in self._waiting)
 
-    def start(self, call_id: int, names: Sequence[bytes], now: float) -> None:
-        one = _Prefetch(call_id, names, now + TIMEOUT_S)
+    def start(self, call_id: int, tenant: str, names: Sequence[bytes], now: float) -> None:
+        one = _Prefetch(call_id, tenant, names, now + TIMEOUT_S)
+        num_waiting = Counter(other.tenant for other in self._waiting)
         if len(self._waiting) >= MAX_WAITING:
-            self._answer(one, "too many prefetches wait")
-        else:
-            self._waiting.append(one)
+            largest, num_most = num_waiting.most_common(1)[0]
+            if num_most <= num_waiting[tenant] + 1:
+                self._answer(one, TOO_MANY)
+                return
+            # It has at least two, so its last is not the first of all, which may have begun.
+            last = next(other for other in reversed(self._waiting) if other.tenant == largest)
+            self._waiting.remove(last)
+            self._answer(last, TOO_MANY)
+        self._waiting.insert(self._position(num_waiting[tenant]), one)
+
+    def _position(self, num_before: int) -> int:
+        """Of a prefetch whose tenant has `num_before` others waiting: behind those with as few of their own tenant's
+        before them."""
+        seen: Counter[str] = Counter()
+        for position, other in enumerate(self._waiting):
+            if seen[other.tenant] > num_before:
+                return position
+            seen[other.tenant] += 1
+        return len(self._waiting)
 
     def go_on(self, now: float, carry_out: Callable[[list[HostCopy]], None], *, may_move: bool) -> bool:
         """Does what can be done now, and moves one group of blocks at most. Only while no step is under way, since it

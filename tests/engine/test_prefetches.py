@@ -9,7 +9,7 @@ import pytest
 from engine import messages as m
 from engine.core import EngineCore
 from engine.remote_kv import prefetches
-from engine.remote_kv.prefetches import GROUP_BLOCKS, TIMEOUT_S
+from engine.remote_kv.prefetches import GROUP_BLOCKS, MAX_WAITING, TIMEOUT_S, TOO_MANY
 from kv_store.base import ConnectorConfig, FetchBlock, Lookup, TransferKind, TransferResult
 from kv_store.memory import MemoryConnector
 from tests.engine.fakes import make_core
@@ -61,8 +61,8 @@ def in_host_memory() -> EngineCore:
     return core
 
 
-def prefetch(core: EngineCore, hashes: list[bytes], call_id: int = 1) -> None:
-    core.handle(m.HintCache(call_id=call_id, action=m.CacheAction.PREFETCH, block_hashes=hashes))
+def prefetch(core: EngineCore, hashes: list[bytes], call_id: int = 1, tenant: str = "") -> None:
+    core.handle(m.HintCache(call_id=call_id, action=m.CacheAction.PREFETCH, block_hashes=hashes, tenant=tenant))
 
 
 def go_on(core: EngineCore, *, now: float = 0.0, may_move: bool = True) -> bool:
@@ -200,3 +200,25 @@ def test_what_is_evicted_does_not_come_back() -> None:
     assert core.blocks.named.count_on_device(hashes) == 0
     assert core.scheduler.check_integrity() == []
     assert core.blocks.num_available_blocks == core.blocks.num_blocks
+
+
+def test_a_tenant_that_wants_much_is_behind_itself_and_not_before_others() -> None:
+    core, _ = make_core()
+    for call_id in range(MAX_WAITING):
+        prefetch(core, names(LONG), call_id, "noisy")
+    prefetch(core, names(LONG), 100, "noisy")
+    assert [one.call_id for one in answers(core)] == [100], "it may have all places, and no more"
+    for call_id in range(200, 200 + MAX_WAITING // 2):
+        prefetch(core, names(LONG), call_id, "quiet")
+    refused = answers(core)
+    assert [one.call_id for one in refused] == [15, 14, 13, 12, 11, 10, 9, 8], "the last ones of who has most"
+    assert {one.failure for one in refused} == {TOO_MANY}
+    for tenant in ("quiet", "noisy"):
+        prefetch(core, names(LONG), 300, tenant)
+        assert [one.call_id for one in answers(core)] == [300], "each has its share"
+    prefetch(core, names(LONG), 400, "third")
+    assert [one.call_id for one in answers(core)] == [7]
+    for _ in range(MAX_WAITING):
+        go_on(core)
+    order = [one.call_id for one in answers(core)]
+    assert order == [0, 200, 400, 1, 201, 2, 202, 3, 203, 4, 204, 5, 205, 6, 206, 207]

@@ -323,7 +323,7 @@ class HintCacheRequest(_message.Message):
     seconds: _builtins.float
     """RETAIN: from now on; 0: no longer"""
     tenant: _builtins.str
-    """RETAIN: whose share of what may be retained that takes"""
+    """RETAIN: whose share of what may be retained that takes; PREFETCH: whose turn"""
     def __init__(
         self,
         *,
