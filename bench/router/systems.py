@@ -15,7 +15,7 @@ from pathlib import Path
 from baton.processes import Child
 from bench.processes import running, started
 from bench.router.clients import Endpoint, ask
-from common.errors import BatonError, ConfigError, StartupError
+from common.errors import BatonError, ConfigError, InternalError, StartupError
 
 BATON = "baton"
 PEERS = {"vllm-router": ("--log-level=error",), "sglang-router": ("launch", "--log-level=error")}
@@ -107,7 +107,10 @@ def _wait_for_an_answer(child: Child, endpoint: Endpoint) -> None:
     async def answer() -> None:
         client = endpoint.connect()
         try:
-            await ask(client, 0, 1)
+            async with asyncio.timeout(give_up_at - time.monotonic()):
+                await ask(client, 0, 1)
+        except TimeoutError:
+            raise InternalError("it took a request and said nothing") from None
         finally:
             await client.close()
 
