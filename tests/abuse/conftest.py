@@ -18,6 +18,8 @@ from tests.chaos.tiny_model import write_tiny_model
 from tests.integration.stack import RUNNING, ClientOptions, Fleet, running
 
 QUIET_KEY = "quiet" * 8
+QUIET_TENANT_KEY, NOISY_KEY = "calm-" * 8, "noisy" * 8  # of tenants
+NOISY_REQUESTS_PER_SECOND = 1.0
 ABUSE_SECONDS = float(os.environ.get("ABUSE_SECONDS", "600"))
 ABUSE_CANCELS = int(os.environ.get("ABUSE_CANCELS", "10000"))
 REST_S = 4.0
@@ -40,7 +42,12 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("abuse")
     write_tiny_model(folder / "model")
     keys = folder / "keys"
-    keys.write_text(f"{QUIET_KEY} name=quiet\n{RUDE_KEY} name=rude\n")
+    keys.write_text(
+        f"{QUIET_KEY} name=quiet\n{RUDE_KEY} name=rude\n"
+        f"{QUIET_TENANT_KEY} name=calm tenant=quiet\n{NOISY_KEY} name=noisy tenant=noisy\n"
+    )
+    limits = folder / "limits.yaml"
+    limits.write_text(f"tenants: {{noisy: {{requests_per_second: {NOISY_REQUESTS_PER_SECOND}}}}}\n")
     guarded = Guarded(
         folder,
         f"--model={folder / 'model'}",
@@ -49,6 +56,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         decode=1,
         router_flags=(
             f"--api-keys-file={keys}",
+            f"--limits-file={limits}",
             "--receive-timeout=3",
             "--request-timeout=60",
             "--min-remote-tokens=1",
