@@ -39,8 +39,9 @@ class Generation:
         self._quotas = quotas or Quotas()
         self._queue = queue or FairQueue(None)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
-        """Inside `allowed`. Closing the iterator, or cancelling its task, ends the request on every worker."""
+    async def generate(self, request: GenerationRequest, index: int = 0) -> AsyncGenerator[tuple[int, Output], None]:
+        """Pieces of the answer, each with its `index` among the answers to one body. Inside `allowed`. Closing the
+        iterator, or cancelling its task, ends the request on every worker."""
         progress = Progress()
         with _unfinished_logged(request, progress):
             async with self._turn(request):
@@ -50,7 +51,7 @@ class Generation:
                         self._demand.num_output_tokens += len(new.tokens)
                         for output in answer.outputs(new):
                             self._quotas.answered(request.client, request.tenant, len(output.tokens))
-                            yield output
+                            yield index, output
                             if output.finish_reason is not None:
                                 return
 

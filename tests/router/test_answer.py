@@ -44,17 +44,17 @@ class FakeGeneration:
         self.running: set[str] = set()
         self.fails: str = ""  # id of the request that fails at once
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Output, None]:
+    async def generate(self, request: GenerationRequest, index: int = 0) -> AsyncGenerator[tuple[int, Output], None]:
         self.running.add(request.request_id)
         try:
             if request.request_id == self.fails:
                 raise UnavailableError("gone")
             for output in self._outputs:
-                yield output
+                yield index, output
             while not self._outputs:
                 await asyncio.sleep(0)  # as anything that comes over a network
                 self.num_given += 1
-                yield Output(text="x", tokens=[])
+                yield index, Output(text="x", tokens=[])
         finally:
             self.running.discard(request.request_id)
 

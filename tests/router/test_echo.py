@@ -136,11 +136,11 @@ class Candidates(FakeGeneration):
         super().__init__()
         self._logprobs = logprobs
 
-    async def generate(self, request):  # type: ignore[no-untyped-def, override]
+    async def generate(self, request, index=0):  # type: ignore[no-untyped-def, override]
         number = int(request.request_id)
         for logprob in self._logprobs[number]:
-            yield Output(text="", tokens=[SampledToken(1, logprob)])
-        yield Output(text=f"{number}", tokens=[], finish_reason=FinishReason.STOP, report=REPORT, usage=USAGE)
+            yield index, Output(text="", tokens=[SampledToken(1, logprob)])
+        yield index, Output(text=f"{number}", tokens=[], finish_reason=FinishReason.STOP, report=REPORT, usage=USAGE)
 
 
 async def test_the_best_per_token_are_kept() -> None:

@@ -104,7 +104,7 @@ async def answered(asked: GenerationRequest, cuts: Sequence[int]) -> Answered:
     )
     response = ResponseAnswer(generation, asked, "r", {}, wants_logprobs=has_logprobs)
     return Answered(
-        [output async for output in generation.generate(asked)], await chat_json(chat), await response.whole()
+        [output async for _, output in generation.generate(asked)], await chat_json(chat), await response.whole()
     )
 
 

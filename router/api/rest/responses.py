@@ -81,7 +81,7 @@ class ResponseAnswer:
     async def whole(self) -> JsonObject:
         """For `json_parts`."""
         async with aclosing(self._generation.generate(self._request)) as outputs:
-            async for output in outputs:
+            async for _, output in outputs:
                 for _ in self._take(output):
                     pass  # the same as if it was streamed
         return self._response(self._status())
@@ -91,7 +91,7 @@ class ResponseAnswer:
         started = False
         try:
             async with aclosing(self._generation.generate(self._request)) as outputs:
-                async for output in outputs:
+                async for _, output in outputs:
                     if not started:
                         started = True
                         for name in ("response.created", "response.in_progress"):
