@@ -10,6 +10,7 @@ request up to and including itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.sampling import SamplingParams
@@ -66,7 +67,7 @@ class SequenceInput:
 
     token_ids: list[int]  # the new tokens, at positions num_computed_tokens ...
     num_computed_tokens: int
-    block_ids: list[int]
+    block_ids: Sequence[int]  # a request keeps them as int32, which a step copies as memory
     sample: SampleInput | None = None
     num_pooled: int = 0  # asks for hidden states of so many of the new tokens, the last ones, instead of a token
     score: ScoreInput | None = None

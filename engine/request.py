@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -25,6 +27,10 @@ class RequestStatus(StrEnum):
     FINISHED_LENGTH = "finished_length"
     FINISHED_ABORTED = "finished_aborted"
     FINISHED_LEASED = "finished_leased"  # a prefill that computes no more; its blocks are held until it is released
+
+
+def block_table(block_ids: Iterable[int] = ()) -> array[int]:
+    return array("i", block_ids)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -54,7 +60,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache or store when first admitted
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: array[int] = field(default_factory=block_table)  # int32, as attention reads it
     host_block_ids: list[int] = field(default_factory=list)  # while SWAPPED
     block_hashes: list[bytes] = field(default_factory=list)  # names of the full blocks of token_ids
     num_named_blocks: int = 0  # leading blocks of block_ids that name_computed has seen

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from common.types import KVCacheSpec
+from engine.attention.step_tables import StepTables
 from engine.batch import SequenceInput
 
 
@@ -86,24 +87,15 @@ def first_seen(num_before: int, window: int) -> int:
 class KVWriter:
     """Writes one step's K and V: the rows are worked out once, each layer is one scatter."""
 
-    def __init__(self, backend: AttentionBackend, sequences: Sequence[SequenceInput]) -> None:
+    def __init__(self, backend: AttentionBackend, tables: StepTables) -> None:
         spec = backend.spec
         self._rows = backend.cache.view(-1, spec.head_dim)
         num_planes = spec.num_planes * spec.num_kv_heads
         self._rows_per_layer = num_planes * spec.block_size
         rows_per_block = spec.num_layers * self._rows_per_layer
-        slots: list[int] = []
-        for sequence in sequences:
-            position = sequence.num_computed_tokens
-            end = position + len(sequence.token_ids)
-            while position < end:  # once for each block, not for each token
-                block, offset = divmod(position, spec.block_size)
-                count = min(spec.block_size - offset, end - position)
-                slot = sequence.block_ids[block] * rows_per_block + offset
-                slots.extend(range(slot, slot + count))
-                position += count
+        blocks, offsets = map(torch.from_numpy, tables.slots())
         planes = torch.arange(num_planes) * spec.block_size
-        index = torch.tensor(slots)[:, None] + planes
+        index = (blocks.long() * rows_per_block + offsets)[:, None] + planes
         self._index = index.to(backend.device, non_blocking=True)
 
     def write(self, layer: int, kv: torch.Tensor) -> None:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from common.cpu import read_cpu
 from common.types import KVCacheSpec
 from engine.attention.base import AttentionBackend, AttentionShape, KVWriter, StepAttention, first_seen
+from engine.attention.step_tables import StepTables
 from engine.batch import SequenceInput
 
 _TILE = 64  # queries of each head at a time
@@ -45,24 +46,26 @@ class TorchBackend(AttentionBackend):
         self._workspace = torch.empty(0, dtype=cache.dtype, device=cache.device)
 
     def prepare(self, sequences: Sequence[SequenceInput]) -> StepAttention:
-        runs = {window: self._runs(sequences, window) for window in self.shape.distinct_windows()}
+        tables = StepTables(sequences, self.spec.block_size)
+        runs = {window: self._runs(tables, window) for window in self.shape.distinct_windows()}
         layers = [runs[self.shape.window(layer)] for layer in range(self.spec.num_layers)]
-        return _TorchStep(KVWriter(self, sequences), layers)
+        return _TorchStep(KVWriter(self, tables), layers)
 
-    def _runs(self, sequences: Sequence[SequenceInput], window: int) -> list[_Run]:
+    def _runs(self, tables: StepTables, window: int) -> list[_Run]:
         runs: list[_Run] = []
+        num_seen: list[int] = (tables.end_blocks() - tables.first_blocks(window)).tolist()
+        num_new: list[int] = tables.num_new.tolist()
         start = index = 0
-        while index < len(sequences):
-            sequence = sequences[index]
-            if len(sequence.token_ids) == 1:
-                stop = self._end_of_group(sequences, index, window)
-                runs.append(_DecodeRun(self, sequences[index:stop], start, window))
+        while index < len(num_new):
+            if num_new[index] == 1:
+                stop = self._end_of_group(num_new, num_seen, index)
+                runs.append(_DecodeRun(self, tables, index, stop, start, window))
                 start += stop - index
                 index = stop
                 continue
-            run_type = _LaterChunkRun if sequence.num_computed_tokens else _FirstChunkRun
-            runs.append(run_type(self, sequence, start, window))
-            start += len(sequence.token_ids)
+            run_type = _LaterChunkRun if tables.num_before[index] else _FirstChunkRun
+            runs.append(run_type(self, tables, index, start, window))
+            start += num_new[index]
             index += 1
         return runs
 
@@ -81,7 +84,7 @@ class TorchBackend(AttentionBackend):
 
     def plane_index(self, tables: torch.Tensor) -> torch.Tensor:
         """Planes in the order [plane, sequence, head, block] for block ids `tables` `[num_sequences, num_blocks]`."""
-        index = tables[None, :, None, :] * self.planes_per_block + self._plane_offsets
+        index = tables.long()[None, :, None, :] * self.planes_per_block + self._plane_offsets
         return index.flatten().to(self.device, non_blocking=True)
 
     def gather(self, layer: int, index: torch.Tensor, num_sequences: int) -> torch.Tensor:
@@ -94,22 +97,13 @@ class TorchBackend(AttentionBackend):
         torch.index_select(self.planes[layer * self.planes_per_layer :], 0, index, out=out)
         return out.view(self.spec.num_planes, num_sequences, self.spec.num_kv_heads, -1, self.spec.head_dim)
 
-    def seen_blocks(self, sequence: SequenceInput, window: int) -> list[int]:
-        """Ids of the blocks that its new tokens see, from number `first_block` on."""
-        size = self.spec.block_size
-        last = -(-(sequence.num_computed_tokens + len(sequence.token_ids)) // size)
-        return sequence.block_ids[self.first_block(sequence, window) : last]
-
-    def first_block(self, sequence: SequenceInput, window: int) -> int:
-        return first_seen(sequence.num_computed_tokens, window) // self.spec.block_size
-
-    def _end_of_group(self, sequences: Sequence[SequenceInput], start: int, window: int) -> int:
-        """End of the run of single tokens that are computed together: padding at most doubles anyone's work."""
-        fewest = most = len(self.seen_blocks(sequences[start], window))
+    def _end_of_group(self, num_new: Sequence[int], num_seen: Sequence[int], start: int) -> int:
+        """End of the run of single tokens that are computed together: padding at most doubles anyone's work. For each
+        sequence its new tokens, and the blocks that they see."""
+        fewest = most = num_seen[start]
         stop = start + 1
-        while stop < len(sequences) and len(sequences[stop].token_ids) == 1:
-            blocks = len(self.seen_blocks(sequences[stop], window))
-            fewest, most = min(fewest, blocks), max(most, blocks)
+        while stop < len(num_new) and num_new[stop] == 1:
+            fewest, most = min(fewest, num_seen[stop]), max(most, num_seen[stop])
             gathered = (stop + 1 - start) * most * self.planes_per_layer * self.planes.shape[1] * self.spec.itemsize
             if most > 2 * fewest + 1 or gathered > _GROUP_BYTES:
                 break
@@ -146,10 +140,11 @@ class _TorchStep(StepAttention):
 class _FirstChunkRun(_Run):
     """The first tokens of a prompt: nothing in the cache to look at."""
 
-    def __init__(self, backend: TorchBackend, sequence: SequenceInput, start: int, window: int) -> None:
-        self.start, self.stop = start, start + len(sequence.token_ids)
+    def __init__(self, backend: TorchBackend, tables: StepTables, index: int, start: int, window: int) -> None:
+        num_new = int(tables.num_new[index])
+        self.start, self.stop = start, start + num_new
         self._backend = backend
-        self._chunk = _chunk_attention(backend, num_before=0, num_new=len(sequence.token_ids), window=window)
+        self._chunk = _chunk_attention(backend, num_before=0, num_new=num_new, window=window)
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         keys, values = self._backend.keys_and_values(kv.permute(1, 2, 0, 3))
@@ -159,13 +154,13 @@ class _FirstChunkRun(_Run):
 class _LaterChunkRun(_Run):
     """A chunk of a prompt whose beginning is in the cache already."""
 
-    def __init__(self, backend: TorchBackend, sequence: SequenceInput, start: int, window: int) -> None:
-        num_new = len(sequence.token_ids)
+    def __init__(self, backend: TorchBackend, tables: StepTables, index: int, start: int, window: int) -> None:
+        num_new = int(tables.num_new[index])
         self.start, self.stop = start, start + num_new
         self._backend = backend
-        num_before = sequence.num_computed_tokens - backend.first_block(sequence, window) * backend.spec.block_size
+        num_before = int(tables.num_before[index] - tables.first_blocks(window)[index] * tables.block_size)
         self._context = num_before + num_new
-        self._index = backend.plane_index(torch.tensor([backend.seen_blocks(sequence, window)]))
+        self._index = backend.plane_index(tables.padded(index, index + 1, window))
         self._chunk = _chunk_attention(backend, num_before=num_before, num_new=num_new, window=window)
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
@@ -266,16 +261,19 @@ class _TiledChunk(_Chunk):
 class _DecodeRun(_Run):
     """One token each of several sequences, all padded to the longest one's blocks."""
 
-    def __init__(self, backend: TorchBackend, sequences: Sequence[SequenceInput], start: int, window: int) -> None:
-        self.start, self.stop = start, start + len(sequences)
+    def __init__(
+        self, backend: TorchBackend, tables: StepTables, first: int, stop: int, start: int, window: int
+    ) -> None:
+        """Of the sequences `first` to `stop`."""
+        self.start, self.stop = start, start + stop - first
         self._backend = backend
         spec = backend.spec
-        tables = [backend.seen_blocks(sequence, window) for sequence in sequences]
-        width = max(map(len, tables))
-        self._index = backend.plane_index(torch.tensor([table + table[:1] * (width - len(table)) for table in tables]))
+        seen = tables.padded(first, stop, window)
+        width = seen.shape[1]
+        self._index = backend.plane_index(seen)
         # Tokens are counted from the first one in the table.
-        starts = [backend.first_block(sequence, window) * spec.block_size for sequence in sequences]
-        positions = torch.tensor([s.num_computed_tokens - first for s, first in zip(sequences, starts, strict=True)])
+        before = tables.num_before - tables.first_blocks(window) * tables.block_size
+        positions = torch.from_numpy(before[first:stop])
         tokens = torch.arange(width * spec.block_size)
         unused = tokens > positions[:, None]  # [sequences, tokens]
         if window:

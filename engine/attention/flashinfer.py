@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from itertools import accumulate, chain
 from types import ModuleType
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from common.errors import StartupError
 from common.types import KVCacheSpec
-from engine.attention.base import AttentionBackend, AttentionShape, KVWriter, StepAttention, first_seen
+from engine.attention.base import AttentionBackend, AttentionShape, KVWriter, StepAttention
+from engine.attention.step_tables import Int32s, StepTables
 from engine.batch import SequenceInput
 
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends for split-KV partial results
@@ -57,8 +58,8 @@ class FlashInferBackend(AttentionBackend):
 
     def prepare(self, sequences: Sequence[SequenceInput]) -> StepAttention:
         """Decodes first, then prefill chunks: the model runner's order. Other orders cost one index each layer."""
-        decodes = [s for s in sequences if len(s.token_ids) == 1]
-        chunks = [s for s in sequences if len(s.token_ids) != 1]
+        tables = StepTables(sequences, self.spec.block_size)
+        decodes, chunks = (np.flatnonzero(each).astype(np.int32) for each in (tables.num_new == 1, tables.num_new != 1))
         spec, shape = self.spec, self.shape
         sizes = (shape.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size)
         for window in shape.distinct_windows():
@@ -69,46 +70,32 @@ class FlashInferBackend(AttentionBackend):
                 "window_left": window - 1,  # tokens beside the query's own; -1: all
                 "logits_soft_cap": shape.soft_cap,
             }
-            if decodes:
-                self.decode[window].plan(*self._tables(decodes, window), *sizes, **options)
-            if chunks:
-                offsets = _offsets([len(s.token_ids) for s in chunks])
-                self.prefill[window].plan(offsets, *self._tables(chunks, window), *sizes, causal=True, **options)
-        return _FlashInferStep(self, sequences, num_decodes=len(decodes), num_chunks=len(chunks))
+            if len(decodes):
+                self.decode[window].plan(*self._tables(tables, decodes, window), *sizes, **options)
+            if len(chunks):
+                offsets = torch.from_numpy(np.append(np.int32(0), tables.num_new[chunks].cumsum(dtype=np.int32)))
+                planned = self._tables(tables, chunks, window)
+                self.prefill[window].plan(offsets, *planned, *sizes, causal=True, **options)
+        return _FlashInferStep(self, tables, num_decodes=len(decodes), num_chunks=len(chunks))
 
-    def _tables(
-        self, sequences: Sequence[SequenceInput], window: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _tables(self, tables: StepTables, rows: Int32s, window: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Offsets into the block ids, the block ids (on the device), and the tokens in each last block, all int32."""
-        block_size = self.spec.block_size
-        lengths = [s.num_computed_tokens + len(s.token_ids) for s in sequences]
-        tables = [
-            s.block_ids[first_seen(s.num_computed_tokens, window) // block_size : -(-length // block_size)]
-            for s, length in zip(sequences, lengths, strict=True)
-        ]
-        last = [(length - 1) % block_size + 1 for length in lengths]
-        block_ids = torch.tensor(list(chain.from_iterable(tables)), dtype=torch.int32)
-        offsets = _offsets([len(table) for table in tables])
-        return offsets, block_ids.to(self.device, non_blocking=True), torch.tensor(last, dtype=torch.int32)
-
-
-def _offsets(counts: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+        block_ids, offsets = tables.flat(rows, window)
+        last = (tables.num_before[rows] + tables.num_new[rows] - 1) % tables.block_size + 1
+        return offsets, block_ids.to(self.device, non_blocking=True), torch.from_numpy(last)
 
 
 class _FlashInferStep(StepAttention):
-    def __init__(
-        self, backend: FlashInferBackend, sequences: Sequence[SequenceInput], *, num_decodes: int, num_chunks: int
-    ) -> None:
+    def __init__(self, backend: FlashInferBackend, tables: StepTables, *, num_decodes: int, num_chunks: int) -> None:
         self._cache = backend.cache
         self._shape = backend.shape
-        self._writer = KVWriter(backend, sequences)
+        self._writer = KVWriter(backend, tables)
         self._decode = backend.decode if num_decodes else {}
         self._prefill = backend.prefill if num_chunks else {}
         self._num_decodes = num_decodes
         self._order: torch.Tensor | None = None
-        if any(len(s.token_ids) != 1 for s in sequences[:num_decodes]):
-            self._order = _decodes_first(sequences).to(backend.device)
+        if (tables.num_new[:num_decodes] != 1).any():
+            self._order = _decodes_first(tables).to(backend.device)
 
     def forward(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         self._writer.write(layer, kv)
@@ -126,13 +113,6 @@ class _FlashInferStep(StepAttention):
         return out.flatten(1)
 
 
-def _decodes_first(sequences: Sequence[SequenceInput]) -> torch.Tensor:
+def _decodes_first(tables: StepTables) -> torch.Tensor:
     """Positions in the flat batch, those of single tokens first, `[num_tokens]` int64."""
-    single: list[int] = []
-    chunks: list[int] = []
-    start = 0
-    for sequence in sequences:
-        stop = start + len(sequence.token_ids)
-        (single if stop - start == 1 else chunks).extend(range(start, stop))
-        start = stop
-    return torch.tensor(single + chunks)
+    return torch.from_numpy(np.argsort(np.repeat(tables.num_new != 1, tables.num_new), stable=True))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import torch
 
 from common.types import KVCacheSpec
 from engine.attention.base import AttentionBackend, AttentionShape, StepAttention
+from engine.attention.step_tables import StepTables
 from engine.batch import SequenceInput
 from engine.kernels.library import MAX_HEAD_DIM, AttentionStruct, BatchStruct, Kernels
 
@@ -49,18 +49,11 @@ class NativeBackend(AttentionBackend):
 class NativeStep(StepAttention):
     def __init__(self, backend: NativeBackend, sequences: Sequence[SequenceInput]) -> None:
         self.backend = backend
-        block_size = backend.spec.block_size
-        before, new, starts, tables = array("i"), array("i"), array("i"), array("i")
-        for sequence in sequences:
-            num_new = len(sequence.token_ids)
-            before.append(sequence.num_computed_tokens)
-            new.append(num_new)
-            starts.append(len(tables))
-            tables.extend(sequence.block_ids[: -(-(sequence.num_computed_tokens + num_new) // block_size)])
-        self._arrays = (before, new, starts, tables)  # the struct holds their addresses
-        pointers = (each.buffer_info()[0] for each in self._arrays)
-        self.num_tokens = sum(new)
-        self.batch = BatchStruct(len(sequences), self.num_tokens, *pointers)
+        tables = StepTables(sequences, backend.spec.block_size)
+        self._tables = tables  # the struct holds addresses of its arrays
+        self.num_tokens = tables.num_tokens
+        arrays = (tables.num_before, tables.num_new, tables.starts, tables.tables)
+        self.batch = BatchStruct(len(sequences), self.num_tokens, *(each.ctypes.data for each in arrays))
 
     def forward(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         if (

@@ -28,7 +28,7 @@ class _ReferenceStep(StepAttention):
         for sequence in self._sequences:
             stop = start + len(sequence.token_ids)
             positions = torch.arange(stop - start) + sequence.num_computed_tokens
-            blocks = torch.tensor(sequence.block_ids)
+            blocks = torch.tensor(list(sequence.block_ids))
             written = blocks[positions // spec.block_size]
             cache[written, :, :, positions % spec.block_size] = kv[start:stop]
 

@@ -18,7 +18,7 @@ from engine.blocks.host_tier import HostCopy
 from engine.blocks.named_blocks import NamedBlocks
 from engine.blocks.retention import Retention
 from engine.blocks.tiers import Tiers
-from engine.request import Request
+from engine.request import Request, block_table
 
 
 class BlockManager:
@@ -166,8 +166,8 @@ class BlockManager:
         for block_id in shared:
             self.pool.share(block_id)
         self.named.promote([name for name in names if name not in self.cache])
-        request.block_ids = [self.cache[name] for name in names]
-        request.block_ids += [self.pool.take() for _ in range(num_blocks - num_found)]
+        request.block_ids = block_table(self.cache[name] for name in names)
+        request.block_ids.extend(self.pool.take() for _ in range(num_blocks - num_found))
         return True
 
     def append(self, request: Request, num_tokens: int) -> bool:
@@ -203,13 +203,15 @@ class BlockManager:
         if not request.num_unseen_blocks:
             # Of those that it gives up while it runs, later ones are older: the end of a prefix is evicted first.
             request.unseen_since = self.pool.count_frees(self.num_blocks)
-        for index in reversed(range(stop)):
+        num_unseen, former = request.num_unseen_blocks, request.block_ids[request.num_unseen_blocks]
+        self.pool.share(stand_in, stop)
+        for index in reversed(range(num_unseen, stop)):
             block_id = request.block_ids[index]
-            if index >= request.num_unseen_blocks:
-                self.pool.set_freed_at(block_id, request.unseen_since - index)
-            self.pool.share(stand_in)
+            self.pool.set_freed_at(block_id, request.unseen_since - index)
             self.pool.drop(block_id)
-            request.block_ids[index] = stand_in
+        if num_unseen:
+            self.pool.drop(former, num_unseen)  # it stood in those places
+        request.block_ids[:stop] = block_table([stand_in]) * stop
         request.num_unseen_blocks = stop
 
     def swap_out(self, request: Request) -> bool:
@@ -229,12 +231,12 @@ class BlockManager:
         num_wanted = self.blocks_for(request.num_tokens) - request.num_unseen_blocks
         if max(len(request.host_block_ids), num_wanted) > self.num_available_blocks:
             return False
-        request.block_ids = [self.pool.take() for _ in request.host_block_ids]
+        request.block_ids = block_table(self.pool.take() for _ in request.host_block_ids)
         self.host.swap_in(request.host_block_ids, request.block_ids)
         request.host_block_ids = []
-        for _ in range(request.num_unseen_blocks):
-            self.pool.share(request.block_ids[0])
-            request.block_ids.insert(0, request.block_ids[0])
+        if num_unseen := request.num_unseen_blocks:
+            self.pool.share(request.block_ids[0], num_unseen)
+            request.block_ids[:0] = request.block_ids[:1] * num_unseen
         return True
 
     def take_copies(self) -> list[HostCopy]:
@@ -266,7 +268,7 @@ class BlockManager:
             found = self.cache.find(name)
             if found is not None and self.pool.is_cached(found):
                 self.pool.set_freed_at(found, self.pool.count_frees())
-        request.block_ids = []
+        request.block_ids = block_table()  # another one: a step under way may read the old one
         request.num_named_blocks = request.num_unseen_blocks = 0
 
     # ------------------------------------------------------------------------------------------ integrity

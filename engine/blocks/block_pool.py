@@ -89,21 +89,21 @@ class BlockPool:
         self._blocks[block_id].ref_cnt = 1
         return block_id
 
-    def share(self, block_id: int) -> None:
-        """One more refers to a block that is owned or cached."""
+    def share(self, block_id: int, count: int = 1) -> None:
+        """One more refers to a block that is owned or cached, or one in `count` places."""
         block = self._blocks[block_id]
         if block.ref_cnt == 0:
             if block_id not in self._cached:
                 raise ValueError(f"block {block_id} is empty and cannot be shared")
             self._cached.remove(block_id)
-        block.ref_cnt += 1
+        block.ref_cnt += count
 
-    def drop(self, block_id: int) -> None:
-        """One less refers to the block. When it was given up remains as it was."""
+    def drop(self, block_id: int, count: int = 1) -> None:
+        """One less refers to the block, or one from `count` places. When it was given up remains as it was."""
         block = self._blocks[block_id]
-        if block.ref_cnt == 0:
+        if block.ref_cnt < count:
             raise ValueError(f"block {block_id} is freed twice")
-        block.ref_cnt -= 1
+        block.ref_cnt -= count
         if block.ref_cnt == 0:
             if self._tiers.cache.has_name(block_id):
                 self._make_evictable(block)

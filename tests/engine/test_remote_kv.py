@@ -363,7 +363,7 @@ def test_announced_blocks_outlive_a_prefill_that_ends_early(is_failure: bool) ->
         core.step()
     events = core.take_events()
     announced = [ref for event in events if isinstance(event, m.BlocksPublished) for ref in event.blocks]
-    block_ids = core.scheduler.requests["a"].block_ids[: len(announced)]
+    block_ids = list(core.scheduler.requests["a"].block_ids[: len(announced)])
     before = runner.kv_cache[block_ids].clone()
     assert [ref.index for ref in announced] == [0, 1, 2]
     if is_failure:
