@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
+from engine.device_copies import to_device
 from engine.guide_state import GuideError
 
 
@@ -101,19 +102,19 @@ def mask_logits(logits: torch.Tensor, rows: Sequence[int], masks: torch.Tensor) 
     each of `rows`.
     """
     if logits.device.type == "cpu":  # row by row, each within the processor's cache
-        table, allowed, values = _addends().numpy(), masks.numpy(), logits.numpy()
+        table, allowed, values = _addends(logits.device).numpy(), masks.numpy(), logits.numpy()
         for index, row in enumerate(rows):
             values[row] += table.take(allowed[index], axis=0).reshape(-1)[: logits.shape[-1]]
         return
-    addends = _addends().to(logits.device)[masks.to(logits.device).int()].view(len(rows), -1)
-    logits[torch.tensor(rows, device=logits.device)] += addends[:, : logits.shape[-1]]
+    addends = _addends(logits.device)[to_device(masks, logits.device).int()].view(len(rows), -1)
+    logits[to_device(rows, logits.device)] += addends[:, : logits.shape[-1]]
 
 
 @cache
-def _addends() -> torch.Tensor:
+def _addends(device: torch.device) -> torch.Tensor:
     """`[256, 8]` float32: what each byte of a mask adds to the logits of its eight tokens, lowest bit first."""
     bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
-    return torch.zeros(256, 8).masked_fill(bits == 0, float("-inf"))
+    return to_device(torch.zeros(256, 8).masked_fill(bits == 0, float("-inf")), device)
 
 
 @cache

@@ -21,6 +21,7 @@ from engine.blocks.host_memory import available_bytes
 from engine.checkpoints.gguf_file import read_gguf
 from engine.checkpoints.gguf_tensors import PLAIN
 from engine.device import choose_device
+from engine.device_copies import read, to_device
 from engine.dtype import resolve_dtype
 from engine.kernels.library import load_kernels
 from engine.models.base import CausalLM
@@ -187,8 +188,9 @@ class ModelRunner:
                 wanted.append(index)
                 last_tokens.append(len(token_ids) - 1)
         step = self._attention.prepare([sequences[index] for index in order])
-        hidden = self._model.forward(self._to_device(token_ids), self._to_device(positions), step, between_layers)
-        pooled: dict[int, Pooled] = {}
+        inputs = (to_device(token_ids, self.device), to_device(positions, self.device))
+        hidden = self._model.forward(*inputs, step, between_layers)
+        pooled: dict[int, torch.Tensor] = {}
         scores: dict[int, list[SampledToken]] = {}
         for index, end in ends.items():
             sequence = sequences[index]
@@ -197,23 +199,29 @@ class ModelRunner:
             if sequence.score is not None:
                 own = hidden[end - len(sequence.token_ids) : end]
                 scores[index] = score_tokens(own, sequence.score, self._model, between_layers)
+        totals = dict(zip(pooled, map(Pooled, read(list(pooled.values()))), strict=True)) if pooled else {}
         if not wanted:
-            return [], None, pooled, scores
+            return [], None, totals, scores
         if len(wanted) < len(token_ids):
-            hidden = hidden[self._to_device(last_tokens)]
-        return wanted, hidden, pooled, scores
+            hidden = hidden[to_device(last_tokens, self.device)]
+        return wanted, hidden, totals, scores
 
     def _sample(self, states: torch.Tensor, inputs: Sequence[SampleInput]) -> list[SampledToken | None]:
         """A token for each row of `states`. If all want the likeliest one and nothing else, no logits are kept."""
         if not all(wants_likeliest(item) for item in inputs):
             return sample(self._model.logits(states), inputs, self._kernels)
         if all(item.guide is None for item in inputs):
-            return [SampledToken(token_id) for token_id in self._model.best_tokens(states).tolist()]
+            return [SampledToken(token_id) for token_id in self._read_ids(self._model.best_tokens(states))]
         logits, best = self._model.logits_and_best(states)
-        return sample(logits, inputs, self._kernels, best.tolist())
+        return sample(logits, inputs, self._kernels, self._read_ids(best))
 
-    def _pool(self, hidden: torch.Tensor) -> Pooled:
-        return Pooled(self._model.last_states(hidden).float().sum(dim=0).tolist())
+    @staticmethod
+    def _read_ids(token_ids: torch.Tensor) -> list[int]:
+        (values,) = read([token_ids])
+        return list(map(int, values))
+
+    def _pool(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.last_states(hidden).float().sum(dim=0)
 
     def _check(self, sequence: SequenceInput) -> None:
         end = sequence.num_computed_tokens + len(sequence.token_ids)
@@ -221,9 +229,6 @@ class ModelRunner:
             raise InternalError(f"a step has {len(sequence.token_ids)} new tokens up to {end} of {self.max_model_len}")
         if len(sequence.block_ids) * self.spec.block_size < end:
             raise InternalError(f"a step has {len(sequence.block_ids)} blocks for {end} tokens")
-
-    def _to_device(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values).to(self.device, non_blocking=True)
 
     def _load(self, files: ModelFiles) -> CausalLM:
         self._check_weights_fit(files)

@@ -9,6 +9,7 @@ import torch
 
 from common.types import SampledToken, TokenLogprob
 from engine.batch import ScoreInput
+from engine.device_copies import read, to_device
 from engine.request import Request
 
 MAX_LOGITS = 2**23  # at once, 32 MiB: a prompt's would be gigabytes
@@ -39,10 +40,12 @@ def score_tokens(
 
 
 def _scores(logprobs: torch.Tensor, token_ids: Sequence[int], num_top: int) -> Iterator[SampledToken]:
-    own = logprobs.gather(1, torch.tensor(token_ids, device=logprobs.device)[:, None])[:, 0].tolist()
-    values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
-    for token_id, logprob, top_ids, top in zip(token_ids, own, ids.tolist(), values.tolist(), strict=True):
-        yield SampledToken(token_id, logprob, tuple(map(TokenLogprob, top_ids, top)))
+    own = logprobs.gather(1, to_device(token_ids, logprobs.device)[:, None])
+    num_top = min(num_top, logprobs.shape[-1])
+    logprob, ids, values = read([own, *reversed(logprobs.topk(num_top, dim=-1))])
+    for row, token_id in enumerate(token_ids):
+        top = slice(row * num_top, (row + 1) * num_top)
+        yield SampledToken(token_id, logprob[row], tuple(map(TokenLogprob, map(int, ids[top]), values[top])))
 
 
 def next_scores(request: Request, num_new: int) -> ScoreInput | None:

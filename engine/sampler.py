@@ -19,6 +19,7 @@ import torch
 from common.sampling import MAX_LOGPROBS, SamplingParams
 from common.types import SampledToken, TokenLogprob
 from engine.batch import SampleInput
+from engine.device_copies import read, to_device
 from engine.guide import Guide, make_masks, mask_logits
 from engine.kernels.library import Kernels
 from engine.kernels.sampling import sample_rows
@@ -66,7 +67,7 @@ def sample(
     refused = [row for row, guide in greedy.items() if (one := tokens[row]) is None or not guide.allows(one.token_id)]
     if refused:
         masked = {index: greedy[row] for index, row in enumerate(refused)}
-        rows = raw[torch.tensor(refused, device=raw.device)]
+        rows = raw[to_device(refused, raw.device)]
         for row, token in zip(refused, _sample(rows, [inputs[row] for row in refused], kernels, masked), strict=True):
             tokens[row] = token
     return tokens
@@ -79,22 +80,42 @@ def _sample(
     masks = make_masks(list(guides.values())) if guides else None
     if kernels is not None:
         return _sample_with(kernels, raw.contiguous(), inputs, list(guides), masks)
-    adjusted = _adjust(raw, inputs, list(guides), masks)
-    dead = _dead_rows(adjusted, inputs)
-    random = [row for row, item in enumerate(inputs) if not item.params.is_greedy and row not in dead]
+    return _choose(raw, _adjust(raw, inputs, list(guides), masks), inputs, _FIRST_CANDIDATES)
+
+
+def _choose(
+    raw: torch.Tensor, adjusted: torch.Tensor, inputs: Sequence[SampleInput], num_candidates: int
+) -> list[SampledToken | None]:
+    """One token for each row of `adjusted`, with logprobs of `raw`. Waits for a device once, unless a nucleus turns out
+    to be larger than `num_candidates`: such a row is drawn again, from its whole vocabulary."""
+    device, num_rows = raw.device, len(inputs)
+    random = [row for row, item in enumerate(inputs) if not item.params.is_greedy]
+    mortal = [row for row, item in enumerate(inputs) if item.guide is not None or item.changes is not None]
+    asking = [row for row, item in enumerate(inputs) if item.params.logprobs is not None]
+    most_top = _most_top([inputs[row].params.logprobs or 0 for row in asking], raw.shape[-1])
     tokens = adjusted.argmax(dim=-1)
+    nothing = tokens[:0]
+    best, is_deep, logprobs = nothing, nothing, (nothing, nothing, nothing)
     if random:
-        index = torch.tensor(random, device=raw.device)
-        tokens[index] = _draw(adjusted[index], [inputs[row] for row in random])
-    token_ids: list[int] = tokens.tolist()
-    result = [None if row in dead else SampledToken(token_id) for row, token_id in enumerate(token_ids)]
-    asking = [row for row, item in enumerate(inputs) if item.params.logprobs is not None and row not in dead]
+        index = to_device(random, device)
+        tokens[index], is_deep = _draw(adjusted[index], [inputs[row] for row in random], num_candidates)
+    if mortal:
+        best = adjusted[to_device(mortal, device)].amax(-1)
     if asking:
-        index = torch.tensor(asking, device=raw.device)
-        num_top = [inputs[row].params.logprobs or 0 for row in asking]
-        for row, token in zip(asking, _with_logprobs(raw[index], tokens[index], num_top), strict=True):
+        index = to_device(asking, device)
+        logprobs = _logprobs(raw[index], tokens[index], most_top)
+    came, best_of, deep, *scores = read([tokens, best, is_deep, *logprobs])
+    result: list[SampledToken | None] = [SampledToken(int(token_id)) for token_id in came]
+    for place, row in enumerate(asking):
+        result[row] = _with_logprobs(int(came[row]), place, inputs[row].params.logprobs or 0, most_top, scores)
+    dead = {row for row, value in zip(mortal, best_of, strict=True) if value == float("-inf")}
+    again = [row for row, flag in zip(random, deep, strict=False) if flag and row not in dead]
+    if again:
+        index = to_device(again, device)
+        whole = _choose(raw[index], adjusted[index], [inputs[row] for row in again], raw.shape[-1])
+        for row, token in zip(again, whole, strict=True):
             result[row] = token
-    return result
+    return [None if row in dead else result[row] for row in range(num_rows)]
 
 
 def wants_likeliest(item: SampleInput) -> bool:
@@ -179,11 +200,12 @@ def _adjust(
         _penalise(flat, penalised)
     if biased := [(row * size, changed) for row, changed in changes if changed.bias_ids]:
         bias = torch.cat([_floats(changed.bias) for _, changed in biased])
-        flat[_joined([(start, changed.bias_ids) for start, changed in biased], raw.device)] += bias.to(raw.device)
+        at = _joined([(start, changed.bias_ids) for start, changed in biased], raw.device)
+        flat[at] += to_device(bias, raw.device)
     if allowing := [(row, changed.allowed_ids) for row, changed in changes if changed.allowed_ids]:
         at = _joined([(row * size, ids) for row, ids in allowing], raw.device)
         kept = flat[at]
-        adjusted[torch.tensor([row for row, _ in allowing], device=raw.device)] = float("-inf")
+        adjusted[to_device([row for row, _ in allowing], raw.device)] = float("-inf")
         flat[at] = kept
     is_early = [item.num_output_tokens < item.params.min_tokens for item in inputs]
     banned = [(row * size, changed.banned_ids) for row, changed in changes if is_early[row] and changed.banned_ids]
@@ -195,23 +217,15 @@ def _adjust(
     return adjusted
 
 
-def _dead_rows(adjusted: torch.Tensor, inputs: Sequence[SampleInput]) -> set[int]:
-    """Rows in which no token is allowed."""
-    rows = [row for row, item in enumerate(inputs) if item.guide is not None or item.changes is not None]
-    if not rows:
-        return set()
-    best: list[float] = adjusted[torch.tensor(rows, device=adjusted.device)].amax(-1).tolist()
-    return {row for row, value in zip(rows, best, strict=True) if value == float("-inf")}
-
-
 def _penalise(flat: torch.Tensor, rows: Sequence[tuple[int, LogitChanges]]) -> None:
     """In place. `rows`: where each one starts in `flat`."""
     device = flat.device
     at = _joined([(start, changed.seen_ids) for start, changed in rows], device)
-    counts = torch.cat([_floats(changed.counts) for _, changed in rows]).to(device)
+    counts = to_device(torch.cat([_floats(changed.counts) for _, changed in rows]), device)
     penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in (c.params for _, c in rows)]
     lengths = torch.tensor([len(changed.seen_ids) for _, changed in rows])
-    repetition, presence, frequency = torch.tensor(penalties).repeat_interleave(lengths, 0).to(device).unbind(-1)
+    of_each = to_device(torch.tensor(penalties).repeat_interleave(lengths, 0), device)
+    repetition, presence, frequency = of_each.unbind(-1)
     values = flat.take(at)
     values = torch.where(values > 0, values / repetition, values * repetition)
     flat.scatter_(0, at, values - (presence * (counts > 0) + frequency * counts))
@@ -219,7 +233,7 @@ def _penalise(flat: torch.Tensor, rows: Sequence[tuple[int, LogitChanges]]) -> N
 
 def _joined(rows: Sequence[tuple[int, array[int]]], device: torch.device) -> torch.Tensor:
     """Where the rows' token ids lie in the flattened logits. The arrays may grow afterwards: nothing shares them."""
-    return torch.cat([torch.frombuffer(ids, dtype=torch.int64) + start for start, ids in rows]).to(device)
+    return to_device(torch.cat([torch.frombuffer(ids, dtype=torch.int64) + start for start, ids in rows]), device)
 
 
 def _floats(values: array[float]) -> torch.Tensor:
@@ -227,71 +241,72 @@ def _floats(values: array[float]) -> torch.Tensor:
     return torch.frombuffer(values, dtype=torch.float32)
 
 
-def _draw(logits: torch.Tensor, inputs: Sequence[SampleInput]) -> torch.Tensor:
-    """Token ids `[num_rows]` int64, drawn by each row's own parameters, none of which is greedy."""
+def _draw(
+    logits: torch.Tensor, inputs: Sequence[SampleInput], num_candidates: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids `[num_rows]` int64, drawn by each row's own parameters, none of which is greedy; and for which rows
+    that is wrong, since top-p keeps more than `num_candidates`: `[num_rows]` bool, or `[0]` if it cannot be."""
     device = logits.device
     params = [item.params for item in inputs]
-    temperatures = torch.tensor([_temperature(p) for p in params], dtype=torch.float32, device=device)
+    temperatures = to_device([_temperature(p) for p in params], device, torch.float32)
     # The largest logit becomes 0 before the division: a tiny temperature must not overflow.
     probs = ((logits - logits.amax(-1, keepdim=True)) / temperatures[:, None]).softmax(-1)
     filtered = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
+    is_deep = torch.zeros(len(inputs) if filtered else 0, dtype=torch.bool, device=device)
     if filtered:
-        index = torch.tensor(filtered, device=device)
+        index = to_device(filtered, device)
         rows = probs[index]
-        floor = _floors(rows, [inputs[row] for row in filtered])
+        floor, is_deep[index] = _floors(rows, [inputs[row] for row in filtered], num_candidates)
         probs[index] = rows.masked_fill_(rows < floor[:, None], 0)
     # In vocabulary order, so that tokens of equal probability come in the same order whatever the batch.
     cumulative = probs.double().cumsum(-1)
     uniforms = [uniform(item.params.seed, item.num_output_tokens) for item in inputs]
-    target = torch.tensor(uniforms, dtype=torch.float64, device=device)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
+    target = to_device(uniforms, device, torch.float64)[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
+    return tokens, is_deep
 
 
-def _floors(probs: torch.Tensor, inputs: Sequence[SampleInput]) -> torch.Tensor:
-    """The least probability `[num_rows]` that each row keeps: top-k, then top-p of what is left, and min-p.
+def _floors(
+    probs: torch.Tensor, inputs: Sequence[SampleInput], num_candidates: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least probability `[num_rows]` that each row keeps: top-k, then top-p of what is left, and min-p; and whether
+    that is lower than all of `num_candidates`, and so not known.
 
     Tokens that tie with the least one kept are kept as well.
     """
     device, vocab_size = probs.device, probs.shape[-1]
     params = [item.params for item in inputs]
-    num_candidates = min(max([_FIRST_CANDIDATES, *(p.top_k for p in params)]), vocab_size)
+    num_candidates = min(max([num_candidates, *(p.top_k for p in params)]), vocab_size)
     ordered = probs.topk(num_candidates, dim=-1).values
-    has_top_k = torch.tensor([p.top_k > 0 for p in params], device=device)
-    last = torch.tensor([min(p.top_k or num_candidates, num_candidates) - 1 for p in params], device=device)
-    floors = ordered[:, 0] * torch.tensor([p.min_p for p in params], dtype=probs.dtype, device=device)
+    has_top_k = to_device([p.top_k > 0 for p in params], device)
+    last = to_device([min(p.top_k or num_candidates, num_candidates) - 1 for p in params], device)
+    floors = ordered[:, 0] * to_device([p.min_p for p in params], device, probs.dtype)
     floors = torch.where(has_top_k, torch.maximum(floors, _at(ordered, last)), floors)
+    is_deep = torch.zeros_like(has_top_k)
     nucleus = [row for row, p in enumerate(params) if p.top_p < 1]
     if nucleus:
-        rows = torch.tensor(nucleus, device=device)
-        top_p = torch.tensor([params[row].top_p for row in nucleus], dtype=torch.float64, device=device)
-        least = _nucleus_floors(probs, ordered, rows, top_p, has_top_k[rows], last[rows])
+        rows = to_device(nucleus, device)
+        top_p = to_device([params[row].top_p for row in nucleus], device, torch.float64)
+        least, reaches = _nucleus_floors(ordered[rows], top_p, has_top_k[rows], last[rows])
         floors[rows] = torch.maximum(floors[rows], least)
-    return floors
+        if num_candidates < vocab_size:
+            is_deep[rows] = ~reaches
+    return floors, is_deep
 
 
 def _nucleus_floors(
-    probs: torch.Tensor,
-    ordered: torch.Tensor,
-    rows: torch.Tensor,
-    top_p: torch.Tensor,
-    has_top_k: torch.Tensor,
-    last: torch.Tensor,
-) -> torch.Tensor:
-    """For each of `rows`, the least probability in the smallest set of likeliest tokens that holds `top_p` of the mass.
+    ordered: torch.Tensor, top_p: torch.Tensor, has_top_k: torch.Tensor, last: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row, the least probability in the smallest set of likeliest tokens that holds `top_p` of the mass; and
+    whether the candidates reach so far.
 
     `ordered` `[num_rows, num_candidates]` are the likeliest tokens' probabilities, likeliest first. The mass of a row
     with top-k is that of its candidates up to `last`; of any other, that of the whole vocabulary.
     """
-    cumulative = ordered[rows].double().cumsum(-1)
+    cumulative = ordered.double().cumsum(-1)
     target = top_p * torch.where(has_top_k, _at(cumulative, last), 1.0)
     count = (cumulative < target[:, None]).sum(-1)  # tokens before the one that reaches the target
-    floors = _at(ordered[rows], torch.minimum(count, last))
-    deep = ~has_top_k & (cumulative[:, -1] < target)
-    if ordered.shape[-1] < probs.shape[-1] and bool(deep.any()):
-        whole = probs[rows[deep]].sort(descending=True, dim=-1).values
-        count = (whole.double().cumsum(-1) < target[deep, None]).sum(-1)
-        floors[deep] = _at(whole, count.clamp(max=whole.shape[-1] - 1))
-    return floors
+    return _at(ordered, torch.minimum(count, last)), has_top_k | (cumulative[:, -1] >= target)
 
 
 def _at(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -299,17 +314,26 @@ def _at(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return values.gather(1, columns[:, None])[:, 0]
 
 
-def _with_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: Sequence[int]) -> list[SampledToken]:
-    """For each row of `logits` `[num_rows, vocab_size]` its token, with the logprobs of so many likeliest ones."""
+def _most_top(num_top: Sequence[int], vocab_size: int) -> int:
+    """As many whatever the rows ask for: which of equal ones come must not depend on other requests."""
+    return min(max(MAX_LOGPROBS, *num_top), vocab_size) if any(num_top) else 0
+
+
+def _logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, most_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logprobs of `tokens` `[num_rows]`, and of the likeliest ones of each row their ids and logprobs, each
+    `[num_rows, most_top]`."""
     logprobs = logits.log_softmax(-1)
-    own = _at(logprobs, tokens).tolist()
-    # As many whatever the rows ask for: which of equal ones come must not depend on other requests.
-    most = min(max(MAX_LOGPROBS, *num_top), logits.shape[-1]) if any(num_top) else 0
-    values, ids = logprobs.topk(most, dim=-1)
-    result = []
-    for token_id, logprob, number, *top in zip(
-        tokens.tolist(), own, num_top, ids.tolist(), values.tolist(), strict=True
-    ):
-        ordered = sorted(map(TokenLogprob, *top), key=lambda one: (-one.logprob, one.token_id))
-        result.append(SampledToken(token_id, logprob, tuple(ordered[:number])))
-    return result
+    values, ids = logprobs.topk(most_top, dim=-1)
+    return _at(logprobs, tokens), ids, values
+
+
+def _with_logprobs(
+    token_id: int, row: int, num_top: int, most_top: int, scores: Sequence[Sequence[float]]
+) -> SampledToken:
+    """The token of that row of what `_logprobs` gave, with so many likeliest ones."""
+    own, ids, values = scores
+    top = slice(row * most_top, (row + 1) * most_top)
+    ordered = sorted(map(TokenLogprob, map(int, ids[top]), values[top]), key=lambda one: (-one.logprob, one.token_id))
+    return SampledToken(token_id, own[row], tuple(ordered[:num_top]))

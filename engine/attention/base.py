@@ -21,6 +21,7 @@ import torch
 from common.types import KVCacheSpec
 from engine.attention.step_tables import StepTables
 from engine.batch import SequenceInput
+from engine.device_copies import to_device
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ class KVWriter:
         blocks, offsets = map(torch.from_numpy, tables.slots())
         planes = torch.arange(num_planes) * spec.block_size
         index = (blocks.long() * rows_per_block + offsets)[:, None] + planes
-        self._index = index.to(backend.device, non_blocking=True)
+        self._index = to_device(index, backend.device)
 
     def write(self, layer: int, kv: torch.Tensor) -> None:
         # Row numbers are those of layer 0; the same numbers in a view that starts later are those of a later layer.

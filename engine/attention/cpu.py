@@ -24,6 +24,7 @@ from common.types import KVCacheSpec
 from engine.attention.base import AttentionBackend, AttentionShape, KVWriter, StepAttention, first_seen
 from engine.attention.step_tables import StepTables
 from engine.batch import SequenceInput
+from engine.device_copies import to_device
 
 _TILE = 64  # queries of each head at a time
 _GROUP_BYTES = 32 << 20  # of gathered K and V in one batched product; bounds the workspace
@@ -85,7 +86,7 @@ class TorchBackend(AttentionBackend):
     def plane_index(self, tables: torch.Tensor) -> torch.Tensor:
         """Planes in the order [plane, sequence, head, block] for block ids `tables` `[num_sequences, num_blocks]`."""
         index = tables.long()[None, :, None, :] * self.planes_per_block + self._plane_offsets
-        return index.flatten().to(self.device, non_blocking=True)
+        return to_device(index.flatten(), self.device)
 
     def gather(self, layer: int, index: torch.Tensor, num_sequences: int) -> torch.Tensor:
         """`[num_planes, num_sequences, num_kv_heads, tokens, head_dim]`, valid until the next gather."""
@@ -279,10 +280,10 @@ class _DecodeRun(_Run):
         if window:
             unused |= tokens <= positions[:, None] - window
         rows = unused[None, :, None].expand(spec.num_planes, -1, spec.num_kv_heads, -1).flatten().nonzero()[:, 0]
-        self._unused_rows = rows.to(backend.device, non_blocking=True) if len(rows) else None
+        self._unused_rows = to_device(rows, backend.device) if len(rows) else None
         mask = torch.zeros(unused.shape, dtype=backend.cache.dtype).masked_fill_(unused, float("-inf"))
         mask = mask[:, None].expand(-1, spec.num_kv_heads, -1).reshape(-1, 1, width * spec.block_size)
-        self._mask = mask.to(backend.device, non_blocking=True)
+        self._mask = to_device(mask, backend.device)
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         gathered = self._backend.gather(layer, self._index, q.shape[0])

@@ -21,6 +21,7 @@ from common.types import KVCacheSpec
 from engine.attention.base import AttentionBackend, AttentionShape, KVWriter, StepAttention
 from engine.attention.step_tables import Int32s, StepTables
 from engine.batch import SequenceInput
+from engine.device_copies import to_device
 
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends for split-KV partial results
 
@@ -82,7 +83,7 @@ class FlashInferBackend(AttentionBackend):
         """Offsets into the block ids, the block ids (on the device), and the tokens in each last block, all int32."""
         block_ids, offsets = tables.flat(rows, window)
         last = (tables.num_before[rows] + tables.num_new[rows] - 1) % tables.block_size + 1
-        return offsets, block_ids.to(self.device, non_blocking=True), torch.from_numpy(last)
+        return offsets, to_device(block_ids, self.device), torch.from_numpy(last)
 
 
 class _FlashInferStep(StepAttention):
@@ -95,7 +96,7 @@ class _FlashInferStep(StepAttention):
         self._num_decodes = num_decodes
         self._order: torch.Tensor | None = None
         if (tables.num_new[:num_decodes] != 1).any():
-            self._order = _decodes_first(tables).to(backend.device)
+            self._order = to_device(_decodes_first(tables), backend.device)
 
     def forward(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         self._writer.write(layer, kv)

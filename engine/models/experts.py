@@ -9,10 +9,12 @@ import torch
 from engine.kernels.library import Kernels
 from engine.layers import Linear, Place
 from engine.models.description import ExpertsConfig
+from engine.models.grouped_product import Groups
 
 
 class Experts:
-    """Tokens are sorted by expert; each expert that somebody chose is one product of its tokens."""
+    """Tokens are sorted by expert. On a CPU each expert that somebody chose is one product of its tokens; on a device,
+    which nobody waits for to learn who was chosen, all experts are one product by groups."""
 
     def __init__(
         self,
@@ -27,9 +29,17 @@ class Experts:
         self._activate = activate
         self.router = Linear(hidden_size, config.num_experts, bias=False, dtype=dtype, device=device)
         inner = config.inner_size
+        sizes = ((hidden_size, 2 * inner), (inner, hidden_size))
+        self._stacks: tuple[torch.Tensor, ...] = ()  # of gate_up's and of down's weights, on a device
+        if device.type != "cpu":
+            self._stacks = tuple(
+                torch.empty(config.num_experts, out, size, dtype=dtype, device=device) for size, out in sizes
+            )
+            self.gate_up, self.down = ([Linear.of(weight) for weight in stack] for stack in self._stacks)
+            return
         self.gate_up, self.down = (
             [Linear(size, out, bias=False, dtype=dtype, device=device) for _ in range(config.num_experts)]
-            for size, out in ((hidden_size, 2 * inner), (inner, hidden_size))
+            for size, out in sizes
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,6 +50,8 @@ class Experts:
             shares = shares / shares.sum(-1, keepdim=True)
         experts = chosen.flatten()
         order = experts.argsort(stable=True)
+        if self._stacks:
+            return self._by_groups(x, shares, experts, order)
         tokens = order // per_token
         gathered = x[tokens]
         parts: list[torch.Tensor] = []
@@ -53,6 +65,17 @@ class Experts:
         # A token's experts are added in their order, whatever other tokens are there.
         return torch.zeros_like(x).index_add_(0, tokens, given)
 
+    def _by_groups(
+        self, x: torch.Tensor, shares: torch.Tensor, experts: torch.Tensor, order: torch.Tensor
+    ) -> torch.Tensor:
+        gate_up, down = self._stacks
+        groups = Groups(experts[order], self._config.num_experts)
+        inner = self._activate(groups.multiply(x[order // self._config.per_token], gate_up))
+        given = groups.multiply(inner, down) * shares.flatten()[order, None]
+        by_token = torch.empty_like(given)
+        by_token[order] = given
+        return by_token.view(*shares.shape, -1).sum(1).to(x.dtype)
+
     def places(self) -> dict[str, Place]:
         inner = self._config.inner_size
         gate, up, down = self._config.gate_up_down
@@ -65,5 +88,7 @@ class Experts:
 
     def finish(self, kernels: Kernels | None) -> None:
         self.router.finish(kernels, is_head=True)
+        if self._stacks:
+            return
         for linear in (*self.gate_up, *self.down):
             linear.finish(kernels)

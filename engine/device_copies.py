@@ -1,0 +1,29 @@
+"""Small copies between the host and a device, so that a step waits for the device once: when it reads its results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+
+def to_device(
+    values: Sequence[int] | Sequence[float] | Sequence[bool] | torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """On a device it is filled when its turn comes. Nobody may change a tensor that was given until then."""
+    tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
+    if device.type == "cuda":  # it may wait for what it computes before it copies memory that can be swapped out
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def read(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
+    """The elements of each, all in one copy, which waits for the device. Exact for token ids, bools and float32."""
+    if len(tensors) == 1:
+        values: list[float] = tensors[0].flatten().tolist()
+        return [values]
+    values = torch.cat([tensor.flatten().double() for tensor in tensors]).tolist()
+    return [values[start:stop] for start, stop in pairwise(accumulate((t.numel() for t in tensors), initial=0))]
