@@ -1,12 +1,13 @@
 """The engine alone against other engines: same weights, precision, threads and tokens, in turn, in one run.
 
     python -m bench.engine [--peers transformers,llamacpp] [--llamacpp DIR] [--quick] [--rows TEXT]
-                           [--minutes 40] [--json FILE]
+                           [--kernels VARIANT] [--minutes 40] [--json FILE]
 
 Prefill of one prompt to its first token, and decode in batches after contexts that are filled outside the clock. The
 limit is what this machine's memory bandwidth and its fastest library's products allow (weights, KV and attention
 counted), measured before and after each repetition. Two models: SmolLM2-135M, and Llama 3.2 1B's shape with random
-weights. Quantised weights stand beside bfloat16 for Baton alone. Run it on an idle machine.
+weights. Quantised weights stand beside bfloat16 for Baton alone. `--kernels` (or BATON_KERNELS) takes another variant
+of Baton's kernels than the best one; the limit stays that of the machine. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ from bench.engine_systems import (
     Row,
     System,
     Transformers,
+    add_kernels_option,
+    check_kernels,
     check_llamacpp,
 )
 from common.config import DEFAULT_MODEL, default_cache_dir
 from engine.embedded_model import ensure_model
-from engine.kernels.choice import AUTO, choose
+from engine.kernels.choice import AUTO, TORCH, choose
 
 PEERS = ("transformers", "llamacpp")
 QUANTIZATIONS = ("int8", "int4")
@@ -111,16 +114,17 @@ def run_part(part: Part, model_dir: Path, args: argparse.Namespace, stop_at: flo
     config = json.loads((model_dir / "config.json").read_text())
     num_blocks = max(row.num_blocks for row in part.rows) + 8
     makers: dict[str, Callable[[], System]] = {
-        "baton": lambda: OwnProcess(BatonEngine, model_dir, part.dtype, part.threads, "none", num_blocks)
+        "baton": lambda: OwnProcess(BatonEngine, model_dir, part.dtype, part.threads, "none", num_blocks, args.kernels)
     }
     if "transformers" in args.peers:
         makers["transformers"] = lambda: OwnProcess(Transformers, model_dir, part.dtype, part.threads)
     if "llamacpp" in args.peers:
         makers["llamacpp"] = lambda: LlamaCpp(args.llamacpp, model_dir, part.dtype, part.threads)
-    if part.dtype == "bfloat16":
+    kernels = choose(args.kernels).instruction_set
+    if part.dtype == "bfloat16" and kernels != TORCH:  # which refuses quantised weights
         for name in QUANTIZATIONS:
             makers[name] = lambda name=name: OwnProcess(  # type: ignore[misc]
-                BatonEngine, model_dir, part.dtype, part.threads, name, num_blocks
+                BatonEngine, model_dir, part.dtype, part.threads, name, num_blocks, args.kernels
             )
     rates: dict[str, dict[str, list[float]]] = {row.name: {} for row in part.rows}
     limits: list[Limit] = []
@@ -155,23 +159,25 @@ def run_part(part: Part, model_dir: Path, args: argparse.Namespace, stop_at: flo
             if number + 1 < args.repeats and now + (now - start) > stop_at:
                 _say(f"{number + 1} repetitions: no time for more")
                 break
-    print_part(part, rates, limits)
+    print_part(part, kernels, rates, limits)
     return {
         "model": part.model,
         "dtype": part.dtype,
         "threads": part.threads,
+        "kernels": kernels,
         "read_gb_s": [one.read_gb_s for one in limits],
         "gflop_s": [one.gflop_s for one in limits],
         "tokens_per_s": rates,
     }
 
 
-def print_part(part: Part, rates: dict[str, dict[str, list[float]]], limits: Sequence[Limit]) -> None:
+def print_part(part: Part, kernels: str, rates: dict[str, dict[str, list[float]]], limits: Sequence[Limit]) -> None:
     """Medians of tokens/s, all sequences together."""
     read, gflop = (statistics.median(getattr(one, name) for one in limits) for name in ("read_gb_s", "gflop_s"))
     systems = list(dict.fromkeys(name for row in rates.values() for name in row))
     table = Table(
-        title=f"{part.model}, {part.dtype}, {part.threads} threads, {len(limits)} repetitions: tokens/s\n"
+        title=f"{part.model}, {part.dtype}, {part.threads} threads, kernels {kernels}, {len(limits)} repetitions: "
+        "tokens/s\n"
         f"{read:.1f} GB/s read, {gflop:.0f} GFLOP/s"
     )
     table.add_column("")
@@ -225,6 +231,7 @@ def main() -> None:
     parser.add_argument("--llamacpp", type=Path, default=Path.cwd(), help="where `npm install node-llama-cpp` ran")
     parser.add_argument("--models", type=_names, default=["smollm2-135m", "llama-1b"])
     parser.add_argument("--dtypes", type=_names, default=["bfloat16", "float32"])
+    add_kernels_option(parser)
     parser.add_argument("--threads", type=lambda text: [int(one) for one in text.split(",")])
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--minutes", type=float, default=40.0, help="no repetition begins that would end later")
@@ -241,6 +248,7 @@ def main() -> None:
     ):
         if unknown := set(getattr(args, name)) - set(known):
             parser.error(f"--{name}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+    check_kernels(parser, args)
     if "llamacpp" in args.peers:
         try:
             check_llamacpp(args.llamacpp)

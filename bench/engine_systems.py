@@ -6,6 +6,7 @@ own, llama.cpp in Node's.
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -25,13 +26,14 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from bench.gguf_file import write_gguf
 from common.config import EngineSettings
-from common.errors import BatonError
+from common.errors import BatonError, StartupError
 from common.sampling import SamplingParams
 from common.types import SampledToken
 from engine import messages as m
 from engine.batch import SequenceInput, StepOutput
 from engine.core import EngineCore
 from engine.grammars import GrammarCompiler
+from engine.kernels.choice import AUTO, INSTRUCTION_SETS, TORCH, choose
 from engine.kernels.library import Kernels
 from engine.model_runner import ModelRunner
 from kv_store.base import ConnectorConfig
@@ -100,12 +102,15 @@ class BatonEngine:
         threads: int,
         quantization: str = "none",
         num_blocks: int | None = None,
+        kernels: str = AUTO,
     ) -> None:
+        """`kernels` as the engine's setting."""
         settings = EngineSettings.model_validate(
             {
                 "device": "cpu",
                 "dtype": dtype,
                 "quantization": quantization,
+                "kernels": kernels,
                 "num_threads": threads,
                 "enable_prefix_caching": False,
                 "max_num_batched_tokens": 4096,
@@ -273,6 +278,25 @@ def check_llamacpp(folder: Path) -> None:
         raise MissingPeerError(
             f"llamacpp: {folder} has no node-llama-cpp; (cd {folder} && npm install node-llama-cpp), or --llamacpp DIR"
         )
+
+
+def add_kernels_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kernels",
+        choices=(AUTO, *INSTRUCTION_SETS, TORCH),
+        default=os.environ.get("BATON_KERNELS", AUTO),
+        help="variant of Baton's kernels (default: BATON_KERNELS, or the best that this CPU has)",
+    )
+
+
+def check_kernels(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the program with one line if the variant that was asked for is none that runs here."""
+    if args.kernels not in (AUTO, *INSTRUCTION_SETS, TORCH):  # argparse does not check defaults
+        parser.error(f"BATON_KERNELS: {args.kernels!r} is none of {', '.join((AUTO, *INSTRUCTION_SETS, TORCH))}")
+    try:
+        choose(args.kernels)
+    except StartupError as error:
+        parser.error(error.message)
 
 
 def _prompt(num_tokens: int) -> list[int]:

@@ -1,6 +1,7 @@
 """How much of an engine's step is not the kernels': scheduler, sampling, events, and Python between the calls.
 
     python -m bench.step [--batch 1,32] [--contexts 128,2048] [--dtype bfloat16] [--quantization none] [--repeats 5]
+                         [--kernels VARIANT]
     python -m bench.step --sampling --batch 64 --contexts 60
 
 Decode steps of SmolLM2-135M on one thread, greedy, after contexts that cost nothing. The figures are seconds of that
@@ -20,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.engine_systems import GREEDY, BatonEngine, Row
+from bench.engine_systems import GREEDY, BatonEngine, Row, add_kernels_option, check_kernels
 from common.config import DEFAULT_MODEL, default_cache_dir
 from common.sampling import SamplingParams, TokenSequence
 from engine.embedded_model import ensure_model
@@ -85,12 +86,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--repeats", type=int, default=5)
+    add_kernels_option(parser)
     parser.add_argument("--sampling", action="store_true", help="compare greedy requests with unlike ones")
     args = parser.parse_args()
+    check_kernels(parser, args)
     rows = [Row(batch, context, STEPS) for batch in args.batch for context in args.contexts]
     num_blocks = max(row.num_blocks for row in rows) + 8
     model_dir: Path = ensure_model(DEFAULT_MODEL, default_cache_dir(), print)
-    engine = BatonEngine(model_dir, args.dtype, 1, args.quantization, num_blocks)
+    engine = BatonEngine(model_dir, args.dtype, 1, args.quantization, num_blocks, args.kernels)
     kernels = engine.kernels
     if kernels is None:
         parser.error("there are no kernels here: torch computes (baton doctor says why)")

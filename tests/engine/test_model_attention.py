@@ -340,12 +340,17 @@ def test_chunks_are_not_tiled_if_bfloat16_units_would_not_pay_for_it(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["torch", "flashinfer"])
-def test_on_a_gpu(name: str) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"windows": (0, 37)}, {"windows": (24, 24)}, {"soft_cap": 2.0}, {"windows": (50, 0), "soft_cap": 2.0}],
+    ids=["plain", "windows", "one window", "capped", "capped windows"],
+)
+def test_on_a_gpu(name: str, changes: dict[str, object]) -> None:
     """bfloat16 on the device against float32 here, first chunk, later chunk, single tokens."""
     if name == "flashinfer":
         pytest.importorskip("flashinfer")
     spec = KVCacheSpec(model_id="m", num_layers=2, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
-    shape = AttentionShape(num_heads=8, softmax_scale=0.125)
+    shape = replace(AttentionShape(num_heads=8, softmax_scale=0.125), **changes)
     cache = torch.full((64, *spec.block_shape), float("nan"), dtype=torch.bfloat16)
     device_cache = cache.cuda()
     backends = [attention_backend(device_cache, spec, shape, name), attention_backend(cache, spec, shape, "reference")]

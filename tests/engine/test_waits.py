@@ -80,9 +80,9 @@ def test_such_a_device_notices_waits(monkeypatch: pytest.MonkeyPatch) -> None:
             lambda: int(there[0]),
             lambda: there[there > 0],
         ):
-            with pytest.raises((NotImplementedError, RuntimeError), match="(?i)meta"):
+            with pytest.raises((NotImplementedError, RuntimeError), match=r"(?i)meta"):
                 ask()
-        with pytest.raises((NotImplementedError, RuntimeError), match="(?i)meta"):
+        with pytest.raises((NotImplementedError, RuntimeError), match=r"(?i)meta"):
             there.long().bincount()
         to_device([1, 2], DEVICE)
         assert copies.waiting == []
