@@ -20,10 +20,7 @@ from baton.stack import LMCACHE, Addresses, Stack
 from common.config import LimitSettings, PolicySettings, RouterSettings, Settings, UpSettings
 from common.errors import BatonError, ConfigError, StartupError
 from common.types import WorkerState
-from kv_store.base import own_part
-from kv_store.lmcache.settings import LMCacheSettings
-from kv_store.registry import check_store, connector_names
-from kv_store.shared_storage.settings import SharedStorageSettings
+from kv_store import registry
 
 _WORKER_HOST = "127.0.0.1"  # only the router of a local stack is for others
 # Below what Linux, macOS and Windows hand out to outgoing connections, so that none of those takes a port between
@@ -35,10 +32,11 @@ _SHARED = UP_SETTINGS.model_fields.keys() & WORKER_SETTINGS.model_fields.keys() 
 
 def check(settings: UpSettings) -> None:
     """Raises ConfigError for what no worker could start with: better said once, and before anything runs."""
-    if settings.connector not in connector_names():
-        hint = did_you_mean(settings.connector, connector_names())
-        raise ConfigError("--connector", f"{settings.connector!r} is not one of {', '.join(connector_names())}{hint}")
-    check_store(settings.connector, settings.store, "--store")
+    names = registry.connector_names()
+    if settings.connector not in names:
+        hint = did_you_mean(settings.connector, names)
+        raise ConfigError("--connector", f"{settings.connector!r} is not one of {', '.join(names)}{hint}")
+    registry.check_store(settings.connector, settings.store, "--store")
     if _starts_lmcache(settings):
         lmcache_server.executable()
     if settings.decode + settings.both == 0:
@@ -47,12 +45,12 @@ def check(settings: UpSettings) -> None:
 
 def _starts_lmcache(settings: UpSettings) -> bool:
     is_asked = "lmcache" in (settings.connector, settings.store)
-    return is_asked and own_part(settings.model_dump(), LMCacheSettings).lmcache_address is None
+    return is_asked and registry.lmcache_address(settings.model_dump()) is None
 
 
 def given_kv_dir(settings: UpSettings) -> str | None:
     """`--kv-dir`: where a store's files are kept, or those of the LMCache server that is started."""
-    return own_part(settings.model_dump(), SharedStorageSettings).kv_dir
+    return registry.kv_dir(settings.model_dump())
 
 
 def plan(settings: UpSettings, kv_dir: Path) -> Stack:

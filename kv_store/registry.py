@@ -1,35 +1,36 @@
-"""Connectors by name: one line for each. A backend is imported when it is asked for, so that its library is needed only
-then; its settings before, which need no library."""
+"""Connectors by name: one line for each, and the one door to their packages.
+
+A backend is imported when it is asked for, so that its library is needed only then. Settings need no library.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
 
 from common.config import Settings
 from common.errors import ConfigError
-from kv_store.base import ConnectorConfig, KVConnector
+from kv_store.base import ConnectorConfig, KVConnector, own_part
+from kv_store.lmcache.settings import LMCacheSettings
+from kv_store.nixl.settings import NixlSettings
+from kv_store.shared_storage.settings import SharedStorageSettings
 
 
 @dataclass(slots=True, frozen=True)
 class _Entry:
     connector: str  # module:class
-    settings: str = ""  # the same, of its own settings; none if empty
+    settings: type[Settings] | None = None  # of its own
     is_store: bool = False  # as the class says, known without loading it
     is_for_fleets: bool = True  # workers on other hosts are reached, too
 
 
 _CONNECTORS = {
     "shared_storage": _Entry(
-        "kv_store.shared_storage.connector:SharedStorageConnector",
-        "kv_store.shared_storage.settings:SharedStorageSettings",
-        is_store=True,
+        "kv_store.shared_storage.connector:SharedStorageConnector", SharedStorageSettings, is_store=True
     ),
-    "lmcache": _Entry(
-        "kv_store.lmcache.connector:LMCacheConnector", "kv_store.lmcache.settings:LMCacheSettings", is_store=True
-    ),
-    "nixl": _Entry("kv_store.nixl.connector:NixlConnector", "kv_store.nixl.settings:NixlSettings"),
+    "lmcache": _Entry("kv_store.lmcache.connector:LMCacheConnector", LMCacheSettings, is_store=True),
+    "nixl": _Entry("kv_store.nixl.connector:NixlConnector", NixlSettings),
     "memory": _Entry("kv_store.memory:MemoryConnector", is_for_fleets=False),
 }
 
@@ -48,7 +49,17 @@ def fleet_connector_names() -> list[str]:
 
 def settings_classes() -> list[type[Settings]]:
     """Of all connectors that have settings of their own."""
-    return [_loaded(entry.settings) for entry in _CONNECTORS.values() if entry.settings]
+    return [entry.settings for entry in _CONNECTORS.values() if entry.settings is not None]
+
+
+def lmcache_address(section: Mapping[str, object]) -> str | None:
+    """The LMCache server that connectors' settings name; None if they name none."""
+    return own_part(section, LMCacheSettings).lmcache_address
+
+
+def kv_dir(section: Mapping[str, object]) -> str | None:
+    """The directory for a store's files that connectors' settings name; None if they name none."""
+    return own_part(section, SharedStorageSettings).kv_dir
 
 
 def check_store(connector: str, store: str, key: str = "store") -> None:
@@ -70,11 +81,6 @@ def create_connector(name: str, config: ConnectorConfig) -> KVConnector:
     entry = _CONNECTORS.get(name)
     if entry is None:
         raise ConfigError("connector", f"{name!r} is not one of {', '.join(connector_names())}")
-    connector_class: type[KVConnector] = _loaded(entry.connector)
+    module, _, name_in_module = entry.connector.partition(":")
+    connector_class: type[KVConnector] = getattr(import_module(module), name_in_module)
     return connector_class(config)
-
-
-def _loaded(target: str) -> Any:
-    """The class `module:class`."""
-    module, _, attribute = target.partition(":")
-    return getattr(import_module(module), attribute)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from pathlib import Path
 from typing import ClassVar
 
@@ -31,7 +32,7 @@ class PostalConnector(MemoryConnector):
 
 @pytest.fixture
 def settings_class(monkeypatch: pytest.MonkeyPatch) -> type[WorkerSettings]:
-    entry = registry._Entry(f"{__name__}:PostalConnector", f"{__name__}:PostalSettings")
+    entry = registry._Entry(f"{__name__}:PostalConnector", PostalSettings)
     monkeypatch.setitem(registry._CONNECTORS, "postal", entry)
     monkeypatch.setitem(GROUPS, PostalSettings, "KV blocks")
     return with_connectors(WorkerSettings)
@@ -66,6 +67,6 @@ def test_what_no_connector_has_is_refused() -> None:
 
 @pytest.mark.parametrize("name", registry.connector_names())
 def test_what_the_registry_says_of_a_connector_is_so(name: str) -> None:
-    connector = registry._loaded(registry._CONNECTORS[name].connector)
+    connector = pkgutil.resolve_name(registry._CONNECTORS[name].connector)
     assert connector.name == name
     assert connector.is_store == (name in registry.store_names())
