@@ -62,7 +62,7 @@ $(PACKAGED): $(STAMP)
 # More processes than cores: many tests wait more than they compute. A file stays together, for what its tests share.
 PYTEST := $(BIN)/python -m pytest --dist=loadfile
 # Of these folders it runs nothing, so it does not read them either: each process would take seconds for what they import.
-NOT_QUICK := --ignore=tests/abuse --ignore=tests/clients --ignore=tests/gpu --ignore=tests/integration
+NOT_QUICK := --ignore=tests/abuse --ignore=tests/clients --ignore=tests/gpu --ignore=tests/integration --ignore=tests/kube
 OTHER_TARGETS := not clients and not gpu and not kube and not faults and not abuse
 
 test: $(STAMP) kernels ## Run the quick tests: all pure ones, and one real stack (4 minutes on two cores)

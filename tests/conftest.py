@@ -21,8 +21,11 @@ if importlib.util.find_spec("hypothesis"):  # the bare machine of `make test-gpu
     hypothesis.settings.register_profile("baton", deadline=None)  # no test depends on how fast the machine is
     hypothesis.settings.load_profile("baton")
 
-TIERS = ("abuse", "integration")
-"""Folders whose tests carry the folder's name as a marker. `make test` leaves them out."""
+TIERS = ("abuse", "clients", "gpu", "integration", "kube")
+"""Folders whose tests carry the folder's name as a marker. `make test` leaves them out.
+
+`tests/faults` is none of them: it marks single cells of its matrix, since a few cells run with all tests.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

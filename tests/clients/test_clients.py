@@ -12,7 +12,6 @@ import pytest
 from tests.clients.conftest import MODEL
 from tests.integration.stack import Stack
 
-pytestmark = pytest.mark.clients
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("use_*.py"))

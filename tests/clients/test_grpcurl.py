@@ -12,8 +12,6 @@ import pytest
 from tests.integration import stock_tools
 from tests.integration.stack import Stack
 
-pytestmark = pytest.mark.clients
-
 ASK = {"role": "user", "content": "What is the capital of Japan?"}
 WEATHER = {
     "type": "object",

@@ -26,7 +26,6 @@ from kv_store.memory import MemoryConnector  # noqa: E402
 from tests.engine.tiny_models import FAMILIES, expected_logprobs, full_logprobs, make_model  # noqa: E402
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(600),
 ]

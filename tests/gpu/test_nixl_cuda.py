@@ -14,7 +14,6 @@ from tests.kv_store.peer_process import BIG_SPEC, PeerProcess, make_worker, seed
 from tests.nixl import needs_nixl  # noqa: E402
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     needs_nixl,
     pytest.mark.timeout(300),

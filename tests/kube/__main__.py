@@ -15,8 +15,7 @@ import pytest
 from tests.kube import cluster, images
 from tests.kube.user_cluster import MAY_USE_VARIABLE, ask_to_use
 
-TESTS = Path(__file__).parents[1]
-PLACES = (TESTS / "kube", TESTS / "router" / "autoscaler" / "test_kube.py")
+TESTS = Path(__file__).parent
 LEFT_OUT = """left to make test-kube-full:
   upgrade, rollback, deleted workers and routers, a restarted API server, under load                   test_release.py
   pods of the release before, replaced under load                                               test_rolling_update.py
@@ -45,7 +44,7 @@ def main() -> int:
         for name in ("router", "cpu"):  # here, since no test's time limit is meant for that
             print(f"image baton-{name}: it takes minutes if it has not been built here before", flush=True)
             images.archive(name)
-    status = pytest.main(["-m", "kube" if full else "kube and not slow", *map(str, PLACES), *arguments])
+    status = pytest.main(["-m", "kube" if full else "kube and not slow", str(TESTS), *arguments])
     if not full:
         print(LEFT_OUT, end="", file=sys.stderr)
     return int(status)

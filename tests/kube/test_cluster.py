@@ -9,7 +9,7 @@ import pytest
 from tests.kube import cluster as local
 from tests.kube.cluster import NODE, Cluster
 
-pytestmark = [pytest.mark.kube, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 # Where containerd, CNI plugins and kubelets leave a trace of each pod, whatever their settings are.
 FOLDERS = ("/run/netns", "/var/lib/cni", "/var/log/containers")

@@ -14,7 +14,7 @@ from tests.kube.processes import wait_until
 from tests.kube.release import Release
 from tests.kube.tiny_model import offer_tiny_model
 
-pytestmark = [pytest.mark.kube, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NAMESPACE = "baton-follow"
 PLANNER_WAITS_S = 40.0  # before it wants less; the HPA's own window is far shorter

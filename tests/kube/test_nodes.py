@@ -14,7 +14,7 @@ from tests.kube.processes import wait_until
 from tests.kube.release import Release, is_ready
 from tests.kube.tiny_model import offer_tiny_model
 
-pytestmark = [pytest.mark.kube, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NAMESPACE, OTHER = "baton-nodes", "spare"
 WORKERS = {"prefill": 2, "decode": 2}

@@ -11,8 +11,6 @@ from tests.helm.test_chart import CUSTOM, VARIANTS
 from tests.kube.control_plane import ControlPlane
 from tests.kube.release import Release
 
-pytestmark = pytest.mark.kube
-
 
 @pytest.fixture(scope="module")
 def with_crds(control_plane: ControlPlane, crds: Path) -> ControlPlane:

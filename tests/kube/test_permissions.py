@@ -18,7 +18,7 @@ from tests.kube.processes import wait_until
 from tests.kube.release import CHART, Release
 from tests.kube.tiny_model import offer_tiny_model
 
-pytestmark = [pytest.mark.kube, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODES = ("external-metrics", "planner", "keda", "prometheus-adapter")
 

@@ -22,7 +22,7 @@ from tests.kube.processes import wait_until
 from tests.kube.release import Release, container_of, is_ready
 from tests.kube.user_cluster import UserCluster
 
-pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 CAPITAL = "What is the capital of Japan?"
 # Equal answers whatever the batch: float32 throughout. Two decode workers, so that one is left when one goes.

@@ -14,7 +14,7 @@ from tests.kube.release import Release, is_ready
 from tests.kube.tiny_model import offer_tiny_model
 from tests.kube.user_cluster import UserCluster
 
-pytestmark = [pytest.mark.kube, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NAMESPACE = "baton-scaling"
 API = "/apis/external.metrics.k8s.io/v1beta1"

@@ -21,7 +21,7 @@ from tests.kube.processes import wait_until
 from tests.kube.release import Release
 from tests.kube.tiny_model import offer_tiny_model
 
-pytestmark = [pytest.mark.kube, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NAMESPACE, SECRET, KEY = "baton-secured", "fleet-tls", "sk-0123456789abcdef"
 FLEET = f"baton.{NAMESPACE}.svc"  # what every certificate of the fleet holds

@@ -18,7 +18,7 @@ from tests.kube.processes import wait_until
 from tests.kube.release import Release
 from tests.kube.user_cluster import UserCluster
 
-pytestmark = [pytest.mark.kube, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NAMESPACE, KEY = "baton-secure", "sk-of-the-tests"
 

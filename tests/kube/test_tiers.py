@@ -20,7 +20,7 @@ from tests.kube.processes import wait_until
 from tests.kube.release import Release, container_of, is_ready
 from tests.kube.tiny_model import offer_tiny_model
 
-pytestmark = [pytest.mark.kube, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 REDIS_PORT = 6379
 ROLES = ("prefill", "decode")

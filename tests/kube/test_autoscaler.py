@@ -21,11 +21,10 @@ from common.types import WorkerRole
 from router.autoscaler.kubernetes import DELETION_COST
 from router.autoscaler.server import serve
 from router.fleet.discovery.kubernetes import EndpointSlices
-from tests.kube.conftest import control_plane as control_plane
 from tests.kube.control_plane import ControlPlane
 from tests.router.autoscaler.test_process import LoadedWorker
 
-pytestmark = [pytest.mark.kube, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 pytest.importorskip("kubernetes", reason="the extra `kubernetes` is not installed")
 
 WAIT_S = 90.0
