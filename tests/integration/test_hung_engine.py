@@ -16,11 +16,12 @@ from tests.integration.stack import START_TIMEOUT_S, Fleet, alive, descendants, 
 from tests.integration.tiny import Case, make_cases, tiny_fleet
 
 pytestmark = pytest.mark.timeout(600)
+ENGINE_TIMEOUT_S = 3  # engines say something every second
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    fleet = tiny_fleet(tmp_path_factory.mktemp("fleet"), "--engine-timeout=4", prefill=1, decode=2)
+    fleet = tiny_fleet(tmp_path_factory.mktemp("fleet"), f"--engine-timeout={ENGINE_TIMEOUT_S}", prefill=1, decode=2)
     with running(fleet):
         yield fleet
 
@@ -44,7 +45,7 @@ def test_a_decode_engine_that_hangs_in_mid_stream(fleet: Fleet, cases: list[Case
     fleet.replace(victim)
     assert result.token_ids == case.answer
     assert (result.report.num_migrations, result.report.num_handovers) == (1, 0)
-    assert "no sign of life for 4 s" in victim.process.log.read_text()
+    assert f"no sign of life for {ENGINE_TIMEOUT_S} s" in victim.process.log.read_text()
     assert not alive({engine})
 
 
@@ -66,14 +67,14 @@ def test_a_prefill_engine_that_hangs(fleet: Fleet, salt: Salt) -> None:
 
 
 def test_a_whole_worker_that_was_stopped_does_not_blame_its_engine(fleet: Fleet, salt: Salt) -> None:
-    """For longer than the engine's timeout; afterwards both go on."""
+    """The worker is stopped for longer than the engine's timeout; afterwards its front and its engine go on."""
     victim = next(member for member in fleet.members if member.role == "decode")
     pids = {victim.process.popen.pid} | descendants(victim.process.popen.pid)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     with fleet.client() as client:
         result = client.generate([1, 2, 3], max_tokens=3, ignore_eos=True, cache_salt=salt()).result()
-        time.sleep(5)
+        time.sleep(ENGINE_TIMEOUT_S + 0.5)
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
     assert len(result.token_ids) == 3
@@ -82,7 +83,7 @@ def test_a_whole_worker_that_was_stopped_does_not_blame_its_engine(fleet: Fleet,
 
 
 def test_an_engine_that_hangs_ends_with_its_front(fleet: Fleet) -> None:
-    """It cannot see standard input close."""
+    """The engine is stopped, so it cannot see its standard input close."""
     victim = next(member for member in fleet.members if member.role == "prefill")
     (engine,) = descendants(victim.process.popen.pid)
     os.kill(engine, signal.SIGSTOP)

@@ -427,7 +427,10 @@ def test_a_former_life_is_disconnected_after_its_last_read(
     new = serve("e2").published()
     consumer.connector.add_peer(new.peer)
     wait_until_connected(consumer, {agent_of(old.peer), agent_of(new.peer)})
-    time.sleep(2.5)  # the fetcher looks for former peers every second
+    fetcher = fetcher_of(consumer)
+    for _ in range(2):  # the look that is under way may have begun before the new life was added
+        last = fetcher._forget_at
+        wait_until(lambda last=last: fetcher._forget_at != last)
     wait_until_connected(consumer, {agent_of(old.peer), agent_of(new.peer)})
     assert consumer.is_due(stuck)
     before.process.send_signal(signal.SIGCONT)
