@@ -273,13 +273,23 @@ async def test_keda_needs_a_certificate_where_the_fleet_has_them(tmp_path: Path)
         await worker.stop()
 
 
-async def test_it_ends_with_a_task_that_it_stands_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with one that follows a single worker: it would count for absent ever after."""
+@pytest.mark.parametrize(
+    ("broken_task", "name"),
+    [
+        ("server._decide", "decisions"),
+        ("server.http.Server.run", "status page"),
+        ("fleet._Followers.run", "follow the fleet"),
+        ("fleet._keep_reading", "follow 127.0.0.1:1"),  # one worker, which would count as absent ever after
+    ],
+)
+async def test_it_ends_with_a_task_that_it_stands_on(
+    monkeypatch: pytest.MonkeyPatch, broken_task: str, name: str
+) -> None:
 
     async def broken(*_: object) -> None:
         raise ValueError("a defect")
 
-    monkeypatch.setattr("router.autoscaler.fleet._keep_reading", broken)
+    monkeypatch.setattr(f"router.autoscaler.{broken_task}", broken)
     settings = AutoscalerSettings.model_validate({**FAST, "decode": "127.0.0.1:1"})
-    with pytest.raises(InternalError, match=r"the task 'follow 127.0.0.1:1' ended: ValueError: a defect"):
+    with pytest.raises(InternalError, match=f"the task '{name}' ended: ValueError: a defect"):
         await asyncio.wait_for(serve(settings), WAIT_S)
