@@ -10,8 +10,9 @@ NUM_ARENAS = 2
 
 
 def keep_few_arenas() -> None:
-    """By default glibc opens an arena for each thread, up to eight a core, and each keeps what its largest burst took.
-    Few threads of a front allocate at a time: it needs two. Other C libraries have no such setting."""
+    """Limits glibc to two arenas. By default glibc opens an arena for each thread, up to eight a core, and each arena
+    keeps what its largest burst took. Only a few threads of a front allocate at a time, so two are enough. Other C
+    libraries have no such setting."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, NUM_ARENAS)

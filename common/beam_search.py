@@ -1,5 +1,5 @@
-"""Beam search: which sequences go on, and which are the best in the end. Pure; whoever runs the model says how likely
-each next token is.
+"""Beam search: which sequences go on, and which are the best in the end. Pure: the caller runs the model, and says how
+likely each next token is.
 
 Equal to transformers' search (`num_beams`, without sampling), which differs from the textbook in when it ends: see
 `BeamSearch.advance`.
@@ -68,13 +68,13 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """So many of the likeliest continuations of all sequences are looked at, as transformers does."""
+        """How many of the likeliest continuations of all sequences are compared, as in transformers."""
         return self._params.beam_width * max(2, 1 + len(self._eos_token_ids))
 
     @property
     def num_next(self) -> int:
-        """So many of the likeliest next tokens of each sequence are needed: if all ends of sequence are among them,
-        `beam_width` are left that go on."""
+        """How many of the likeliest next tokens each sequence needs: even if every end-of-sequence token is among them,
+        `beam_width` tokens are left that go on."""
         return self._params.beam_width + len(self._eos_token_ids)
 
     def advance(self, next_tokens: Sequence[Sequence[TokenLogprob]]) -> None:

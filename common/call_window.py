@@ -1,4 +1,5 @@
-"""What both ends of a `DecodeMany` stream keep to. Routers and workers count alike how much of a call is on its way."""
+"""The limits that both ends of a `DecodeMany` stream keep. Routers and workers count in the same way how much of a call
+is on its way."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ MAX_BEST_OF = 20  # OpenAI's
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Choices:
-    """`best_of` answers are generated, and the `n` of them that have the highest logprob per token are given. With
+    """`best_of` answers are generated, and the `n` answers with the highest logprob per token are returned. With
     `use_beam_search` the answers are the `n` best sequences of a search of that width (`common.beam_search`)."""
 
     n: int = 1
@@ -27,12 +27,13 @@ class Choices:
 
     @property
     def num_candidates(self) -> int:
-        """So many answers are generated to each prompt."""
+        """How many answers are generated for each prompt."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def are_compared(self) -> bool:
-        """Whether not all candidates are given, so that all have to be whole before the first one is."""
+        """Whether only some candidates are returned. All of them have to be complete before the first one is
+        returned."""
         return self.num_candidates > self.n
 
     def check(self, name: FieldName = str) -> None:
@@ -52,12 +53,12 @@ class Choices:
             raise InvalidArgumentError(name("early_stopping"), "needs use_beam_search")
 
     def field(self) -> str:
-        """The one that says how many candidates there are."""
+        """The field that says how many candidates there are."""
         return "best_of" if self.are_compared else "n"
 
     def likeliest(self, candidates: Sequence[tuple[float, int]]) -> list[int]:
-        """Which of the candidates to one prompt are given, the best first. Of each: the logprob of its tokens together,
-        and how many they are."""
+        """Which candidates for one prompt are returned, best first. Each candidate is given as (the sum of its tokens'
+        logprobs, its number of tokens)."""
         if not self.are_compared:
             return list(range(len(candidates)))
         per_token = [logprob / max(num_tokens, 1) for logprob, num_tokens in candidates]

@@ -1,4 +1,4 @@
-"""What this machine's CPU has, by its flags and never by a timing: two machines of a kind decide alike.
+"""What this machine's CPU can do, read from its flags and never from a timing, so that two equal machines decide alike.
 
 Variables that keep torch and oneDNN from using a part of the CPU count as flags that are missing, so that any machine
 can be tested as an older one: `ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2`.
@@ -34,7 +34,7 @@ _LIMITS = {
     "ATEN_CPU_CAPABILITY": {"DEFAULT": "baseline", "AVX2": "avx2"},
 }
 
-# As Linux names them; those with a level are x86's, the last of each is Arm's.
+# Linux's names of the flags. Names with a level are x86's; the last name of each entry is Arm's.
 _X86_FLAGS = {"avx512_bf16": "avx512_bf16", "avx512_fp16": "avx512_fp16", "amx_bf16": "amx", "amx_fp16": "amx"}
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
 FP16_FLAGS = ("avx512_fp16", "amx_fp16", "asimdhp")

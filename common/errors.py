@@ -38,7 +38,7 @@ class BatonError(Exception):
         self.retry_after_s = retry_after_s  # when to try again; None if that is of no use, or not known
 
     def without_stack(self) -> Self:
-        """Itself, without its traceback and causes: they hold frames, and with them the request."""
+        """This error without its traceback and causes, which hold frames and with them the request."""
         self.__cause__ = self.__context__ = None
         return self.with_traceback(None)
 
@@ -116,7 +116,7 @@ class TransferError(BatonError):
 
 
 def error_of(grpc_code: str, reason: str, *, field: str = "", retry_after_s: float | None = None) -> BatonError:
-    """The error that a status of another process stands for; `InternalError` for a code that no error here has."""
+    """The error for another process's status; `InternalError` if no error here has that code."""
     if grpc_code == InvalidArgumentError.grpc_code:
         return InvalidArgumentError(field, reason)
     for retriable in (OverloadedError, UnavailableError):

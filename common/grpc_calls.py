@@ -1,4 +1,5 @@
-"""Handling a call of a grpc.aio server: its one message is received within a limit, and each failure gets its status.
+"""Handles calls of a grpc.aio server: a call's one message has to come within a time limit, and each failure gets its
+status.
 
 Left to itself, gRPC waits for a call's message as long as the call lasts, and reports a message that cannot be parsed
 as an error of this server, with a stack in the log: a peer that sends rubbish could fill the port and the log, and look
@@ -72,7 +73,8 @@ async def abort(context: Context, error: BatonError) -> NoReturn:
 
 
 def failure_of(error: Exception) -> BatonError:
-    """What a handler's exception means to its caller. Raises `error` itself if the handler ended its call by it."""
+    """The error that the caller gets for a handler's exception. Raises `error` itself if the handler ended its call by
+    it."""
     if isinstance(error, BatonError):
         return error
     if isinstance(error, DecodeError):

@@ -26,7 +26,8 @@ class Health:
         self._is_ending = False
         self._num_watchers = 0
         self.renew: Callable[[], None] = lambda: None
-        """Sets what is true now, before each answer to a check: it may depend on what nobody tells of."""
+        """Called before each answer to a check, to set the current status: it may depend on things that change without
+        notice."""
 
     def set(self, service: str, status: int) -> None:
         """The empty name is the server as a whole."""
@@ -35,7 +36,7 @@ class Health:
             self._tell()
 
     def end(self) -> None:
-        """Nothing is served from now on, whatever is set later."""
+        """From now on every status is NOT_SERVING, whatever is set later."""
         self._is_ending = True
         self._statuses = dict.fromkeys(self._statuses, NOT_SERVING)
         self._tell()

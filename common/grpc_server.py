@@ -2,7 +2,8 @@
 
 grpcio 1.85's decodes the name of such a method as UTF-8 in its main loop. A name that is not UTF-8 ends the server:
 one request would take a whole process out of service. Calls of methods that the server has never come there: it asks
-gRPC for those by name. This reaches into grpcio; `tests/common/test_grpc_server.py` says if a newer one differs.
+gRPC for those by name. This module uses private names of grpcio; `tests/common/test_grpc_server.py` fails if a newer
+version differs.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ UNKNOWN = "/unknown/method"  # what interceptors and logs get to see of it
 def make_server(
     options: Options, interceptors: Sequence[grpc.aio.ServerInterceptor] = (), max_calls: int | None = None
 ) -> grpc.aio.Server:
-    """`max_calls`: at a time; further ones are refused. Services have to be added by `add_handlers`, or by generated
-    code, which does both."""
+    """Refuses calls beyond `max_calls` at a time. Add services by `add_handlers` or by generated code: both register
+    every method by its name."""
     made: Any = grpc.aio.server(options=options)  # its own core is never started
     made._server = _Core(tuple(interceptors), tuple(options), max_calls)
     return cast("grpc.aio.Server", made)
 
 
 def add_handlers(server: grpc.aio.Server, service: str, handlers: dict[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
-    """By name of their method."""
+    """Adds the service's handlers, by the names of their methods."""
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
     server.add_registered_method_handlers(service, handlers)
 
 
 async def until_ended(server: grpc.aio.Server) -> None:
-    """Returns when the server has ended, or raises what ended its main loop: nobody else says so, and its port would
-    serve nobody. May be cancelled at any time; to cancel gRPC's own wait would break its shutdown."""
+    """Returns when the server has ended, or raises what ended its main loop. Nothing else reports that, and the port
+    would serve nobody. The caller may cancel this at any time; cancelling gRPC's own wait would break its shutdown."""
     await asyncio.shield(server.wait_for_termination())
 
 
@@ -50,7 +51,8 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc] # as above
         self._answering: set[asyncio.Task[None]] = set()
 
     async def _request_call(self) -> None:
-        """Gives the main loop no call, ever: this is where those of unknown methods come. Interceptors see them."""
+        """Never returns, so the main loop gets no call. Calls of unknown methods are answered here; interceptors see
+        them."""
         while True:
             state = await super()._request_call()
             loop, is_one_too_many = self._working_loop, False

@@ -19,8 +19,8 @@ MOST_DELAY_S = 60.0  # that a peer can make others wait
 DETAILS_KEY = "grpc-status-details-bin"
 
 MAX_STATUS_BYTES = 1024
-"""Of the words of a status. They travel in headers, several times and encoded, and clients take 8 KiB of those by
-default: of a longer one they see nothing but that it was too long."""
+"""Limit for the message of a status. Messages travel in headers, several times and encoded, and clients take 8 KiB of
+headers by default. If a message is longer, a client only sees that it was too long."""
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
@@ -40,7 +40,7 @@ def rich_status(error: BatonError) -> status_pb2.Status:
 
 
 def short(text: str, most: int = MAX_STATUS_BYTES) -> str:
-    """Its first `most` bytes, in whole characters. Some of it is what a client sent."""
+    """The first `most` bytes of the text, in whole characters. Part of the text may come from a client."""
     data = text.encode(errors="replace")
     return data.decode() if len(data) <= most else data[: most - 3].decode(errors="ignore") + "..."
 
@@ -51,7 +51,7 @@ def status_details(error: BatonError) -> tuple[tuple[str, bytes], ...]:
 
 
 def error_of_call(grpc_code: str, message: str, trailing_metadata: Metadata | None) -> BatonError:
-    """The error that a failed call stands for. `message` is its own words, for a peer that sends no details."""
+    """The error for a failed call. `message` is the call's status message, for a peer that sends no details."""
     field, reason, retry_after_s = "", message, None
     for detail in _status(grpc_code, trailing_metadata).details:
         retry, bad = error_details_pb2.RetryInfo(), error_details_pb2.BadRequest()
@@ -67,8 +67,8 @@ def error_of_call(grpc_code: str, message: str, trailing_metadata: Metadata | No
 
 
 def _status(grpc_code: str, trailing_metadata: Metadata | None) -> status_pb2.Status:
-    """What the peer said of this end; empty if it said nothing, or said it of another end: a call whose deadline passed
-    here may still bring what its peer would have answered."""
+    """The status that the peer sent for this failure; empty if it sent none, or sent one for another failure: a call
+    whose deadline passed here may still carry what its peer would have answered."""
     status = status_pb2.Status()
     value = dict(trailing_metadata or ()).get(DETAILS_KEY)
     if isinstance(value, bytes):

@@ -2,9 +2,9 @@
 
 grpcio never frees what it took for a batch of operations that failed, or whose awaiter was cancelled
 (https://github.com/grpc/grpc/issues/43360, seen with 1.69 to 1.85): up to a KiB for each call that is cancelled while
-it waits for a message, scattered over the heap, for good. So nobody here cancels a read that has begun: the call is
-cancelled instead, and its read then ends by itself. And a call whose last message has come may end by itself:
-cancelled, it would often meet its server in the middle of saying how it ended, which then fails there.
+it waits for a message, scattered over the heap, for good. So nothing here cancels a read that has begun: the call is
+cancelled instead, and its read then ends by itself. A call whose last message has come is left to end by itself:
+cancelling it would often interrupt the server while it sends the status, and fail there.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class StreamCall(Protocol):
 
 
 class MessageStream(Generic[MessageT]):
-    """The messages of a stream, in order. To be closed by whoever stops before its end, which cancels the call; after a
-    message that `is_last` the peer has END_S to end it.
+    """The messages of a stream, in order. Whoever stops before the end has to close it, which cancels the call. After a
+    message that `is_last` the peer has END_S to end the call.
 
-    A task of its own reads ahead: one for all messages costs less than one for each, and a read that has begun is not
-    cancelled with its taker. It reads no more than MAX_AHEAD messages that nobody has taken, and gRPC holds up the peer
-    of a slow taker.
+    A task of its own reads ahead. One task for all messages costs less than one for each, and a read that has begun is
+    not cancelled when the consumer is. The task stops at MAX_AHEAD messages that were not taken, and gRPC then holds up
+    the peer.
 
     Raises `grpc.aio.AioRpcError` if the call fails, after the messages that came before.
     """
@@ -120,13 +120,13 @@ def _wake(waiting: asyncio.Future[None] | None) -> None:
 
 
 async def uncancelled(reading: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """What `reading` returns. If the caller is cancelled, `reading` goes on alone, until its call ends."""
+    """Returns what `reading` returns. If the caller is cancelled, `reading` goes on until its call ends."""
     task = asyncio.create_task(reading)
     task.add_done_callback(_see)
     return await asyncio.shield(task)
 
 
 def _see(task: asyncio.Task[ResultT]) -> None:
-    """If nobody waits for it any more, it may end as it likes."""
+    """Retrieves the result of a read that nobody waits for, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()

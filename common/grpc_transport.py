@@ -51,12 +51,12 @@ def name_options(server_name: str | None) -> Options:
 class Channels:
     """Opens channels to other processes of the fleet.
 
-    An open channel keeps what the files held when it was made, and shows it again when it reconnects. So whoever keeps
-    one compares `version` before it connects anew, and opens another one if that has changed.
+    An open channel keeps what the files held when it was made, and shows it again when it reconnects. So the owner of a
+    channel compares `version` before the channel connects anew, and opens another channel if `version` has changed.
     """
 
     def __init__(self, settings: TlsSettings | None = None) -> None:
-        """Plain text without settings. Raises `ConfigError` and `StartupError`."""
+        """Without settings, channels are plain text. Raises `ConfigError` and `StartupError`."""
         self._tls = peer_files(settings) if settings is not None else None
         self._options = [*CHANNEL_OPTIONS, *name_options(settings.tls_server_name if settings else None)]
 

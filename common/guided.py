@@ -27,7 +27,7 @@ _JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
-    # Never: a keyword that is not kept, or oneOf as anyOf where that is not the same.
+    # Lenient schemas would drop keywords that llguidance cannot keep, and treat oneOf as anyOf even if the two differ.
     "lenient": False,
     "coerce_one_of": False,
 }
@@ -58,7 +58,7 @@ class Guided:
 
 
 def check_guided(guided: Guided) -> None:
-    """What costs nothing to check; `check_grammar` has the rest. Raises `ValueError` with a reason."""
+    """Checks what costs nothing to check; `check_grammar` checks the rest. Raises `ValueError` with a reason."""
     kinds = guided.kinds
     if len(kinds) != 1:
         names = ", ".join(guided.__dataclass_fields__)
@@ -68,7 +68,7 @@ def check_guided(guided: Guided) -> None:
 
 
 def grammar_of(guided: Guided) -> str:
-    """The grammar for llguidance, which has not looked at all of it yet. Raises `ValueError` with a reason."""
+    """The grammar for llguidance, which has not parsed all of it yet. Raises `ValueError` with a reason."""
     try:
         return _grammar_of(guided)
     except RecursionError:  # of writing JSON: reading has a little more room

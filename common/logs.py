@@ -35,7 +35,8 @@ class TextFormatter(logging.Formatter):
 
 
 def _in_one_line(text: str) -> str:
-    """Some of it comes from clients and other processes: it must not look like further log lines, nor move a cursor."""
+    """Escapes control characters: parts of a text come from clients and other processes, and must not look like further
+    log lines or move a cursor."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
@@ -75,5 +76,5 @@ _OF_CLIENTS = (
 
 
 def _is_for_operators(record: logging.LogRecord) -> bool:
-    """Not what gRPC says, with a stack, of what clients do: they could fill the log."""
+    """False for what gRPC logs, with a stack, about clients' behaviour: clients could fill the log with it."""
     return not str(record.msg).startswith(_OF_CLIENTS)

@@ -219,4 +219,4 @@ ENGINE_METRICS: tuple[Counter | Gauge, ...] = (
     kv_store_failed_lookups, worker_fallbacks, worker_kv_cache_hits, worker_kv_tier_moves,
     worker_grammars, worker_grammar_seconds, worker_draft_tokens, worker_kv_retentions, worker_kv_retained_blocks,
 )  # fmt: skip
-"""Those that an engine process counts, and its front shows."""
+"""Metrics that an engine process counts and its front shows."""

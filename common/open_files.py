@@ -9,8 +9,8 @@ log = logging.getLogger(__name__)
 
 
 def allow_open_files(num: int) -> int:
-    """Makes room for `num`, as far as the system lets this process; how many it may have now. Less is logged: beyond
-    it, new connections fail, this process's own among them."""
+    """Raises the limit to `num`, as far as the system allows, and returns the limit. Logs a warning if the limit stays
+    lower: beyond it new connections fail, including this process's own."""
     if sys.platform == "win32":
         return num
     import resource

@@ -1,5 +1,5 @@
-"""What other processes of the fleet say, made harmless. A peer may be of another version, broken, or taken over; a
-number that cannot be must not end a request by an exception, nor spoil sums and metrics for good.
+"""Makes harmless what other processes of the fleet say. A peer may be of another version, broken, or taken over. An
+impossible number must neither end a request by an exception nor spoil sums and metrics for good.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _LONGEST_MS = 1e9
 
 
 def milliseconds(value: float) -> float:
-    """A time that a peer reports, for reports and metrics: 0 if it is none."""
+    """A time that a peer reports, for reports and metrics; 0 if the value is no time."""
     return value if math.isfinite(value) and 0 <= value <= _LONGEST_MS else 0.0
 
 

@@ -10,10 +10,10 @@ MAX_DELAY_S = 30.0
 
 
 class Restarts:
-    """Each child may end `limit` times within WINDOW_S; once more, and it is given up.
+    """Each child may end `limit` times within WINDOW_S; if it ends once more, it is given up.
 
-    It waits for its start twice as long each time, from FIRST_DELAY_S up to MAX_DELAY_S: what made it end may pass, and
-    meanwhile it should not take the cores of those that live.
+    The wait before each restart doubles, from FIRST_DELAY_S up to MAX_DELAY_S: the cause may pass, and meanwhile the
+    child should not take cores from the others.
     """
 
     def __init__(self, limit: int) -> None:
@@ -21,7 +21,7 @@ class Restarts:
         self._ends: defaultdict[str, list[float]] = defaultdict(list)
 
     def delay_s(self, name: str, now: float) -> float | None:
-        """The child has ended: seconds until it is started again, None if it is not."""
+        """Notes that the child has ended. Returns the seconds until its restart; None if it is given up."""
         self._ends[name] = [end for end in self._ends[name] if now - end < WINDOW_S] + [now]
         num_ends = len(self._ends[name])
         if num_ends > self._limit:

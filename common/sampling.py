@@ -180,7 +180,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether anything but its grammar changes which token is the likeliest."""
+        """Whether anything except a grammar changes which token is the likeliest."""
         bans = self.min_tokens or self.allowed_token_ids or self.bad_words_ids
         return bool(bans or self.logit_bias or self.has_penalties)
 
@@ -228,7 +228,7 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(slots=True, frozen=True)
 class Parameter:
-    """One field of `SamplingParams`, for what is made from it."""
+    """Description of one field of `SamplingParams`, from which flags, REST fields and help texts are made."""
 
     type: TypeForm  # without bounds: `tuple[str, ...]`, `int | None`
     help: str
@@ -238,7 +238,7 @@ class Parameter:
 
     @property
     def is_texts(self) -> bool:
-        """A list of texts. One text may be given as it is."""
+        """Whether the value is a list of texts. A client may give a single text without a list."""
         return self.type == tuple[str, ...]
 
 

@@ -101,7 +101,8 @@ class _Grammar:
         return self._rule("%json " + json.dumps({**given, "x-guidance": self._json_options}))
 
     def _any_text(self, format_: JsonObject, place: str, _: int) -> str:
-        """At the end of everything, or before a tag's end (`_tag`), so that it is known where it stops."""
+        """Free text is allowed at the very end, or before a tag's end (`_tag`): otherwise nothing says where it
+        stops."""
         _only(format_, place, "type")
         return self._rule(_TEXT)
 
@@ -292,7 +293,7 @@ def _token(token: object, place: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """As Lark has it: like JSON, but the parser takes no delete character as it is."""
+    """`text` quoted for Lark: as in JSON, but with the delete character escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

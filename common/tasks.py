@@ -1,5 +1,5 @@
-"""Tasks that a process stands on. One that ends while the process lives is a defect, and must not go unnoticed: the
-process would go on, look healthy, and answer nobody. So its end is the end of the process.
+"""Tasks that a process cannot work without. If one of them ends while the process lives, that is a defect: the process
+would go on, look healthy, and answer nobody. So the process ends with it.
 
     tasks = VitalTasks()
     tasks.start(registry.follow(), name="discovery")
@@ -33,7 +33,7 @@ class VitalTasks:
         self.failure: BatonError | None = None
 
     def start(self, work: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
-        """Cancelling the task is the one way in which it may end."""
+        """Starts a task that may end only by being cancelled."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -54,7 +54,7 @@ class VitalTasks:
             raise self.failure
 
     def let_end(self) -> None:
-        """The process ends: so may its tasks, in whatever way."""
+        """The process is ending, so its tasks may end in any way from now on."""
         self._may_end = True
 
     def cancel(self) -> None:
@@ -91,9 +91,9 @@ class VitalTasks:
 
 
 def end_with_threads() -> None:
-    """From now on this process ends, with code 1, when a thread of its ends by an exception.
+    """From now on this process ends with code 1 if one of its threads ends by an exception.
 
-    For processes whose threads all matter: whoever waits for the results of one that is gone waits for ever.
+    For processes whose threads all matter: a caller would wait for ever for the results of a thread that is gone.
     """
 
     def end(args: threading.ExceptHookArgs) -> None:

@@ -1,4 +1,5 @@
-"""TLS: what a process shows and whom it trusts, from PEM files that are read again when they change.
+"""TLS: the certificate that a process shows and the CAs that it trusts, from PEM files that are read again when they
+change.
 
 One set of settings serves both directions. A port with `cert` and `key` speaks TLS, and with `ca` as well it asks for a
 certificate of that CA (mTLS). A channel speaks TLS if anything is given: it trusts `ca`, or the public CAs without,
@@ -48,11 +49,11 @@ class TlsFiles:
 
     @property
     def version(self) -> int:
-        """Another one after each change of the files."""
+        """A number that differs after each change of the files."""
         return self._watched.versioned()[1]
 
     def server_context(self) -> ssl.SSLContext:
-        """For servers that take Python's own TLS. It shows, and trusts, what the files hold at each handshake."""
+        """For servers that use Python's own TLS. Each handshake uses what the files hold at that moment."""
         context = self._current_context()
 
         def choose(connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _given: ssl.SSLContext) -> None:

@@ -98,7 +98,7 @@ class KVCacheSpec:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class WorkerLoad:
-    """What a worker tells routers, autoscalers and people about itself. All counts are of this instant.
+    """What a worker tells routers, autoscalers and people about itself. All counts are current.
 
     Every block is in exactly one of three states, so `num_blocks - num_free_blocks - num_cached_blocks` are owned by
     a request, a lease or a transfer.

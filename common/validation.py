@@ -1,9 +1,9 @@
 """Everything that can be wrong with a request but its sampling parameters (`common.sampling`), checked in one place for
 gRPC and REST alike.
 
-Each function raises `InvalidArgumentError` with the field as the client wrote it. Numbers are taken as they come off
-the wire; types are the wire's own business. Nothing here tokenizes: what can be refused by length alone is refused
-before any work is done on it.
+Each function raises `InvalidArgumentError` with the field as the client wrote it. Numbers are checked as they come off
+the wire, which has checked their types. Nothing here tokenizes: a text that can be refused by its length alone is
+refused before any work is done on it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def check_priority(priority: int, name: str = "priority") -> None:
 
 
 def check_text(text: str, limits: ModelLimits, name: str) -> None:
-    """Refuses a text before it is tokenized: empty, not encodable, or certainly too long."""
+    """Refuses a text that is empty, not encodable, or certainly too long, before it is tokenized."""
     if not text:
         raise InvalidArgumentError(name, "must not be empty")
     # Characters are at most four bytes each, so most texts need no second look.
@@ -110,7 +110,7 @@ def check_prompt(prompt_token_ids: Sequence[int], limits: ModelLimits, name: str
 
 
 def check_messages(num_messages: int, limits: ModelLimits, name: str) -> None:
-    """Refuses a conversation before it is rendered: none, or more messages than tokens of the context."""
+    """Refuses a conversation that is empty or has more messages than the context has tokens, before it is rendered."""
     if not num_messages:
         raise InvalidArgumentError(name, "must not be empty")
     most = min(MAX_MESSAGES, limits.max_model_len)

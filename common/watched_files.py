@@ -1,7 +1,8 @@
-"""What is made of files (certificates, keys), made anew when they change: no process restarts for a rotation.
+"""Values made from files (certificates, keys), and made anew when the files change, so that a rotation needs no
+restart.
 
-Kubernetes changes a mounted Secret by moving a link, other tools write in place; either way the files' status is
-another one, and asking for it costs microseconds. So nothing watches: whoever uses the value looks first.
+Kubernetes changes a mounted Secret by moving a link; other tools write in place. Either way the files' status changes,
+and asking for it costs microseconds. So nothing watches the files: each use of the value looks at their status first.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class WatchedFiles(Generic[ValueT]):
         return self.versioned()[0]
 
     def versioned(self) -> tuple[ValueT, int]:
-        """The value, and a number that is another one for each new value."""
+        """The value, and a number that differs for each new value."""
         with self._lock:
             signature = self._look()
             if signature != self._signature:

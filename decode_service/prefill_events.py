@@ -1,6 +1,6 @@
-"""What a prefill worker may say on one stream, and what it may not: it is another process, maybe of another version,
-maybe one that was taken over. Whatever breaks a rule ends the stream like any other failure, before the engine, which
-other requests share, has seen it.
+"""Checks what a prefill worker says on one stream. The worker is another process, maybe of another version, maybe taken
+over. An event that breaks a rule ends the stream like any other failure, before the engine, which other requests share,
+has seen it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from worker.announcements import MAX_PEER_BYTES, Announcements
 
 
 class PrefillEvents:
-    """Takes in the events of one stream, in order. Raises `TransferError` for what must not be."""
+    """Takes in the events of one stream, in order. Raises `TransferError` for an event that breaks a rule."""
 
     def __init__(self, *, first_block: int, num_blocks: int, vocab_size: int, num_lendable: int) -> None:
         """`num_lendable`: leading blocks that are lent to the worker if it asks."""

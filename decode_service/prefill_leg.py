@@ -1,20 +1,20 @@
-"""One request's way to a prefill worker and back: asks one, passes on what it announces, and lets it go.
+"""One request's way to a prefill worker and back: asks a worker, passes on what the worker announces, and releases it.
 
 A worker that fails before the first token is followed by the next in the list; when none is left, or the first token is
 known already, the engine computes the rest itself. However the request ends, the stream is released
 (`prefill_stream.py`).
 
-A worker that is late is not given up: the next one is asked beside it (a hedge), once for each request. The first of
-the two that gives a block or the token goes on, and the other is released. Nothing of the other was passed on, so the
-engine sees one worker at a time, and one first token.
+A worker that is late is not given up: the next one is asked beside it (a hedge), once for each request. The first
+worker to give a block or the token goes on, and the other one is released. Nothing that the other one said was passed
+on, so the engine sees one worker at a time, and one first token.
 
     asked ──> late? ──> another one asked, too ──> first to give ──> its blocks and its token
       │                                                  └──────────> the other: released
       └─ fails: the next one, if there is no other
 
-A worker may ask for blocks that are here and that it lacks: it is lent them until it has ended the stream, or, if the
-stream breaks off, for as long as it may take to notice. One request lends to one worker: another one that is asked
-after a failure, or beside it, computes what it lacks.
+A prefill worker may ask for blocks that it lacks and that are here. They are lent until the worker has ended the
+stream; if the stream breaks off, for as long as the worker may take to notice. One request lends to one worker: another
+worker, asked after a failure or as a hedge, computes what it lacks.
 """
 
 from __future__ import annotations
@@ -95,22 +95,22 @@ class PrefillLeg:
             self._giver.send(prefill_pb2.PrefillRequest(received=received))
 
     def lend(self, published: m.BlocksPublished) -> None:
-        """Tells the worker that asked for them of blocks that are readable here, or never will be."""
+        """Tells the worker that borrows which blocks are readable here, and which never will be."""
         if self._borrower is not None and not self._borrower.is_released:
             self._num_lent += len(published.blocks)
             self._borrower.send(prefill_pb2.PrefillRequest(lent=convert.blocks_ready(published)))
 
     def finish(self) -> None:
-        """Nothing more is needed: releases the blocks and half-closes the stream, which ends the lease.
+        """Call when nothing more is needed. Releases the blocks and half-closes the stream, which ends the lease.
 
-        By now the engine reads none of them, or has been told that nobody waits for them.
+        By then the engine must read none of the blocks, or know that nobody waits for them.
         """
         self._is_finished = True
         for stream in self._asked:
             stream.release()
 
     async def end(self) -> None:
-        """After `finish`: returns once each stream has ended. Cancels those for which that takes too long."""
+        """Call after `finish`. Returns once each stream has ended; cancels a stream that takes too long."""
         if self._task is None:
             return
         done, _ = await asyncio.wait((self._task,), timeout=END_WAIT_S)
@@ -123,7 +123,7 @@ class PrefillLeg:
     # ------------------------------------------------------------------------------------------ internals
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """A leg that ends by a defect leaves nobody waiting: the engine computes the rest."""
+        """If the leg ends by a defect, the engine is told to compute the rest, so that nobody waits for ever."""
         if task.cancelling():
             return
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
@@ -152,7 +152,7 @@ class PrefillLeg:
         self._stream.send(m.RemotePrefillFailed(self._stream.engine_id, reason))
 
     async def _ask_next(self, addresses: deque[str], first_block: int, deadline: float | None) -> None:
-        """Asks the first of `addresses`, and the one after it if that one is late. Returns when both are done with."""
+        """Asks the first of `addresses`, and the next one too if the first is late. Returns when both have ended."""
         self._giver = None
         first_block = self._first_missing(first_block)
         self._open(addresses.popleft(), first_block, deadline)
@@ -176,7 +176,7 @@ class PrefillLeg:
         return is_allowed
 
     def _close(self, stream: PrefillStream, deadline: float | None) -> None:
-        """What the end of a stream means; raises what is a defect of ours."""
+        """Acts on the end of a stream. Raises an error that is a defect of this process."""
         try:
             stream.task.result()
             if self._is_finished:
@@ -230,7 +230,7 @@ class PrefillLeg:
             vocab_size=ready.vocab_size,
             num_lendable=num_lendable,
         )
-        # A request whose deadline passes is ended by its own call. This later deadline is for the case that it is not.
+        # A request whose deadline passes is normally ended by its own call. This later deadline is a fallback.
         timeout = None if deadline is None else max(deadline - asyncio.get_running_loop().time(), 0.0) + END_WAIT_S
         start = self._start(first_block, ready.peer if num_lendable else b"")
         stream = PrefillStream(self._worker, address, start, events, self._take_in, timeout)
@@ -239,7 +239,8 @@ class PrefillLeg:
         return stream
 
     def _end_loan(self, stream: PrefillStream) -> None:
-        """A worker that ended the stream itself believes nothing that arrives after that."""
+        """Ends the loan: at once if the worker ended the stream itself, since it then ignores what arrives later; else
+        after the time in which a worker notices a broken stream."""
         if self._borrower is stream:
             is_ended = not stream.task.cancelled() and stream.task.exception() is None
             self._stream.end_loan(0.0 if is_ended else lease_grace_s(self._worker.settings))
@@ -275,7 +276,7 @@ class PrefillLeg:
                 self._take_in_first_token(stream, event.first_token)
 
     def _go_on_with(self, giver: PrefillStream) -> None:
-        """It gave something, so another one that was asked beside it is let go."""
+        """`stream` was the first to give something, so the other stream, if there is one, is released."""
         if self._giver is giver:
             return
         self._giver = giver

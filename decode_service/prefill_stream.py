@@ -1,7 +1,7 @@
 """One stream to one prefill worker, from its start to its end. The stream is the lease on what the worker announces.
 
-However the request ends, the stream says `release` and half-closes: one that just breaks off tells a prefill worker
-nothing of what is still being read, so it would keep the blocks for a while.
+However the request ends, this end sends `release` and half-closes. If the stream just broke off, the prefill worker
+could not know what is still being read, and would keep the blocks for a while.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ END_WAIT_S = 2.0  # for a prefill worker to end the stream; it does so at once
 
 
 class PrefillStream:
-    """`task` ends when the stream ends. It fails with `grpc.aio.AioRpcError` if the call failed, with `TransferError`
-    if the worker said what it must not. All is called from the same event loop."""
+    """`task` ends when the stream ends. It fails with `grpc.aio.AioRpcError` if the call failed, and with
+    `TransferError` if the worker broke a rule. Call all methods from the same event loop."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class PrefillStream:
         take_in: Callable[[PrefillStream, prefill_pb2.PrefillEvent], None],
         timeout: float | None,
     ) -> None:
-        """Opens it. `take_in` gets each event that comes before the release, and may raise `TransferError`. `timeout`:
-        seconds that all of it may take."""
+        """Opens the stream. `take_in` gets each event that comes before the release, and may raise `TransferError`.
+        `timeout`: seconds that the whole stream may take."""
         self.address = address
         self.events = events
         self.is_released = False
@@ -47,18 +47,18 @@ class PrefillStream:
         self.task = asyncio.create_task(self._run(timeout))
 
     def send(self, message: prefill_pb2.PrefillRequest) -> None:
-        """After the release, or the end, nobody reads it any more."""
+        """Sends a message. After the release or the end, nobody reads it."""
         self._outbox.put_nowait(message)
 
     def release(self) -> None:
-        """Nothing of it is read any more: its blocks are free, and the worker ends the stream."""
+        """Tells the worker that none of its blocks is read any more: they are free, and the worker ends the stream."""
         if not self.is_released:
             self.is_released = True
             self.send(prefill_pb2.PrefillRequest(release=prefill_pb2.ReleaseBlocks()))
             self._outbox.put_nowait(None)
 
     async def end(self) -> None:
-        """After `release`: returns once the stream has ended. Cancels it if that takes too long."""
+        """Call after `release`. Returns once the stream has ended; cancels it if that takes too long."""
         done, _ = await asyncio.wait((self.task,), timeout=END_WAIT_S)
         if not done:
             extra = {"request_id": self._request_id, "address": self.address}
@@ -81,7 +81,8 @@ class PrefillStream:
                 del self._take_in  # who takes in keeps this stream: the two would wait for the garbage collector
 
     async def _messages(self) -> AsyncIterator[prefill_pb2.PrefillRequest]:
-        """Until None. Releasing acknowledges the last blocks as well, so then they need no message."""
+        """Yields messages until None. The release also acknowledges the last blocks, so they need no message of their
+        own."""
         while (message := await self._outbox.get()) is not None:
             if not (self.is_released and message.HasField("received")):
                 yield message

@@ -2,8 +2,8 @@
 
 Each request is a task of its own, whether its router asked for it in a stream of many (`worker.many_calls`) or alone.
 
-With prefill workers named, the engine waits for their KV (`WAITING_FOR_REMOTE_KV`) while `PrefillLeg` keeps the
-stream that is the lease; without, or when none of them can, the engine computes the prompt itself.
+If the request names prefill workers, the engine waits for their KV (`WAITING_FOR_REMOTE_KV`) while `PrefillLeg` keeps
+the stream that is the lease. If it names none, or none of them can serve it, the engine computes the prompt itself.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class DecodeRun:
                 self._worker.finish_later(self._leg.end())
 
     async def _take_in(self, event: object) -> bool:
-        """Acts on one event; True if it was the last."""
+        """Acts on one event. Returns whether it was the last one."""
         match event:
             case m.RemotePrefillNeeded(_, first_block):
                 self._marks.queue_s = time.monotonic() - self._marks.start
@@ -207,7 +207,8 @@ class DecodeRun:
         await self._stream.deliver(self._caller.write(message))
 
     def _pass_on(self, event: m.TokensGenerated) -> bool:
-        """Most of an answer: tokens after the first two, of which there is nothing else to say."""
+        """Sends the event's tokens alone if nothing else has to be said of them, as with most events of an answer.
+        Returns whether it did."""
         is_begun = self._num_sends >= NUM_FIRST_SENDS and self._marks.second_token is not None
         if not is_begun or event.finish_reason is not None:
             return False
@@ -229,8 +230,8 @@ class DecodeRun:
             metrics.worker_handoff.observe(max(marks.kv_complete - marks.first_token, 0.0))
 
     def _is_news(self, event: m.TokensGenerated) -> bool:
-        """Whether the report differs from the last one sent. A router that ends an answer itself, at a stop string,
-        has to know by then; what became of drafts it knows as of some tokens ago."""
+        """Whether the report differs from the last one sent, so that this event has to bring it. A router that ends an
+        answer itself, at a stop string, has the report by then; its counts of drafts may be some tokens old."""
         self._num_sends += 1
         is_due = self._num_sends <= NUM_FIRST_SENDS or self._is_told_of_drafts(event, self._num_sends)
         return is_due or event.finish_reason is not None
@@ -239,7 +240,7 @@ class DecodeRun:
         return event.num_drafted_tokens > 0 and num_sends % DRAFTS_TOLD_EVERY == 0
 
     def _completed(self, event: m.TokensGenerated) -> types_pb2.RequestReport:
-        """The report with everything that is known by now."""
+        """Returns the report with everything that is known by now."""
         marks, report, timings = self._marks, self._report, self._report.timings
         first = marks.first_token or marks.start  # resumed requests that finish at once have no token of their own
         kv_complete = max(marks.kv_complete or first, first)

@@ -23,8 +23,8 @@ from engine.logit_changes import LogitChanges
 class SampleInput:
     """Asks for one token after the sequence's last new token.
 
-    The draw depends on `params.seed` and `num_output_tokens` only (and on the logits), never on the batch, the worker
-    or the past, so that a request continues with the same tokens anywhere.
+    The draw depends only on `params.seed`, `num_output_tokens` and the logits, never on the batch or the worker, so
+    that a request continues with the same tokens anywhere.
     """
 
     params: SamplingParams
@@ -42,7 +42,7 @@ class Pooled:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ScoreInput:
-    """Asks for the logprobs of tokens that are known: of each, given all tokens before it."""
+    """Asks for the logprob of each of `token_ids`, given all tokens before it."""
 
     start: int  # index among the new tokens of the one that comes before the first of `token_ids`
     token_ids: list[int]

@@ -1,4 +1,5 @@
-"""What callers ask of this worker's caches, by names of blocks: each tier does its part, and one event tells of all."""
+"""Carries out hints about this worker's caches, by names of blocks: each tier does its part, and one event reports all
+parts."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class CacheHints:
         self._emit(m.CacheHinted(call_id=hint.call_id, num_device_blocks=num_device, num_host_blocks=num_host))
 
     def report(self, now: float) -> None:
-        """Answers evictions that the store has carried out, or not in time."""
+        """Answers evictions that the store has carried out, or that took it too long."""
         waiting = []
         for one in self._evicting:
             num_stored, failure = one.stored.num_blocks, one.stored.failure

@@ -48,8 +48,9 @@ class EngineCore:
         drafter: Drafter | None = None,
     ) -> None:
         """`connector` hands over what a prefill computes. `store` keeps what any worker computed; if it is None and
-        `connector` is a store, that is the store. `read_commands` calls `handle` with what has come until now. Without
-        `compile_grammar`, guided requests are refused. `drafter` guesses tokens ahead; None: what `settings` name."""
+        `connector` is a store, that is the store. `read_commands` calls `handle` with the commands that have come until
+        now. Without `compile_grammar`, guided requests are refused. `drafter` guesses tokens ahead; if it is None and
+        `settings.speculation` is "ngram", an n-gram drafter does."""
         store = store or (connector if connector.is_store else NoStore())
         self._runner = runner
         self._connector = connector
@@ -129,7 +130,7 @@ class EngineCore:
         )
 
     def handle(self, command: m.Command) -> None:
-        """Takes one command in. Never raises for what a command asks."""
+        """Takes one command in. A command that cannot be carried out becomes an event; it raises nothing."""
         remote_kv = self.remote_kv
         match command:
             case m.AddRequest():
@@ -171,9 +172,8 @@ class EngineCore:
         self._take_back()
 
     def stood_still(self, seconds: float) -> None:
-        """This process did nothing for that long. A prefill worker may have given its blocks up meanwhile and have
-        overwritten them, and the front, which may have stood still too, may not know yet: what is being read counts as
-        lost."""
+        """This process was frozen for that long, so every block that is being read counts as lost: a prefill worker may
+        have reused its blocks meanwhile, and the front, which may have been frozen too, may not know yet."""
         self.remote_kv.room.all_leases_ended(f"the worker stood still for {seconds:.1f} s")
 
     def step(self) -> bool:
@@ -214,8 +214,8 @@ class EngineCore:
         return output
 
     def begin_remote(self) -> None:
-        """Admits newcomers whose prompt a prefill worker has to compute, so that it hears of them before the step under
-        way is done. For mid-step."""
+        """For mid-step: admits newcomers whose prompt a prefill worker has to compute, so that the worker hears of them
+        before this step is done."""
         self._admit_answered()
         if not self._has_newcomers:
             return
@@ -225,7 +225,8 @@ class EngineCore:
         self.remote_kv.start()
 
     def execute(self, output: SchedulerOutput, between_layers: Callable[[], None] | None = None) -> bool:
-        """Second half: computes the batch. Returns False if it is empty and only time or a message can help.
+        """Second half: computes the batch. Returns False if there was nothing to compute and the next step would find
+        nothing either, until time passes or a message comes.
 
         Commands may have come since `prepare` decided: what they released is not computed.
 
@@ -251,7 +252,7 @@ class EngineCore:
         return True
 
     def take_in_transfers(self) -> None:
-        """Takes in what transfers have brought. Safe at any time between two calls, also in mid-step."""
+        """Takes in the results of transfers. May be called at any time between two other calls, also in mid-step."""
         self.remote_kv.take_in(self._read_commands)
         self._take_back()
 
@@ -264,7 +265,8 @@ class EngineCore:
         return events
 
     def take_block_news(self) -> list[m.Event]:
-        """What became of findable blocks since the last call, as one event; none if nothing did."""
+        """Names of blocks that became findable or were lost since the last call, as one event; none if nothing
+        changed."""
         return [m.BlocksChanged(*self.blocks.news.take())] if self.blocks.news else []
 
     @property
@@ -293,13 +295,13 @@ class EngineCore:
     # ------------------------------------------------------------------------------------------ internals
 
     def _admit_answered(self) -> None:
-        """Requests that wait for nothing before the queue join it."""
+        """Adds requests to the queue once their grammar is compiled and the store has answered."""
         for request in self._intake.take_ready():
             self.scheduler.add(request)
             self._has_newcomers = True
 
     def _take_back(self) -> None:
-        """Requests that waited for KV go on."""
+        """Gives requests whose wait for KV is over back to the scheduler."""
         for request in self.remote_kv.take_settled():
             self.scheduler.take_back(request)
 

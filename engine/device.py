@@ -58,9 +58,9 @@ def choose_device(
     problem: Callable[[], str] = torch_problem,
     driver: Callable[[], bool] = has_driver,
 ) -> DeviceChoice:
-    """`asked` is --device. A device that was asked for is taken, and the reason says what auto would take instead, if
-    that differs: so a device that one process chose for all others keeps its reason. With cpu no device is looked for:
-    that would initialise CUDA."""
+    """`asked` is --device. If a device was asked for, it is taken, and the reason names auto's choice if that differs.
+    So a device that one process chose for all others keeps its reason. With cpu no device is looked for: that would
+    initialise CUDA."""
     if asked == "cpu":
         return DeviceChoice("cpu", "as set" if driver() else "there is no CUDA device")
     auto = _auto(num_devices, problem)

@@ -35,9 +35,9 @@ def resolve_dtype(asked: str, model_dir: Path, device: str, kernels: str = AUTO)
 
 
 def fast_dtypes(cpu: Cpu, kernels: Choice) -> frozenset[str]:
-    """Those that this CPU multiplies about as fast as float32 or faster. The kernels widen bfloat16 as they read it:
-    that is as fast as float32 with many tokens, and faster with few, where the bytes of the weights count. They have
-    nothing for float16, and are faster in float32, which holds it exactly, than torch in float16."""
+    """Dtypes that this CPU multiplies about as fast as float32, or faster. The kernels widen bfloat16 as they read it,
+    which is as fast as float32 with many tokens and faster with few tokens, when reading the weights takes most of the
+    time. They have no float16: float32 holds its values exactly, and is faster in the kernels than float16 in torch."""
     fast = {"float32"}
     if cpu.has_bf16 or kernels.instruction_set != TORCH:
         fast.add("bfloat16")
@@ -47,8 +47,8 @@ def fast_dtypes(cpu: Cpu, kernels: Choice) -> frozenset[str]:
 
 
 def choose_dtype(asked: str, *, checkpoint: str, device: str, cpu: Cpu, kernels: Choice) -> DtypeChoice:
-    """`asked` is --dtype and `device` is --device. A dtype that was asked for is taken, and the reason says what auto
-    would take instead, if that differs: so a dtype that one process chose for all others keeps its reason."""
+    """`asked` is --dtype and `device` is --device. If a dtype was asked for, it is taken, and the reason names auto's
+    choice if that differs. So a dtype that one process chose for all others keeps its reason."""
     auto = _auto(checkpoint, device, cpu, kernels)
     if asked in (AUTO, auto.dtype):
         return auto

@@ -30,10 +30,10 @@ _NAMES = frozenset({DEFAULT_MODEL, f"huggingfacetb/{DEFAULT_MODEL}"})
 
 
 def ensure_model(model: str, cache_dir: str, report: Callable[[str], None]) -> Path:
-    """The directory of `model`: one on disk, checked, that of a GGUF file, of a model on a hub, or the embedded
-    model's, downloaded or converted first if need be.
+    """The directory of `model`, which names a directory (it is checked), a GGUF file, a model on a hub or the embedded
+    model. Downloads or converts the model first if need be.
 
-    `report` gets one line per stage of that, and nothing if there is none. Raises `StartupError`.
+    `report` gets one line for each stage of that. Raises `StartupError`.
     """
     target = find_model(model, cache_dir)
     if target is not None:
@@ -50,8 +50,8 @@ def ensure_model(model: str, cache_dir: str, report: Callable[[str], None]) -> P
 
 
 def find_model(model: str, cache_dir: str) -> Path | None:
-    """The directory of `model`, if it is on disk already: None for one that has to be downloaded, for the embedded one
-    or a GGUF file before they are converted. Raises `StartupError`."""
+    """The directory of `model` if it is on disk already. None if the model has to be downloaded, or converted from a
+    GGUF file. Raises `StartupError`."""
     path = Path(model).expanduser()
     models = Path(cache_dir).expanduser() / "models"
     if path.is_dir():

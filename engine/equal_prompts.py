@@ -1,8 +1,8 @@
-"""What prompts have in common is computed once, by whoever comes to it first. Pure.
+"""Computes blocks that several prompts have in common only once, for the first request that needs them. Pure.
 
 A newcomer waits in the queue, without blocks, while the next block that it lacks is being computed or fetched for
-another request. A running prompt is cut before a block that another one computes in the same step, and takes it over in
-the next. Neither costs time, since the block would not be there sooner.
+another request. A running prompt stops before a block that another request computes in the same step, and takes that
+block over in the next step. Neither costs time, since the block would not be there sooner.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class EqualPrompts:
         self._room = room
 
     def next_blocks(self, running: Iterable[Request]) -> Mapping[bytes, int]:
-        """Blocks that are nowhere yet, and that the next steps of running prompts complete: their index, by name."""
+        """Blocks that no cache holds yet and that the next steps of running prompts complete: index by name."""
         if not self._cache.is_enabled:
             return {}
         places = ((one, one.num_computed_tokens // self._block_size) for one in running if one.num_missing_tokens > 1)
@@ -30,10 +30,9 @@ class EqualPrompts:
         return {name: index for name, index in names.items() if name not in self._cache}
 
     def is_held_back(self, request: Request, next_blocks: Mapping[bytes, int]) -> bool:
-        """Whether the next block that the request lacks is being computed, or fetched, for another one.
+        """Whether the next block that the request lacks is being computed or fetched for another request.
 
-        Nobody waits for a request that does not go on: as soon as that one is preempted or ends, the first of those
-        held back computes the block.
+        If the other request is preempted or ends, the first request that was held back computes the block.
         """
         if request.status is RequestStatus.SWAPPED or request.mode is RequestMode.PREFILL:
             return False  # a prefill's blocks are announced as soon as each is there
@@ -48,7 +47,8 @@ class EqualPrompts:
         return any(index < len(names) and names[index] == name for name, index in next_blocks.items())
 
     def up_to_known(self, request: Request, num_new: int, names_of_step: Set[bytes]) -> int:
-        """`num_new`, cut before the first block that is here already or that another request computes in this step."""
+        """`num_new`, or fewer: up to the first block that is cached by now or that another request computes in this
+        step."""
         size = self._block_size
         start, last = request.num_computed_tokens, (request.num_tokens - 1) // size
         for index in range(start // size, min((start + num_new - 1) // size + 1, last)):
@@ -58,7 +58,7 @@ class EqualPrompts:
         return num_new
 
     def names(self, request: Request, num_new: int) -> Sequence[bytes]:
-        """Of the blocks that the request's next `num_new` tokens complete."""
+        """Names of the blocks that the request's next `num_new` tokens complete."""
         if num_new == 1 or not self._cache.is_enabled:
             return ()
         size, start = self._block_size, request.num_computed_tokens

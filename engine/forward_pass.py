@@ -1,4 +1,4 @@
-"""One step's forward pass: which rows the model computes, and what each request gets of their results."""
+"""One step's forward pass: the rows that the model computes, and the results that each request gets."""
 
 from __future__ import annotations
 
@@ -51,14 +51,15 @@ class ForwardPass:
         stop: Callable[[str], None],
         emit: Callable[[m.Event], None],
     ) -> None:
-        """`stop` is told of requests that compute no more, by their ids; `emit` takes their failures, and scores."""
+        """`stop` gets the id of each request that computes no more. `emit` takes failures, and scores of prompts."""
         self._runner = runner
         self._eos_token_ids = eos_token_ids
         self._stop = stop
         self._emit = emit
 
     def compute(self, output: SchedulerOutput, between_layers: Callable[[], None]) -> list[list[SampledToken]]:
-        """New tokens of each request of `output.num_tokens`, in their order. If the pass fails, all of them fail."""
+        """Computes the new tokens of each request of `output.num_tokens`, in order. If the pass fails, all these
+        requests fail."""
         strays = self._follow_grammars(output)
         sequences = [self._sequence(request, num_new) for request, num_new in output.num_tokens.items()]
         checks = {request: check_rows(request, draft, self._eos_token_ids) for request, draft in output.drafts.items()}
@@ -87,8 +88,8 @@ class ForwardPass:
         return tokens
 
     def _follow_grammars(self, output: SchedulerOutput) -> dict[Request, GuideError]:
-        """Guides take in the tokens that came. Returns requests whose tokens are not in their grammar, or are
-        too much for it, and why."""
+        """Lets guides take in the tokens that came. Returns the requests whose tokens their grammar does not allow or
+        cannot follow, and the reason for each."""
         strays = {}
         for request, num_new in output.num_tokens.items():
             if request.guide is not None and num_new == request.num_missing_tokens:
@@ -126,7 +127,7 @@ class ForwardPass:
         )
 
     def _take(self, request: Request, result: StepOutput) -> SampledToken | None:
-        """The token, if there is one; what else came is kept with the request or reported."""
+        """Returns the token if there is one. Keeps other results with the request, or reports them."""
         if not isinstance(result, Scored):
             return take_pooled(request, result)
         if request.status is RequestStatus.RUNNING:  # else it was aborted in mid-step
@@ -137,12 +138,12 @@ class ForwardPass:
         return result.token
 
     def _fail_stray(self, request: Request, error: GuideError) -> None:
-        """As the request's own fault, which no other worker is asked about: it would fail there, too."""
+        """Fails the request as its own fault, so that no other worker is asked: the request would fail there, too."""
         log.warning("an answer left its grammar", extra={"request_id": request.request_id, "reason": str(error)})
         self._fail(request, "INVALID_ARGUMENT", str(error), "sampling_params.guided")
 
     def _end_without_token(self, request: Request) -> None:
-        """What it asks for leaves no token."""
+        """Fails the request because its parameters allow no token."""
         guide, params = request.guide, request.sampling_params
         field, reason = "sampling_params", "they ban every token"
         if guide is not None or params.allowed_token_ids:

@@ -1,4 +1,4 @@
-"""Grammars of guided requests: compiled on threads of their own, kept for the next request with the same one.
+"""Grammars of guided requests: compiled on threads of their own, and kept for the next request with the same grammar.
 
 A request waits here as WAITING_FOR_GRAMMAR, before it waits for anything else. What a grammar may cost is bounded: its
 size (`common.guided`), the compiler's work (llguidance's limits: fuel, states, items), the time a request waits
@@ -69,7 +69,8 @@ class GrammarCompiler:
             if self._failure:
                 raise ValueError(self._failure)
             if self._tokenizer is None:
-                # A model that guided text cannot be had from. Its requests fail like those with a bad grammar.
+                # This model cannot generate guided text: without an end token no grammar can end. Guided requests fail
+                # as with a bad grammar.
                 if not self._eos_token_ids:
                     raise ValueError("cannot be used: this model names no token that ends an answer")
                 if not self._tokenizer_file.is_file():
@@ -128,7 +129,7 @@ class Grammars:
         return sum(request.num_prompt_tokens for request in waiting)
 
     def start(self, request: Request, guided: Guided) -> None:
-        """The request is among `take_answered` once its grammar is there."""
+        """Begins to compile the request's grammar. `take_answered` returns the request once that is done."""
         request.status = RequestStatus.WAITING_FOR_GRAMMAR
         if (known := self._kept.get(guided)) is not None:
             self._kept.move_to_end(guided)
@@ -147,13 +148,13 @@ class Grammars:
             compiled.add_done_callback(lambda _: self._wake())
 
     def drop(self, request_id: str) -> None:
-        """The request has ended. Its grammar is compiled to its end, for the next one."""
+        """The request has ended. Its grammar is still compiled to its end, for later requests."""
         for pending in self._pending.values():
             pending.requests.pop(request_id, None)
         self._answered = [one for one in self._answered if one.request.request_id != request_id]
 
     def take_answered(self) -> list[Answered]:
-        """Requests that wait no more, since the last call."""
+        """Requests whose wait has ended since the last call."""
         now = self._clock()
         for guided, pending in list(self._pending.items()):
             if pending.compiled.done():

@@ -26,7 +26,7 @@ class Guide:
         self._next_forced = 0
 
     def fork(self) -> Guide:
-        """Another answer's, that is where this one is now."""
+        """A guide for another answer, in the same place of the grammar."""
         guide = Guide(self.matcher.deep_copy(), self.tokenizer)
         guide._num_seen = self._num_seen
         guide._forced, guide._next_forced = self._forced, self._next_forced
@@ -44,15 +44,16 @@ class Guide:
             self._forced, self._next_forced = (), 0
 
     def allows(self, token_id: int) -> bool:
-        """Whether the mask surely leaves this token; a mask takes longer. False if only the mask can tell:
-        it may leave an end token then."""
+        """Whether the grammar allows this token, without the cost of a mask. False may be wrong for an end token: only
+        the mask tells."""
         forced = self.forced()
         if self.matcher.is_error():
             return False
         return self._takes(token_id) if forced is None else forced == token_id
 
     def forced(self) -> int | None:
-        """The only token that may come, if a text has to come now. Shorter ones would be in the grammar, too."""
+        """The token that comes next if the grammar leaves only one text. (Shorter tokens of the same text would be in
+        the grammar, too.)"""
         if self._next_forced == len(self._forced):
             self._forced, self._next_forced = tuple(self.matcher.compute_ff_tokens()), 0
             if not self._forced:
@@ -60,7 +61,7 @@ class Guide:
         token = self._forced[self._next_forced]
         if self._takes(token):
             return token
-        # The text spells a special token, which is none: it is written by the tokens of plain text.
+        # The text spells a special token but is plain text, so plain tokens have to write it.
         plain = self.tokenizer.greedy_tokenize(self.tokenizer.decode_bytes([token]).decode(errors="ignore"))
         if not plain or not self._takes(plain[0]):
             return None

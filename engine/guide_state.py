@@ -9,8 +9,9 @@ from typing import Protocol
 class GuideError(Exception):
     """The answer cannot go on in its grammar; the reason is one line.
 
-    So it would be on every worker: a guide follows from the grammar and the tokens alone. The grammar may be too much
-    to follow, or may not take what its own mask allowed; what the matcher says does not tell one from the other.
+    Every worker would come to the same end, since a guide depends on the grammar and the tokens alone. Either the
+    grammar takes too much work to follow, or it refuses a token that its own mask allowed; the matcher's message does
+    not tell which.
     """
 
 
@@ -19,7 +20,7 @@ class GuideState(Protocol):
     elsewhere replays them there."""
 
     def fork(self) -> GuideState:
-        """Another one, that is where this one is now."""
+        """Another guide in the same place of the grammar."""
 
     def follow(self, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """Takes in the output tokens that came since the last call. `token_ids`: prompt, then output.
@@ -29,4 +30,4 @@ class GuideState(Protocol):
 
     @property
     def failure(self) -> str:
-        """Why no token may come; empty if one may. Known after its mask was made."""
+        """Why no token is allowed; empty if one is. Known once the mask was made."""

@@ -101,7 +101,7 @@ class Intake:
             self._grammars.drop(request_id)
 
     def take_ready(self) -> list[Request]:
-        """Those that wait for nothing more, since the last call."""
+        """Requests whose wait has ended since the last call: their grammar is compiled, and the store has answered."""
         for answered in self._grammars.take_answered() if self._grammars is not None else ():
             if not answered.failure:
                 self._lookups.start(answered.request)

@@ -16,8 +16,8 @@ MAX_AGE_S = 1.0  # of a result that is told again
 def problems(
     requests: Mapping[str, Request], queued: Sequence[Request], room: WaitingRoom, blocks: BlockManager
 ) -> list[str]:
-    """What is wrong; empty if every block is free, cached or owned by a live request. `queued`: requests that wait or
-    run, in each of the places where they stand."""
+    """What is wrong; empty if every block is free, cached or owned by a live request. `queued`: the waiting or running
+    requests of each queue."""
     found = blocks.check_integrity(requests.values())
     num_queued = Counter(map(id, queued))
     for request in requests.values():
@@ -32,8 +32,8 @@ def problems(
 
 
 class IntegrityReport:
-    """A check takes time in proportion to blocks and requests, and anybody may ask. So nobody's question checks again
-    until the last check took only `CHECK_SHARE` of the time since."""
+    """A check takes time in proportion to blocks and requests, and anybody may ask for it. So the last result is told
+    again until the check took no more than `CHECK_SHARE` of the time since then."""
 
     def __init__(self, check: Callable[[], list[str]], clock: Callable[[], float]) -> None:
         self._check = check

@@ -21,17 +21,17 @@ LinearKernel = Callable[[torch.Tensor], torch.Tensor]
 
 
 class MatrixPlace(Protocol):
-    """Where a matrix of a checkpoint goes, which may come quantised, or be packed as it is read."""
+    """The place that a matrix of a checkpoint goes to. The matrix may be quantised, and may be packed as it is read."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
 
     def plain(self) -> torch.Tensor:
-        """Memory to be filled with a matrix that is not quantised, or will not stay so."""
+        """Memory to be filled with a matrix that is not quantised, or is widened."""
 
     def pack(self, tensor: torch.Tensor, kernels: Kernels) -> bool:
-        """Packs a plain matrix for the kernels, in place of filling `plain`. False, and nothing done, if `finish` needs
-        it plain. If one matrix of a checkpoint is given so, all are."""
+        """Packs a plain matrix for the kernels instead of filling `plain`. Returns False and does nothing if `finish`
+        needs the plain matrix. A checkpoint packs either all its matrices so, or none."""
 
     def take(self, tensor: QuantizedTensor, kernels: Kernels) -> None:
         """Keeps a quantised matrix as it is, packed for the kernels. In place of filling `plain`."""
@@ -68,7 +68,7 @@ class Linear:
 
     @classmethod
     def packed_as(cls, packed: PackedLinear) -> Linear:
-        """A layer that multiplies by what another one, or an embedding, has packed."""
+        """A layer that shares the packed weight of another layer or of an embedding."""
         linear = cls(0, 0, bias=False, dtype=torch.float32, device=torch.device("cpu"))
         linear.weight, linear.packed = None, packed
         return linear
@@ -185,7 +185,7 @@ def pack_rows(packed: PackedLinear, start: int, tensor: torch.Tensor, dtype: tor
 
 
 def _torch_from_rows(weight: torch.Tensor, kernels: Kernels) -> int | None:
-    """From so many rows of x on torch's library multiplies faster, if ever. None for weights that are quantised."""
+    """The number of rows of x from which on torch's library multiplies faster; None for quantised weights."""
     if kernels.quantization != "none" or (weight.dtype == torch.bfloat16 and not _is_onednn_fast(weight)):
         return None
     return kernels.table.torch_from(str(weight.dtype).removeprefix("torch."), weight.numel())

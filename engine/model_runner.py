@@ -43,7 +43,7 @@ _CUDA_RESERVE_BYTES = 1 << 30  # the same on a device, kernels' workspaces inclu
 
 
 def _nothing() -> None:
-    """What happens between layers if nobody asks for anything."""
+    """Default of `between_layers`."""
 
 
 class ModelRunner:
@@ -147,8 +147,8 @@ class ModelRunner:
         return result
 
     def warm_up(self) -> None:
-        """Pays for what happens once (kernels chosen, workspaces allocated) before the first request has to: a prompt,
-        a token after it, and a token after the longest context."""
+        """Computes a prompt, a token after it and a token after the longest context, so that no request waits for what
+        happens once: choosing kernels, allocating workspaces."""
         num_tokens = min(WARM_UP_TOKENS, self.num_blocks * self.spec.block_size - 1, self.max_model_len - 1)
         blocks = list(range(-(-(num_tokens + 1) // self.spec.block_size)))
         longest = [0] * -(-self.max_model_len // self.spec.block_size)
@@ -350,7 +350,8 @@ def _max_model_len(files: ModelFiles, settings: EngineSettings) -> int:
 
 
 def _fit_max_model_len(max_model_len: int, num_blocks: int, settings: EngineSettings) -> int:
-    """A request of the full length has to fit into the cache alone, or it could never finish."""
+    """Limits the context so that one request of the full length fits into the cache: otherwise it could never
+    finish."""
     capacity = num_blocks * settings.block_size
     if capacity >= max_model_len:
         return max_model_len

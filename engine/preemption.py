@@ -1,4 +1,4 @@
-"""Who gives its blocks back if they run out. Pure."""
+"""Which request gives its blocks back if blocks run out. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from engine.request import Request
 def victim(
     needy: Request, running: Sequence[Request], in_step: Container[Request], policy: Literal["fcfs", "priority"]
 ) -> Request | None:
-    """The request that gives its blocks back for `needy`: the last admitted of those that are not in this step already;
-    by priority, the one that would be the last in the queue. `needy` itself if there is no other.
+    """The request that gives its blocks back for `needy`: of those that are not in this step already, the one admitted
+    last or, by priority, the one that would be last in the queue. `needy` itself if there is no other.
 
     A prefill is never preempted: its decode worker may be reading its blocks, and it needs no more of them.
     """

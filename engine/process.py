@@ -82,7 +82,7 @@ def main() -> int:
     setup_logging(bootstrap.name, level=settings.log_level, log_format=settings.log_format)
     is_pinned = _pin(settings.cpu_cores)
     _die_with_parent()
-    end_with_threads()  # a connector's that is gone would leave its transfers for ever under way
+    end_with_threads()  # without a connector's thread its transfers would never end
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.set(zmq.LINGER, 1000)
@@ -163,14 +163,14 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
 
 
 class _Commands:
-    """What the front says. Who reads also learns whether this process was frozen meanwhile."""
+    """Reads the front's commands, and notices if this process was frozen meanwhile."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._last_read = time.monotonic()
 
     def hand_to(self, core: EngineCore) -> None:
-        """All that has come."""
+        """Hands all commands that have come to `core`."""
         now = time.monotonic()
         stood_still_s, self._last_read = now - self._last_read, now
         while self._socket.poll(0):
@@ -182,8 +182,8 @@ class _Commands:
 
 
 class _Loop:
-    """Commands in, one step, events out. In mid-step messages pass too, so that a chunk of a long prompt delays
-    neither the announcement of the chunk before it, nor the fetches of other requests, nor a prefill worker's start."""
+    """Commands in, one step, events out. Messages also pass in mid-step, so that a chunk of a long prompt delays
+    neither the announcement of the chunk before it, nor other requests' fetches, nor a prefill worker's start."""
 
     def __init__(self, core: EngineCore, commands: _Commands, socket: zmq.Socket[bytes], wakeup: Wakeup) -> None:
         self._core = core
@@ -271,14 +271,15 @@ class _MetricsReporter:
 
 
 def _die_with_parent() -> None:
-    """Linux kills this process when its parent ends: one that was stopped could not see standard input close."""
+    """Has Linux kill this process when its parent ends. A stopped process would not see standard input close."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _exit_with_parent() -> None:
-    """The parent holds the other end of standard input and never writes again; it closes when the parent ends."""
+    """Ends this process when standard input closes, which happens when the parent ends: the parent holds the other end
+    and never writes again."""
     sys.stdin.read()
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""How far a long piece of loading is: a bar on a terminal, else a log line now and then."""
+"""Progress of a long load: a bar on a terminal, else a log line now and then."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def _scores(logprobs: torch.Tensor, token_ids: Sequence[int], num_top: int) -> I
 
 
 def next_scores(request: Request, num_new: int) -> ScoreInput | None:
-    """What a step that computes `num_new` tokens of a request is to score: tokens of the prompt that it has not scored
-    yet. A preempted request computes some again."""
+    """The tokens of the prompt that a step with `num_new` tokens of the request has to score: those without a score
+    yet. A preempted request computes scored tokens again."""
     num_top = request.sampling_params.prompt_logprobs
     if num_top is None or not request.num_unscored_tokens:
         return None

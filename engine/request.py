@@ -82,8 +82,8 @@ class Request:
 
     @property
     def queue_time(self) -> float:
-        """When it would have come if it had no priority. It never changes, so whoever waits is overtaken by no request
-        that comes long after it: nobody starves."""
+        """Arrival time, moved by the priority. It never changes, so a waiting request is not overtaken by requests that
+        come long after it, and none starves."""
         return self.arrival_time + PRIORITY_S * self.priority
 
     @property

@@ -37,7 +37,7 @@ class SchedulerOutput:
     names: set[bytes] = field(default_factory=set)  # of the full blocks that are computed in this step
 
     def drop_ended(self) -> bool:
-        """Leaves out requests that were released since they were scheduled. Whether there were any."""
+        """Leaves out requests that were released since they were scheduled. Returns whether there were any."""
         ended = [request for request in self.num_tokens if request.status is not RequestStatus.RUNNING]
         for request in ended:
             del self.num_tokens[request]
@@ -45,7 +45,7 @@ class SchedulerOutput:
         return bool(ended)
 
     def written_blocks(self, block_size: int) -> list[int]:
-        """Where the KV of this step's tokens goes."""
+        """The blocks that the KV of this step's tokens goes to."""
         return [
             request.block_ids[index]
             for request, num_new in self.num_tokens.items()

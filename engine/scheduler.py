@@ -47,20 +47,21 @@ class Scheduler:
         self._waiting.add(request)
 
     def take_back(self, request: Request) -> None:
-        """A request that was parked goes on with the KV that came, or starts again."""
+        """Takes a parked request back: it goes on with the KV that came, or starts again."""
         if request.status is RequestStatus.WAITING:
             self._waiting.put_first(request)
         else:
             self._running.append(request)
 
     def release(self, request_id: str) -> None:
-        """Ends a request in whatever state, a lease included. Blocks that a transfer holds are free after it."""
+        """Ends a request in any state, also a leased one. Blocks that a transfer holds become free when the transfer
+        ends."""
         if (request := self.requests.get(request_id)) is not None:
             self._finish(request, RequestStatus.FINISHED_ABORTED)
 
     def stop(self, request_id: str) -> None:
-        """Computes no more of a request. If its decode worker may be reading blocks of it, it is leased until it is
-        released; if none was published, it has ended."""
+        """Computes no more of a request. If blocks of it were published, its decode worker may be reading them, so it
+        is leased until `release`; else it has ended."""
         if (request := self.requests.get(request_id)) is None:
             return
         if not request.num_published_blocks:
@@ -100,7 +101,7 @@ class Scheduler:
 
     @property
     def decodes(self) -> list[Request]:
-        """Requests whose next token needs no more than the KV of their last one."""
+        """Requests that lack no more KV than that of their last token."""
         return [one for one in self._running if one.num_missing_tokens == 1 and one.num_output_tokens]
 
     # ------------------------------------------------------------------------------------------- schedule
@@ -182,7 +183,7 @@ class Scheduler:
         return output
 
     def _admit(self, budget: int, output: SchedulerOutput, now: float) -> None:
-        """Takes requests from the queue while there is room, in its order; the first that does not fit stops it."""
+        """Admits requests in the order of the queue, up to the first one that does not fit."""
         while (request := self._first_waiting()) is not None:
             num_tokens = self._admit_one(request, budget, output, now)
             if num_tokens is None:
@@ -258,7 +259,7 @@ class Scheduler:
         return result
 
     def _computed(self, request: Request, num_new: int, result: StepResult) -> None:
-        """KV of the request's next `num_new` tokens is there."""
+        """Notes that the KV of the request's next `num_new` tokens is computed."""
         request.num_computed_tokens += num_new
         self.blocks.name_computed(request)
         result.publishes += self._publish(request)
@@ -277,7 +278,7 @@ class Scheduler:
         return NewToken(request, token, reason)
 
     def _offer(self, request: Request) -> None:
-        """What a request computed goes to the store, unless its handoff has brought it there."""
+        """Queues what a request computed to be written to the store, unless its handoff has brought it there."""
         if request.mode is not RequestMode.PREFILL or not self.config.handoff_is_store:
             self.blocks.write_back.offer(request)
 

@@ -1,7 +1,7 @@
 """Requests that wait for a place, in the order in which they get one. Pure.
 
-Who lost its place stands at the head. By priority, a newcomer goes before those that would have come later
-(`Request.queue_time`), but not before one that had begun.
+A preempted request goes to the head. A newcomer goes before requests with a later `Request.queue_time`, but not before
+one that had begun.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class WaitingQueue:
         self._requests.remove(request)
 
     def first(self, running: Sequence[Request], num_places: int) -> Request | None:
-        """The first that may be admitted; None if there is no place for one. Those that are held back keep theirs:
-        nobody who came later takes it."""
+        """The first request that may be admitted; None if there is no place for one. Requests that are held back keep
+        their places: no later request takes them."""
         self._num_held_back = 0
         next_blocks = self._equal_prompts.next_blocks(running) if self._requests else {}
         for request in self._requests:

@@ -164,8 +164,8 @@ def _safetensors(files: ModelFiles) -> Iterator[CheckpointTensor]:
 
 
 class _ReadAhead:
-    """Has the system read a file while what came before is packed: it looks ahead by little itself, and only while
-    somebody waits."""
+    """Has the system read a file ahead while earlier tensors are packed: by itself the system reads little ahead, and
+    only while a read waits."""
 
     def __init__(self, file: Path) -> None:
         self._stream = file.open("rb", buffering=0)
@@ -173,7 +173,7 @@ class _ReadAhead:
         self._asked = 0
 
     def ask(self, end: int) -> None:
-        """For all up to byte `end` that was not asked for yet."""
+        """Asks for all bytes before `end` that were not asked for yet."""
         while hasattr(os, "posix_fadvise") and self._asked < min(end, self._size):
             with suppress(OSError):  # a file system may not take advice
                 os.posix_fadvise(self._stream.fileno(), self._asked, _ASKED_BYTES, os.POSIX_FADV_WILLNEED)

@@ -1,10 +1,10 @@
 """Which KV blocks a request has. Pure bookkeeping: no tensor, no clock.
 
-`free` returns a request's blocks last one first, so that of equally old blocks the one furthest from the root goes
-first, also of a request that gave up the first ones while it ran.
+`free` returns a request's blocks in reverse order, so that the end of a prefix is evicted before its beginning, also if
+the request gave up its first blocks while it ran.
 
-Rooms beside it know the rest: `BlockPool` in which state each block is and who owns it, `Tiers` where the content of a
-name is, `NamedBlocks` what is asked for by name, and for no request.
+Classes beside it know the rest: `BlockPool` knows each block's state and owners, `Tiers` which tier holds the content
+of a name, and `NamedBlocks` answers what is asked by name and for no request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.request import Request, block_table
 
 
 class BlockManager:
-    """Allocates, shares and frees the blocks of requests. Others come to the rooms beside it through here."""
+    """Allocates, shares and frees the blocks of requests. `pool`, `tiers` and `named` are used through it."""
 
     def __init__(
         self,
@@ -109,13 +109,13 @@ class BlockManager:
         request.num_named_blocks = num_full
 
     def name_arrived(self, request: Request, index: int) -> None:
-        """Makes a full block that was fetched findable, whatever is missing before it."""
+        """Makes a fetched full block findable, even if blocks before it are missing."""
         name = request.block_hashes[index]
         self.tiers.put(request.block_ids[index], name)
         self.write_back.mark_stored([name])  # the worker that computed it writes it to the store
 
     def adopt(self, request: Request, index: int) -> bool:
-        """Gives the request the block of that name in place `index` and takes its own away. False if none is here."""
+        """Replaces the request's block `index` by a cached block of the same name. False if the device has none."""
         found = self.cache.find(request.block_hashes[index])
         if found is None:
             return False
@@ -124,7 +124,8 @@ class BlockManager:
         return True
 
     def adopt_computed(self, request: Request) -> None:
-        """Skips blocks that are here by now, computed by another request, or fetched out of order. Names them all."""
+        """Takes over blocks that another request has computed by now, or that were fetched out of order, so that they
+        are not computed again. Names them all."""
         size = self.block_size
         self.cache.name_full_blocks(request)
         if request.num_computed_tokens % size:
@@ -135,13 +136,13 @@ class BlockManager:
         request.num_computed_tokens = index * size
 
     def take_over(self, request: Request, index: int, block_id: int) -> None:
-        """Puts a block that others own, or that is cached, in the place of the request's own."""
+        """Replaces the request's own block by one that others own or that is cached."""
         self.pool.share(block_id)
         self.pool.drop(request.block_ids[index])
         request.block_ids[index] = block_id
 
     def replace(self, request: Request, index: int) -> None:
-        """Gives the request another block of its own in that place, with no content. One must be available."""
+        """Replaces the request's block in that place by an empty one. A block must be available."""
         self.pool.drop(request.block_ids[index])
         request.block_ids[index] = self.pool.take()
 
@@ -191,10 +192,12 @@ class BlockManager:
         request.host_block_ids = []
 
     def free_unseen(self, request: Request, first_seen: int) -> None:
-        """Gives up the request's blocks whose tokens all come before token `first_seen`, which no layer will see again.
+        """Gives up the request's blocks all of whose tokens lie before token `first_seen`: no layer will see them
+        again.
 
-        The table keeps its length: the oldest block that is still seen stands in the places of those that are gone, so
-        that it never names a block of another request. It may not be written then, so it has to be full.
+        The block table keeps its length. The oldest block that is still seen fills the places of those that are gone,
+        so that the table never names a block of another request. That block must be full, since it may not be written
+        any more.
         """
         stop = first_seen // self.block_size
         if stop <= request.num_unseen_blocks or stop >= request.num_computed_tokens // self.block_size:
@@ -215,7 +218,7 @@ class BlockManager:
         request.num_unseen_blocks = stop
 
     def swap_out(self, request: Request) -> bool:
-        """Moves a request to host memory. Returns False and changes nothing if that is full."""
+        """Moves a request to host memory. Returns False and changes nothing if host memory is full."""
         num_unseen = request.num_unseen_blocks
         host_blocks = self.host.swap_out(request.block_ids[num_unseen:])
         if host_blocks is None:

@@ -31,7 +31,7 @@ class KVBlock:
 
 
 class BlockPool:
-    """All blocks of one KV cache. `tiers` say which have a name, and hear of each that is evicted."""
+    """All blocks of one KV cache. `tiers` knows which blocks have a name, and is told of each that is evicted."""
 
     def __init__(self, num_blocks: int, tiers: Tiers) -> None:
         self._blocks = [KVBlock(block_id) for block_id in range(num_blocks)]
@@ -90,7 +90,7 @@ class BlockPool:
         return block_id
 
     def share(self, block_id: int, count: int = 1) -> None:
-        """One more refers to a block that is owned or cached, or one in `count` places."""
+        """Adds `count` references to a block that is owned or cached."""
         block = self._blocks[block_id]
         if block.ref_cnt == 0:
             if block_id not in self._cached:
@@ -99,7 +99,7 @@ class BlockPool:
         block.ref_cnt += count
 
     def drop(self, block_id: int, count: int = 1) -> None:
-        """One less refers to the block, or one from `count` places. When it was given up remains as it was."""
+        """Takes `count` references away. The time at which a request last gave the block up does not change."""
         block = self._blocks[block_id]
         if block.ref_cnt < count:
             raise ValueError(f"block {block_id} is freed twice")
@@ -111,12 +111,12 @@ class BlockPool:
                 self._empty.append(block_id)
 
     def give_back(self, block_id: int) -> None:
-        """Somebody who used the block does not need it any more."""
+        """Takes the reference of a request away, and notes that the block was given up now."""
         self.set_freed_at(block_id, self.count_frees())
         self.drop(block_id)
 
     def hold(self, block_ids: Iterable[int]) -> None:
-        """References of a transfer: the blocks stay owned until `unhold`, whatever becomes of their request."""
+        """Adds a transfer's references: the blocks stay owned until `unhold`, even if their request ends."""
         for block_id in block_ids:
             self.share(block_id)
             self._held[block_id] += 1

@@ -1,4 +1,4 @@
-"""Which cached block is evicted next. Pure."""
+"""The order in which cached blocks are evicted. Pure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EvictionOrder:
         self.num_retained -= is_retained
 
     def take_next(self) -> int:
-        """The next one, which is in the order no longer. There must be one."""
+        """Takes the next block out of the order. There must be one."""
         while True:
             key, block_id = heapq.heappop(self._heap)
             if self._keys.get(block_id) == key:

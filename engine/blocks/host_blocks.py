@@ -47,8 +47,8 @@ class HostBlocks:
             self._queue(name)
 
     def take(self, *, spare_retained: bool = False) -> tuple[int, bytes | None] | None:
-        """A block, owned by the caller, and the name that made room for it; None if all are owned, or else retained and
-        to be spared."""
+        """(a block that the caller owns now, the name that was evicted for it). None if every block is owned, or
+        retained and to be spared."""
         if self._empty:
             return self._empty.popleft(), None
         if self._first or (self._last and not spare_retained):

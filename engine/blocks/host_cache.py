@@ -40,8 +40,8 @@ def allocate_host_cache(settings: EngineSettings, spec: KVCacheSpec, device: tor
 
 
 def copy_blocks(copies: Iterable[HostCopy], device_cache: torch.Tensor, host_cache: torch.Tensor) -> None:
-    """Copies whole blocks, each after the one before it: a block may be left and filled again in one step. On a device
-    nothing waits here; whatever uses the blocks is queued behind the copies."""
+    """Copies whole blocks in the order given: one copy may read a block that a later copy fills. On CUDA this only
+    queues the copies, and device work that uses the blocks has to be queued after them."""
     for copy in copies:
         on_device, on_host = device_cache[copy.device_block], host_cache[copy.host_block]
         if copy.to_host:
@@ -51,7 +51,7 @@ def copy_blocks(copies: Iterable[HostCopy], device_cache: torch.Tensor, host_cac
 
 
 def _page_lock(cache: torch.Tensor) -> None:
-    """In place: an allocation with `pin_memory` takes the next power of two."""
+    """Page-locks existing memory: an allocation with `pin_memory` would round up to a power of two."""
     cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = cache.data_ptr()
     code = int(cuda.cudaHostRegister(address, cache.nbytes, 0))

@@ -66,8 +66,8 @@ class HostTier:
         return copies
 
     def demote(self, block_id: int, name: bytes) -> bool:
-        """Makes host memory hold an evicted block. Returns False if it has no room: what is retained makes
-        none for what is not."""
+        """Copies an evicted block to host memory. Returns False if there is no room: a retained block is not evicted
+        for one that is not retained."""
         if name in self.pool:
             self.pool.touch(name)
             return True
@@ -99,8 +99,8 @@ class HostTier:
         self._counts.promoted += len(names)
 
     def swap_out(self, block_ids: Sequence[int]) -> list[int] | None:
-        """Copies a request's blocks down. Returns the host blocks that hold them from now on; None, and nothing done,
-        if there are too few."""
+        """Copies a request's blocks down. Returns the host blocks that hold them from now on. Returns None and changes
+        nothing if there are too few."""
         if len(block_ids) > self.pool.num_available_blocks:
             return None
         host_blocks = []

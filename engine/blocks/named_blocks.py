@@ -1,4 +1,4 @@
-"""What is asked of blocks by their names, and for no request: hints of callers, prefetches, write-back. Pure.
+"""Operations on blocks by their names, for no request: callers' hints, prefetches, write-back. Pure.
 
 A lookup goes on from the device to host memory, block by block.
 """
@@ -21,7 +21,7 @@ class NamedBlocks:
     # ------------------------------------------------------------------------------------------------- counts
 
     def count_here(self, names: Sequence[bytes]) -> tuple[int, int]:
-        """Of the leading names that are here, how many are on the device, and how many only in host memory."""
+        """Of the leading names that are cached here: (how many the device has, how many only host memory has)."""
         here = self._here(names)
         num_device = sum(name in self._cache for name in here)
         return num_device, len(here) - num_device
@@ -53,8 +53,9 @@ class NamedBlocks:
             self._pool.give_back(self._cache[name])
 
     def load_for_write_back(self, group_tokens: int) -> None:
-        """Copies up a run of blocks that only host memory has and the store lacks, in the place of what would be
-        evicted next, and so queues it to be written. Only while no step is under way, since it takes blocks."""
+        """Copies up a run of blocks that only host memory has and the store lacks, in place of the blocks that would be
+        evicted next. The copies are then queued to be written. Only while no step is under way, since it takes
+        blocks."""
         names = self._tiers.write_back.next_below(group_tokens, self._pool.num_available_blocks)
         self.promote(names)
         for name in names:
@@ -63,14 +64,15 @@ class NamedBlocks:
             self._pool.drop(block_id)
 
     def keep_prefetched(self, block_id: int, name: bytes) -> None:
-        """A held block has its content now, from the store: it is cached, as if a request had just used it."""
+        """Names a held block whose content has come from the store, and caches it as if a request had just used it."""
         self._tiers.put(block_id, name)
         self._tiers.write_back.mark_stored([name])
         self._pool.set_freed_at(block_id, self._pool.count_frees())
         self._pool.unhold(block_id)
 
     def touch(self, names: Sequence[bytes]) -> None:
-        """As if a request had just used these, which are on the device."""
+        """Moves these blocks, which the device has, to the end of the order of eviction, as if a request had just used
+        them."""
         for name in reversed(names):
             block_id = self._cache[name]
             self._pool.share(block_id)
@@ -95,8 +97,8 @@ class NamedBlocks:
     # ---------------------------------------------------------------------------------------------- retention
 
     def retain(self, tenant: str, names: Sequence[bytes], seconds: float) -> None:
-        """Blocks of these names, a prompt's from its first one on, are evicted after all others for some time. What
-        comes after one that is not here is not retained."""
+        """Retains the blocks of these names, a prompt's from the first one on: they are evicted after all others for
+        `seconds`. Names after the first one that is not cached here are not retained."""
         here = self._here(names)
         changed, num_lost = self._tiers.retention.retain(tenant, here, seconds)
         self._tiers.counts.retained += len(here)
@@ -104,19 +106,19 @@ class NamedBlocks:
         self._reorder(changed)
 
     def end_retention(self, tenant: str, names: Sequence[bytes]) -> None:
-        """The tenant wants blocks of these names retained no longer."""
+        """Ends the tenant's retention of these names."""
         self._reorder(self._tiers.retention.release(tenant, names))
 
     def expire_retention(self, now: float) -> None:
         self._reorder(self._tiers.retention.expire(now))
 
     def _reorder(self, names: Iterable[bytes]) -> None:
-        """Whether these are retained has changed."""
+        """Updates the order of eviction after these names' retention has changed."""
         for name in names:
             if (block_id := self._cache.find(name)) is not None:
                 self._pool.reorder(block_id)
             self._tiers.host.pool.reorder(name)
 
     def _here(self, names: Iterable[bytes]) -> list[bytes]:
-        """The leading names that are here."""
+        """The leading names that are cached here."""
         return list(takewhile(self._tiers.__contains__, names))

@@ -1,4 +1,4 @@
-"""Names: which block of the device holds which content. Pure.
+"""The prefix cache of the device: which block holds the content of which name. Pure.
 
 A full block is named by the hash of its tokens and of all tokens before them (`common.block_hash`), so equal names mean
 equal bytes. Of several equal blocks one has the name. A block keeps its name until it is evicted.
@@ -38,7 +38,7 @@ class PrefixCache:
         return block_id in self._names
 
     def name_of(self, block_id: int) -> bytes:
-        """Of a block that has a name."""
+        """The name of a block that has one."""
         return self._names[block_id]
 
     def put(self, block_id: int, name: bytes) -> bool:
@@ -74,7 +74,7 @@ class PrefixCache:
         return self._hash_of(request, request.num_prompt_tokens // self._block_size, request.num_prompt_tokens)
 
     def name_in_prompt(self, request: Request, index: int) -> bytes:
-        """Name of block `index` of the prompt, full or the tail: what a prefill worker announces it as."""
+        """Name under which a prefill worker announces block `index` of the prompt, full or the tail."""
         if (index + 1) * self._block_size > request.num_prompt_tokens:
             return self.tail_hash(request)
         self.name_full_blocks(request)

@@ -1,9 +1,9 @@
-"""Which names are to outlive others for a time, because a tenant asked for it. Pure: time comes in as an argument.
+"""Names that tenants asked to have evicted after others for a time. Pure: time comes in as an argument.
 
-A retained block is evicted only if no other block is left: retention orders eviction, and no more. So it holds up no
-request, and none is preempted for it. What a tenant may have retained is bounded, and so is what all of them may;
-beyond that whatever was retained the longest ago gives way: within a tenant, and between tenants from the one that has
-the most. Of one prompt the end gives way before the beginning, which is useful alone.
+A retained block is evicted only if no other block is left: retention orders eviction, and no more. So retention delays
+no request and preempts none. Each tenant may retain a bounded number of names, and so may all tenants together. Beyond
+a tenant's bound its oldest retained names give way; beyond the common bound, those of the tenant that has the most. The
+end of a prompt gives way before its beginning, which is useful without the end.
 
 Names are only known here while a block of this worker has them.
 """
@@ -65,7 +65,7 @@ class Retention:
         return changed, num_lost
 
     def release(self, tenant: str, names: Sequence[bytes]) -> list[bytes]:
-        """The tenant wants these retained no longer. Returns those that no other tenant wants retained."""
+        """Ends the tenant's retention of these names. Returns those that no other tenant retains."""
         ended = [name for name in names if name in self._tenants.get(tenant, ())]
         for name in ended:
             self._drop(tenant, name)
@@ -84,7 +84,7 @@ class Retention:
         return over
 
     def forget(self, name: bytes) -> bool:
-        """No block of this worker has the name any more. Returns whether it was retained."""
+        """Forgets a name that no block of this worker has any more. Returns whether it was retained."""
         tenants = list(self._holders.get(name, ()))
         for tenant in tenants:
             self._drop(tenant, name)

@@ -1,7 +1,7 @@
-"""Where the content of a name is: on the device, in host memory, on both, or gone. Pure.
+"""Which tier holds the content of a name: the device, host memory, both, or neither. Pure.
 
-Rooms that have to know are told here what becomes of a name: `WriteBack`, what the store still lacks; `BlockNews`, what
-routers have not heard yet; `Retention`, which names are evicted last.
+It tells other classes of each change: `WriteBack` knows what the store still lacks, `BlockNews` what routers have not
+heard yet, `Retention` which names are evicted last.
 """
 
 from __future__ import annotations
@@ -59,13 +59,14 @@ class Tiers:
     # ------------------------------------------------------------------------------------- what became of it
 
     def put(self, block_id: int, name: bytes) -> None:
-        """The device's block has this content. Of equal blocks the first one keeps the name."""
+        """Names a block of the device. Of equal blocks the first one keeps the name."""
         if self.cache.put(block_id, name):
             self.news.here(name)
             self.write_back.promoted(name)
 
     def evicted(self, block_id: int) -> None:
-        """The device's block gets another content."""
+        """Takes the name of a block that will get another content, and copies the block to host memory if that has
+        room."""
         name = self.cache.remove(block_id)
         if name is None:
             return
@@ -75,7 +76,7 @@ class Tiers:
             self._lost(name)
 
     def forget(self, name: bytes) -> None:
-        """Somebody wants no block to have the name, which none has any more."""
+        """Forgets a name that a caller has evicted from both tiers, and ends its retention."""
         self.retention.forget(name)
         self.news.gone(name)
         self.write_back.gone(name)
@@ -94,7 +95,7 @@ class Tiers:
             self._lost(name)
 
     def _lost(self, name: bytes) -> None:
-        """Neither tier has it any more."""
+        """Forgets a name that neither tier has any more."""
         self.news.gone(name)
         self.write_back.gone(name)
         self.counts.yielded += self.retention.forget(name)

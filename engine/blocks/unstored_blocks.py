@@ -54,12 +54,12 @@ class UnstoredBlocks:
             self._stored.add(name)
 
     def age(self) -> None:
-        """What was stored so far has to be verified when it is used again."""
+        """From now on, every block that was stored so far is verified when it is used again."""
         self._unverified |= self._stored
         self._stored.clear()
 
     def recheck(self, names: Iterable[bytes]) -> None:
-        """The store seems to lack these: the next request that uses one offers it."""
+        """The store seems to lack these blocks: the next request that uses one offers it again."""
         for name in names:
             self._stored.discard(name)
             self._unverified.discard(name)
@@ -101,11 +101,11 @@ class UnstoredBlocks:
         self._unverified.clear()
 
     def names(self) -> set[bytes]:
-        """Blocks that have to be here for what is said about them; those in flight are held by their transfer."""
+        """Names whose blocks must be in the cache; blocks in flight are held by their transfer."""
         return self._queued.keys() | self._below.keys() | self._stored | self._unverified
 
     def queued_names(self) -> set[bytes]:
-        """Blocks that have to be on the device."""
+        """Names whose blocks must be on the device."""
         return set(self._queued)
 
 

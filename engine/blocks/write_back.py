@@ -1,7 +1,7 @@
 """Write-back: what this worker computed goes to the store. Pure: it says what to write, `Transfers` writes it.
 
-Computed blocks wait for their turn by name, and are not held (`UnstoredBlocks`). What is gone from both tiers before
-its turn has come is dropped.
+Computed blocks wait for their turn by name, and are not held (`UnstoredBlocks`). A block that is evicted from both
+tiers before its turn is dropped.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class NoWriteBack:
         """The store holds these now, or another worker is about to bring them there."""
 
     def age(self) -> None:
-        """What the store is known to hold is verified when it is used next."""
+        """Blocks that the store is known to hold are verified when they are used next."""
 
     def recheck(self, names: Iterable[bytes]) -> None:
-        """The store seems to lack these by now: they are written again when they are used next."""
+        """The store seems to lack these blocks by now: they are written again when they are used next."""
 
     def check_integrity(self) -> list[str]:
         """What is wrong; empty if every block that waits to be written is here."""

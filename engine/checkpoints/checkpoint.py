@@ -16,7 +16,7 @@ from engine.kernels.grouped import QuantizedTensor
 
 @dataclass(slots=True, frozen=True)
 class CheckpointTensor:
-    """A tensor of a checkpoint by its name in transformers; what is quantised is read when it is needed."""
+    """A tensor of a checkpoint, under its name in transformers. A quantised tensor is read when it is needed."""
 
     file: Path
     name: str
@@ -27,7 +27,7 @@ class CheckpointTensor:
 
 @contextmanager
 def readable(file: Path) -> Iterator[None]:
-    """What goes wrong inside becomes a `StartupError` that names `file`."""
+    """Turns errors inside of the block into a `StartupError` that names `file`."""
     try:
         yield
     except (SafetensorError, OSError) as error:

@@ -1,6 +1,7 @@
 """A GGUF file as a model's directory: config.json and the tokenizer's files made from its metadata, once, in the cache.
 
-The directory refers to the file by a link, and is named by what the file holds: another file gets another one.
+The directory refers to the file by a link, and its name is a hash of the file's content, so that another file gets
+another directory.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ def _k_scales(packed: Bytes) -> Bytes:
     return np.stack((scales, minimums), axis=-1)
 
 
-# Each takes blocks `[n, blocks, bytes]` and gives codes `[n, blocks, weights]`, heads, and the second level or None.
+# Each reader takes blocks `[n, blocks, bytes]`, and returns codes `[n, blocks, weights]`, heads, and the second level
+# or None.
 Parts = tuple[Bytes, Bytes, Bytes | None]
 
 

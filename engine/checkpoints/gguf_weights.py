@@ -23,7 +23,8 @@ _HEADS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
 
 def gguf_tensors(path: Path) -> Iterator[CheckpointTensor]:
-    """All that has a name in transformers; the others as they are called, so that they are refused."""
+    """All tensors, under their names in transformers. A tensor that transformers does not have keeps its own name, and
+    is refused later."""
     file = read_gguf(path)
     architecture = architecture_of(file)
     other = Counter(t.kind.name for t in file.tensors.values() if t.kind not in COMPUTED_AS_THEY_ARE | PLAIN.keys())
@@ -50,8 +51,8 @@ def gguf_tensors(path: Path) -> Iterator[CheckpointTensor]:
 
 
 def _row_order(file: GgufFile, tensor: GgufTensor) -> npt.NDArray[np.int64] | None:
-    """In which order transformers has the rows: Llama's files have neighbours of a head's rows for rotary embedding to
-    pair, transformers pairs the halves of a head."""
+    """The order of rows in transformers. For rotary embedding, Llama's files pair neighbouring rows of a head, and
+    transformers pairs its halves."""
     key = next((key for part, key in _HEADS.items() if f".{part}." in tensor.name), None)
     if not architecture_of(file).pairs_neighbours or key is None:
         return None

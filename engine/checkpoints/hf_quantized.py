@@ -37,7 +37,7 @@ _SILENT = ("weight_shape", "input_scale", "input_zero_point", "input_global_scal
 
 
 class Scheme:
-    """What config.json says about the quantisation. Raises `StartupError` for what is not supported, by name."""
+    """What config.json says about the quantisation. Raises `StartupError` that names what is not supported."""
 
     def __init__(self, config: ConfigReader) -> None:
         self.method = config.text("quant_method", "")
@@ -237,7 +237,7 @@ class _Module:
         self._check(packed, "qzeros", scale.shape[0], n // per_word)
         self._check_groups(k, scale.shape[0], "scales")
         codes = _unpack(words.T.contiguous(), scheme.bits)
-        # The one that version 1 takes away wraps around.
+        # Version 1 stores zeros less one; 0 less one wraps around.
         zeros = (_unpack(packed, scheme.bits).int() + scheme.zero_offset) & (2**scheme.bits - 1)
         kind = Codes.BITS4 if scheme.bits == 4 else Codes.BITS8
         scale, zero = scale.T.float(), zeros.T.float()

@@ -1,4 +1,4 @@
-"""Directories that are made once from something else, whole or not at all, and found again by later starts."""
+"""Model directories that are converted once, completely or not at all, and found again by later starts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from common.model_files import open_model
 def make_once(target: Path, what: str, make: Callable[[Path], None], report: Callable[[str], None]) -> None:
     """`make` fills the folder that it is given, which becomes `target`, a model's directory, when it is complete.
 
-    One process at a time; a folder that a killed one left is removed. `report` says of `what` that it is waited for,
-    or ready. Raises `StartupError`.
+    One process at a time; a folder that a killed one left is removed. `report` gets a line if `what` is waited for, and
+    when it is ready. Raises `StartupError`.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def make_once(target: Path, what: str, make: Callable[[Path], None], report: Cal
 
 @contextmanager
 def _one_at_a_time(lock_file: Path, what: str, report: Callable[[str], None]) -> Iterator[None]:
-    """The kernel lets go of the lock when its holder dies, however it dies."""
+    """Holds a lock that the kernel releases if its holder dies in any way."""
     with lock_file.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

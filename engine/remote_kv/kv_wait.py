@@ -1,4 +1,4 @@
-"""What a request that waits for KV knows about its blocks. Pure: it is told, and answers.
+"""The state of each block of a request that waits for KV. Pure: events come in, and it answers questions.
 
 Each block from `first_block` on is in one `BlockState`. The first ones may come from the store, the others from
 another worker: from a prefill worker, which computes them; or, for a prefill, from its decode worker, which has them:
@@ -7,8 +7,8 @@ another worker: from a prefill worker, which computes them; or, for a prefill, f
     0        first_block          ask_from                num_blocks
 
 The wait is over when every block has arrived or is lost, the first token is known, and nothing is on its way any more.
-After a failure, or if no worker is asked, it is over as soon as nothing is on its way. What has not arrived by then is
-just tokens not yet computed.
+After a failure, or if no worker is asked, it is over as soon as nothing is on its way. Blocks that have not arrived by
+then are simply computed here.
 """
 
 from __future__ import annotations
@@ -68,12 +68,13 @@ class KVWait:
     # ---------------------------------------------------------------------------------------------- events
 
     def fetch_stored(self, indexes: Iterable[int]) -> None:
-        """These are fetched from the store from here on."""
+        """Notes that these blocks are being fetched from the store."""
         for index in indexes:
             self._set(index, BlockState.FROM_STORE)
 
     def announce(self, refs: Sequence[BlockRef]) -> list[BlockRef]:
-        """Which of `refs`, announced by another worker, to fetch now; they count as on their way from here on."""
+        """Takes in blocks that another worker announced. Returns those of `refs` to fetch now, which count as on their
+        way."""
         wanted = []
         for ref in refs:
             if self._waits_for(ref.index):
@@ -82,15 +83,15 @@ class KVWait:
         return wanted
 
     def unpublished(self, indexes: Iterable[int]) -> list[int]:
-        """Which of these blocks, which another worker could not publish, are lost by that. A block that is on its way
-        all the same, because another worker announced it or another request fetches it, may still arrive."""
+        """Another worker could not publish these blocks. Returns those that are lost: a block that another worker
+        announced or another request fetches may still arrive."""
         return [index for index in indexes if self._waits_for(index)]
 
     def follow(self, index: int) -> None:
         self._set(index, BlockState.FOLLOWED)
 
     def inherit(self, index: int, state: BlockState) -> None:
-        """The request that it followed has ended; its fetch, in that state, goes on for this one."""
+        """The request that was followed has ended. Its fetch of the block, in that state, goes on for this request."""
         self._set(index, state)
 
     def arrive(self, index: int) -> None:
@@ -104,7 +105,7 @@ class KVWait:
                 self.failure = self.failure or failure
 
     def end_lease(self, reason: str) -> None:
-        """The prefill worker's stream is gone: what has not arrived by now may not be what was announced."""
+        """The prefill worker's stream is gone: bytes that arrive from now on may not be those that were announced."""
         for index in self.indexes(BlockState.FROM_WORKER):
             self._set(index, BlockState.UNLEASED)
         self.lease_failure = reason
@@ -128,7 +129,7 @@ class KVWait:
 
     @property
     def is_settled(self) -> bool:
-        """Nothing more can come, whether all has arrived or not."""
+        """Whether nothing more can come, even if not all has arrived."""
         if self.count(*_ON_ITS_WAY):
             return False
         if self.is_ended or not self.asks_worker:

@@ -1,9 +1,9 @@
 """Brings blocks onto the device before a request asks for them: from host memory, and from the store.
 
-Whatever else this worker does comes first. One prefetch goes on at a time, a few blocks at a time, and only while no
-request waits and nothing else is being moved. Tenants take turns, and if too many prefetches wait, the tenant that has
-most of them loses its last. It takes blocks that nobody misses: none that is retained, and not the
-last eighth. What is not done in time is given up, and what came until then stays.
+Prefetches have the lowest priority. One goes on at a time, a few blocks at a time, and only while no request waits and
+nothing else is being moved. Tenants take turns, and if too many prefetches wait, the tenant that has most of them loses
+its last one. A prefetch evicts no retained block, and leaves the last eighth of the blocks to requests. A prefetch that
+takes too long is given up; the blocks that it brought stay.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Prefetch:
 
     @property
     def request_id(self) -> str:
-        """For its transfers. No request has such a one."""
+        """The id of its transfers, which no request has."""
         return f"\nprefetch {self.call_id}"
 
 
@@ -99,14 +99,14 @@ class Prefetches:
         return False
 
     def evicted(self, names: Iterable[bytes]) -> None:
-        """A caller wants these forgotten: what would bring one of them again ends."""
+        """A caller evicts these names: prefetches that would bring one of them back end."""
         gone = set(names)
         for one in self._waiting:
             if not gone.isdisjoint(one.names):
                 one.is_evicted, one.failure = True, "its blocks were evicted meanwhile"
 
     def _answer_overdue(self, now: float) -> None:
-        """Also those behind one whose fetch is under way, which has to end first."""
+        """Answers prefetches that are overdue, also those queued behind one whose fetch is under way."""
         overdue = [one for one in self._waiting if now >= one.give_up and not one.in_flight]
         self._waiting = [one for one in self._waiting if one not in overdue]
         for one in overdue:
@@ -115,7 +115,7 @@ class Prefetches:
             self._answer(one, one.failure or late)
 
     def ended(self, request_id: str, arrived: Sequence[int], lost: Sequence[int], failure: str) -> None:
-        """Fetches of blocks, by their indexes."""
+        """Fetches of these blocks, by index, have ended."""
         one = next(one for one in self._waiting if one.request_id == request_id)
         is_newest = one.touched_at == self._blocks.pool.num_frees
         for index in reversed(arrived):
@@ -166,7 +166,8 @@ class Prefetches:
         return None
 
     def _count_here(self, one: _Prefetch) -> int:
-        """Goes on from the last look if the last block that was there still is. All are looked at in the end."""
+        """Counts leading names that the device has. Starts where the last count ended if that block is still there; the
+        final count looks at all."""
         blocks, names = self._blocks, one.names
         is_as_before = not one.num_here or blocks.named.count_on_device(names, one.num_here - 1, one.num_here)
         first = one.num_here if is_as_before else 0
@@ -176,7 +177,8 @@ class Prefetches:
         return one.num_here
 
     def _num_spare(self, one: _Prefetch) -> int:
-        """Blocks that it may take. Its own are looked at one by one only if there may be less than a group."""
+        """How many blocks it may take. It looks at its own blocks one by one only if there may be fewer than a
+        group."""
         blocks = self._blocks
         spared = blocks.num_blocks // SPARED_SHARE
         num_at_least = blocks.num_available_blocks - blocks.pool.num_retained_cached_blocks - one.num_here - spared
@@ -185,8 +187,8 @@ class Prefetches:
         return blocks.named.num_spare_blocks(one.names[: one.num_here]) - spared
 
     def _touch(self, one: _Prefetch, num_wanted: int) -> None:
-        """Before `num_wanted` blocks are taken: they are not to be taken from its own, which are the oldest ones if
-        somebody gave up others meanwhile."""
+        """Call before `num_wanted` blocks are taken: touches its own blocks, so that they are not the oldest ones and
+        evicted for its next group."""
         blocks = self._blocks
         if one.touched_at < 0 or (one.touched_at != blocks.pool.num_frees and num_wanted > blocks.num_empty_blocks):
             blocks.named.touch(one.names[: one.num_here])

@@ -1,4 +1,4 @@
-"""Which blocks of a prefill to publish for its decode worker, and when. Pure."""
+"""Decides which blocks of a prefill are published for its decode worker, and when. Pure."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ WRITE_TOKENS = 256  # of one write to the store: stores keep so many together, a
 
 @dataclass(slots=True)
 class _TransferNews:
-    """What ended for one request."""
+    """Transfers of one request that ended."""
 
     refs: list[BlockRef] = field(default_factory=list)
     published_lost: list[int] = field(default_factory=list)
@@ -126,8 +126,8 @@ class RemoteKV:
         self._write_back()
 
     def give_up_overdue(self) -> None:
-        """Transfers that hang count as failed, if there are other blocks to compute in. Not in mid-step: blocks that
-        are free by then may still be written to."""
+        """Counts transfers that hang as failed, if there are other blocks to compute in. Not in mid-step: blocks that
+        become free then may still be written to by the step."""
         for request_id, overdue in self.transfers.overdue().items():
             fetched = [result for result in overdue.results if result.kind is TransferKind.FETCH]
             if not self.room.replace_blocks(request_id, [(one.index, one.block_id) for one in fetched]):
@@ -156,12 +156,12 @@ class RemoteKV:
                 self._store.touch(list(names))
 
     def evict_stored(self, names: Sequence[bytes]) -> Eviction:
-        """The store forgets these; what is being written at the moment, as soon as that has ended."""
+        """Has the store forget these names; a block that is being written, as soon as the write has ended."""
         self._evicted_late.update(filter(self.transfers.is_writing, names))
         return self._store.evict(names)
 
     def start(self) -> None:
-        """Carries out what follows from requests that the scheduler parked."""
+        """Carries out the effects of requests that the scheduler parked."""
         effects = self.room.take_effects()
         for fetch in effects.store_fetches:
             self.transfers.fetch_stored(fetch.request_id, fetch.blocks)

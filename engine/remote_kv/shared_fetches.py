@@ -1,4 +1,4 @@
-"""Blocks on their way that several requests wait for: each is fetched once. Pure: it is told, and answers.
+"""Fetches each block that several requests wait for only once. Pure: events come in, and it answers questions.
 
 The first request that waits for a block leads: the block is fetched into its place. A later one that needs the same
 content follows: it keeps the place that it has. When the leader's block has arrived, the follower takes that block and
@@ -7,9 +7,9 @@ gives its own up. So if the block does not come after all, the follower still ha
     leader   | 0 | 1 | 2 | 3 |     block 2 arrives       leader   | 0 | 1 | 2 | 3 |
     follower | 0 | 1 | a | b | 4       ------>           follower | 0 | 1 | 2 | b | 4      (a is free again)
 
-A leader that ends while a block is on its way leaves it to a follower, if what arrives is sure to be right: a store's
-blocks are verified, but a prefill worker may reuse its own as soon as its lease has ended. Otherwise the followers lose
-the block.
+If a leader ends while a block is on its way from a store, a follower takes the fetch over, since a store's blocks are
+verified. A prefill worker may reuse its blocks as soon as the leader's lease has ended, so the followers lose a block
+from there.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class SharedFetches:
         return awaited
 
     def _hand_on(self, awaited: _Awaited) -> None:
-        """The first follower leads from here on, with the block that the bytes go to."""
+        """Makes the first follower the leader, and gives it the block that the bytes go to."""
         former, heir, index = awaited.leader, awaited.followers.pop(0), awaited.index
         self._blocks.take_over(heir.request, index, former.request.block_ids[index])
         heir.wait.inherit(index, former.wait.state(index))

@@ -1,10 +1,10 @@
-"""KV transfers of the engine: which job belongs to whom, and which blocks it keeps from being reused. Pure: the
-connectors move the bytes.
+"""KV transfers of the engine: which request each job belongs to, and which blocks the job holds. Pure: the connectors
+move the bytes.
 
 Two connectors: one hands a prompt's KV from a prefill worker to a decode worker, the other is the store. They may be
 the same one, and job ids are unique across both. A block that a connector reads or writes is held in the block manager
 until its final result has come. So the destination blocks of an aborted request stay quarantined for as long as bytes
-may land in them. So do those of a transfer that hangs, while its request goes on with other blocks.
+may land in them. The blocks of a transfer that hangs stay quarantined too, while its request goes on with other blocks.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Transfers:
         return name in self._writing.values()
 
     def poll(self) -> Iterator[EndedTransfer | WrittenBlock]:
-        """What ended, block by block. None of these blocks is held any more."""
+        """Results of transfers that ended, block by block. These blocks are not held any more."""
         now = self._clock()
         results = self._handoff.poll()
         if self._store is not self._handoff:
@@ -130,7 +130,7 @@ class Transfers:
                 yield WrittenBlock(self._writing.pop(result.block_id), result.error, result.num_bytes)
 
     def overdue(self) -> dict[str, OverdueTransfers]:
-        """By request, what failed while bytes may still move: each until it is given up or has ended."""
+        """By request, transfers that failed while bytes may still move, until they are given up or have ended."""
         found: dict[str, OverdueTransfers] = {}
         for result in self._overdue.values():
             job = self._jobs[result.job_id]

@@ -44,7 +44,7 @@ class AskLoan:
 
 @dataclass(slots=True)
 class Effects:
-    """What follows from requests that were parked, or that need not be."""
+    """What the caller has to do for requests that were parked, or that need not be parked."""
 
     store_fetches: list[StoreFetch] = field(default_factory=list)
     asks: list[AskPrefill] = field(default_factory=list)
@@ -85,8 +85,8 @@ class WaitingRoom:
         with what other requests fetch already, the rest from a prefill worker. A prefill asks its decode worker for
         what that has beyond the beginning. Returns False if there is nothing to wait for.
 
-        No worker is asked if so little is neither cached nor stored nor on its way that it is better computed here
-        (`common.prefill_place`).
+        No worker is asked if so few tokens are neither cached, stored nor on their way that computing them here is
+        better (`common.prefill_place`).
         """
         num_blocks = self._blocks.blocks_for(request.num_prompt_tokens)
         first_block = request.num_computed_tokens // self._blocks.block_size
@@ -231,7 +231,7 @@ class WaitingRoom:
         return True
 
     def lease_ended(self, request_id: str, reason: str) -> None:
-        """The prefill worker may reuse its blocks from now on. What a store gives is verified, and needs no lease."""
+        """The prefill worker may reuse its blocks from now on. Blocks from a store are verified, and need no lease."""
         if (parked := self._parked.get(request_id)) and not self._handoff_is_store:
             parked.wait.end_lease(reason)
 
@@ -316,5 +316,5 @@ class WaitingRoom:
 
 
 def _into(request: Request, refs: Sequence[BlockRef]) -> list[FetchBlock]:
-    """To be fetched into the request's own places."""
+    """The fetches of these blocks, into the request's own blocks."""
     return [FetchBlock(ref, request.block_ids[ref.index]) for ref in refs]

@@ -11,8 +11,8 @@ from engine.request import Request
 
 
 def check_rows(request: Request, draft: Sequence[int], eos_token_ids: frozenset[int]) -> list[SequenceInput]:
-    """One for each drafted token, as if the answer had it already; fewer if its grammar refuses one. The guide has to
-    have followed the answer."""
+    """One row for each drafted token, as if the tokens before it were in the answer; fewer if the grammar refuses a
+    token. The guide must have followed the answer so far."""
     rows: list[SequenceInput] = []
     changes, guide = request.logit_changes(eos_token_ids), request.guide
     token_ids = list(request.token_ids) if changes is not None or guide is not None else []
@@ -49,7 +49,8 @@ def accepted_tokens(
     first: SampledToken, rows: Sequence[SequenceInput], drawn: Sequence[StepOutput]
 ) -> list[SampledToken]:
     """`first`, drawn after the answer so far, and what was drawn after each drafted token that was right. `drawn` has
-    one for each of `rows`, None for a row in which no token is allowed: the next step finds that again."""
+    one entry for each of `rows`, None if the row allows no token: the answer then stops before that row, and the next
+    step comes to the row again."""
     tokens = [first]
     for row, token in zip(rows, drawn, strict=True):
         if row.token_ids != [tokens[-1].token_id] or not isinstance(token, SampledToken):

@@ -42,7 +42,8 @@ class _Follower:
 
 class ModelDrafter:
     def __init__(self, runner: ModelRunner, vocab_size: int, cost: float) -> None:
-        """`vocab_size` of the model that checks; `cost` of a step here, as a share of its own."""
+        """`vocab_size`: that of the model that checks. `cost`: of a step of the draft model, as a share of a step of
+        that model."""
         self.cost = cost
         self._runner = runner
         self._vocab_size = vocab_size
@@ -136,7 +137,7 @@ class ModelDrafter:
         return drafts
 
     def _go_on(self, followers: Mapping[Request, _Follower], drafts: dict[Request, list[int]]) -> None:
-        """One more token for each."""
+        """Drafts one more token for each request."""
         rows = []
         for request, follower in followers.items():
             own, draft = follower.request, drafts[request]

@@ -1,4 +1,5 @@
-"""Prompt lookup: the answer is thought to go on as the text went on where its last tokens stood before.
+"""Prompt lookup: guesses that the answer goes on as the text went on after an earlier occurrence of the answer's last
+tokens.
 
 (Saxena, "Prompt Lookup Decoding", 2023.)
 """
@@ -29,9 +30,9 @@ class NgramDrafter:
 
 
 def continuation(token_ids: array[int], num_tokens: int) -> list[int]:
-    """`num_tokens` that may follow, or none. Of all places with the same last tokens, those with the most of them count
-    (up to `MAX_LENGTH`), and of those the latest. A text that repeats what is shorter than `num_tokens` is thought to
-    go on repeating it."""
+    """A guess of the next `num_tokens` tokens, or none. Takes the earlier place with the longest equal end (up to
+    `MAX_LENGTH` tokens), and of equally long ones the latest. If the text repeats a part shorter than `num_tokens`, the
+    guess goes on repeating it."""
     size = len(token_ids)
     if size <= MIN_LENGTH:
         return []

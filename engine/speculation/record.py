@@ -1,4 +1,5 @@
-"""What became of one request's drafts, and how long the next one should be. Counts decide, never a clock."""
+"""Counts how many of one request's drafted tokens were right, and decides how long the next draft is. No clock is
+involved."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ class DraftRecord:
     token_ids: array[int] = field(default_factory=lambda: array("i"))  # of the request, as far as was looked at
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
-        """One draft was checked. What stands behind the first wrong token says nothing."""
+        """Counts one checked draft. Tokens behind the first wrong one do not count."""
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
         self.hits = self.hits * MEMORY + num_accepted

@@ -16,7 +16,7 @@ FREE_ROWS = {"cpu": 4.0, "cuda": 64.0}
 class Drafter(Protocol):
     @property
     def cost(self) -> float:
-        """Of guessing a token for each request, as a share of a step of the model."""
+        """The cost of guessing one token for each request, as a share of a step of the model."""
 
     def draft(self, lengths: Mapping[Request, int]) -> dict[Request, list[int]]:
         """At most so many tokens for each request, which may follow its tokens."""
@@ -44,12 +44,12 @@ class Speculation:
         return {request: kept for request, draft in drafts.items() if (kept := self._before_end(request, draft))}
 
     def _num_left(self, request: Request) -> int:
-        """Tokens that its answer may still get."""
+        """How many tokens the request's answer may still get."""
         in_answer = request.sampling_params.max_tokens - request.num_output_tokens
         return min(in_answer, self._max_model_len - request.num_tokens)
 
     def _before_end(self, request: Request, draft: list[int]) -> list[int]:
-        """Nothing follows a token that ends the answer, and its own KV is of no use."""
+        """Cuts a draft before a token that ends the answer: nothing follows that token, and its KV is of no use."""
         params = request.sampling_params
         for index, token_id in enumerate(draft):
             if token_id in params.stop_token_ids or (token_id in self._eos_token_ids and not params.ignore_eos):
@@ -58,7 +58,7 @@ class Speculation:
 
 
 def count_draft(request: Request, num_drafted: int, num_accepted: int) -> None:
-    """One draft of the request was checked."""
+    """Counts one checked draft of the request."""
     request.drafts.count(num_drafted, num_accepted)
     metrics.worker_draft_tokens.labels("accepted").inc(num_accepted)
     metrics.worker_draft_tokens.labels("refused").inc(num_drafted - num_accepted)
