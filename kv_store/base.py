@@ -17,8 +17,8 @@ Ownership, which is what keeps wrong bytes away:
 
 Tensor parallelism: a worker of degree n has n connectors, one per rank, each over its rank's cache (see
 `kv_store.shards`). All ranks have the same number of blocks, and a block has the same id on all of them; each is given
-the same jobs. To the outside they are one: `kv_store.peers.join_peers` makes one description of theirs, and `join_refs`
-one reference, so that a block is announced once. Who reads needs not have the same degree.
+the same jobs. To others they look like one connector: `kv_store.peers.join_peers` joins their descriptions and
+`join_refs` their references, so that a block is announced once. The reading worker may have another degree.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class FetchBlock(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Lookup:
-    """The answer to `start_lookup`. A connector's own thread may set it; it then calls `wake`."""
+    """The answer to `start_lookup`. A thread of the connector may set it, and then calls `wake`."""
 
     num_blocks: int | None = None  # leading blocks that the store holds; None until it is known
     is_certain: bool = False  # the store has answered: if there are more blocks, it lacks the next one
@@ -83,7 +83,7 @@ class Lookup:
 
 @dataclass(slots=True)
 class Eviction:
-    """The answer to `evict`. A connector's own thread may set it; it then calls `wake`."""
+    """The answer to `evict`. A thread of the connector may set it, and then calls `wake`."""
 
     num_blocks: int | None = None  # that the store had; None until it is done. Set last
     failure: str = ""  # why it may have some still
@@ -158,7 +158,8 @@ class KVConnector(ABC):
     @abstractmethod
     def add_peer(self, peer: bytes) -> None:
         """Makes the connector behind `peer` (its `describe()`) reachable, instead of a former life of the same name.
-        Called for each request that may fetch from it: peers that are not used for long may be forgotten.
+        The engine calls this for each request that may fetch from the peer; a connector may forget peers that are not
+        used for long.
 
         Raises `IncompatibleError` if the two can never exchange blocks, `TransferError` if the peer can't be
         reached now.
@@ -166,19 +167,20 @@ class KVConnector(ABC):
 
     @abstractmethod
     def lookup(self, block_hashes: Sequence[bytes]) -> int:
-        """How many leading blocks of `block_hashes` the store holds; 0 for P2P connectors. A hint: a fetch may
+        """How many leading blocks of `block_hashes` the store holds; 0 for P2P connectors. This is a hint: a fetch may
         still fail."""
 
     def start_lookup(self, block_hashes: Sequence[bytes]) -> Lookup:
-        """`lookup` for callers that cannot wait: answered now, or soon. A store that `lookup` may have to wait for
-        answers from a thread of its own, within a bounded time whatever the store does."""
+        """`lookup` for callers that cannot wait: the answer comes now or soon. If `lookup` may have to wait for the
+        store, the connector answers from a thread of its own, within a bounded time even if the store hangs."""
         return Lookup(self.lookup(block_hashes), is_certain=True)
 
     def touch(self, block_hashes: Sequence[bytes]) -> None:  # noqa: B027
-        """A store that evicts counts these as used now, as far as it has them and can. A hint: it never waits."""
+        """Has a store that evicts count these blocks as used now, as far as it has them. This is a hint, and never
+        waits."""
 
     def evict(self, block_hashes: Sequence[bytes]) -> Eviction:  # noqa: ARG002
-        """A store forgets these blocks. Never waits: the answer comes now, or later."""
+        """Has a store forget these blocks. Never waits: the answer comes now or later."""
         return Eviction(0, f"{self.name} evicts nothing on request" if self.is_store else "")
 
     @abstractmethod
@@ -191,7 +193,7 @@ class KVConnector(ABC):
 
     @abstractmethod
     def poll(self) -> list[TransferResult]:
-        """Results since the last call, in the order in which they came."""
+        """Returns results since the last call, in the order in which they came."""
 
     @abstractmethod
     def release(self, job_id: int) -> None:
@@ -199,4 +201,4 @@ class KVConnector(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stops threads and lets go of the cache. Results that are still due do not come."""
+        """Stops threads and releases the cache. Results that are still due do not come."""

@@ -1,4 +1,4 @@
-"""Checksums of P2P blocks: one for each KV head, so that whoever holds some of the heads can verify those.
+"""Checksums of P2P blocks: one for each KV head, so that a worker that has only some of the heads can verify them.
 
 A head's checksum is the XXH3-64 of its bytes in the block, `[num_layers, num_planes, block_size, head_dim]`. A
 reference carries those of all heads of the model in order, whatever the tensor-parallel degree of the worker that

@@ -1,4 +1,4 @@
-"""What a store should do when it has time: one thread, one chore after the other, and nobody waits for it.
+"""Chores of a store that nobody waits for: one thread does them, one after the other.
 
 If the store hangs, chores that would queue up behind the one that hangs are dropped.
 """
@@ -36,7 +36,7 @@ class Chores:
         return True
 
     def close(self) -> None:
-        """Ends the thread once the chore under way has returned. What is queued is not done."""
+        """Ends the thread once the chore under way has returned. Queued chores are not done."""
         self._is_closed = True
         self._queue.put(None)
 

@@ -1,4 +1,4 @@
-"""Failures that come in crowds: a full disk or a server that is gone fails all, for as long as it lasts."""
+"""Logs failures that come in crowds: while a disk is full or a server is gone, every block fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ LOG_INTERVAL_S = 60.0
 
 
 class Failures:
-    """Logs `message` at most every LOG_INTERVAL_S, with how many failed since then as `number`. For any thread."""
+    """Logs `message` at most every LOG_INTERVAL_S, with the number of failures since then as `number`. Any thread may
+    use it."""
 
     def __init__(self, message: str, number: str) -> None:
         self._message = message

@@ -25,13 +25,13 @@ class FairQueue(Generic[Job, Item]):
         self._is_closed = False
 
     def put(self, job: Job, items: Iterable[Item]) -> None:
-        """Does nothing if there are no items, or the queue is closed."""
+        """Queues a job's items. Does nothing if there are none, or if the queue is closed."""
         queued = deque(items)
         if queued:
             self._append(job, queued)
 
     def put_turn(self, job: Job) -> None:
-        """One turn of `job`, without items."""
+        """Queues one turn of `job`, without items."""
         self._append(job, deque())
 
     def _append(self, job: Job, queued: deque[Item]) -> None:
@@ -48,9 +48,9 @@ class FairQueue(Generic[Job, Item]):
         accepts: Callable[[Job], bool] = lambda _: True,
         spare: int = 0,
     ) -> tuple[Job, list[Item]] | None:
-        """Up to `limit` items of the next job in turn that `accepts`, and `spare` more if those are its last; waits
-        for one. None once closed, or after `timeout_s`. `accepts` is asked again when something is put, or after
-        `recheck`."""
+        """Waits for a job that `accepts` allows, and takes up to `limit` of its items, or `spare` more if those are its
+        last ones. Returns None once the queue is closed, or after `timeout_s`. Asks `accepts` again when something is
+        put, and after `recheck`."""
         with self._changed:
             found = self._changed.wait_for(lambda: self._is_closed or self._next(accepts) is not None, timeout_s)
             position = self._next(accepts)
@@ -72,7 +72,7 @@ class FairQueue(Generic[Job, Item]):
             return dropped
 
     def recheck(self) -> None:
-        """`accepts` may have changed its answers."""
+        """Tells `take` that the answers of `accepts` may have changed."""
         with self._changed:
             self._changed.notify_all()
 
@@ -81,7 +81,7 @@ class FairQueue(Generic[Job, Item]):
 
     @property
     def num_jobs(self) -> int:
-        """That wait for their turn."""
+        """How many jobs wait for their turn."""
         return len(self._jobs)
 
     @property

@@ -1,4 +1,4 @@
-"""A cache's blocks as host memory, for code that moves their bytes and for transports that reach no other memory."""
+"""Host memory for a cache's blocks, for code that moves bytes and for transports that reach only host memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from kv_store.host_pages import prepare_pages
 
 
 class HostCopy:
-    """`num_slots` blocks of host memory beside the cache: pinned, with a stream of its own, if that is on a device.
+    """`num_slots` blocks of host memory beside the cache; pinned, with a stream of its own, if the cache is on a
+    device.
 
-    A cache in host memory is its own copy, and nothing is copied, unless `is_apart`. For one thread at a time.
-    Without `slots`, a call uses the first ones, so that it overwrites what the call before it left there.
+    A cache in host memory is its own copy, and nothing is copied, unless `is_apart`. For one thread at a time. Without
+    `slots`, a call uses the first slots and overwrites what the previous call left there.
     """
 
     def __init__(self, view: CacheView, num_slots: int, *, is_apart: bool = False) -> None:
@@ -40,7 +41,7 @@ class HostCopy:
     def load(
         self, block_ids: Sequence[int], after: torch.cuda.Event | None, slots: Sequence[int] | None = None
     ) -> list[memoryview]:
-        """The blocks' bytes, as they are once `after` has happened. Waits until they are here."""
+        """Returns the blocks' bytes once `after` has happened and they are in host memory. Waits for both."""
         if not self._is_cache:
             pairs = zip(self._slots(block_ids, slots), block_ids, strict=True)
             self._copy([(self.rows[slot], self._view.rows[block_id]) for slot, block_id in pairs], after)
@@ -53,8 +54,7 @@ class HostCopy:
         after: torch.cuda.Event | None,
         slots: Sequence[int] | None = None,
     ) -> None:
-        """Brings what was written here into the cache, for each block that `is_good`, after `after`. Waits until it is
-        there."""
+        """Copies each block that `is_good` from the buffers into the cache, after `after`. Waits until that is done."""
         if not self._is_cache:
             triples = zip(self._slots(block_ids, slots), block_ids, is_good, strict=True)
             self._copy(

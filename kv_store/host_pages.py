@@ -3,8 +3,9 @@
 Reading another process's memory costs the kernel one look-up per page: with pages of 2 MiB instead of 4 KiB, blocks
 move about twice as fast through shared memory (9.5 GB/s, not 4.1, in blocks of 1 MiB).
 
-A page is made when it is first written to, which a transfer into a fresh part of the cache would wait for. In a virtual
-machine, whose own host has to find the memory, that is many times slower than the transfer: 0.4 GB/s, not 10.
+Linux makes a page when it is first written to, so a transfer into a fresh part of the cache waits for its pages. In a
+virtual machine, whose host has to find the memory, making pages is many times slower than the transfer: 0.4 GB/s, not
+10.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; changes no content
 _SLICE_BYTES = 2 << 20  # of one call, which holds a lock that allocations of other threads need
 _NICE = 10  # whatever has work to do comes first
 _DELAY_S = 5.0  # a worker that starts has better things to do, and its first answers, too
-# Shares of a core's time. The smaller one if others want the core: that is 40 MB/s where pages are slowest, and prompts
-# fill a cache more slowly. The larger one on a core that nobody else wants, to be done before many requests come.
+# Shares of a core's time. If others want the core, the smaller one: it makes 40 MB/s on the slowest machines, and
+# prompts fill a cache more slowly. If the core is idle, the larger one, so that pages are made before many requests
+# come.
 _SHARE, _LONE_SHARE = 0.1, 0.5
 _IS_LONE = 0.9  # the part of a slice's time that the thread ran, from which on it was alone
 
@@ -34,8 +36,8 @@ _IS_LONE = 0.9  # the part of a slice's time that the thread ran, from which on 
 def prepare_pages(tensor: torch.Tensor) -> None:
     """Asks for huge pages under `tensor`, which has to be contiguous, and has a thread of low priority make them.
 
-    For memory not written yet: pages that are there stay as they are. `tensor` may be used meanwhile. Does nothing on
-    other devices and systems; the kernel may decline.
+    For memory that was not written yet: existing pages stay as they are. `tensor` may be used meanwhile. Does nothing
+    on devices and on other systems, or if the kernel declines.
     """
     if sys.platform != "linux" or tensor.device.type != "cpu":
         return

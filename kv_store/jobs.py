@@ -1,4 +1,4 @@
-"""What a connector knows of one call of `publish` or `fetch` while its blocks are under way."""
+"""One call of `publish` or `fetch` whose blocks are under way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lookups in a store that may answer late or never: the engine's thread only queues them."""
+"""Lookups in a store that may answer late or never. The engine's thread only queues them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 _HANGS = "the store hangs"
 
 LookUp = Callable[[Sequence[bytes], float], tuple[int, str | None]]
-"""Leading blocks found by a deadline (time.monotonic()), and why there may be more; None if the store lacks the
-next one. Waits for the store."""
+"""Returns (leading blocks found by a deadline in time.monotonic(), why there may be more). The second is None if the
+store lacks the next block. Waits for the store."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -39,10 +39,10 @@ class _Question:
 
 
 class Lookups:
-    """One thread looks up, in the order of arrival; another answers in its place while it hangs.
+    """One thread looks up, in the order of arrival. While it hangs, another thread answers.
 
-    Each lookup is answered within twice its time, with 0 if the store hangs. While it still does, the next ones are
-    answered so at once.
+    Each lookup is answered within twice its time, with 0 if the store hangs. While the store still hangs, further
+    lookups are answered with 0 at once.
     """
 
     def __init__(self, look_up: LookUp, failure: str) -> None:
@@ -67,7 +67,8 @@ class Lookups:
         return threads
 
     def start(self, block_hashes: Sequence[bytes], timeout_s: float) -> Lookup:
-        """As `KVConnector.start_lookup`. `timeout_s` includes the wait for earlier lookups, and is always the same."""
+        """As `KVConnector.start_lookup`. `timeout_s` includes the wait for earlier lookups, and must be the same in
+        each call."""
         now = time.monotonic()
         job = _Question(block_hashes, now + timeout_s, now + 2 * timeout_s)
         with self._lock:

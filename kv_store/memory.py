@@ -1,6 +1,7 @@
 """Blocks copied between workers of one process. For tests, and the shortest example of a P2P connector.
 
-It is strict where real transports can't be: a block that its producer has not published, or has released, is not read.
+It is stricter than real transports can be: it does not read a block that its producer has not published, or has
+released.
 """
 
 from __future__ import annotations

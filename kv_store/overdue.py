@@ -1,4 +1,5 @@
-"""Work that hangs: a thread that waits for a dead file system can't be stopped, but need not be waited for."""
+"""Notices work that hangs: a thread that waits for a dead file system cannot be stopped, but others need not wait for
+it."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class OverdueWatch(Generic[Work]):
         worker thread   begin(work) ───────────────── hangs ─────────────────▶ end(work)
         watch                          deadline ▶ give_up(work)
 
-    A thread hangs whose work is under way for longer than the timeout, whatever its deadline. While all threads hang
-    nothing that is queued can begin, and `give_up_queued` is called again and again.
+    A thread counts as hung if its work takes longer than the timeout, whatever the work's deadline. While all threads
+    hang, queued work cannot begin, and `give_up_queued` is called again and again.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Who is behind a peer's `describe()`, and whether the two of us may exchange blocks."""
+"""Decodes a peer's `describe()`, and checks whether the peer and this worker may exchange blocks."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def encode_peer(info: PeerInfo) -> bytes:
 
 
 def decode_peer(data: bytes) -> PeerInfo:
-    """Raises `TransferError` for bytes that are no peer, and for numbers that no worker has: a product of two negative
-    ones looks like ours."""
+    """Raises `TransferError` for bytes that describe no peer, and for impossible numbers: the product of two negative
+    numbers could equal ours."""
     try:
         info = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -107,7 +107,7 @@ def check_compatible(connector: str, spec: KVCacheSpec, peer: PeerInfo) -> list[
 
 
 def _whole(spec: KVCacheSpec) -> dict[str, str | int]:
-    """What has to be equal, whatever the tensor-parallel degree."""
+    """The fields that must be equal, whatever the tensor-parallel degree."""
     return {
         "model_id": spec.model_id,
         "num_layers": spec.num_layers,

@@ -1,7 +1,8 @@
-"""What a prefill reads of its decode worker's cache: asks for it, checks what is said of it, counts what came.
+"""Blocks that a prefill reads from its decode worker's cache: asks for them, checks the answers, counts the blocks that
+came.
 
-The decode worker is another process, maybe of another version, maybe one that was taken over. Whatever it does or
-leaves undone costs its own request the blocks, which are computed then.
+The decode worker is another process, maybe of another version, maybe one that was taken over. Whatever it does wrong,
+only its own request loses the borrowed blocks, and computes them.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class Borrowing:
-    """Of one prefill, which asks once at most. Everything is called from the same event loop."""
+    """The loan of one prefill, which asks at most once. Call all methods from the same event loop."""
 
     def __init__(self, stream: EngineStream, peer: bytes, timeout_s: float) -> None:
-        """`timeout_s`: so long the engine waits for an answer. Raises `InvalidArgumentError`."""
+        """`timeout_s`: how long the engine waits for an answer. Raises `InvalidArgumentError`."""
         if len(peer) > MAX_PEER_BYTES:
             raise InvalidArgumentError("peer", f"{len(peer)} bytes are too many")
         self.num_read = 0  # blocks
@@ -36,7 +37,7 @@ class Borrowing:
         self._is_late = False
 
     def ask(self, needed: m.LoanNeeded) -> prefill_pb2.PrefillEvent:
-        """What to say to the decode worker."""
+        """The message that asks the decode worker."""
         self._asked = range(needed.first, needed.stop)
         self._lent = Announcements("lent", self._asked)
         self._stream.send(m.AddPeer(self._peer))
@@ -45,7 +46,7 @@ class Borrowing:
         return prefill_pb2.PrefillEvent(wanted=wanted)
 
     def take_in(self, ready: prefill_pb2.BlocksReady) -> None:
-        """Raises `InvalidArgumentError` for what must not be."""
+        """Takes in an answer. Raises `InvalidArgumentError` if it breaks a rule."""
         if self._is_late:
             return
         try:
@@ -58,7 +59,7 @@ class Borrowing:
             self.end()
 
     def count(self, fetched: m.BlocksFetched) -> None:
-        """What has arrived or not, here or from the store."""
+        """Counts blocks that arrived or failed, borrowed ones and those of the store."""
         num_read = sum(index in self._asked for index in fetched.indexes)
         num_failed = sum(index in self._asked for index in fetched.failed_indexes)
         self.num_read += num_read

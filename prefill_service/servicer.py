@@ -1,9 +1,9 @@
 """PrefillService: turns a prompt into KV blocks and one token, and holds the blocks while the stream lives.
 
 The stream is the lease. Whatever ends it ends `Prefill` below, and with it the engine's hold on the blocks: at once
-if the decode worker says that it reads no more (`release`). A stream that ends otherwise (a broken connection, a
-call that was cancelled or failed) may look alive to the decode worker still, whose reads would find other bytes in
-blocks that are used again. So blocks that are read from this worker's memory are kept for `lease_grace_s` longer.
+if the decode worker says that it reads no more (`release`). If a stream ends otherwise (a broken connection, a call
+that was cancelled or failed), the decode worker may still believe that it lives, and would read other bytes from blocks
+that are used again. So blocks that are read from this worker's memory are kept for `lease_grace_s` longer.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
 
 async def _relay(stream: EngineStream, borrowing: Borrowing, context: Context, begin: float, grace_s: float) -> None:
-    """Sends the engine's events for ever; raises `BatonError` if the engine gives the request up."""
+    """Passes on the engine's events until it is cancelled. Raises `BatonError` if the engine gives the request up."""
     events: deque[RequestEvent] = deque()
     while True:
         events = events or await stream.next_all()
@@ -148,7 +148,8 @@ async def _relay(stream: EngineStream, borrowing: Borrowing, context: Context, b
 
 
 async def _read_to_end(borrowing: Borrowing, context: Context) -> bool:
-    """Whether the decode worker released its blocks. If the stream just ends, it did not: broken streams end so, too.
+    """Reads until the stream ends. Returns whether the decode worker released its blocks; a stream that just ends
+    releases nothing, since broken streams end so, too.
 
     Acknowledgements need no action: the lease is the whole stream.
     """

@@ -1,6 +1,6 @@
-"""Blocks that another worker announces: each that is due, once. What breaks that is a `TransferError`, before the
-engine, which other requests share, has seen it. The engine compares the blocks' names: it has those of the prompt
-(`engine.remote_kv`)."""
+"""Checks another worker's announcements: each block that is due is announced once. Anything else is a `TransferError`,
+raised before the engine, which other requests share, has seen it. The engine compares the blocks' names: it has those
+of the prompt (`engine.remote_kv`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_FAILURE_CHARS = 500
 
 
 class Announcements:
-    """Takes in what is said of the blocks `due`. `field` is the message's, for errors."""
+    """Takes in announcements of the blocks `due`. `field` names the message in errors."""
 
     def __init__(self, field: str, due: Iterable[int]) -> None:
         self.due = set(due)  # blocks that nothing has been said of

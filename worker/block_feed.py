@@ -1,4 +1,4 @@
-"""What routers hear of this worker's KV blocks: a list of all names, then changes in order.
+"""Tells routers of this worker's KV blocks: a list of all names, then changes in order.
 
     engine ── BlocksChanged ──> recent changes, numbered, up to `MAX_RECENT_BYTES` ──> each watcher at its own pace
            <── GetBlocks ── a watcher that is new, or so late that its next change is gone
@@ -68,7 +68,8 @@ class BlockFeed:
         self._list = None
 
     async def watch(self, sequence: int | None) -> AsyncGenerator[BlockChange, None]:
-        """What comes after `sequence`, for ever; a list first if that is None, unknown, or too long ago.
+        """Yields the changes after `sequence`, for ever. Begins with a list if `sequence` is None, unknown, or too long
+        ago.
 
         Raises `OverloadedError` if too many watch, `UnavailableError` if the engine does not answer.
         """
@@ -102,7 +103,7 @@ class BlockFeed:
         return sequence == self._sequence or (bool(self._recent) and self._recent[0].sequence <= sequence + 1)
 
     async def _all_names(self) -> tuple[int, bytes]:
-        """(the last change that is part of it, names). One question serves all who come while it is under way."""
+        """(the last change that is part of it, names). All who ask while a question is under way share its answer."""
         if self._list is None:
             self._ask_list()
             self._list = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""gRPC channels to other workers, one for each address, made when first needed and closed when nobody needs them."""
+"""gRPC channels to other workers: one for each address, opened at the first call and closed when unused."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ChannelPool:
 
     @contextlib.contextmanager
     def calling(self, address: str) -> Iterator[grpc.aio.Channel]:
-        """Around one call. After a change of certificates it gets a new channel; the former is closed after its last
-        call, as are channels that were not used for IDLE_S."""
+        """The channel for one call. After a change of certificates calls get a new channel, and the former one is
+        closed after its last call. Channels without a call for IDLE_S are closed, too."""
         if (version := self._opened_by.version) != self._version:
             self._version = version
             self._current.clear()

@@ -29,8 +29,8 @@ MIN_STORE_WAIT_S = 1.0  # for one answer of the engine
 
 
 async def drain(worker: Worker) -> int:
-    """Waits for streams and leases to end, for `worker.drain_timeout` seconds; how many had to be cut. What time is
-    left after them goes to the store, which takes what was computed.
+    """Waits for streams and leases to end, for at most `worker.drain_timeout` seconds, and returns how many had to be
+    cut. Uses the time that is left to write computed blocks to the store.
 
     The worker takes no new work before this is called.
     """
@@ -46,7 +46,7 @@ async def drain(worker: Worker) -> int:
 
 
 async def _wait_stored(worker: Worker, deadline: float) -> None:
-    """Loses nothing but work if it fails, so a failure is not the exit code's business."""
+    """Waits for computed blocks to reach the store. A failure only loses work, so it does not change the exit code."""
     try:
         async with asyncio.timeout(max(deadline - time.monotonic(), MIN_STORE_WAIT_S)):
             num_unstored = await worker.wait_stored(deadline)
@@ -65,7 +65,7 @@ def _offer_handover(worker: Worker) -> None:
 
 
 def _cut(worker: Worker) -> int:
-    """Ends what is left with UNAVAILABLE, so that whoever waits for it tries elsewhere."""
+    """Ends the streams that are left with UNAVAILABLE, so that their callers try elsewhere."""
     for work in worker.active:
         metrics.worker_streams_cut.labels(work.service).inc()
         log.warning("drain timeout: stream cut", extra={"request_id": work.request_id, "service": work.service})

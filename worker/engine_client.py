@@ -1,4 +1,5 @@
-"""The gRPC front's side of the engine: sends commands, hands each request its own events, notices when it is gone.
+"""The gRPC front's side of the engine: sends commands, hands each request its own events, and notices if the engine is
+gone.
 
 A request is a stream: `with engine.open(request_id, num_tokens) as stream: stream.send(...); await stream.next()`.
 Leaving the block releases the request, whatever its state (a prefill's blocks maybe later). Engine-side ids get a
@@ -55,7 +56,7 @@ class EngineClient:
         self.died = asyncio.Event()
 
     async def spawn(self) -> None:
-        """Starts the process. To be called before gRPC has threads, which don't survive the fork."""
+        """Starts the process. Call it before gRPC has threads, which do not survive the fork."""
         await self._process.start()
         self._tasks.start(self._receive(), name="engine's events")
         self._tasks.start(self._watch(), name="engine's end")
@@ -111,15 +112,15 @@ class EngineClient:
         raise OverloadedError(f"worker {self._worker_id} is full: {what} wait already")
 
     def _begun(self, stream: EngineStream) -> None:
-        """The engine has begun with the request, or it is over: it waits no more."""
+        """The request waits no more: the engine has begun with it, or it has ended."""
         if stream.num_waiting_tokens:
             self._num_waiting -= 1
             self._num_waiting_tokens -= stream.num_waiting_tokens
             stream.num_waiting_tokens = 0
 
     def _keep(self, stream: EngineStream) -> None:
-        """Releases the request later. Nobody waits for that: neither a drain nor the end of this process, with which
-        the blocks are gone for their readers too."""
+        """Releases the request's blocks after `keep_s`. Neither a drain nor the end of this process waits for that: the
+        blocks end with the process, for their readers too."""
         metrics.worker_leases_kept.inc()
         log.warning(
             "its decode worker did not end the lease, keeping its blocks for a while",
@@ -129,7 +130,7 @@ class EngineClient:
         self._later(stream.keep_s, self.release, stream.engine_id)
 
     def end_loan(self, engine_id: str, request_id: str, after_s: float) -> None:
-        """Blocks that a request lent are free after `after_s`, for which nobody waits either."""
+        """Ends a request's loan after `after_s`. Neither a drain nor the end of this process waits for that."""
         if not after_s:
             self._end_loan(engine_id)
             return
@@ -206,14 +207,14 @@ class EngineClient:
                     stream.put(event)
 
     async def _watch(self) -> None:
-        """Tells everyone when the engine process ends without having been asked to."""
+        """Fails all requests if the engine process ends without having been told to."""
         code = await self._process.ended()
         await asyncio.sleep(0.05)  # its last message may still be on its way
         self._failure = self._failure or exit_words(code)
         self._declare_dead(code)
 
     def _give_engine_up(self, failure: BatonError) -> None:
-        """A task that stands between the engine and its requests has ended: nobody hears the engine any more."""
+        """Kills the engine after a task that passes on its events has ended: nothing would hear it any more."""
         self._failure = self._failure or failure.message
         self._declare_dead(None)
 

@@ -1,4 +1,5 @@
-"""The engine's process and the line to it: started, spoken to and ended. What is said is `engine_client`'s business."""
+"""Starts the engine's process, carries messages to and from it, and ends it. `engine_client` knows what the messages
+mean."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ class EngineProcess:
         return await self._socket.recv()
 
     def connected(self) -> None:
-        """The engine has found the socket: its name is not needed any more."""
+        """Call when the engine has connected: removes the socket's name, which is not needed any more."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def ended(self) -> int:
@@ -94,8 +95,8 @@ class EngineProcess:
             self._process.kill()
 
     async def stop(self) -> None:
-        """Closing its standard input is what tells it to end. One in a system call of a dead file system ends with that
-        call, and is not waited for."""
+        """Closes the process's standard input, which tells it to end, and kills it if it does not. A process that is
+        stuck in a system call of a dead file system ends only with that call, and is not waited for."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             assert process.stdin is not None  # noqa: S101
@@ -117,7 +118,8 @@ class EngineProcess:
 
 
 def engine_environment(settings: WorkerSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """What the engine's libraries read once, before any of its own code runs. `environ` is this process's.
+    """Environment of the engine's process: variables that its libraries read before any code of ours runs. `environ` is
+    this process's.
 
     OpenMP's thread count; and that the GNU C library's malloc asks for pages of 2 MiB. A decode step reads all weights,
     more than the processor has addresses of small pages at hand for: it takes 6 to 8 % less with large ones.

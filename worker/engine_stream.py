@@ -28,7 +28,7 @@ class Engine(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class HandoverDue:
-    """From the worker itself, not from its engine: it drains, and this request should go on elsewhere."""
+    """An event of the worker itself, not of its engine: the worker drains, and this request should go on elsewhere."""
 
 
 RequestEvent = (
@@ -59,8 +59,8 @@ class EngineStream:
         self._is_unread = False
         self._is_awaited = False  # somebody waits in `next`, who has acted on all events before
         self.pass_on: Callable[[m.TokensGenerated], bool] | None = None
-        """Gets tokens first, the moment they come, if nothing is left to do before them: what `next` costs is spared.
-        Whether it took them."""
+        """Gets tokens the moment they come, if no earlier event is left, which saves the cost of `next`. Returns
+        whether it took them."""
 
     def send(self, *commands: m.Command) -> None:
         """Sends commands, together; their `request_id` should be `engine_id`."""
@@ -71,7 +71,7 @@ class EngineStream:
         self._engine.release(self.engine_id)
 
     def end_loan(self, after_s: float) -> None:
-        """Ends what the request lent, in so many seconds; whether `EngineClient.open` has been left or not."""
+        """Ends the request's loan after `after_s`, even if `EngineClient.open` has been left by then."""
         self._engine.end_loan(self.engine_id, self.request_id, after_s)
 
     def put(self, event: RequestEvent) -> None:
@@ -86,8 +86,8 @@ class EngineStream:
             self._events.put_nowait(event)
 
     async def deliver(self, writing: Coroutine[Any, Any, None]) -> None:
-        """Writes something to the caller. Raises `SlowReaderError` if too many events come while that one waits to be
-        read, or came before it was its turn: the caller takes no more."""
+        """Writes something to the caller. Raises `SlowReaderError` if too many events have come or come while it waits
+        to be read: the caller is too slow."""
         if self._is_unread:
             writing.close()  # gRPC could not end a call whose first write began and was cancelled
             raise SlowReaderError(_unread())
@@ -103,7 +103,7 @@ class EngineStream:
             self._delivery = None
 
     def _give_up(self) -> None:
-        """The request ends here and in the engine, and no other one notices."""
+        """Ends this request, here and in the engine, without effect on others."""
         metrics.worker_streams_unread.inc()
         extra = {"request_id": self.request_id, "num_events": self._events.qsize()}
         log.warning("the caller does not read its stream: the request ends", extra=extra)

@@ -32,13 +32,13 @@ LONGEST_S = 1e6
 
 
 class Caller(Protocol):
-    """Who asked for one request."""
+    """The caller of one request."""
 
     async def write(self, event: decode_pb2.DecodeEvent, /) -> None:
         """Returns once there is room for more."""
 
     def take_tokens(self, token_ids: list[int]) -> bool:
-        """Sends tokens of which there is nothing else to say, if that is possible without waiting. Whether it was."""
+        """Sends tokens that need no event of their own, if that is possible without waiting. Returns whether it was."""
 
     def time_remaining(self) -> float | None:
         """Seconds until the request's deadline; None if it has none."""
@@ -96,7 +96,7 @@ Run = Callable[[decode_pb2.DecodeRequest, Call], Awaitable[None]]
 
 
 class ManyCalls:
-    """Those of all streams of a server."""
+    """The calls of all streams of a server."""
 
     def __init__(self, run: Run, max_calls: int) -> None:
         """`max_calls`: at a time; further ones are refused."""
@@ -138,7 +138,8 @@ class _Stream:
     async def read(self) -> None:
         most_bytes = self._calls.max_calls * WINDOW_BYTES
         while (message := await uncancelled(self._context.read())) is not grpc.aio.EOF:
-            # Windows bound what honest routers leave: this one cancels calls, or gives them credit, and does not read.
+            # The router gives credit or cancels calls, but does not read. A router that keeps the rules never leaves
+            # more unread than its windows allow.
             if self._num_unsent_bytes > most_bytes:
                 raise OverloadedError(f"{self._num_unsent_bytes} bytes of the stream are unread")
             for start in message.starts:
@@ -223,7 +224,7 @@ class _Stream:
             await self._context.write(self._next_message())
 
     def _next_message(self) -> decode_pb2.DecodeManyResponse:
-        """Of what waits, as much as goes into one."""
+        """The next message: as much of what waits as fits into one."""
         call_ids, self._call_ids = self._call_ids[:MAX_TOKENS], self._call_ids[MAX_TOKENS:]
         token_ids, self._token_ids = self._token_ids[:MAX_TOKENS], self._token_ids[MAX_TOKENS:]
         message = decode_pb2.DecodeManyResponse(call_ids=call_ids, token_ids=token_ids)

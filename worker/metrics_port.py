@@ -1,4 +1,4 @@
-"""Prometheus' /metrics over HTTP, in threads: what strangers can make them hold is bounded.
+"""Prometheus' /metrics over HTTP, in threads. Connections are bounded in number and time.
 
 The standard library's server has a thread for each connection, for as long as its client likes. Here the connection
 that is open longest gives way to a newcomer if there are too many, and none is open for longer than one scrape takes.
@@ -67,7 +67,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         log.debug("a scrape of the metrics failed", exc_info=True)
 
     def _cut(self, request: socket.socket) -> None:
-        """Its thread ends by itself then, and closes the socket."""
+        """Ends a connection. Its thread then ends by itself and closes the socket."""
         del self._open[request]
         with contextlib.suppress(OSError):  # it is closed already
             request.shutdown(socket.SHUT_RDWR)

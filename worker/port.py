@@ -1,4 +1,4 @@
-"""How much a worker's port takes in."""
+"""Limits of a worker's port."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ OTHER_OPEN_FILES = 1024  # other workers, the store, connections that are about 
 def server_limits(settings: WorkerSettings, model_dir: Path) -> tuple[Options, int]:
     """Options of the gRPC server, and how many calls it has at a time.
 
-    The calls of one connection are as many as the engine may have in hand, so that what is too much is refused and does
-    not wait; two connections may bring as many together. Makes room for as many open files as it may have connections.
+    One connection may have as many calls as the engine may have requests, so that further calls are refused instead of
+    waiting. Two connections together may have twice as many. Raises the limit of open files to the number of
+    connections.
     """
     allow_open_files(MAX_PEERS + OTHER_OPEN_FILES)
     options = worker_server_options(
@@ -34,7 +35,7 @@ def server_limits(settings: WorkerSettings, model_dir: Path) -> tuple[Options, i
 
 
 def max_calls(settings: WorkerSettings) -> int:
-    """At a time, in all connections; and of those that come in streams of many, too."""
+    """How many calls there may be at a time, in all connections; also the limit of calls in `DecodeMany` streams."""
     return 2 * _max_streams(settings)
 
 
@@ -49,7 +50,7 @@ def max_message_bytes(settings: WorkerSettings, model_dir: Path) -> int:
 
 
 def _positions(model_dir: Path) -> int:
-    """A file that is wrong is no error here: the engine reads it, too, and reports it."""
+    """Ignores a wrong file: the engine reads it, too, and reports it."""
     try:
         positions = json.loads((model_dir / "config.json").read_text())["max_position_embeddings"]
     except (OSError, ValueError, LookupError, TypeError):

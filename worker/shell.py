@@ -49,7 +49,7 @@ MAX_NAME_CHARS = 4096  # a router makes it of a tenant and a salt; JSON may writ
 
 
 def worker_id(settings: WorkerSettings, role: WorkerRole, epoch: str) -> str:
-    """Made of the address by which others reach the worker, so that peers know a restarted worker for the same one.
+    """The worker's id, made of the address by which others reach it, so that peers recognise a restarted worker.
 
     If the settings do not say the address (any interface or port, or one of this machine alone), it is made of the
     epoch: two workers that share an id would take each other for a restart.
@@ -114,8 +114,8 @@ class Worker:
 
     @contextlib.asynccontextmanager
     async def admit(self, work: Work) -> AsyncIterator[None]:
-        """Keeps `work` among what is active. Raises `UnavailableError` while draining, and `DeadlineError` if the work
-        takes longer than `--max-request-time`."""
+        """Counts `work` as active while the block runs. Raises `UnavailableError` while draining, and `DeadlineError`
+        if the work takes longer than `--max-request-time`."""
         if self.state is not WorkerState.READY:
             raise UnavailableError(f"worker {self.worker_id} is draining")
         self.active.add(work)
@@ -134,14 +134,15 @@ class Worker:
                 self._idle.set()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Waits for all work in flight to end. Returns whether it has."""
+        """Waits for all work in flight to end, until the timeout. Returns whether it has ended."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(timeout_s, 0.0)):
                 await self._idle.wait()
         return not self.active
 
     def finish_later(self, work: Coroutine[None, None, None]) -> None:
-        """Runs what no caller has to wait for: short, and it does not raise. The process ends after it."""
+        """Runs short work that no caller has to wait for and that does not raise. The process waits for it before it
+        ends."""
         task = asyncio.create_task(work)
         self._finishing.add(task)
         task.add_done_callback(self._finishing.discard)
@@ -151,7 +152,8 @@ class Worker:
             await asyncio.wait(self._finishing)
 
     async def wait_stored(self, deadline: float) -> int:
-        """Waits until `deadline`, in `time.monotonic`, for computed KV to reach the store; how many blocks are left."""
+        """Waits until `deadline`, in `time.monotonic`, for computed KV to reach the store. Returns how many blocks are
+        left."""
         while True:
             num_left = (await self.engine.calls.status()).load.num_unstored_blocks
             if not num_left or time.monotonic() >= deadline:
@@ -198,7 +200,7 @@ def check_hint(retain: Retain | None, tenant: str) -> None:
 
 @contextlib.contextmanager
 def ends_counted(service: str) -> Iterator[None]:
-    """Counts how streams of `service` end."""
+    """Counts by what outcome streams of `service` end."""
     code = "OK"
     try:
         yield

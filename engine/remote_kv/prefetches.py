@@ -106,7 +106,8 @@ class Prefetches:
                 one.is_evicted, one.failure = True, "its blocks were evicted meanwhile"
 
     def _answer_overdue(self, now: float) -> None:
-        """Answers prefetches that are overdue, also those queued behind one whose fetch is under way."""
+        """Answers prefetches that are overdue. One whose fetch is under way has to end first, but does not hold up
+        those behind it."""
         overdue = [one for one in self._waiting if now >= one.give_up and not one.in_flight]
         self._waiting = [one for one in self._waiting if one not in overdue]
         for one in overdue:

@@ -5,10 +5,9 @@ The server allots a place in its shared memory (a slot), the worker copies there
     store   PrepareStore -> slot -> copy -> CommitStore -> EndSession
     load    Lookup -> WaitPrefetchStatus -> PrepareRetrieve -> slot -> copy -> CommitRetrieve -> EndSession
 
-Each kind of chunks is registered with the server when the first of them is asked for, which forgets that when it
-restarts. So what fails for that reason is registered again and tried once more. All errors are `TransferError`, each
-call ends by its deadline, and any thread may call; while the server is away, calls fail at once, but for one attempt
-every now and then.
+A kind of chunks is registered with the server at its first use. A server that restarts forgets that, so a call that
+fails for this reason registers again and is tried once more. All errors are `TransferError`, each call ends by its
+deadline, and any thread may call; while the server is away, calls fail at once, but for one attempt every now and then.
 """
 
 from __future__ import annotations
@@ -71,7 +70,8 @@ class _Context(msgspec.Struct):
 
 
 class NotRegisteredError(TransferError):
-    """The server does not know this worker: it restarted, or took a long silence for death."""
+    """The server does not know this worker: the server has restarted, or has dropped the worker after a long
+    silence."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -118,8 +118,8 @@ class LMCacheClient:
             ) from error
 
     def register(self, chunks: Sequence[Chunk], timeout_s: float) -> None:
-        """Registers the kinds of `chunks`, as their first use would. Raises `StartupError` if the server can't
-        serve this worker."""
+        """Registers the kinds of `chunks` before their first use. Raises `StartupError` if the server can't serve this
+        worker."""
         deadline = time.monotonic() + timeout_s
         try:
             for chunk in chunks:
@@ -169,7 +169,7 @@ class LMCacheClient:
         _call(self._controller.Clear, pb.ClearRequest(force=True), time.monotonic() + timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Lets go of what the server reserved for this worker. Calls under way fail."""
+        """Releases what the server reserved for this worker. Calls under way fail."""
         deadline = time.monotonic() + timeout_s
         try:
             for instance in list(self._instances.values()):
@@ -226,13 +226,13 @@ class LMCacheClient:
         return found.chunk_count > 0
 
     def _check_registered(self, chunk: Chunk, key: pb.IpcCacheServerKey, deadline: float) -> None:
-        """Lookups of a worker that the server does not know find nothing, without an error. This call, which does
-        nothing if nothing was prepared, fails: `NotRegisteredError`."""
+        """Raises `NotRegisteredError` if the server does not know this worker. A lookup would find nothing in that
+        case, without an error; the call made here fails, and otherwise does nothing."""
         request = pb.CommitRetrieveRequest(key=key, instance_id=self._instances[chunk.model_name])
         _call(self._transfer.CommitRetrieve, request, deadline)
 
     def _unlock(self, chunk: Chunk, key: pb.IpcCacheServerKey) -> None:
-        """Ends a read. Nobody waits for it: a lock whose release is lost ends with the server's own time limit."""
+        """Ends a read, without waiting for it: if the release is lost, the lock ends by the server's own time limit."""
         request = pb.CommitRetrieveRequest(key=key, instance_id=self._instances[chunk.model_name])
         try:
             done = self._transfer.CommitRetrieve.future(request, timeout=_CLEAN_UP_TIMEOUT_S)
@@ -241,7 +241,7 @@ class LMCacheClient:
         done.add_done_callback(lambda _: self._end(key))
 
     def _end(self, key: pb.IpcCacheServerKey) -> None:
-        """Ends a session. Nobody waits for it: the server ends forgotten ones itself, only later."""
+        """Ends a session, without waiting for it: the server later ends sessions whose end is lost."""
         try:
             self._lookup.EndSession.future(pb.EndSessionRequest(request_id=key.request_id), timeout=_CLEAN_UP_TIMEOUT_S)
         except ValueError:
@@ -277,7 +277,7 @@ class LMCacheClient:
             raise
 
     def _connected(self, chunk: Chunk, deadline: float) -> _Pool:
-        """Registers with the server what `chunk` needs, if that is not done yet."""
+        """Registers with the server what `chunk` needs, if it is not registered yet."""
         if (pool := self._pool) is not None and chunk.model_name in pool.registered:
             return pool
         if not self._connecting.acquire(timeout=_left(deadline)):
@@ -328,8 +328,8 @@ class LMCacheClient:
 
 
 def _map(shm_name: str, pool_size: int) -> tuple[Bytes, tuple[int, int]]:
-    """The server's shared memory, unmapped when the last view of it goes, and what tells it from that of other lives,
-    which may have the same name."""
+    """The server's shared memory, which is unmapped with its last view, and an id that differs in each life of the
+    server, even if the name is the same."""
     if not shm_name or not pool_size:
         raise TransferError("LMCache has no shared memory: it needs --shm-name and --no-l1-use-lazy")
     try:

@@ -49,7 +49,7 @@ _JOIN_TIMEOUT_S = 2.0  # of close(), before calls under way are cut off
 
 @dataclass(slots=True, frozen=True)
 class _Part:
-    """What one turn of a thread deals with: the blocks of one group, or fetched blocks whose groups are to be found."""
+    """The work of one turn of a thread: the blocks of one group, or blocks to fetch whose groups are not known yet."""
 
     blocks: list[LocalBlock]
     group: Group | None
@@ -59,9 +59,9 @@ class _Part:
 class LMCacheConnector(KVConnector):
     """A store: blocks are named by hash, outlive their producer, and need no peers.
 
-    `lookup` takes hashes to be those of a request's blocks from its first one on, and finds less if they are not.
-    Each block's reference carries a hint (`BlockRef.peer`) that finds it at once. Without the hint a block is found
-    if the job also names the last block of its group, as a job for a whole prefix does.
+    `lookup` assumes that the hashes are those of a request's blocks from the first one on, and finds less otherwise.
+    Each block's reference carries a hint (`BlockRef.peer`) that finds it at once. Without the hint a block is found if
+    the job also names the last block of its group, as a job for a whole prefix does.
     """
 
     name: ClassVar[str] = "lmcache"
@@ -206,7 +206,7 @@ class LMCacheConnector(KVConnector):
         ]
 
     def _store(self, job: Job, group: Group, hashes: list[bytes], data: list[memoryview]) -> int | None:
-        """Bytes moved per block, 0 if the group was there; None if it neither is nor can be written now."""
+        """Bytes moved per block: 0 if the group was there; None if it was not and cannot be written now."""
         chunk = self._layout.chunk(group)
         if self._client.store(chunk, lambda slot: self._layout.write(slot, hashes, data), job.deadline):
             return self._view.block_bytes
@@ -251,7 +251,7 @@ class LMCacheConnector(KVConnector):
         copy: HostCopy,
         settle: Callable[[Iterable[TransferResult]], None],
     ) -> bool:
-        """False, and nothing settled, if that degree does not have the group."""
+        """Returns False and settles nothing if that degree does not have the group."""
         _check_deadline(job)
         with degree.loaded(group, job.deadline) as loaded:
             if loaded is None:

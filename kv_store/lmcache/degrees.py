@@ -1,9 +1,9 @@
-"""Groups in LMCache, whatever the tensor-parallel degree of the worker that wrote them.
+"""Groups in LMCache that workers of any tensor-parallel degree wrote.
 
-Each rank writes groups of its own, under names of its own. Who looks for a block looks among its own first, then in the
-groups of the other degrees that the model's heads allow and that have left a mark (`kv_store.lmcache.marks`): there the
-block is one whose heads, all those that this rank needs, lie with one rank or with several. Their blocks are copied
-whole, since it is whole blocks that checksums are of, and the heads are taken out of the copies.
+Each rank writes groups of its own, under names of its own. A rank looks for a block in its own groups first, then in
+those of other degrees that the model's heads allow and that have left a mark (`kv_store.lmcache.marks`). In another
+degree, the heads that this rank needs lie with one rank or with several. This rank copies the blocks of those ranks
+whole, since checksums cover whole blocks, and takes its heads out of the copies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Source:
 
 
 class LoadedGroup:
-    """A group that the server holds still: the slots of all ranks that we need."""
+    """A group that the server keeps in place while it is read: the slots of all ranks that we need."""
 
     def __init__(self, spec: KVCacheSpec, group: Group, slots: Sequence[tuple[_Source, Bytes]]) -> None:
         self._spec = spec
@@ -63,7 +63,8 @@ class Degree:
         self._sources = [_Source(part, shard, GroupLayout(shard)) for part, shard in sources_of(spec, tp_size)]
 
     def contains(self, group: Group, deadline: float) -> bool:
-        """Whether each of the ranks has the group. Raises `TransferError`, as everything here that asks the server."""
+        """Whether each of the ranks has the group. Raises `TransferError`, as do all methods here that ask the
+        server."""
         return all(self._client.contains(source.layout.chunk(group), deadline) for source in self._sources)
 
     @contextmanager
@@ -100,8 +101,8 @@ class Degrees:
         return self._by_size.get(tp_size)
 
     def to_ask(self, first: Degree | None, deadline: float) -> Iterator[Degree]:
-        """Degrees that may have a block, in the order in which to ask them: `first`, then our own, then those that
-        have left a mark, which the server is asked for when it is their turn."""
+        """Degrees that may have a block, in the order in which to ask them: `first`, then our own, then those that have
+        left a mark. The server is asked for a mark only when it is that degree's turn."""
         if first is not None:
             yield first
         if first is not self._own:
@@ -114,8 +115,8 @@ class Degrees:
 class Finder:
     """Finds the groups of one request's blocks, from any of them on.
 
-    Neighbouring blocks mostly come from one writer: if a block's group is another degree's, so is the next one's,
-    and looking among our own first each time would be a miss for each.
+    Neighbouring blocks mostly come from one writer. If a block's group is another degree's, the next one's mostly is
+    too, so looking in our own groups first would miss each time.
     """
 
     def __init__(self, degrees: Degrees, hashes: Mapping[int, bytes], sizes: Sequence[int], deadline: float) -> None:
@@ -127,7 +128,8 @@ class Finder:
         self._missed: set[tuple[int, Group]] = set()
 
     def find(self, index: int) -> tuple[Degree, Group, range] | None:
-        """Who has block `index`, in which group, and the indexes of its blocks. Raises `TransferError`."""
+        """The degree that has block `index`, the group, and the indexes of the group's blocks. Raises
+        `TransferError`."""
         for degree in self._degrees.to_ask(self._last, self._deadline):
 
             def contains(group: Group, degree: Degree = degree) -> bool:

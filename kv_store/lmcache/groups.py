@@ -1,4 +1,4 @@
-"""How blocks lie in LMCache: in groups, each of which is one LMCache chunk.
+"""How blocks are stored in LMCache: in groups, each of which is one LMCache chunk.
 
 LMCache keeps whole chunks of 256 tokens, found by the tokens of the prompt up to them. Baton names each block by a
 hash that commits to all tokens up to it. So a chunk is a *group*: neighbouring blocks of one request, at most 256
@@ -43,7 +43,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(slots=True, frozen=True)
 class Chunk:
-    """What LMCache keeps, as its client names it."""
+    """A chunk of LMCache, as the client names it."""
 
     model_name: str  # says the kind: all chunks of a model have the same number of bytes
     num_bytes: int

@@ -1,8 +1,9 @@
 """Which tensor-parallel degrees have stored anything of a layout in an LMCache server.
 
-Most servers see one degree, and looking there for the groups of all others would make a miss as many times as dear. So
-each degree leaves a mark: a chunk that only says that it was there. Who misses a block asks for the marks first, and
-remembers the answer for a while: what another degree stores first is found that much later, unless a hint names it.
+Most servers see one degree, and looking there for the groups of every other degree would make each miss several times
+as slow. So each degree leaves a mark: a chunk that only says that the degree was there. A reader that misses a block
+asks for the marks first, and remembers the answer for a while. What another degree stores for the first time is found
+that much later, unless a hint names the degree.
 """
 
 from __future__ import annotations

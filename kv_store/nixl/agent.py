@@ -1,9 +1,9 @@
 """The part of the NIXL library that Baton uses: agents over one KV cache, and reads of blocks between them.
 
-NIXL has no call that ends a transfer for sure: one that was released goes on writing whenever its peer goes on
-sending, be it minutes later, even after the peer was removed. What does end it is the end of the agent, which closes
-its connections. So the agent that reads (`ReadingAgent`) is apart from the one that peers read from (`ServingAgent`):
-the former can be thrown away at any time.
+NIXL has no call that surely ends a transfer: a released transfer goes on writing if its peer goes on sending, even
+minutes later and after the peer was removed. Only the end of the agent ends the transfer, since that closes its
+connections. So reading has an agent of its own (`ReadingAgent`), which can be thrown away at any time, beside the one
+that peers read from (`ServingAgent`).
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ def backends() -> list[str]:
 
 
 def _let_progress_threads_sleep(library: ModuleType) -> None:
-    """NIXL's Python API has each agent's progress thread poll without a pause, which takes a whole core, of which a
-    worker may have only one to compute with. The thread waits for events as well, so a pause delays nothing (TCP is as
-    fast with 50 ms as with 2); it is NIXL's own remedy against events that UCX loses. The library's config has the
-    setting, its Python API overwrites it.
+    """Gives agents' progress threads a pause. NIXL's Python API has them poll without one, which takes a whole core,
+    and a worker may have only one. The thread also waits for events, so a pause delays nothing (TCP is as fast with 50
+    ms as with 2 ms); polling is NIXL's remedy against events that UCX loses. NIXL's config has the setting, but its
+    Python API overwrites it.
     """
     bindings = library.nixlBind
     if getattr(bindings.nixlAgentConfig, "is_patient", False):
@@ -182,7 +182,7 @@ class ReadingAgent(_Agent):
     own would spin on UCX's lock for as long as a transport copies inside `start`. On a worker with one core that halves
     the speed (5 GB/s through shared memory, not 10).
 
-    A method that raises `TransferError` may have left bytes on their way: only `close` says that none will land.
+    If a method raises `TransferError`, bytes may still be on their way: only after `close` will none land.
     """
 
     def __init__(self, library: ModuleType, name: str, rows: torch.Tensor) -> None:
@@ -259,7 +259,7 @@ class ReadingAgent(_Agent):
         return read.is_done
 
     def progress(self) -> None:
-        """Takes care of connections while nothing is read; `check` does so otherwise. Raises `TransferError`."""
+        """Makes progress on connections while nothing is read; `check` does so during reads. Raises `TransferError`."""
         failure = None
         try:
             self._agent.get_new_notifs()  # nobody sends any, but this is the call that makes progress
@@ -277,7 +277,7 @@ class ReadingAgent(_Agent):
         self._locals.clear()
         self._agent = None
         if self._device.type != "cpu":
-            torch.cuda.synchronize(self._device)  # copies between devices that were queued already
+            torch.cuda.synchronize(self._device)  # copies between devices may be queued already
 
     def _take_state(self, read: Read, state: str) -> None:
         if state == "DONE":
@@ -299,6 +299,7 @@ def _reason(error: Exception) -> str:
 
 
 def _raise(failure: str | None) -> None:
-    """Raises outside of the `except` block: a traceback from inside the library would keep its agent alive."""
+    """Raises the error outside of the `except` block, since a traceback from inside the library would keep its agent
+    alive."""
     if failure is not None:
         raise TransferError(f"NIXL: {failure}")

@@ -101,7 +101,7 @@ class NixlConnector(KVConnector):
         return encode_peer(info)
 
     def add_peer(self, peer: bytes) -> None:
-        """Begins to connect. Adding a peer again after a failed read has it tried again."""
+        """Begins to connect. Adding the peer again after a failed read allows further reads."""
         info = decode_peer(peer)
         needed = check_compatible(self.name, self._spec, info)
         try:
@@ -125,7 +125,8 @@ class NixlConnector(KVConnector):
         return self._results.drain()
 
     def release(self, job_id: int) -> None:
-        """Frees staged blocks. Of others, peers read only what a stream announced, while it lasts."""
+        """Frees staged blocks. Other blocks need nothing: peers only read them while the stream that announced them
+        lasts."""
         self._publisher.release(job_id)
 
     def close(self) -> None:
@@ -135,7 +136,7 @@ class NixlConnector(KVConnector):
         self._serving.close()
 
     def _registered(self) -> tuple[ServedMemory, HostCopy | None]:
-        """What peers read: the cache, or a pool if they can't."""
+        """The memory that peers read: the cache, or a staging pool if they cannot reach the cache."""
         staging = self._own.nixl_staging
         if staging != "always":
             try:

@@ -117,15 +117,16 @@ class Fetcher:
         self._thread.start()
 
     def add_peer(self, info: PeerInfo, sources: list[tuple[Part, ServedMemory]]) -> None:
-        """Begins to connect. Adding a peer again after a failed read has it tried again. To be called for each request:
-        a peer of which nothing was heard for `PEER_KEEP_S` is forgotten."""
+        """Begins to connect. Adding the peer again after a failed read allows further reads. Call it for each request:
+        a peer that was neither added nor read from for `PEER_KEEP_S` is forgotten."""
         with self._peers_lock:
             added, known = Peer(info, sources), self._peers.get(info.name)
             if known is not None and not known.is_lost and known.agents == added.agents:
                 known.used_at = added.used_at
                 return
             self._peers[info.name] = added
-        # No blocks: connecting takes longer than a read, so it is begun before the first block is announced.
+        # A turn without blocks connects: that takes longer than a read, so it begins before the first block is
+        # announced.
         self._queue.put_turn(_PeerJob(0, TransferKind.FETCH, 0.0, None, added))
 
     def fetch(self, job_id: int, blocks: Sequence[FetchBlock]) -> None:
@@ -225,7 +226,8 @@ class Fetcher:
             self._fail(flight, f"{type(failure).__name__}: {failure}")
 
     def _positions(self, part: Part, memory: ServedMemory, blocks: list[FetchBlock]) -> tuple[list[int], bytes]:
-        """Where a rank of the peer serves these blocks, and what it is to be told when they have been read."""
+        """The blocks' positions in the memory that a rank of the peer serves, and the report for that rank when they
+        have been read."""
         if not memory.is_staging:
             return [block.ref.block_id for block in blocks], b""
         tickets = [block.ref.staged_slots[part.rank] for block in blocks]
@@ -242,7 +244,7 @@ class Fetcher:
             peer.is_lost = True
 
     def _connected(self, peer: Peer) -> ReadingAgent:
-        """The reading agent, connected to all that we need of `peer`. Raises `TransferError`."""
+        """The reading agent, connected to all ranks of `peer` that we need. Raises `TransferError`."""
         if self._reading is None:
             rows = self._view.rows if self._pool is None else self._pool.rows
             self._reading = ReadingAgent(self._library, self._name, rows)
@@ -254,7 +256,7 @@ class Fetcher:
         return self._reading
 
     def _progress(self) -> None:
-        """Lets connections that were begun come about, and reports that wait for room be sent."""
+        """Makes progress on new connections, and on reports that wait to be sent."""
         try:
             if self._reading is not None:
                 self._reading.progress()
@@ -278,11 +280,11 @@ class Fetcher:
             try:
                 reading.disconnect(agent)
             except TransferError as error:
-                # It went away by itself; what is left of it goes with the reading agent.
+                # The peer went away by itself; what is left of it ends with the reading agent.
                 log.debug("former peer could not be removed", extra={"agent": agent, "reason": error.message})
 
     def _check_flights(self) -> bool:
-        """Reports what is done, and fails what failed or is overdue. True if there was something."""
+        """Reports reads that are done, have failed or are overdue. Returns whether there were any."""
         is_busy = False
         for flight in list(self._flights):
             if flight.agent is None or not flight.reads:
@@ -327,7 +329,7 @@ class Fetcher:
                 self._report(flight, error)
 
     def _report(self, flight: _Flight, error: str | None = None) -> None:
-        """Gives the results of a flight that no byte will come of any more."""
+        """Reports the results of a flight of which no byte will land any more."""
         self._flights.remove(flight)
         flight.job.peer.num_reads -= 1
         errors: list[str | None] = [error] * len(flight.blocks)
@@ -344,7 +346,8 @@ class Fetcher:
         )
 
     def _taken_in(self, flight: _Flight) -> list[str | None]:
-        """What is wrong with each block that arrived. Those that came into the pool go into the cache if nothing is."""
+        """What is wrong with each block that arrived; None if nothing is. Good blocks that arrived in the pool are
+        copied into the cache."""
         errors = self._verify(flight)
         if self._pool is not None:
             block_ids = [block.block_id for block in flight.blocks]
@@ -365,7 +368,7 @@ class Fetcher:
 
 
 def _refusal(ref: BlockRef, peer: Peer | None) -> str | None:
-    """Why `ref` can't be read from the peer of its name as we know it now."""
+    """Why `ref` cannot be read from the peer as it is known now."""
     if peer is None:
         return f"peer {ref.peer!r} is not known here"
     if ref.epoch != peer.info.epoch:

@@ -1,10 +1,9 @@
-"""The producing side of the NIXL connector: makes blocks readable, and says so.
+"""The producing side of the NIXL connector: makes blocks readable, and reports them.
 
-Peers read the cache itself, so there is little to do: nothing on CPU; on a device, to wait until the work queued before
-is done. With checksums, to compute them. If peers cannot reach the cache, each block is copied into
-host memory first. When that is full, jobs wait, in turns; what has waited for `transfer_timeout_s` fails, and the
-consumer computes it itself. So two jobs that wait for
-each other lose time, but do not block each other for ever.
+Peers read the cache itself, so a CPU has nothing to do; a device waits until the work queued before is done. Checksums
+are computed if they are asked for. If peers cannot reach the cache, each block is copied into a pool of host memory
+first. If the pool is full, jobs wait in turns. A block that waits for longer than `transfer_timeout_s` fails, and the
+consumer computes it. So two jobs that wait for each other lose time, but do not block each other for ever.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class ReadReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 def decode_report(message: bytes, spec: KVCacheSpec) -> ReadReport:
-    """Raises `TransferError` for what is no report of a worker with whom we share heads; `spec` is ours."""
+    """Raises `TransferError` if this is no report of a worker that shares heads with us. `spec` is ours."""
     try:
         report = msgspec.msgpack.decode(message, type=ReadReport)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -185,7 +184,7 @@ class Publisher:
         return block_result(job, block, ref=ref)
 
     def _refusal(self, job: Job) -> str | None:
-        """Why a block that waits for a slot will get none."""
+        """Why a block that waits for a slot will get none; None while it may get one."""
         if job.job_id not in self._leased:
             return "the lease ended before the block was staged"
         if time.monotonic() >= job.deadline:

@@ -108,7 +108,7 @@ class BlockFiles:
         """Reads blocks, given as hash and destination, and verifies them. For each: None, or why it could not be read;
         its destination is undefined then.
 
-        What does not hold what its name says is deleted, so that it can be written again.
+        A file with wrong content is deleted, so that the block can be written again.
         """
         outcomes: list[TransferError | None] = []
         while len(outcomes) < len(wanted):
@@ -116,7 +116,7 @@ class BlockFiles:
         return outcomes
 
     def are_used(self, block_hashes: Iterable[bytes]) -> bool:
-        """Whether all are there; notes that they are in use, as far as that is so."""
+        """Whether all these blocks are there. Notes that those which are there are in use."""
         return all(map(self._is_used, block_hashes))
 
     def touch(self, block_hashes: Iterable[bytes]) -> None:
@@ -125,8 +125,8 @@ class BlockFiles:
             self._is_used(block_hash)
 
     def forget(self, block_hashes: Iterable[bytes]) -> set[bytes]:
-        """Deletes the names of these blocks, and runs that no other block needs. Returns those that were there. Raises
-        `OSError`."""
+        """Deletes the names of these blocks, and runs that no other block needs. Returns the blocks that were there.
+        Raises `OSError`."""
         found: set[bytes] = set()
         runs: dict[int, _NamedRun] = {}  # by inode
         for block_hash in block_hashes:
@@ -143,7 +143,8 @@ class BlockFiles:
             found.add(block_hash)
             if unlink(path) and inode in runs:
                 runs[inode].num_links -= 1
-        # Only now: if others delete names of the same run, each sees what is left after its own, and the last one none.
+        # Counted only after the deletions: if several workers delete names of one run, each sees the names that are
+        # left after its own deletions, and the last worker sees none.
         unknown = set()
         for inode, run in runs.items():
             if run.path is None:
@@ -267,7 +268,7 @@ class BlockFiles:
         raise FileNotFoundError(errno.ENOENT, "its directory keeps vanishing")
 
     def _failure(self, error: OSError) -> TransferError:
-        """The same words for the same reason, whatever the file, so that they can be told once."""
+        """The same words for the same reason, without the file's name, so that a reason is logged once."""
         kind = FullDiskError if error.errno in FULL else TransferError
         return kind(f"cannot write to {self.layout.root}: {error.strerror or error}")
 
@@ -320,8 +321,8 @@ class BlockFiles:
         ]
 
     def _reread(self, block: tuple[bytes, memoryview], inode: int, *, is_named: bool) -> TransferError | None:
-        """What becomes of a block whose bytes are wrong in the run `inode`. Unless it was found there by its own name
-        (`is_named`), that name may lead to a run that somebody wrote since."""
+        """Handles a block whose bytes are wrong in the run `inode`. If the block was found as a neighbour (not
+        `is_named`), its own name may lead to another run, which is read."""
         path = self.layout.block(block[0])
         if not is_named:
             try:
@@ -401,7 +402,7 @@ class BlockFiles:
         return mtime is not None
 
     def _note_use(self, run: int | str, mtime: float) -> None:
-        """Sets the time of a run, a path or open file, that eviction goes by."""
+        """Sets the mtime of a run (a path or an open file), by which eviction chooses."""
         if self._clock.now() - mtime < USE_INTERVAL_S:
             return
         try:

@@ -25,7 +25,7 @@ _LEASE_NAME = ".cleaner"
 
 @dataclass(slots=True, frozen=True)
 class Stored:
-    """What is evicted as one: a run with all its names, or names that lead to no file under runs/."""
+    """A unit of eviction: a run with all its names, or names that lead to no file under runs/."""
 
     paths: tuple[str, ...]
     num_bytes: int
@@ -50,7 +50,7 @@ class PassReport:
 
 
 class PassEndedError(Exception):
-    """By `stop`, or since somebody else took this cleaner to be dead, and cleans now."""
+    """`stop` was called, or another process took this cleaner's lease over and cleans now."""
 
 
 class StoreCleaner:
@@ -63,7 +63,7 @@ class StoreCleaner:
         self._lease = FileLease(kv_dir / _LEASE_NAME, clock)
 
     def make_pass(self, target: Callable[[int], int], *, with_names: bool) -> PassReport | None:
-        """Deletes until `target(bytes in use)` are left. None if another cleaner is at work.
+        """Deletes until `target(bytes in use)` bytes are left. Returns None if another cleaner is at work.
 
         `with_names` looks through all blocks' names for those whose run is not under runs/: blocks of a host without
         hard links, and what somebody deleted by hand. Raises `OSError` and `PassEndedError`.
@@ -105,7 +105,7 @@ class StoreCleaner:
                 yield Stored((entry.path,), stat.st_size, stat.st_mtime, position_in(entry.name), layout)
 
     def _scan(self, with_names: bool) -> tuple[list[Stored], int, int]:
-        """What can be evicted; bytes of files being written; how many of those were stale and are deleted."""
+        """(what can be evicted, bytes of files being written, how many stale temporary files were deleted)."""
         found: list[Stored] = []
         temp_bytes = num_stale = 0
         temp_folders: list[str] = []
@@ -200,7 +200,7 @@ class StoreCleaner:
 
 
 def _unlink_names(paths: list[str], inode: int) -> None:
-    """Those that lead to the file `inode`; others are of runs that hold the same block."""
+    """Deletes the names that lead to the file `inode`. Other names belong to runs that hold the same block."""
     for path in paths:
         try:
             if os.stat(path).st_ino == inode:

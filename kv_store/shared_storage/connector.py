@@ -49,7 +49,7 @@ from kv_store.shared_storage.space import StoreSpace
 
 log = logging.getLogger(__name__)
 
-LOOKUP_TIMEOUT_S = 0.5  # all the time that a lookup has, which is a hint; one that hangs is answered after twice that
+LOOKUP_TIMEOUT_S = 0.5  # of a lookup, which is only a hint; if it hangs, it is answered after twice that
 _ROOM_CHECK_S = 0.5  # while writes wait for room below the size limit
 _JOIN_TIMEOUT_S = 5.0  # of close(): a thread that hangs in a dead network file system is left behind
 
@@ -65,8 +65,8 @@ class _Slice:
 class SharedStorageConnector(KVConnector):
     """A store: blocks are named by hash, outlive their producer, and need no peers.
 
-    A read that has begun can't be stopped. One that is not done within `transfer_timeout_s` fails all the same, but its
-    blocks stay this connector's until it returns, however long the file system takes; so does a write. While all
+    A read or write that has begun cannot be stopped. If it is not done within `transfer_timeout_s` it fails all the
+    same, but its blocks stay this connector's until the call returns, however long the file system takes. While all
     threads hang, what is queued fails at once. With a size limit, writes wait for room; reads pass them by.
     """
 

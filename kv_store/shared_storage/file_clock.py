@@ -1,5 +1,5 @@
-"""The clock of a file system, which is what the times of its files must be compared with: on a network file system
-they come from its server, and hosts' clocks differ."""
+"""The clock of a file system, with which the times of its files must be compared: on a network file system the times
+come from its server, and hosts' clocks differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FileClock:
     """
 
     def __init__(self, folder: Path, owner: str) -> None:
-        """`owner` tells apart those who use `folder` at the same time. Raises `OSError`."""
+        """`owner` must differ between processes that use `folder` at the same time. Raises `OSError`."""
         self._probe = folder / f".clock-{owner}"
         self._offset = 0.0
         self.set()

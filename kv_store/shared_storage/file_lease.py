@@ -1,5 +1,5 @@
-"""A lock that any process on any host may hold, made of one file, and that outlives nobody: who holds it touches it,
-and a file that was not touched for a while may be taken from its holder."""
+"""A lock in the form of one file, which a process on any host may hold. The holder touches the file now and then; if it
+has not done so for STALE_S, another process may take the lock over."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _RENEW_S = 1.0
 
 
 class FileLease:
-    """For work that is merely wasted when two do it at once: a holder that was stopped for longer than STALE_S finds
-    out at its next `renew`. Times are the file system's own, so that hosts' clocks don't matter.
+    """Only for work that is merely wasted if two processes do it at once: a holder that was stopped for longer than
+    STALE_S notices the takeover only at its next `renew`. Times are the file system's own, so that hosts' clocks don't
+    matter.
 
-    The file is empty, so that a full disk can still be cleaned. Its holder keeps it open and so knows it again.
+    The file is empty, so that a full disk can still be cleaned. The holder keeps the file open, to recognise it.
     """
 
     def __init__(self, path: Path, clock: FileClock) -> None:
@@ -46,7 +47,8 @@ class FileLease:
         return self._create()
 
     def renew(self) -> bool:
-        """To be called often while it is held; False if it was taken over. Raises `OSError`."""
+        """Call it often while the lock is held. Returns False if another process has taken the lock over. Raises
+        `OSError`."""
         if time.monotonic() - self._renewed < _RENEW_S:
             return True
         if not self._touch():
@@ -55,7 +57,7 @@ class FileLease:
         return True
 
     def release(self) -> None:
-        """Does nothing if it was taken over. Raises `OSError`."""
+        """Releases the lock. Does nothing if another process has taken it over. Raises `OSError`."""
         is_ours = self._touch()
         if self._fd is not None:
             os.close(self._fd)
@@ -72,7 +74,7 @@ class FileLease:
         return True
 
     def _touch(self) -> bool:
-        """Touches our file; False if the lease's name leads to another one by now, or to none."""
+        """Touches our file. Returns False if the lock's name leads to another file by now, or to none."""
         if self._fd is None:
             return False
         try:

@@ -1,9 +1,9 @@
-"""Stored blocks of one layout, whatever the tensor-parallel degree of the worker that wrote them.
+"""Stored blocks of one layout that workers of any tensor-parallel degree wrote.
 
-Each rank writes blocks of its own, into a folder of its own. Who looks for a block looks among its own first, then in
-the folders of the other degrees that the model's heads allow: there the block is one whose heads, all those that this
-rank needs, lie with one rank or with several. Their blocks are read whole, since it is whole blocks that checksums are
-of, and the heads are taken out of them.
+Each rank writes blocks of its own, into a folder of its own. A rank looks for a block in its own folder first, then in
+those of the other degrees that the model's heads allow. In another degree, the heads that this rank needs lie with one
+rank or with several. This rank reads the blocks of those ranks whole, since checksums cover whole blocks, and takes its
+heads out of them.
 """
 
 from __future__ import annotations

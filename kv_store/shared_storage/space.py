@@ -1,8 +1,9 @@
 """Keeps a store's directory below its size limit while any number of processes write to it.
 
-Nobody counts for all. Each process that has written SHARE of the limit makes a pass before it writes on: it counts
-the files and evicts down to TARGET of the limit. So several processes that write at full speed stay below it; with more
-than ten, each further one may exceed it by SHARE for a moment. Writes wait for a pass, but not long; reads go on.
+No process counts for all others. Each process that has written SHARE of the limit makes a pass before it writes on: it
+counts the files and evicts down to TARGET of the limit. So several processes that write at full speed stay below the
+limit; with more than ten, each further process may exceed it by SHARE for a moment. Writes wait for a pass, but not
+long; reads go on.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _RETRY_S = 0.05  # while another process cleans
 
 
 class StoreSpace:
-    """One process's part in it, with a thread that makes the passes. Any thread may call any method."""
+    """Limits the writes of one process, with a thread that makes the passes. Any thread may call any method."""
 
     def __init__(self, kv_dir: Path, clock: FileClock, limit_bytes: int, on_room: Callable[[], None]) -> None:
         """`on_room` is called from the thread when `has_room` may have become true."""
@@ -78,7 +79,7 @@ class StoreSpace:
             self._num_writing += num_bytes
 
     def end(self, num_bytes: int, num_written: int, *, disk_is_full: bool = False, has_links: bool = True) -> None:
-        """It has ended, with `num_written` new bytes on the disk, or for want of room there."""
+        """A write has ended, with `num_written` new bytes on the disk, or because the disk is full."""
         with self._changed:
             self._num_writing -= num_bytes
             self._num_written += num_written
@@ -128,7 +129,7 @@ class StoreSpace:
         except PassEndedError:
             return False
         except OSError as error:
-            # The directory is wiped, or its file system gone: writes find out for themselves.
+            # The directory was wiped, or its file system is gone: writes will fail by themselves.
             log.warning("cannot clean the store", extra={"directory": str(self._kv_dir), "reason": str(error)})
         else:
             if report is None:
