@@ -1,4 +1,4 @@
-"""What answers requests, whatever interface they came by, made as the settings say."""
+"""Makes, from the settings, the parts that answer requests of every interface."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ async def serve(
     part: Part | None = None,
 ) -> None:
     """Runs until SIGTERM, SIGINT or `stop`, then drains: no new requests, running ones get `drain_timeout` seconds.
-    What may change meanwhile is read again when `file` changes, at once with SIGHUP. `part` is what this process has in
-    common with others of its router.
+    Settings that may change are read again when `file` changes, at once with SIGHUP. `part` is what this process shares
+    with other processes of its router.
 
     Raises `StartupError` with one line if it cannot listen, or cannot use certificates or keys.
     """
@@ -164,7 +164,8 @@ async def serve(
 async def _join(
     settings: RouterSettings, registry: Registry, vital: VitalTasks, stack: contextlib.AsyncExitStack
 ) -> None:
-    """Other processes of the router serve: this one listens once it knows a worker, or when it has waited for one."""
+    """For a process that replaces another one while others serve: waits for a first worker, but not for ever, before
+    this process listens."""
     stack.push_async_callback(registry.close)
     registry.start()
     vital.start(_discover(settings, registry), name="discovery")
@@ -175,7 +176,7 @@ async def _join(
 
 
 async def _discover(settings: RouterSettings, registry: Registry) -> None:
-    """Keeps the registry's workers what discovery finds, until cancelled. Raises `StartupError`."""
+    """Gives the registry the workers that discovery finds, until cancelled. Raises `StartupError`."""
     try:
         await follow(settings.prefill, settings.decode, registry.set_addresses)
     except ExceptionGroup as group:

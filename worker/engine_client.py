@@ -214,7 +214,8 @@ class EngineClient:
         self._declare_dead(code)
 
     def _give_engine_up(self, failure: BatonError) -> None:
-        """Kills the engine after a task that passes on its events has ended: nothing would hear it any more."""
+        """Declares the engine dead after a task that passes its events on has ended, since nothing hears the engine any
+        more."""
         self._failure = self._failure or failure.message
         self._declare_dead(None)
 

@@ -1,5 +1,5 @@
-"""Follows which KV blocks a worker has, into the router's index. What a worker says is checked: a false one is not
-followed, and costs no other worker anything.
+"""Keeps the router's index of each worker's KV blocks current. What a worker says is checked: a worker that says
+something impossible is not followed, and costs no other worker anything.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ SWEEP_S = 0.1
 
 
 class FalseBlocksError(Exception):
-    """The worker said what cannot be."""
+    """The worker said something impossible."""
 
 
 class BlockWatch:
-    """One for a router. Its index is empty of workers that are not followed."""
+    """One for each router. Its index only has workers that are followed."""
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
 
     async def follow(self, address: str, epoch: str, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
-        """Until it is cancelled, or the worker turns out to be too old or false. The worker's blocks are forgotten
-        then. A stream that breaks, or lacks a message, is begun anew."""
+        """Follows a worker until this is cancelled, or the worker proves too old or says something impossible; then
+        forgets its blocks. Begins a stream anew if it breaks or lacks a message."""
         try:
             while True:
                 reason = await self._read(address, epoch, stub)
@@ -53,13 +53,13 @@ class BlockWatch:
             self.index.forget(address)
 
     async def sweep(self) -> None:
-        """Runs for ever: frees what workers that are gone had."""
+        """Runs for ever: frees the entries of workers that are gone."""
         while True:
             metrics.router_known_blocks.set(len(self.index))
             await asyncio.sleep(0.0 if self.index.sweep(SWEEP_BLOCKS) else SWEEP_S)
 
     async def _read(self, address: str, epoch: str, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> str:
-        """Reads one stream; why it has to be begun anew."""
+        """Reads one stream. Returns why it has to be begun anew."""
         call = stub.WatchBlocks(worker_pb2.WatchBlocksRequest())
         sequence: int | None = None
         try:

@@ -1,8 +1,8 @@
-"""What waits to be sent to one decode worker: calls that start, calls that are cancelled, credit.
+"""Messages to one decode worker that wait to be sent: starts of calls, cancellations, credit.
 
-What was asked for while a message was on its way goes together in the next one, up to BATCH_BYTES of starts: many
-requests that come at one moment cost their router and the worker one message. A larger start has a message of its own.
-So has each start for a worker of an older version, which would take several for one (`takes_batches`).
+Everything that was added while a message was on its way goes into the next one, up to BATCH_BYTES of starts. So many
+requests that come at one moment cost the router and the worker one message. A larger start has a message of its own. So
+has each start for a worker of an older version, which would take several for one (`takes_batches`).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class CallOutbox:
         self._credits[call_id] = self._credits.get(call_id, 0) + num_bytes
 
     def forget(self, call_id: int, *, cancel: bool) -> None:
-        """The call is over at this end. With `cancel` the worker is told, unless it never heard of the call."""
+        """The call is over at this end. With `cancel`, the worker is told, unless it was never told of the call."""
         self._credits.pop(call_id, None)
         if self._starts.pop(call_id, None) is None and cancel:
             self._cancelled.append(call_id)
 
     def next_message(self, now: float) -> decode_pb2.DecodeManyRequest:
-        """Of what waits, as much as goes into one."""
+        """The next message: as much of what waits as fits into one."""
         message = decode_pb2.DecodeManyRequest(cancelled_call_ids=self._cancelled[:MAX_IDS])
         del self._cancelled[:MAX_IDS]
         for call_id in [*islice(self._credits, MAX_IDS)]:

@@ -1,7 +1,7 @@
 """One request on a decode worker, as its router sees it: in a stream of many (`decode_stream`), or in one of its own.
 
-What arrives for a call waits until it is taken, whoever else of its stream is read: it is bounded
-(`common.call_window`), and tokens that wait come together.
+What arrives for a call waits until the call's reader takes it, independent of other calls of the stream. It is bounded
+(`common.call_window`), and tokens that wait are given together.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ class Stream(Protocol):
     """What carries many calls."""
 
     def credit(self, call_id: int, num_bytes: int) -> None:
-        """So many bytes of the call were taken: the worker may send as many more."""
+        """The call's reader took `num_bytes`, so the worker may send as many more."""
 
     def forget(self, call_id: int, *, cancel: bool) -> None:
-        """Nobody waits for the call any more. With `cancel` the worker is told."""
+        """Nobody waits for the call any more. With `cancel`, the worker is told."""
 
     def give_up(self, call_id: int, failure: tuple[str, str]) -> None:
-        """The call fails by this end's will, and the worker is told."""
+        """Fails the call at this end, and tells the worker."""
 
 
 class DecodeCall:
     """One request of a stream: what arrives, in order. Raises `CallFailedError` after what came before the failure."""
 
     def __init__(self, stream: Stream, call_id: int, alone: Callable[[], SingleCall]) -> None:
-        """`alone`: what takes its place if the worker has no streams of many calls."""
+        """`alone`: a call in a stream of its own, used if the worker knows no streams of many calls."""
         self.timer: asyncio.TimerHandle | None = None
         self._stream = stream
         self._call_id = call_id
@@ -135,14 +135,14 @@ class DecodeCall:
         self._wake()
 
     def end(self, failure: CallFailedError | None) -> None:
-        """Nothing more comes."""
+        """Ends the call: nothing more comes."""
         if not self._has_ended:
             self._has_ended, self._failure = True, failure
             self._stop_timer()
             self._wake()
 
     def go_alone(self) -> None:
-        """The worker knows no streams of many calls."""
+        """Uses the call in a stream of its own, since the worker knows no streams of many calls."""
         self._goes_alone = True
         self._stop_timer()
         self._wake()

@@ -4,8 +4,9 @@
                                ^                                    │
                                └──── its tokens and events <────────┘
 
-The stream is read as fast as it comes, whoever of its calls is read. A stream that breaks fails its calls as a broken
-connection does, and the next call opens another one. A worker that knows no such streams gets one for each call.
+The stream is read as fast as messages come, even if the readers of some calls are slow. If a stream breaks, its calls
+fail as with a broken connection, and the next call opens another stream. A worker that knows no such streams gets one
+stream for each call.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class DecodeStreams:
         request: decode_pb2.DecodeRequest,
         timeout_s: float,
     ) -> DecodeCall | SingleCall:
-        """Starts a call, to be closed. `incarnation` is `Endpoint.incarnation`."""
+        """Starts a call, which the caller has to close. `incarnation` is `Endpoint.incarnation`."""
         if incarnation in self._older:
             return SingleCall(channel, request, timeout_s)
         stream = self._streams.get(channel)
@@ -90,7 +91,7 @@ class _Stream:
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         num_bytes = request.ByteSize()
         if num_bytes > REQUEST_TOKEN_BYTES * num_tokens + REQUEST_OTHER_BYTES - START_BYTES:
-            # The worker would end the stream for it, and all other calls with it.
+            # For such a request the worker would end the stream, and with it all other calls.
             call.end(CallFailedError("INVALID_ARGUMENT", "the request is larger than any worker takes"))
             return call
         self._calls[call_id] = call
@@ -162,7 +163,7 @@ class _Stream:
             self._end(failure, is_unknown=is_unknown)
 
     def _take_in(self, message: decode_pb2.DecodeManyResponse) -> None:
-        """Calls that nobody waits for any more may still be answered."""
+        """Takes in one message. Ignores answers to calls that nobody waits for any more."""
         calls, num_tokens = self._calls, len(message.token_ids)
         if num_tokens != len(message.call_ids) or num_tokens > MAX_TOKENS:
             raise _FalseStreamError(f"sends {num_tokens} tokens of {len(message.call_ids)} calls in one message")
@@ -198,8 +199,8 @@ class _FalseStreamError(Exception):
 
 
 def _failure_of_all(error: grpc.aio.AioRpcError, *, has_heard: bool) -> CallFailedError:
-    """What the end of their stream means to its calls. However it ended, the worker is to blame, and not a request.
-    Only a stream of which nothing was heard can have been refused by a full worker."""
+    """The failure of all calls of a stream that ended. The worker is to blame, however the stream ended, and not a
+    request. Only a stream on which no message came can have been refused by a full worker."""
     code, details = error.code().name, error.details() or ""
     if code == "UNAVAILABLE" or (code == "RESOURCE_EXHAUSTED" and not has_heard):
         return CallFailedError(code, details, error.trailing_metadata())
@@ -207,7 +208,7 @@ def _failure_of_all(error: grpc.aio.AioRpcError, *, has_heard: bool) -> CallFail
 
 
 def _failure_of_one(ended: bytes) -> CallFailedError | None:
-    """What the worker says of a call's end; None if all went well."""
+    """The failure of one call, as the worker reports it; None if the call went well."""
     try:
         status = status_pb2.Status.FromString(ended if len(ended) <= MAX_ENDED_BYTES else b"?")
         code = code_pb2.Code.Name(status.code)

@@ -40,5 +40,5 @@ class Endpoint:
 
     @property
     def incarnation(self) -> tuple[str, str]:
-        """A restarted worker is another one: whoever gave up on the old may try the new."""
+        """Differs for a restarted worker, so that a request that gave up on the old process may try the new one."""
         return (self.address, self.epoch)

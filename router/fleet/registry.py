@@ -75,8 +75,8 @@ class Registry:
         )
 
     def set_addresses(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
-        """Makes these the workers, in this order. One that is not named any more gets nothing new; what it runs goes
-        on. One that changed its role is another worker."""
+        """Replaces the list of workers. A worker that is not named any more gets no new request, and its running
+        requests go on. A worker that changed its role counts as another worker."""
         before = self._workers
         self._workers = {}
         for address in dict.fromkeys((*decode, *prefill)):
@@ -140,7 +140,7 @@ class Registry:
         return self.model
 
     def not_ready(self) -> str:
-        """Why no request can be served now; empty if requests can."""
+        """Why no request can be served now; empty if requests can be served."""
         if self.model is not None and any(
             worker.role is not WorkerRole.PREFILL and worker.state is WorkerState.READY and not self._excluded(worker)
             for worker in self._workers.values()
@@ -150,10 +150,11 @@ class Registry:
         return f"no decode worker is ready ({'; '.join(reasons) or 'none is configured'})"
 
     def reconnect_wait_s(self) -> float:
-        """How long a request that finds no decode worker should wait for one, in seconds: 0 if none was lost lately.
+        """How long a request that finds no decode worker should wait for one, in seconds; 0 if no decode worker was
+        lost lately.
 
-        A router that stood still (a paused machine) finds all its connections broken the moment it goes on, and has new
-        ones a moment later. The time is counted from when it noticed, so the time of the pause does not count.
+        A router that stood still (a paused machine) finds all its connections broken when it goes on, and has new ones
+        a moment later. Time counts from when the router noticed a loss, so the pause does not count.
         """
         lost_after = time.monotonic() - LOST_LATELY_S
         is_back_soon = any(
@@ -182,7 +183,7 @@ class Registry:
     @contextlib.contextmanager
     def sending(self, tokens: Mapping[str, int]) -> Iterator[None]:
         """Counts a request as running on these workers, and as load until they report it themselves. `tokens`: by
-        address, those of its prompt that the worker computes."""
+        address, how many prompt tokens the worker computes."""
         key = object()
         workers = [self._workers[address] for address in tokens if address in self._workers]
         for worker in workers:
@@ -198,7 +199,7 @@ class Registry:
                 self._count_requests(worker.address, -1)
 
     def _count_requests(self, address: str, change: int) -> None:
-        """An address that is no worker's any more leaves the metrics with its last request."""
+        """Updates the metric of running requests. A former worker's address leaves the metric with its last request."""
         self._num_running[address] += change
         metrics.router_endpoint_requests.labels(address).set(self._num_running[address])
         if not self._num_running[address] and address not in self._workers:
@@ -206,7 +207,7 @@ class Registry:
             metrics.router_endpoint_requests.remove(address)
 
     def suspect(self, address: str, epoch: str, reason: str) -> None:
-        """A call to the worker failed as if it were gone: nothing is sent there until it reports again."""
+        """Marks a worker as gone after a call to it failed: nothing is sent there until it reports again."""
         worker = self._workers.get(address)
         if worker is None or worker.info is None:
             return
@@ -216,9 +217,9 @@ class Registry:
     # -------------------------------------------------------------------------------------- what is learnt
 
     async def _learn(self, worker: Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
-        """The worker has said who it is."""
+        """Takes in what the worker said of itself."""
         self.track.forget_others({one.endpoint("").incarnation for one in self._workers.values()})
-        async with self._adopting:  # of workers that answer at the same time, the first decides
+        async with self._adopting:  # if several workers answer at the same time, the first one decides
             await self._adopt(worker, stub)
 
     def _set_state(self, worker: Worker, state: WorkerState, problem: str) -> None:
@@ -237,7 +238,7 @@ class Registry:
         self._tell()
 
     def _measure_context(self) -> None:
-        """Makes `max_model_len` of the model that of the ready decode worker that has most."""
+        """Sets the model's `max_model_len` to the longest context of the ready decode workers."""
         model = self.model
         if model is None:
             return

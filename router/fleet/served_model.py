@@ -27,7 +27,7 @@ class ServedModel:
 
 
 async def ask_for_model(info: worker_pb2.WorkerInfo, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> ServedModel:
-    """The model of the worker that said `info` of itself."""
+    """Asks a worker, which said `info` of itself, for its model."""
     answer = await stub.GetTokenizer(worker_pb2.GetTokenizerRequest(), timeout=30.0, wait_for_ready=True)
     files = {file.name: file.content for file in answer.files}
     tokenizer = await asyncio.to_thread(load_tokenizer, files)

@@ -1,13 +1,14 @@
-"""How workers have done of late, as this router saw it: who fails or is slow is left alone for a while. Pure; time
-comes in.
+"""How workers have done lately, as this router saw it: a worker that fails or is slow is left alone for a while. Pure;
+time comes in.
 
     closed ── MAX_FAILURES in a row ──> open ── after a while ──> half open: one request at a time is let through
        ^                                 ^                          │
        │                                 └── it fails: longer ──────┤
        └──────────────────────────── it succeeds ───────────────────┘
 
-A worker whose time between tokens is far above that of the others is taken out likewise, and begins anew afterwards; at
-most a third of the workers at a time. Nobody is left alone if no other worker is there: `router.policy.routing`.
+A worker whose time between tokens is far above that of the others is taken out in the same way, and begins anew
+afterwards; at most a third of the workers at a time. A worker is used all the same if there is no other:
+`router.policy.routing`.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ class TrackRecord:
 
     @contextlib.contextmanager
     def probing(self, *workers: Incarnation) -> Iterator[None]:
-        """While a request is on its workers, no other one probes them if they have failed before. Requests that were
-        there before they failed probe nothing: they may go on for long."""
+        """While a request runs on workers that have failed before, no other request probes them. Requests that began
+        before the failure do not count as probes: they may go on for long."""
         probed = [worker for worker in workers if self.began(worker)]
         try:
             yield
@@ -119,7 +120,7 @@ class TrackRecord:
                 self.ended(worker)
 
     def failed(self, worker: Incarnation, now: float) -> None:
-        """By the worker's fault."""
+        """Counts a failure that was the worker's fault."""
         record = self._records.setdefault(worker, _Record())
         record.num_failures += 1
         if record.is_open and now >= record.open_until:
@@ -130,8 +131,8 @@ class TrackRecord:
             record.open_until = now + record.open_s
 
     def succeeded(self, worker: Incarnation, now: float, num_tokens: int = 0, elapsed_s: float = 0.0) -> None:
-        """An answer came to its end. `elapsed_s`: of the time from its first token to its last, what the router spent
-        waiting for the worker; a client that reads slowly is not its worker's fault."""
+        """Counts a complete answer. `elapsed_s`: how long the router waited for the worker between the first token and
+        the last. A client that reads slowly is not its worker's fault."""
         record = self._records.setdefault(worker, _Record())
         record.num_failures, record.is_open, record.open_s = 0, False, OPEN_S
         if num_tokens < MIN_TOKENS:
@@ -144,7 +145,7 @@ class TrackRecord:
             record.num_answers = 0
 
     def answered(self, worker: Incarnation, now: float, *, prompt: int, cached: int, output: int) -> None:
-        """Tokens of one answer."""
+        """Counts the tokens of one answer."""
         record = self._records.setdefault(worker, _Record())
         faded = record.traffic.faded(now)
         record.traffic = Traffic(faded.prompt + prompt, faded.cached + cached, faded.output + output, now)
@@ -162,6 +163,6 @@ class TrackRecord:
         return record.pace_s > max(SLOW_FACTOR * median, median + SLOW_MARGIN_S)
 
     def forget_others(self, workers: set[Incarnation]) -> None:
-        """Only `workers` are there."""
+        """Forgets all workers but these."""
         for gone in self._records.keys() - workers:
             del self._records[gone]

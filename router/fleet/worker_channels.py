@@ -24,7 +24,8 @@ class WorkerChannels:
         return self._channels.open(address)
 
     def renew(self, worker: Worker) -> None:
-        """Before it connects anew: a channel goes on showing the certificate that it was opened with."""
+        """Call before the worker is connected anew: a channel goes on showing the certificate with which it was
+        opened."""
         if self.version != worker.channel_version:
             self.close_when_idle(worker)
             worker.channel_version = self.version

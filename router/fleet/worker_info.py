@@ -1,5 +1,5 @@
-"""What a worker may say of itself. A router takes its limits from a worker, so one that is broken, or was taken over,
-must not be able to lift them, or to keep the router from serving.
+"""Checks what a worker says of itself. A router takes its limits from a worker. A worker that is broken or was taken
+over must not be able to lift these limits, or to keep the router from serving.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAMES = (
 
 
 def false_info(info: worker_pb2.WorkerInfo) -> str:
-    """What in it cannot be; empty if all of it can."""
+    """Which value of `info` is impossible; empty if none is."""
     for name, value, most in (
         ("max_model_len", info.max_model_len, MAX_TOKENS),
         ("vocab_size", info.vocab_size, MAX_TOKENS),

@@ -83,7 +83,7 @@ class WorkerWatch:
     async def _following_blocks(
         self, worker: Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub
     ) -> AsyncIterator[None]:
-        """While the worker reports its load, it is followed which blocks it has."""
+        """Follows the worker's blocks while the worker reports its load."""
         epoch = worker.info.epoch if worker.info else ""
         following = asyncio.create_task(self._blocks.follow(worker.address, epoch, stub))
         try:
@@ -112,7 +112,7 @@ class WorkerWatch:
 
 
 def _note_false(worker: Worker, problem: str) -> None:
-    """Once for each that a worker goes on saying."""
+    """Logs and counts an impossible value once, even if the worker repeats it."""
     if problem != worker.problem:
         metrics.router_false_workers.labels("info").inc()
         log.error("a worker says what cannot be", extra={"address": worker.address, "reason": problem})

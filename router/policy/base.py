@@ -1,5 +1,5 @@
-"""What a policy is asked, what it answers, and what orders the workers of one role. Pure; the registry supplies what is
-known.
+"""Question and answer of a routing policy, and the ranking of the workers of one role. Pure; the registry supplies the
+facts.
 
     endpoints ── filter ──> candidates ── rank ──> ranked ── pick ──> decode worker, prefill workers in order
                  ready, compatible,      a Ranking
@@ -20,7 +20,7 @@ from router.fleet.endpoint import Endpoint
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RoutingRequest:
-    """What a policy may know about a request."""
+    """What a policy knows about a request."""
 
     num_prompt_tokens: int
     num_tokens: int = 0  # of prompt and answer together, at most
@@ -70,7 +70,7 @@ class Candidate:
 @dataclass(slots=True, frozen=True)
 class Ranked:
     candidate: Candidate
-    words: str  # what its place depends on, in a few words
+    words: str  # the reason for its place in the ranking, in a few words
 
 
 class Ranking(ABC):

@@ -23,7 +23,8 @@ class Place:
 
 
 def place_of(num_prompt_tokens: int, decode: Candidate, prefill: Candidate | None, min_remote_tokens: int = 0) -> Place:
-    """Remote, unless it saves too little, or the prefill worker is so busy that it would take much longer.
+    """The prompt is computed remotely, unless that saves too little, or the prefill worker is so busy that it would
+    take much longer.
 
     `decode` is where the request goes, `prefill` the worker that would compute the prompt; None if there is none.
     `min_remote_tokens`: see `common.prefill_place`.

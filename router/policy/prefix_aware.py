@@ -1,4 +1,4 @@
-"""The worker that is done first: what it has cached saves computing, what waits there costs time.
+"""Prefers the worker that would finish first: cached blocks save computing, and requests that wait there cost time.
 
 Both are counted in tokens of prompt, so a long prefix outweighs a short queue and no queue is too long for ever: a
 prefix that everybody wants spreads to other workers as soon as waiting for it costs more than computing it there.

@@ -2,13 +2,12 @@
 
     name of a block (16 bytes, `common.block_hash`)  ──>  the set of workers that have it, as the bits of an integer
 
-A worker's bit is given up when the worker is gone or lists its blocks anew. What it stood for is then forgotten at
-once by a mask, and swept out of memory bit by bit (`sweep`), so that no event takes long, however many blocks there
-are.
+A worker's bit is given up when the worker is gone or lists its blocks anew. A mask hides the bit at once, and `sweep`
+removes it from all entries little by little, so that no event takes long, however many blocks there are.
 
 Names are chained, and workers give up the end of a prompt before its beginning, so the workers that have block i of a
-prompt are among those that have block i-1. `match` uses this: where two blocks have the same workers, so have all
-blocks between them. So it looks at a few blocks of a long prompt and not at all of them.
+prompt are among those that have block i-1. `match` uses this: if two blocks have the same workers, all blocks between
+them have these workers too. So it looks at only a few blocks of a long prompt.
 
 A block that a request is about to bring to a worker is expected there for `EXPECTED_S`: of requests that begin alike
 and come together, the second already follows the first.
@@ -53,7 +52,7 @@ class PrefixIndex:
     # ---------------------------------------------------------------------------------- what workers report
 
     def reset(self, worker: str) -> None:
-        """Nothing is known of `worker` from now on; what it has is about to be told."""
+        """Forgets the worker's blocks, before the worker lists them anew."""
         self.forget(worker)
         free = ~(self._alive | self._dead)
         bit = free & -free
@@ -61,7 +60,7 @@ class PrefixIndex:
         self._alive |= bit
 
     def forget(self, worker: str) -> None:
-        """`worker` is gone, or what it has is not known any more."""
+        """Forgets a worker that is gone, or whose blocks are not known any more."""
         bit = self._bits.pop(worker, 0)
         if self._counts.pop(worker, 0) or self._expectations:
             self._dead |= bit
@@ -142,7 +141,8 @@ class PrefixIndex:
         if not names or not (first := self._at(names[0])):
             return {}
         depths = dict.fromkeys(_bits(first), len(names))
-        # Each span: the workers that have all blocks up to `start`, and those of them that have `stop`, too.
+        # A span: `start`, the workers that have all blocks up to it, `stop`, and those of these workers that have
+        # `stop`, too.
         spans = [(0, first, len(names) - 1, self._at(names[-1]) & first)]
         while spans:
             start, workers, stop, others = spans.pop()

@@ -35,9 +35,9 @@ def create_policy(
     hedges: bool = False,
     seed: int = 0,
 ) -> Policy:
-    """`name` is for both roles, `prefill` and `decode` for one. Raises `ConfigError` for a name that there is not.
+    """`name` is for both roles, `prefill` and `decode` for one. Raises `ConfigError` for an unknown name.
     `min_remote_tokens`: `common.prefill_place`. `hedges`: a second prefill worker may be asked if the first is late.
-    `seed`: what decides lots."""
+    `seed`: for random choices."""
     rankings = [
         _ranking(field, given or name, seed)
         for field, given in (("prefill_policy" if prefill else "policy", prefill),

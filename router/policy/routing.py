@@ -87,7 +87,7 @@ class RoutingPolicy:
 
 
 def _usable(request: RoutingRequest, endpoints: Sequence[Endpoint], reasons: list[str]) -> list[Endpoint]:
-    """Those that can serve `request` in some role. Suspended ones are used if no other decode worker is left."""
+    """Workers that can serve `request` in some role, suspended ones only if no other decode worker is left."""
     usable, suspended = [], []
     for endpoint in endpoints:
         if reason := unusable(endpoint, request):

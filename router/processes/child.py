@@ -1,4 +1,4 @@
-"""One process of a router that has several, as their parent sees it: its start, what it said, its end."""
+"""One process of a router with several processes, as their parent sees it: its start, its messages, its end."""
 
 from __future__ import annotations
 

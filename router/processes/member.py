@@ -1,4 +1,4 @@
-"""One process of a router that has several. Its parent (`router.processes.parent`) starts it."""
+"""One process of a router with several processes. Its parent (`router.processes.parent`) starts it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ class Member(Part):
         vital.start(self._demand.keep_shared(), name="demand")
 
     def takes_signals(self) -> None:
-        """The parent has them wait until then: one that comes while Python starts would end the process."""
+        """Lets signals through. The parent blocked them: a signal that comes while Python starts would end the
+        process."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         if self._place.is_replacement:
             metrics.router_process_restarts.inc()
@@ -107,7 +108,7 @@ class Member(Part):
         self.link.send(Beat(True))
 
     def not_ready(self, own_reason: str) -> str:
-        """All processes tell the same: a client, or a probe, does not choose which one it reaches."""
+        """The same for all processes, since a client or a probe does not choose which one it reaches."""
         self.shared.put({NOT_READY: 1.0 if own_reason else 0.0})
         others = sum(self.shared.by_process(NOT_READY))
         return own_reason or ("another process of this router is not ready" if others else "")
@@ -150,8 +151,8 @@ class Member(Part):
         os._exit(1)
 
     async def _beat(self) -> None:
-        """Raises `InternalError` if the parent hangs: it would not start another process for one that ends, nor give a
-        request its place. Counted in beats of this process: if the machine stood still, so did they."""
+        """Raises `InternalError` if the parent hangs: a hung parent neither replaces a process that ends nor gives a
+        request its place. Counts this process's own beats instead of time: if the machine stood still, so did they."""
         while True:
             self._num_silent += 1
             if self._num_silent > PARENT_SILENT_BEATS:
@@ -162,8 +163,8 @@ class Member(Part):
 
 @dataclass(slots=True)
 class _FirstAsBefore:
-    """A settings file that cannot be used keeps no process from taking the place of another: it goes on with the
-    settings of before."""
+    """Loads the settings that the router started with if the file cannot be used now, so that a process can still
+    replace another one."""
 
     settings: RouterSettings
     file: SettingsFile
@@ -204,7 +205,7 @@ def main(settings: RouterSettings, file: SettingsFile | None, place: Place, pare
 
 
 def _say_last(parent: socket.socket, reason: str) -> None:
-    """Past the event loop, which has ended."""
+    """Sends a last message without the event loop, which has ended."""
     content = msgspec.msgpack.encode(Failed(reason))
     parent.settimeout(SAY_TIMEOUT_S)
     try:

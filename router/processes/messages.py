@@ -1,4 +1,4 @@
-"""What the parent and a process of its say to each other, over a pair of sockets that dies with either."""
+"""Messages between the parent and one of its processes, over a pair of sockets that ends with either of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Beat(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """It ends, for this reason."""
+    """The process ends, for this reason."""
 
     reason: str
 
@@ -53,13 +53,13 @@ class Refused(msgspec.Struct, tag=True):
 
 
 class Leave(msgspec.Struct, tag=True):
-    """It needs its place no more, or does not wait for one any more."""
+    """The request does not need its place any more, or does not wait for one any more."""
 
     number: int
 
 
 class Bounds(msgspec.Struct, tag=True):
-    """Other ones for the queue, from the settings file."""
+    """New bounds of the queue, from the settings file."""
 
     max_running: int | None
     max_waiting: int
@@ -76,7 +76,8 @@ class Ask(msgspec.Struct, tag=True):
 
 
 class Answer(msgspec.Struct, tag=True):
-    """What each process answers the parent, and then, all together, what the parent answers the one that asked."""
+    """The answer of each process to the parent, and then all answers together, from the parent to the process that
+    asked."""
 
     number: int
     contents: list[bytes]
@@ -94,7 +95,7 @@ class Link:
         self._writer = writer
 
     def send(self, message: Message) -> None:
-        """Sends a message, which is lost if the other end is gone. Whoever reads `messages` notices that.
+        """Sends a message, which is lost if the other end is gone; then `messages` ends.
 
         An end that does not read for a long time is as good as gone: what it is sent would grow without end.
         """

@@ -131,7 +131,7 @@ class _Parent:
                 child.send_signal(signal.SIGHUP)
 
     async def _drain(self) -> bool:
-        """All processes at once; whether they ended in time."""
+        """Drains all processes at once. Returns whether they ended in time."""
         self._is_draining = True
         self._vital.let_end()
         for child in self._children.values():
@@ -147,8 +147,8 @@ class _Parent:
     # ------------------------------------------------------------------------------------------- life
 
     async def _keep(self, number: int) -> None:
-        """One process after another in one place. Raises `StartupError` if the first ended before it could listen, or
-        if they end too often."""
+        """Runs process `number`, and starts another one each time that it ends. Raises `StartupError` if the first
+        process ended before it could listen, or if processes end too often."""
         has_listened = False
         while True:
             place = replace(self._place, number=number, is_replacement=has_listened)
@@ -227,7 +227,8 @@ class _Parent:
         self._ready()
 
     async def _watch_silence(self) -> None:
-        """Counted in beats of this process: if the machine stood still, so did they."""
+        """Kills processes that give no sign of life. Counts this process's own beats instead of time: if the machine
+        stood still, so did they."""
         while True:
             await asyncio.sleep(1.0)
             for child in self._children.values():
@@ -241,7 +242,8 @@ class _Parent:
     # --------------------------------------------------------------------------------- queue, questions
 
     async def _take_turn(self, child: Child, enter: Enter) -> None:
-        """Ends when it is cancelled: the request needs its place no more, or waits no more, or its process is gone."""
+        """Waits for the request's place and holds it, until cancelled: the request does not need or want its place any
+        more, or its process is gone."""
         place = self._queue.place(
             enter.tenant,
             enter.cost,

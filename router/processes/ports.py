@@ -15,12 +15,12 @@ from collections.abc import Iterator
 
 from common.errors import StartupError
 
-_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # `localhost` may name ::1 where there is no IPv6
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # `localhost` may name ::1 although the machine has no IPv6
 
 
 @contextlib.contextmanager
 def held(address: str, field: str) -> Iterator[str]:
-    """Holds `host:port`; gives it with the port that was taken if it is 0. Raises `StartupError`."""
+    """Holds `host:port`, and yields it; with the port that the kernel chose if `port` is 0. Raises `StartupError`."""
     host, _, port = address.rpartition(":")
     with contextlib.ExitStack() as stack:
         try:
@@ -57,7 +57,7 @@ def _hold(family: int, target: tuple[object, ...]) -> socket.socket:
     try:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier router may linger
         holder.bind(target)
-        # Two that are bound with SO_REUSEADDR are no conflict until one listens. It stays bound afterwards.
+        # Two sockets bound with SO_REUSEADDR only conflict once one of them listens. This one stays bound afterwards.
         holder.listen(1)
         with contextlib.suppress(OSError):  # ENOTCONN, by the standard; it listens no more all the same
             holder.shutdown(socket.SHUT_RDWR)

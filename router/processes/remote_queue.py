@@ -30,13 +30,13 @@ class RemoteQueue:
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
     def change(self, max_running: int | None, *, max_waiting: int, max_wait_s: float) -> None:
-        """Each process that reads the settings file says so: the parent hears the same from all."""
+        """Sends new bounds to the parent, as each process does that reads the settings file; all send the same."""
         self._is_limited = max_running is not None
         self._max_wait_s = max_wait_s
         self._send(Bounds(max_running, max_waiting, max_wait_s))
 
     def heard(self, message: Placed | Refused) -> None:
-        """The parent's answer. Nobody waits for it any more if a request was cancelled meanwhile."""
+        """Takes in the parent's answer. If the request was cancelled meanwhile, nobody waits for it."""
         turn = self._waiting.get(message.number)
         if turn is None or turn.done():
             return

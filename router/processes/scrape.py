@@ -1,7 +1,7 @@
 """The metrics of all processes of a router as one page.
 
 prometheus_client's multi-process mode keeps each process's metrics in files: counters and histograms are summed over
-them, gauges as each says (`multiprocess_mode`). What a process counted stays when it has ended, in files of process 0.
+them, gauges as each says (`multiprocess_mode`). The counts of a process that has ended stay, in files of process 0.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def page(directory: str, pids: Callable[[], Iterable[int]]) -> bytes:
 
 
 def keep_totals(directory: str, pid: int) -> bool:
-    """Of a process that has ended: what it counted is added to what others did before it. Its gauges go. Returns False,
-    and changes nothing, while a page is being made: who makes it may hang."""
+    """Adds the counts of a process that has ended to those of earlier ones, and drops its gauges. Returns False and
+    changes nothing while a page is being made, since the process that makes it may hang."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(_locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB))
@@ -53,7 +53,8 @@ def keep_totals(directory: str, pid: int) -> bool:
 
 @contextlib.contextmanager
 def _locked(directory: str, kind: int) -> Iterator[None]:
-    """Nobody reads the files while totals move from one to another; any number of processes may read at a time."""
+    """A lock: any number of processes may read the files at a time, but none while totals move from one file to
+    another."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(handle, kind)

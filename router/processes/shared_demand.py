@@ -1,4 +1,4 @@
-"""What autoscalers want to know, of a router of several processes: whichever they reach tells of all."""
+"""Demand for autoscalers, of a router with several processes: each process reports that of all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OUTPUT_TOKENS, UNSERVED = f"{TOTAL}output tokens", f"{TOTAL}unserved requests"
 
 
 class SharedDemand(Demand):
-    """Its own counters go to the ledger every MIN_INTERVAL_S, so its sums are as much too low or too old at most."""
+    """Writes its own counters to the ledger every MIN_INTERVAL_S, so its sums are at most that old."""
 
     def __init__(self, ledger: SharedLedger, epoch: str) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class SharedDemand(Demand):
         self._ledger = ledger
 
     async def keep_shared(self) -> None:
-        """Until cancelled."""
+        """Writes the counters until it is cancelled."""
         told = None
         while True:
             self._share()

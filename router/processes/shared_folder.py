@@ -10,8 +10,8 @@ MIN_SHARED_MIB = 32  # a page that does not fit in there ends the process that w
 
 
 def shared_folder() -> Path | None:
-    """Shared memory if it can be written and has room: nobody cleans up there, as some do in the temporary folder.
-    None: the temporary folder."""
+    """The folder of shared memory if it can be written and has room, since some systems delete old files in the
+    temporary folder. None stands for the temporary folder."""
     if not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
         return None
     room = os.statvfs(SHARED_MEMORY)

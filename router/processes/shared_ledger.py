@@ -1,4 +1,5 @@
-"""What limits count, in memory that all processes of a router see: they hold for the router as a whole, exactly.
+"""The counts of limits, in memory that all processes of a router share, so that limits hold exactly for the router as a
+whole.
 
     file `numbers`     a row for each name:  | process 0 | process 1 | ... | gone | state | state | state |
     file `names`       the names, one a line, in the order of the rows; rows are added and never removed
@@ -26,8 +27,8 @@ TOTAL = "total "  # names that begin so are counted for good: what a process tha
 
 
 class SharedLedger:
-    """`process` is the number of this one's column, from 0. None: it looks, and takes nothing. Raises `StartupError` if
-    the files are not those that other processes use."""
+    """`process` is the number of this process's column, from 0; None if it only reads. Raises `StartupError` if the
+    files are not those that other processes use."""
 
     def __init__(self, directory: str, num_processes: int, process: int | None = None) -> None:
         self.num_processes = num_processes
@@ -67,18 +68,18 @@ class SharedLedger:
             self._row(name)[self._own()] -= num
 
     def total(self, name: str) -> int:
-        """What all processes hold of it, those that ended included."""
+        """The sum over all processes, including those that ended."""
         with self.locked():
             return int(sum(self._row(name)[: self.num_processes + 1]))
 
     def put(self, numbers: dict[str, float]) -> None:
-        """What this process has of each name now."""
+        """Writes this process's numbers, by name."""
         with self.locked():
             for name, number in numbers.items():
                 self._row(name)[self._own()] = number
 
     def by_process(self, name: str) -> list[int]:
-        """What each process has of `name`."""
+        """Each process's number under `name`."""
         with self.locked():
             return [int(number) for number in self._row(name)[: self.num_processes]]
 
@@ -91,8 +92,8 @@ class SharedLedger:
             state[index] = 0.0
 
     def process_ended(self, process: int) -> bool:
-        """Whatever it had in flight is not in flight any more. Returns False, and changes nothing, while another
-        process has the lock."""
+        """Clears what a process that ended had in flight. Returns False and changes nothing while another process has
+        the lock."""
         try:
             fcntl.flock(self._numbers, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""What a source of workers gives: the full set of addresses, again and again."""
+"""The interface of sources of workers, which give the full set of addresses after each change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Found:
 
 
 class Discovery(Protocol):
-    """Sources keep what they knew while they cannot look: an outage of DNS or of an API server loses no worker."""
+    """A source keeps its last set while it cannot look, so an outage of DNS or of an API server loses no worker."""
 
     @property
     def complete(self) -> bool:

@@ -12,7 +12,7 @@ from router.fleet.discovery.base import Found
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 5.0
-# The name is known to have no address now. Everything else means that nobody could say.
+# These errors mean that the name has no address now. All others mean that no resolver could answer.
 _NO_ADDRESS = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
 Lookup = Callable[[str, int], Awaitable[list[str]]]

@@ -14,7 +14,7 @@ SetAddresses = Callable[[Sequence[str], Sequence[str]], None]
 
 
 def fixed(endpoints: Sequence[str]) -> list[str]:
-    """Those of `endpoints` that need no looking up: what is known before `follow` has begun."""
+    """Endpoints that need no lookup, and so are known before `follow` has begun."""
     return [text for text in endpoints if is_static([text])]
 
 

@@ -1,4 +1,4 @@
-"""From how endpoints are spelled to where they are looked up.
+"""The source of workers for each spelling of an endpoint.
 
 | spelled                          | source                                                                    |
 | `host:port`, `unix:path`         | this one, for ever                                                        |
