@@ -122,11 +122,11 @@ def _wake(waiting: asyncio.Future[None] | None) -> None:
 async def uncancelled(reading: Coroutine[Any, Any, ResultT]) -> ResultT:
     """Returns what `reading` returns. If the caller is cancelled, `reading` goes on until its call ends."""
     task = asyncio.create_task(reading)
-    task.add_done_callback(_see)
+    task.add_done_callback(_take_error)
     return await asyncio.shield(task)
 
 
-def _see(task: asyncio.Task[ResultT]) -> None:
-    """Retrieves the result of a read that nobody waits for, so that asyncio does not log it."""
+def _take_error(task: asyncio.Task[ResultT]) -> None:
+    """Takes the error of a read that nobody waits for any more, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()

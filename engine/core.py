@@ -135,10 +135,10 @@ class EngineCore:
         match command:
             case m.AddRequest():
                 self._intake.add(command)
-                self._admit_answered()
+                self._queue_ready()
             case m.Embed():
                 self._intake.embed(command)
-                self._admit_answered()
+                self._queue_ready()
             case m.BlocksAnnounced():
                 remote_kv.announced(command)
             case m.RemoteFirstToken(request_id, token):
@@ -185,7 +185,7 @@ class EngineCore:
 
         Its events should be sent before the second half, which may take long.
         """
-        self._admit_answered()
+        self._queue_ready()
         self.take_in_transfers()
         self.remote_kv.give_up_overdue()
         self._take_back()
@@ -216,7 +216,7 @@ class EngineCore:
     def begin_remote(self) -> None:
         """For mid-step: admits newcomers whose prompt a prefill worker has to compute, so that the worker hears of them
         before this step is done."""
-        self._admit_answered()
+        self._queue_ready()
         if not self._has_newcomers:
             return
         self._has_newcomers = False
@@ -294,7 +294,7 @@ class EngineCore:
 
     # ------------------------------------------------------------------------------------------ internals
 
-    def _admit_answered(self) -> None:
+    def _queue_ready(self) -> None:
         """Adds requests to the queue once their grammar is compiled and the store has answered."""
         for request in self._intake.take_ready():
             self.scheduler.add(request)

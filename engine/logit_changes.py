@@ -1,4 +1,4 @@
-"""What one request's parameters and past tokens do to its next logits.
+"""How one request's parameters and past tokens change its next logits.
 
 Kept from token to token, so that a step costs what is new since the last one, however long the prompt is. No torch
 here: the arrays are read by the sampler, without a copy.

@@ -91,15 +91,15 @@ class RemotePrefillFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Release(msgspec.Struct, tag=True, frozen=True):
-    """The front is done with a request, whatever its state: what runs is aborted, what is held is freed, a prefill's
-    lease ends. No event follows. Unknown ids are ignored."""
+    """The front is done with a request in any state: the request is aborted if it runs, its blocks are freed, and a
+    prefill's lease ends. No event follows. Unknown ids are ignored."""
 
     request_id: str
 
 
 class StopPrefill(msgspec.Struct, tag=True, frozen=True):
-    """Nobody waits for this prefill any more: no more of it is computed. Blocks that were announced may still be being
-    read, so they stay as they are until `Release`."""
+    """Nobody waits for this prefill any more: the engine computes no more of it. Announced blocks may still be read, so
+    they stay unchanged until `Release`."""
 
     request_id: str
 
@@ -120,8 +120,7 @@ class LendBlocks(msgspec.Struct, tag=True, frozen=True):
 
 
 class EndLoan(msgspec.Struct, tag=True, frozen=True):
-    """The prefill worker reads nothing any more of what the request lent it, or believes nothing of it. Unknown ids are
-    ignored."""
+    """The prefill worker does not read the lent blocks any more, or ignores what it reads. Unknown ids are ignored."""
 
     request_id: str
 
@@ -218,7 +217,7 @@ class BlocksPublished(msgspec.Struct, tag=True, frozen=True):
 
 
 class BlocksFetched(msgspec.Struct, tag=True, frozen=True):
-    """These arrived; REMOTE: and may be acknowledged. `failed_indexes` will be computed here."""
+    """These blocks arrived; REMOTE: the front may acknowledge them. `failed_indexes` will be computed here."""
 
     request_id: str
     indexes: list[int]
@@ -295,11 +294,11 @@ class BlocksListed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Alive(msgspec.Struct, tag=True, frozen=True):
-    """The engine's loop goes on, and had nothing else to say."""
+    """A sign of life, sent if the engine's loop had nothing else to send."""
 
 
 class MetricsChanged(msgspec.Struct, tag=True, frozen=True):
-    """Of those that the engine counts (`common.metrics.ENGINE_METRICS`)."""
+    """Changes of the metrics that the engine counts (`common.metrics.ENGINE_METRICS`)."""
 
     changes: list[Change]
 

@@ -119,7 +119,7 @@ def _choose(
 
 
 def wants_likeliest(item: SampleInput) -> bool:
-    """Whether the argmax of the logits as they are is all that is asked for, if a grammar allows it."""
+    """Whether the request only asks for the argmax of the unchanged logits, if a grammar allows that token."""
     params = item.params
     return params.is_greedy and params.logprobs is None and item.changes is None
 
@@ -175,7 +175,8 @@ def _kernel_row(item: SampleInput, mask: int, most_top: int) -> tuple[object, ..
 
 
 def _temperature(params: SamplingParams) -> float:
-    """Where float32 and its reciprocal are finite and not 0; beyond these bounds draws are the same."""
+    """The temperature, within bounds in which it and its reciprocal are finite and not 0 in float32. Beyond them draws
+    are the same."""
     return min(max(params.temperature, 1e-30), 1e30)
 
 
@@ -310,12 +311,13 @@ def _nucleus_floors(
 
 
 def _at(values: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """One value of each row."""
+    """The value in column `columns[i]` of each row i."""
     return values.gather(1, columns[:, None])[:, 0]
 
 
 def _most_top(num_top: Sequence[int], vocab_size: int) -> int:
-    """As many whatever the rows ask for: which of equal ones come must not depend on other requests."""
+    """How many likeliest tokens to take of each row. Normally the same for all requests, since which of equally likely
+    tokens come first must not depend on other requests."""
     return min(max(MAX_LOGPROBS, *num_top), vocab_size) if any(num_top) else 0
 
 

@@ -15,7 +15,7 @@ class Looks(Protocol):
 
 @contextlib.contextmanager
 def stop_signals(stop: asyncio.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT set `stop`. Elsewhere than in the main thread nothing is changed."""
+    """SIGTERM and SIGINT set `stop`. In other threads than the main one this changes nothing."""
     loop = asyncio.get_running_loop()
     installed = []
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -31,7 +31,7 @@ def stop_signals(stop: asyncio.Event) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hang_up_signal(reload: Looks | None) -> Iterator[None]:
-    """SIGHUP has `reload` look. Elsewhere than in the main thread, and without `reload`, nothing is changed."""
+    """SIGHUP has `reload` look. Without `reload`, or in other threads than the main one, this changes nothing."""
     loop = asyncio.get_running_loop()
     is_installed = False
     if reload is not None and hasattr(signal, "SIGHUP"):

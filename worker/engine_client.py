@@ -95,7 +95,7 @@ class EngineClient:
             del self._streams[stream.engine_id]
             self._begun(stream)
             if stream.keep_s and not self.died.is_set():
-                self._keep(stream)
+                self._release_later(stream)
             else:
                 self.release(stream.engine_id)
 
@@ -118,7 +118,7 @@ class EngineClient:
             self._num_waiting_tokens -= stream.num_waiting_tokens
             stream.num_waiting_tokens = 0
 
-    def _keep(self, stream: EngineStream) -> None:
+    def _release_later(self, stream: EngineStream) -> None:
         """Releases the request's blocks after `keep_s`. Neither a drain nor the end of this process waits for that: the
         blocks end with the process, for their readers too."""
         metrics.worker_leases_kept.inc()

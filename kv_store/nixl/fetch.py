@@ -74,7 +74,7 @@ class _Flight:
 
     job: _PeerJob
     blocks: list[FetchBlock]
-    slots: list[int] = field(default_factory=list)  # of the pool, where reads land there
+    slots: list[int] = field(default_factory=list)  # of the pool, if reads land there
     agent: ReadingAgent | None = None
     reads: list[Read] = field(default_factory=list)  # one of each rank
 

@@ -1,4 +1,5 @@
-"""Who is let in: not before there is a worker, not while the router drains; and what ran is counted."""
+"""Admits requests: none before there is a worker, and none while the router drains. Counts the requests and how they
+ended."""
 
 from __future__ import annotations
 
@@ -61,13 +62,13 @@ class Admission:
         self._idle.set()
 
     def not_ready(self) -> str:
-        """Why no request is taken now; empty if requests are taken."""
+        """Why no request is admitted now; empty if requests are admitted."""
         if self._draining:
             return "the router is shutting down"
         return "" if self._worker_wait_s else self.registry.not_ready()
 
     def max_request_bytes(self) -> int:
-        """What one request's body may have: enough for the model's context, however it is escaped."""
+        """Most bytes of one request's body: enough for the model's context, however the text is escaped."""
         if self._max_request_bytes is not None:
             return self._max_request_bytes
         model = self.registry.model
@@ -76,7 +77,7 @@ class Admission:
         return min(BODY_OVERHEAD_BYTES + BYTES_PER_TOKEN * model.limits.max_model_len, MOST_BODY_BYTES)
 
     def served(self) -> ServedModel:
-        """Raises `UnavailableError` while no request can be taken."""
+        """The served model. Raises `UnavailableError` while no request can be admitted."""
         if self._draining:
             raise UnavailableError("the router is shutting down")
         return self.registry.served()
@@ -105,17 +106,17 @@ class Admission:
         await self._idle.wait()
 
     def charge(self, client: ApiClient | None) -> None:
-        """A request came. Raises `OverloadedError` if `client` sends more than it may."""
+        """Counts a new request against `client`'s limits. Raises `OverloadedError` if that is too many."""
         self._quotas.request(*_names(client))
 
     @contextlib.contextmanager
     def running(
         self, interface: str, timeout_s: float | None = None, client: ApiClient | None = None
     ) -> Iterator[Ending]:
-        """Around all work for one client request, so that draining waits for it; counts how it ended.
-
-        gRPC cancels a handler whose client's deadline passes. With `timeout_s`, what that client has left, it counts as
-        what it is. Raises `OverloadedError` if `client` sends more requests than it may.
+        """Use it around all work for one client request, so that draining waits for the work; counts how the request
+        ended. gRPC cancels a handler if its client's deadline passes. With `timeout_s`, the time that the client has
+        left, such a request counts as late and not as cancelled. Raises `OverloadedError` if `client` sends more
+        requests than it may.
         """
         late_at = math.inf if timeout_s is None else time.monotonic() + timeout_s - DEADLINE_SLACK_S
         self._num_running += 1
@@ -146,5 +147,5 @@ class Admission:
 
 
 def _names(client: ApiClient | None) -> tuple[str, str]:
-    """Of a key and its tenant."""
+    """The names of a key and of its tenant."""
     return (client.name, client.tenant) if client else ("", "")

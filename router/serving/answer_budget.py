@@ -21,7 +21,7 @@ LOGPROBS_OF_A_TOKEN = 4  # so many are as much work for the router as one more t
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class AnswerBudget:
-    """What one body asks for, and what it may ask for."""
+    """The tokens that one request body asks for, and the most that it may ask for."""
 
     allowed: int
     num_answers: int
@@ -75,11 +75,11 @@ class AnswerBudget:
 
     @property
     def counted(self) -> int:
-        """What each token of `max_tokens` counts, in all answers together."""
+        """What one more token of each answer counts, in all answers together."""
         return self.num_answers * _weight(self.num_logprobs, is_whole=self.is_whole)
 
     def most(self) -> int:
-        """Tokens that each answer may have: one at least, which `check` refuses if there is no room for it."""
+        """Most tokens of each answer, at least one; if there is no room for one, `check` refuses the request."""
         most = (self.allowed - self.num_of_prompt) // self.counted
         return max(1, most if self.most_of_search is None else min(most, self.most_of_search))
 
@@ -104,11 +104,11 @@ class AnswerBudget:
 
 
 def _num_logprobs(sampling: Given, name: str) -> int:
-    """What the client asked for, whether it may or not."""
+    """The logprobs for each token that the client asked for, allowed or not."""
     given = sampling.get(name)
     return min(max(given, 0), MAX_LOGPROBS) if isinstance(given, int) else 0
 
 
 def _weight(num_logprobs: int, *, is_whole: bool) -> int:
-    """What one token counts, with so many logprobs beside it."""
+    """What one token counts, together with its logprobs."""
     return 1 + num_logprobs if is_whole else 1 + math.ceil(num_logprobs / LOGPROBS_OF_A_TOKEN)

@@ -1,8 +1,8 @@
-"""Tells the parts of a chat model's answer apart as its text comes: reasoning, content, calls of tools.
+"""Separates the parts of a chat model's answer as its text comes: reasoning, content, tool calls.
 
-transformers' response parser finds where parts begin and end, by the data of `response_templates`. What a part's text
-means is found out here, piece by piece, and a text that means nothing is content: an answer is never lost because a
-model wrote a call badly.
+transformers' response parser finds where parts begin and end, by the data of `response_templates`. This module
+interprets each part's text, piece by piece. A text that cannot be interpreted is content, so no answer is lost because
+a model wrote a call badly.
 
 Imported only for models whose answers have parts: transformers takes a second to load. It brings no torch along.
 """
@@ -35,7 +35,7 @@ class AnswerReader:
     """One model's answers. Made once for each model; gives a parser to each answer."""
 
     def __init__(self, template: Template, rust: RustTokenizer) -> None:
-        """Raises `UnavailableError` if `template`, which may come with the model, is none."""
+        """Raises `UnavailableError` if `template`, which may come with the model, is not valid."""
         try:
             loaded = load_response_template(template)
         except (ValueError, KeyError, TypeError) as error:
@@ -57,7 +57,7 @@ class AnswerReader:
         }
 
     def reading(self, prompt: str, tools: Tools) -> Reading | None:
-        """How to read the answer to `prompt`; None if it is nothing but text."""
+        """How to read the answer to `prompt`; None if the answer is plain text."""
         has_calls = self.knows_calls and bool(tools.shown)
         if not has_calls and not self.knows_parts:
             return None
@@ -77,7 +77,7 @@ class AnswerReader:
 
 
 class _Regions(ResponseParser):  # type: ignore[misc]  # transformers has no types
-    """Says with each region how it was opened and what all of its text was, and keeps no text that is not needed."""
+    """Also tells how each region was opened and what its whole text was, and drops text that is not needed any more."""
 
     _buffer: str
     _pos: int
@@ -137,7 +137,7 @@ class AnswerParser:
         return self._given()
 
     def end(self) -> Pieces:
-        """The rest, once no text follows."""
+        """Ends the answer: gives the rest of its parts."""
         if not self.is_done:
             self._take(self._parser.finalize()[1])
         if not self.num_calls:
@@ -178,7 +178,7 @@ class AnswerParser:
                 self.is_done = True
 
     def _show_calls(self, region: _CallRegion) -> None:
-        """What can be shown of calls that are still being written."""
+        """Shows the parts of unfinished calls that can be shown already."""
         for index, call in enumerate(region.calls):
             if index < len(region.numbers):
                 if arguments := call.take():
@@ -187,7 +187,7 @@ class AnswerParser:
                 return
 
     def _begin(self, region: _CallRegion, call: CallText) -> bool:
-        """False if the answer may not have this call."""
+        """Begins a call. Returns False if the answer may not have this call."""
         if self.num_calls and not self._parallel:
             self.is_done = True
             return False
@@ -225,8 +225,8 @@ class _CallRegion:
             self._text.add(text)
 
     def parsed(self, body: str, parser: _Regions) -> list[CallText] | None:
-        """All calls, by the template that came with the model; None if `body` is none. What a model writes and what a
-        template makes of it may both be anything."""
+        """All calls in `body`, by the template that came with the model; None if `body` has no valid calls. Nothing is
+        assumed about what the model writes, or about what the template makes of it."""
         try:
             return calls_of(parser.cast(process_field(body, self._template, self._captures)))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -245,7 +245,7 @@ def _text_of(template: Any, captures: Mapping[str, str]) -> ArgumentsText | Obje
 
 
 class _Spaces:
-    """Leaves out white space at the edges of a part."""
+    """Drops white space at the edges of a part."""
 
     def __init__(self) -> None:
         self._skip = False

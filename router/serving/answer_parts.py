@@ -1,4 +1,4 @@
-"""The parts of an answer, as they come, and what tells them apart. Knows no request, no model and no worker."""
+"""The parts of an answer as they come, and the interface of what separates them. Knows no request, model or worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ID_CHARS = string.ascii_letters + string.digits
 
 @dataclass(slots=True, frozen=True)
 class ToolCallDelta:
-    """What is new of one call of a tool. The first of each call has its id and name."""
+    """The new part of one tool call. The first delta of a call has its id and name."""
 
     index: int  # of the call in its answer
     call_id: str = ""
@@ -32,7 +32,7 @@ Part = TextPart | ToolCallDelta
 
 @dataclass(slots=True)
 class Pieces:
-    """What has come of the parts of an answer since the last time, in the order in which the model wrote it."""
+    """The pieces of an answer's parts that came since the last `take`, in the order in which the model wrote them."""
 
     parts: list[Part] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ class Pieces:
 
 
 class PartsParser(Protocol):
-    """Tells the parts of one answer apart as its text comes."""
+    """Separates the parts of one answer as its text comes."""
 
     num_calls: int
     is_done: bool  # the answer has all the calls that it may have
@@ -79,7 +79,7 @@ class PartsParser(Protocol):
     def add(self, text: str) -> Pieces: ...
 
     def end(self) -> Pieces:
-        """The rest, once no text follows."""
+        """Ends the answer: gives the rest of its parts."""
         ...
 
 
@@ -93,5 +93,6 @@ class Reading:
 
 
 def new_call_id() -> str:
-    """Of a tool's call. So many letters and digits are what Mistral's templates take; others take any text."""
+    """A new id of a tool call: nine letters and digits, as Mistral's templates require. Other templates take any
+    text."""
     return "".join(secrets.choice(_ID_CHARS) for _ in range(9))

@@ -1,4 +1,4 @@
-"""The text of one answer, as its tokens come. Knows no worker: what generated the tokens is its caller's business."""
+"""The text of one answer, as its tokens come. Knows no worker."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class AnswerText:
                 return NewText("".join(texts), index + 1, FinishReason.STOP, result.matched)
         if finish_reason is None:
             return NewText("".join(texts), len(tokens))
-        # What was held back is text after all, unless its last characters complete a stop string.
+        # At the end, text that was held back belongs to the answer, unless its last characters complete a stop string.
         result = self._stops.add(self._detokenizer.flush(), armed=self._is_armed)
         texts.append(result.text)
         if result.matched is not None:

@@ -1,7 +1,8 @@
-"""One request on one decode worker: its tokens as they come, and what an end without the last of them means.
+"""One attempt of a request on one decode worker: its tokens as they come, and what an incomplete end means.
 
-An attempt ends with the answer, with an error that is the request's own, or with one that says that another worker may
-do better (`WorkerLostError`, `HandoverError`): then `dispatch` goes on elsewhere. How workers did is noted as it goes.
+An attempt ends with the complete answer, with an error of the request's own, or with an error that means that another
+worker may do better (`WorkerLostError`, `HandoverError`): then `dispatch` continues on another worker. Attempts also
+note how workers did.
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ class _Pace:
         self.num_tokens += num_tokens
 
     def asks(self, now: float) -> None:
-        """The caller has what came, and waits for more."""
+        """The caller has taken what came, and waits for more."""
         self._asked_at = now
 
 
 class Attempts:
-    """Of all requests of a router."""
+    """The attempts of all requests of a router."""
 
     def __init__(self, registry: Registry, budget: RetryBudget, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry = registry
@@ -93,8 +94,8 @@ class Attempts:
         progress: Progress,
         elsewhere: Callable[[], RoutingDecision | None],
     ) -> AsyncGenerator[NewTokens, None]:
-        """Tokens after those that were `sent` to the caller, until some have a `finish_reason`; fills `progress`.
-        `elsewhere` says where the request could go on if its worker offers to hand it over.
+        """Yields tokens after those that were `sent` to the caller, until some have a `finish_reason`; fills
+        `progress`. `elsewhere` names a worker for the request if the present one offers to hand it over.
 
         Raises `WorkerLostError` if another worker may do better, `HandoverError` if one should; `DeadlineError`,
         `SlowReaderError`, `InvalidArgumentError` if the request itself cannot go on.
@@ -168,7 +169,8 @@ class Attempts:
             channel = self._registry.channel(address)
         except KeyError:  # between the choice and now
             raise WorkerLostError("UNAVAILABLE", f"{address} is no worker any more", gone=True) from None
-        # The others are asked if the first one fails. Without them the decode worker computes the prompt.
+        # The decode worker asks further prefill workers if the first fails. If the budget is spent it gets only one,
+        # and computes the prompt itself if that one fails.
         num_named = None if self._budget.allows(self._clock()) else 1
         may_hedge = decision.may_hedge and num_named is None
         hedge_after_s = self._prefill_times.late_s(decision.prefill_cost) if may_hedge else None
@@ -194,12 +196,12 @@ class Attempts:
         )
 
     def _blame(self, prefill: Sequence[Endpoint]) -> None:
-        """Prefill workers that a decode worker could not go on with."""
+        """Blames prefill workers that the decode worker could not go on with."""
         for endpoint in prefill:
             self._registry.track.failed(endpoint.incarnation, self._clock())
 
     def _pay(self, decision: RoutingDecision, before: types_pb2.RequestReport, after: types_pb2.RequestReport) -> None:
-        """Prefill workers that were asked in place of others, or beside them, come from the budget."""
+        """Takes from the budget the prefill workers that were asked in place of others, or beside them."""
         num_retries = max(after.num_retries - before.num_retries, 0)
         num_hedges = max(after.num_hedges - before.num_hedges, 0)
         for _ in range(min(num_retries + num_hedges, len(decision.prefill))):
@@ -213,7 +215,8 @@ class Attempts:
         pace: _Pace,
         blame: PrefillBlame,
     ) -> None:
-        """The answer is complete: its workers did well, but for a prefill worker that the decode worker blames."""
+        """After a complete answer, notes that its workers did well, except a prefill worker that the decode worker
+        blames."""
         now, track, report = self._clock(), self._registry.track, progress.report
         decode, cached = decision.decode.incarnation, progress.usage.cached_tokens
         track.succeeded(decode, now, pace.num_tokens, pace.waited_s)
@@ -230,7 +233,7 @@ class Attempts:
                 track.failed(endpoint.incarnation, now)
 
     def _failure(self, request: GenerationRequest, decode: Endpoint, error: CallFailedError) -> Exception:
-        """What a failed call means: the request's own fault, its deadline, or a worker to be replaced."""
+        """The error for a failed call: the request's own fault, its deadline, or a worker to be replaced."""
         code, details = error.code, error.details
         if code == "DEADLINE_EXCEEDED" and self._clock() >= request.deadline - 0.05:
             return DeadlineError("the request's deadline passed before it was finished")

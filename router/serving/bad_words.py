@@ -11,7 +11,7 @@ from router.serving.tokenizer import Tokenizer
 
 
 def bad_words_ids(model: ServedModel, params: SamplingParams, name: FieldName) -> tuple[TokenSequence, ...]:
-    """Those that the client gave, and each bad word as the model writes it, with a space before and without."""
+    """The sequences that the client gave, and those of each bad word, with and without a space before it."""
     try:
         sequences = tuple(dict.fromkeys((*params.bad_words_ids, *_written(model.tokenizer, params.bad_words))))
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""Beam search on the fleet: what a request for it may say, and the search itself.
+"""Beam search on the fleet: checks the request's parameters, and searches.
 
-Each sequence is, for each of its tokens, a request for the likeliest next ones. All go to one decode worker, which has
-the full blocks of the sequence in its prefix cache: it computes the rest of a block, and asks no prefill worker once it
-has the prompt's blocks.
+Each token of each sequence is one request, for the likeliest next tokens. All requests go to one decode worker, whose
+prefix cache has the full blocks of the sequence. So the worker only computes the last, partial block, and asks no
+prefill worker once it has the prompt's blocks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _COUNTS = (
 
 
 def beam_sampling(given: Given, name: FieldName) -> Given:
-    """`given`, which draws nothing. Raises `InvalidArgumentError` for what a beam search would not follow."""
+    """The sampling parameters of a search, which draws nothing. Raises `InvalidArgumentError` for a parameter that a
+    beam search would ignore."""
     for parameter, value in given.items():
         is_empty = value is None or (isinstance(value, Sized) and len(value) == 0)
         if parameter not in _KEPT and not is_empty and value != parameters()[parameter].default:
@@ -54,7 +55,7 @@ def beam_sampling(given: Given, name: FieldName) -> Given:
 def beam_params(
     choices: Choices, params: SamplingParams, eos_token_ids: Collection[int], name: FieldName
 ) -> BeamSearchParams:
-    """`choices.check` found nothing wrong. `name` is of its fields."""
+    """Call after `choices.check`. `name` gives the client's names of its fields."""
     num_ends = 0 if params.ignore_eos else len(eos_token_ids)
     if choices.n + num_ends > MAX_LOGPROBS:
         most = f"at most {MAX_LOGPROBS - num_ends}" if num_ends < MAX_LOGPROBS else "without use_beam_search"
@@ -137,7 +138,8 @@ async def _next_tokens(dispatcher: Dispatcher, ask: GenerationRequest) -> _NextT
 
 
 def _add(total: Progress, one: Progress, *, is_first: bool) -> None:
-    """What one request for next tokens took, to what all took. Timings and cached tokens are the first one's."""
+    """Adds the report of one request for next tokens to that of the search. Timings and cached tokens are those of the
+    first request."""
     report = total.report
     if is_first:
         report.CopyFrom(one.report)

@@ -97,7 +97,7 @@ class ChatTemplate:
             raise InvalidArgumentError("messages", f"the model's chat template refuses them: {error}") from error
 
     def _effort(self, conversation: Conversation) -> dict[str, object]:
-        """The variables that tell the template how much to reason: one of OpenAI's name, or a switch, as Qwen3 has."""
+        """The variables that tell the template how much to reason: one with OpenAI's name, or a switch as in Qwen3."""
         effort, field = conversation.effort, conversation.effort_field
         if not effort:
             return {}

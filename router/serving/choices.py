@@ -1,4 +1,4 @@
-"""The answers to one body: generated side by side, their pieces in one stream. Shared by gRPC and REST."""
+"""The answers to one request body, generated side by side, with their pieces in one stream. Shared by gRPC and REST."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def candidates(requests: Sequence[GenerationRequest], choices: Choices) -> list[
 
 
 async def likeliest(outputs: Outputs, choices: Choices, hold: Callable[[int], None]) -> Outputs:
-    """Of the answers to one prompt those that are given, the best first, once all of them are whole. `hold` is told of
-    the bytes that are kept until then, and raises if there are too many."""
+    """The answers to one prompt that are returned, best first, once all candidates are complete. `hold` is told of the
+    bytes that are kept until then, and raises if there are too many."""
     pieces: list[list[Output]] = [[] for _ in range(choices.num_candidates)]
     async with aclosing(outputs):
         async for index, output in outputs:
@@ -61,9 +61,9 @@ class _Scores:
 async def _answer(generation: Generation, request: GenerationRequest, index: int, scores: _Scores | None) -> Outputs:
     """Outputs of `request`, the `index`-th. `scores`: of its prompt, if a client wants them.
 
-    A further answer begins when the first one has them all, and finds the prompt's KV blocks where they were computed.
-    Its own outputs follow the same logprobs. It waits here and not for its turn, so that it takes no place from the
-    first one.
+    A further answer begins when the first one has all of the prompt's logprobs, and finds the prompt's KV blocks on the
+    worker that computed them. It repeats these logprobs before its own outputs. It waits here and not in the queue, so
+    that it takes no place from the first answer.
     """
     if scores is not None and not request.wants_prompt_logprobs:
         await scores.are_whole.wait()

@@ -1,4 +1,4 @@
-"""Keeps what clients write text: the tokens that mark structure (`<|im_end|>`) come from the template alone.
+"""Ensures that clients' texts stay text: tokens that mark structure (`<|im_end|>`) come from the template alone.
 
 A tokenizer takes such a token wherever its text stands, so a message that holds the text could end its own turn and
 begin another's. Text can be told from structure only before they are joined:
@@ -32,7 +32,7 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # what byte fallback looks up by na
 
 
 class Hidden:
-    """Control tokens in the texts of one conversation, each replaced by a mark."""
+    """The control tokens in the texts of one conversation, and the marks that replace them."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         """`texts`: all of the conversation's; no mark occurs in them. They are looked at once there is a mark."""
@@ -53,7 +53,7 @@ class Hidden:
         return self._marks[text]
 
     def shown(self, text: str) -> str:
-        """`text` with marks made text again."""
+        """`text` with each mark replaced by its control token's text."""
         if not self:  # of most conversations: nothing is compiled for them
             return text
         return re.sub(f"{self._nonce}(..)", lambda match: self._texts[match[0]], text, flags=re.DOTALL)
@@ -113,8 +113,8 @@ class ControlTokens:
         return text
 
     def _sizes(self, edge: str, chars: frozenset[str]) -> Iterable[int]:
-        """How long a part of a control token at this edge of a text may be, the longest first: none is there without
-        one of `chars`."""
+        """Possible lengths of a part of a control token at this edge of a text, longest first. Empty if the edge has
+        none of `chars`."""
         return () if chars.isdisjoint(edge) else range(len(edge), 0, -1)
 
     def encode(self, prompt: str, hidden: Hidden) -> list[int]:
@@ -167,7 +167,8 @@ class ControlTokens:
         return "".join(parts), spans
 
     def _is_in(self, definition: Mapping[str, Any]) -> bool:
-        """Whether the model itself knows control tokens, and so may find them in text that is not split at them."""
+        """Whether the tokenizer's model itself knows control tokens, so that it may find them in text that is not split
+        at them."""
         vocab = definition["model"].get("vocab") or ()
         words = vocab if isinstance(vocab, Mapping) else {entry[0] for entry in vocab}
         return any(content in words for content in self._names)
@@ -200,7 +201,7 @@ class ControlTokens:
 
 
 def _nonce_beside(texts: Collection[str]) -> str:
-    """What occurs in none of them."""
+    """A text that occurs in none of these."""
     nonce = _digits(secrets.randbits(120), 10)
     while any(nonce in text for text in texts):
         nonce = _digits(secrets.randbits(120), 10)

@@ -65,7 +65,7 @@ class Tools:
 
     @property
     def shown(self) -> tuple[Tool, ...]:
-        """Those that the model is told of: none of them if it must not call any."""
+        """The tools that the model is told of; none if it must not call any."""
         return () if self.choice == "none" else self.tools
 
     @property
@@ -224,7 +224,7 @@ def make_tools(
 
 
 def check_options(options: Mapping[str, Any], where: str) -> None:
-    """Further variables of the chat template."""
+    """Checks further variables of the chat template."""
     if len(options) > MAX_OPTIONS:
         raise InvalidArgumentError(where, f"must have at most {MAX_OPTIONS} entries, not {len(options)}")
     ValueCount().check(options, where)
@@ -234,7 +234,7 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
 
 
 def check_effort(effort: str | None, where: str) -> str:
-    """Empty if there is none. Whether the model knows of efforts is its chat template's to say."""
+    """Checks the effort; empty if the client named none. Only the chat template knows whether the model has efforts."""
     if effort is not None and effort not in EFFORTS:
         raise InvalidArgumentError(where, f"must be one of {', '.join(EFFORTS)}")
     return effort or ""

@@ -1,5 +1,5 @@
-"""What a decode worker may say on one stream, and what it may not. Tokens that cannot be end the stream like any other
-failure of a worker: the caller has seen nothing of them. Numbers for reports and metrics are clamped.
+"""Checks what a decode worker says on one stream. Impossible tokens end the stream like any other failure of a worker,
+before the caller has seen them. Numbers for reports and metrics are clamped.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _plain_token = lru_cache(MAX_KEPT_TOKENS)(SampledToken)  # a frozen one takes te
 
 
 class FalseEventError(Exception):
-    """The worker said what cannot be."""
+    """The worker said something impossible."""
 
 
 class DecodeEvents:
     """Takes in the events of one stream, in order."""
 
     def __init__(self, request: GenerationRequest, num_sent: int, num_scores_sent: int = 0) -> None:
-        """What the caller has already: `num_sent` tokens of the answer, the logprobs of `num_scores_sent` tokens of the
-        prompt. A worker that is asked before the first token of the answer sends the latter again."""
+        """The caller already has `num_sent` tokens of the answer, and the logprobs of `num_scores_sent` tokens of the
+        prompt. A worker that is asked before the first token of the answer sends the prompt's logprobs again."""
         self._vocab_size = request.model.limits.vocab_size
         self._num_prompt_tokens = len(request.prompt_token_ids)
         self._max_tokens = request.sampling_params.max_tokens
@@ -58,14 +58,14 @@ class DecodeEvents:
         self._num_left -= num
 
     def plain_tokens(self, token_ids: list[int]) -> list[SampledToken]:
-        """Of which there is nothing else to say. Raises `FalseEventError`."""
+        """Takes in tokens without an event of their own. Raises `FalseEventError`."""
         self._count(len(token_ids))
         if max(token_ids) >= self._vocab_size:
             raise FalseEventError(f"sends token id {max(token_ids)}, outside the vocabulary")
         return [_plain_token(token_id) for token_id in token_ids]
 
     def prompt_logprobs(self, event: decode_pb2.DecodeEvent) -> list[SampledToken]:
-        """Those that the caller does not have yet. Raises `FalseEventError`."""
+        """The prompt's logprobs that the caller does not have yet. Raises `FalseEventError`."""
         start, num = self._num_scored, len(event.prompt_logprobs)
         self._num_scored += num
         if self._num_scored > self._num_prompt_tokens or num > MAX_EVENT_TOKENS:
@@ -86,8 +86,8 @@ class DecodeEvents:
             raise FalseEventError("sends a logprob of a token id outside the vocabulary")
 
     def report(self, said: types_pb2.RequestReport, earlier: types_pb2.RequestReport) -> types_pb2.RequestReport:
-        """What a worker says of its part. `earlier` is the report as it was before that worker: what its predecessors
-        went through, and what the router did, stays told."""
+        """The report after a worker's part. `earlier` is the report before that worker: what earlier workers and the
+        router did stays in it."""
         report = types_pb2.RequestReport()
         report.CopyFrom(earlier)
         report.prefill_worker = said.prefill_worker[:MAX_WORDS]

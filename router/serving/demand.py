@@ -1,4 +1,4 @@
-"""What autoscalers want to know of a router: traffic as it arrives, and who waits for a first worker."""
+"""A router's demand, for autoscalers: traffic as it arrives, and requests that wait for a first worker."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Demand:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around the time that one request waits for a first worker."""
+        """Use it around the time in which one request waits for a first worker."""
         self.num_waiting += 1
         self.tell()
         try:
@@ -55,7 +55,7 @@ class Demand:
         self._news.set()
 
     async def news(self) -> None:
-        """Returns after a change, or when it is time to say that nothing changed."""
+        """Returns after a change, or when it is time to report again."""
         self._news.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MAX_INTERVAL_S):

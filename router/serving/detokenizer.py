@@ -47,8 +47,8 @@ class Detokenizer:
         self._settle()
 
     def _settle(self) -> None:
-        """Notes whether whole characters can be added as they are: there is text before them, all of it is out, and it
-        does not end within a character."""
+        """Notes whether whole characters can be added as they are: there is text before them, all of it was given out,
+        and it does not end within a character."""
         is_out = self._done == len(self._window)
         self._is_settled = is_out and bool(self._done_text) and not self._done_text.endswith(REPLACEMENT)
 
@@ -74,7 +74,7 @@ class Detokenizer:
         return self._give_up(text)
 
     def flush(self) -> str:
-        """The rest, once no token follows. Whole characters before an unfinished one come out here."""
+        """Ends the answer: returns the rest, which is the whole characters before an unfinished one."""
         text = self._tokenizer.decode(self._window)
         return _after(self._done_text, text.rstrip(REPLACEMENT))
 

@@ -1,4 +1,4 @@
-"""Runs one request on the fleet, whatever happens to the workers.
+"""Runs one request on the fleet to its end, even if workers fail or drain.
 
     pick ──> Decode ──tokens──> caller
       ^         │
@@ -100,9 +100,9 @@ class Dispatcher:
     async def _pick(
         self, request: GenerationRequest, route: Route, progress: Progress, lost: WorkerLostError | None
     ) -> RoutingDecision:
-        """A first attempt finds a worker now, or waits a moment for one whose connection broke just now. A request that
-        lost its worker prefers another one, takes the same one if it is back and there is no other, and waits a little
-        for either."""
+        """A first attempt takes a worker now, or waits a moment for one whose connection has just broken. A request
+        that lost its worker prefers another one, takes the same one if that is back and there is no other, and waits a
+        little for either."""
         give_up_at = self._clock() + (self._limits.recovery_wait_s if lost else self._registry.reconnect_wait_s())
         while True:
             try:
@@ -148,7 +148,8 @@ class Dispatcher:
     def _count_handover(
         self, request: GenerationRequest, route: Route, progress: Progress, decision: RoutingDecision
     ) -> None:
-        """Not from the retry budget: a drain is no fault, and happens once in a worker's life."""
+        """Counts a handover, which does not use the retry budget: a drain is no fault, and happens once in a worker's
+        life."""
         report = progress.report
         report.num_migrations += 1
         report.num_handovers += 1
@@ -179,7 +180,7 @@ def _given_up(lost: WorkerLostError, num_retries: int) -> BatonError:
 
 
 def _ended_by(request: GenerationRequest, sent: list[int]) -> NewTokens | None:
-    """The end that a lost worker did not get to announce: nothing was left to generate."""
+    """The finish reason if a lost worker had generated the whole answer but did not get to say so."""
     if not sent:
         return None
     params = request.sampling_params

@@ -1,7 +1,7 @@
 """Embeddings: each input goes to the worker with the least to do, as a prompt of which only the hidden state is wanted.
 
-Prefill workers come first, as they have nothing else to do; without any, decode workers compute them. An input that a
-worker did not answer goes to another one: nothing has been sent to the client before all are there. A request is one
+Prefill workers come first, as they have nothing else to do; without any, decode workers compute them. If a worker does
+not answer an input, another worker gets it: the client gets nothing before all inputs are answered. A request is one
 answer of its key, and each input takes its turn in the queue.
 """
 
@@ -92,8 +92,8 @@ class Embedder:
         self._budget = budget or RetryBudget()
 
     async def embed(self, request: EmbedRequest, hold: Callable[[int], None]) -> list[Embedded]:
-        """In the order of the prompts. The first failure ends all of them. `hold` is told of the bytes that are kept,
-        and raises if there are too many. Raises `BatonError`."""
+        """Returns embeddings in the order of the prompts. The first failure ends all of them. `hold` is told of the
+        bytes that are kept, and raises if there are too many. Raises `BatonError`."""
         _check_num_values(request, request.dimensions)
         key, tenant, asked = request.client, request.tenant, set[int]()
         with self._quotas.streams(key, tenant):
@@ -230,5 +230,5 @@ def _check_num_values(request: EmbedRequest, num_values: int) -> None:
 
 
 def _load(endpoint: Endpoint) -> tuple[bool, bool, float]:
-    """Least is best. One that is left alone, as it failed, is taken if there is no other."""
+    """The worker's load, least first. A worker that is left alone because it failed is taken if there is no other."""
     return bool(endpoint.suspended), endpoint.role is not WorkerRole.PREFILL, load_score(endpoint)

@@ -50,7 +50,7 @@ class _Tenant:
 
 
 def name_of(key: str, tenant: str) -> str:
-    """Whose turn it is: a tenant's, or a key's that has none."""
+    """The name in the queue: the tenant's, or the key's if it has no tenant."""
     return f"tenant {tenant}" if tenant else f"key {key}"
 
 
@@ -93,7 +93,8 @@ class FairQueue:
         self.change(max_running, max_waiting=max_waiting, max_wait_s=max_wait_s)
 
     def change(self, max_running: int | None, *, max_waiting: int, max_wait_s: float) -> None:
-        """Other bounds from now on. Who waits or runs stays; there may be too many of them for a while."""
+        """Sets other bounds from now on. Requests that wait or run stay, so there may be too many of them for a
+        while."""
         self._max_running = math.inf if max_running is None else max_running
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
@@ -115,10 +116,10 @@ class FairQueue:
         request_priority: int = 0,
         places: int = 1,
     ) -> AsyncIterator[None]:
-        """Around the time that a request is with workers; waits for its turn. `cost` in tokens, `left_s` to its
-        deadline. It begins if one place is free, and then takes `places`: others wait until so many are free again.
-        `priority` is the tenant's, higher is sooner; `request_priority` the request's among those of its
-        tenant, lower is sooner.
+        """Use it around the time that a request is with workers; waits for its turn. `cost` in tokens, `left_s` to its
+        deadline. A request begins if one place is free, and then takes `places`: others wait until that many are free
+        again. `priority` is the tenant's, higher is sooner; `request_priority` the request's among those of its tenant,
+        lower is sooner.
 
         Raises `OverloadedError` if it would wait too long, or did, and `DeadlineError` if its deadline passes.
         """
@@ -185,7 +186,7 @@ class FairQueue:
             self._count(-1)
 
     def _give_up(self, waiting: _Waiting) -> None:
-        """It does not wait any more. If its turn came at the same moment, the next one gets it."""
+        """The request does not wait any more. If its turn came at the same moment, the next request gets it."""
         if waiting.turn.done() and not waiting.turn.cancelled() and waiting.turn.exception() is None:
             self._leave(waiting.places)
             return
@@ -200,7 +201,8 @@ class FairQueue:
             del self._tenants[name]
 
     def _shed(self, waiting: _Waiting, priority: int) -> None:
-        """Who comes next waits for those of higher priority, and for its fair share of those of its own."""
+        """Refuses a newcomer that would wait too long: for requests of higher priority, and for its fair share among
+        those of its own."""
         if self._mean_interval_s is None:
             return
         higher = sum(len(one.waiting) for one in self._tenants.values() if one.priority > priority)

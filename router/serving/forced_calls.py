@@ -1,4 +1,4 @@
-"""Calls that a client forces: the answer is JSON and nothing else, guided by the tools' schemas.
+"""Tool calls that a client forces: the answer is JSON alone, guided by the tools' schemas.
 
 With a named tool it is that tool's arguments. If any tool has to be called, it is a list of calls. Neither depends on
 how the model would write a call by itself, so both work with every model whose chat template knows tools.
@@ -16,7 +16,7 @@ from router.serving.tool_text import ArgumentsText, ObjectsText
 
 
 def forced_guide(tools: Tools) -> Guided:
-    """What the answer has to look like. `tools.is_forced`."""
+    """The form of the answer. Requires `tools.is_forced`."""
     if name := _only(tools):
         return Guided(json_schema=json.dumps(closed_schema(next(tool for tool in tools.tools if tool.name == name))))
     calls = [
@@ -43,7 +43,7 @@ def forced_reading(tools: Tools) -> Reading:
 
 
 def _only(tools: Tools) -> str:
-    """The one tool that is called once; empty if it is the model's choice."""
+    """The name of the one tool that is called once; empty if the model chooses."""
     return tools.named or (tools.tools[0].name if len(tools.tools) == 1 and not tools.parallel else "")
 
 

@@ -1,4 +1,4 @@
-"""How much is taken on at once, whoever asks: requests in flight, those of one key, and bytes of their bodies.
+"""Limits of what is in flight: all requests, those of one key, and bytes of their bodies.
 
 What is too much is refused at once, with a delay after which to try again: nothing queues here.
 """
@@ -60,7 +60,8 @@ class Gate:
 
     @contextlib.contextmanager
     def requests(self, key: str, num: int = 1) -> Iterator[None]:
-        """Around all work for `num` requests. `key` is empty if no keys are asked for. Raises `OverloadedError`."""
+        """Use it around all work for `num` requests. `key` is empty if no keys are required. Raises
+        `OverloadedError`."""
         limits = self.limits
         ledger, of_key = self._ledger, f"requests of key {key}"
         if not ledger.take("requests", num, limits.max_requests):
@@ -78,7 +79,8 @@ class Gate:
 
     @contextlib.asynccontextmanager
     async def reading(self, key: str) -> AsyncIterator[None]:
-        """Around the read of one message: waits for its turn. A key whose messages never come leaves others room."""
+        """Use it around the read of one message; waits for its turn. A key whose messages never come leaves room for
+        others."""
         async with contextlib.AsyncExitStack() as turns:
             if key:
                 await turns.enter_async_context(self._reads_by_key[key])
@@ -87,7 +89,7 @@ class Gate:
 
     @contextlib.contextmanager
     def bytes_held(self) -> Iterator[HeldBytes]:
-        """Around the time that a request's body is held, or its answer."""
+        """Use it around the time in which a request's body or its answer is held."""
         held = HeldBytes(self)
         try:
             yield held
@@ -100,7 +102,8 @@ class Gate:
             raise self._too_much("bytes", f"the router holds {total} bytes of requests and answers")
 
     def _too_much(self, reason: str, message: str) -> OverloadedError:
-        """With a delay that spreads those who are refused: in a second, no more come again than there are places."""
+        """The refusal, with a delay that spreads the retries: in each second no more come back than there are
+        places."""
         metrics.router_refused.labels(reason).inc()
         now = self._clock()
         self._num_refused = max(0.0, self._num_refused - (now - self._refused_at) * self.limits.max_requests)

@@ -90,8 +90,8 @@ class Generation:
                 self._quotas.give_back(key, tenant, sum(one.charge.num_tokens for one in requests))
 
     def _turn(self, request: GenerationRequest) -> AbstractAsyncContextManager[None]:
-        """Around the time that workers are at it. Raises `OverloadedError` if the queue does not allow it, and
-        `DeadlineError` if its turn does not come in time."""
+        """Use it around the time in which workers have the request. Raises `OverloadedError` if the queue refuses it,
+        and `DeadlineError` if its turn does not come in time."""
         key, tenant = request.client, request.tenant
         limits = self._quotas.tenant(tenant)
         num_answers = 1 if request.beams is None else request.beams.beam_width
@@ -117,7 +117,7 @@ class _Answer:
         self._parser = reading.parser() if reading else None
 
     def outputs(self, new: NewTokens) -> Iterator[Output]:
-        """One for all of `new`, or one for each token if tokens with logprobs have to be told apart by their part."""
+        """One output for all of `new`, or one for each token if tokens with logprobs have to be assigned to parts."""
         if self._parser is None or self._request.sampling_params.logprobs is None or len(new.tokens) < 2:
             yield self.output(new)
             return
@@ -177,7 +177,7 @@ class _Answer:
 
 
 def _whole(request: GenerationRequest, beam: Beam, progress: Progress) -> Output:
-    """All that there is to say of one sequence of a beam search that took `progress`."""
+    """The output for one sequence of a beam search that took `progress`."""
     own = replace(progress, report=types_pb2.RequestReport(), usage=types_pb2.Usage())
     own.report.CopyFrom(progress.report)
     own.usage.CopyFrom(progress.usage)
@@ -211,7 +211,7 @@ def _log_unfinished(how: str, request: GenerationRequest, progress: Progress, re
 
 
 def _complete(request: GenerationRequest, progress: Progress, num_tokens: int) -> None:
-    """Adds what the router alone knows."""
+    """Adds to the report what only the router knows."""
     now = time.monotonic()
     first = now if progress.first_token_at is None else progress.first_token_at
     last = now if progress.last_token_at is None else progress.last_token_at

@@ -1,4 +1,5 @@
-"""Answers whose form is given, by the client or by the tools: what goes with them, and whether their grammar is one."""
+"""Answers whose form the client or the tools prescribe: what they can be combined with, and whether their grammar is
+valid."""
 
 from __future__ import annotations
 

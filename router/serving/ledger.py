@@ -21,19 +21,20 @@ class Ledger(Protocol):
         processes would exceed `most`."""
 
     def give(self, name: str, num: int) -> None:
-        """Takes `num` off again."""
+        """Takes `num` off this process's number again."""
 
     def total(self, name: str) -> int:
-        """What all have of `name`."""
+        """The sum over all processes under `name`."""
 
     def state(self, name: str) -> MutableSequence[float]:
         """Three numbers under a name, 0.0 at first; the same ones for all. To be used inside of `locked`."""
 
     def forget_state(self, name: str) -> None:
-        """Nobody uses them any more."""
+        """Frees a state that is not used any more."""
 
     def locked(self) -> AbstractContextManager[None]:
-        """Around the use of states: one at a time. Not to be entered twice, and not around anything that waits."""
+        """Use it around the use of states: only one process or thread is inside at a time. Do not enter it twice, and
+        do not wait inside."""
 
 
 class LocalLedger:

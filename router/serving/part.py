@@ -1,4 +1,4 @@
-"""State that the processes of a router share. This is the version for a single process, and shares nothing.
+"""State that the processes of a router share. This version is for a single process, and shares nothing.
 
 `router.processes.member` is the same for a router of several processes (`--processes`).
 """
@@ -17,7 +17,7 @@ from router.serving.question import Question, T
 
 
 class Part:
-    """Of a router of one process."""
+    """The state of a router with one process."""
 
     is_one_of_several = False
     is_replacement = False  # others serve already: this one should not be asked before it can answer
@@ -35,22 +35,23 @@ class Part:
         )
 
     async def start(self, vital: VitalTasks) -> None:
-        """Before anything else is asked of it."""
+        """Call it before any other method."""
 
     def takes_signals(self) -> None:
-        """Signals have their handlers from now on."""
+        """Signals have handlers from now on."""
 
     def not_ready(self, own_reason: str) -> str:
-        """Why the router takes no request, of which this process has `own_reason`; both are empty if it does."""
+        """Why the router as a whole is not ready to take requests; empty if it is ready. `own_reason` is this process's
+        own reason, empty if it is ready."""
         return own_reason
 
     def metrics_page(self) -> bytes:
-        """For Prometheus."""
+        """The metrics of the router, as text for Prometheus."""
         return generate_latest()
 
     def answers(self, question: Question[T]) -> None:
-        """This process can be asked it."""
+        """From now on this process answers this question."""
 
     async def ask(self, question: Question[T], limit: int = 0, tenant: str | None = None) -> list[T]:
-        """What all processes of the router tell."""
+        """The answers of all processes of the router."""
         return question.tell(limit, tenant)

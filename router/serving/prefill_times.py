@@ -1,4 +1,4 @@
-"""When a prefill worker is late: much later than prompts were lately, each for what its worker had to compute. Pure.
+"""Decides when a prefill worker is late: it takes much longer than prompts lately took for the same work. Pure.
 
 What a prompt costs is counted in tokens (`router.policy.routing`): those in the worker's queue and its own. Its time is
 the prefill worker's own account, from its request to its first token. A worker that has not even given a block by then
@@ -25,7 +25,7 @@ class PrefillTimes:
         self._usual_s = 0.0  # for one token
 
     def came(self, cost: float, elapsed_s: float) -> None:
-        """A prompt that cost so many tokens took so long."""
+        """Notes that a prompt that cost so many tokens took so long."""
         self._times.append(elapsed_s / (cost + FIXED_TOKENS))
         self._num_unsorted += 1
         if len(self._times) == MIN_PROMPTS or self._num_unsorted >= SORT_EVERY:

@@ -1,8 +1,8 @@
 """Hints about the caches of all workers: which blocks of a prompt to keep for a while, to forget, or to have ready.
 
-Every worker is asked, whatever it is thought to have: what a router knows of caches may be out of date. Only what is to
-be ready has one place, where the prompt would go. A worker that does not answer says so in its part of the answer, and
-changes nothing of the others'.
+Every worker is asked, since the router's knowledge of caches may be out of date. Only a prefetch goes to a single
+worker: the one that the prompt would go to. If a worker does not answer, its part of the answer says so; the other
+parts stay valid.
 """
 
 from __future__ import annotations

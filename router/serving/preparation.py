@@ -76,8 +76,8 @@ class Preparation:
         add_special_tokens: bool = True,
         has_answer: bool = True,
     ) -> list[Prompt]:
-        """Each is a text or token ids. The first that is wrong or too long ends it: none is tokenized after it. An
-        embedding has no answer, so its prompt may fill the model's context."""
+        """Each prompt is a text or token ids. The first prompt that is wrong or too long raises an error, and none
+        after it is tokenized. An embedding has no answer, so its prompt may fill the model's context."""
         size = 0
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -130,8 +130,8 @@ class Preparation:
         return Prompt(token_ids, field, None if reader is None else reader.reading(text, tools), guided)
 
     async def check_guided(self, params: SamplingParams, name: FieldName) -> None:
-        """Parses the grammar of guided text. Raises `InvalidArgumentError`. A worker may refuse it still, for a token
-        that its model lacks, say."""
+        """Parses the grammar of guided text. Raises `InvalidArgumentError`. A worker may still refuse the grammar, for
+        example for a token that its model lacks."""
         await self._grammars.check(params.guided, name)
 
     async def tokenize(self, model: ServedModel, text: str, field: str, *, add_special_tokens: bool) -> list[int]:

@@ -31,7 +31,7 @@ class Progress:
     num_prompt_logprobs: int = 0  # that the caller has
 
     def came(self, num_tokens: int, now: float) -> None:
-        """Tokens of the answer."""
+        """Counts tokens of the answer."""
         if self.first_token_at is None:
             self.first_token_at = now
         self.last_token_at = now

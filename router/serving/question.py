@@ -1,4 +1,4 @@
-"""What each process of a router can tell of itself, and a router as a whole is asked."""
+"""Questions to a router as a whole, which each of its processes answers for itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each API key and each tenant may ask for: requests and tokens a second, and answers at a time.
+"""Limits of each API key and each tenant: requests and tokens a second, and answers at a time.
 
 From a YAML file, read again when it changes (`--limits-file`):
 
@@ -88,7 +88,7 @@ class Quotas:
         return self._file.tenants.get(name, NO_TENANT_LIMITS)
 
     def request(self, key: str, tenant: str) -> None:
-        """One came. Raises `OverloadedError` if it is one too many."""
+        """Counts a new request. Raises `OverloadedError` if it is one too many."""
         if self._watched is not None:
             self._file = self._watched.current()
         self._charge("requests_per_second", "requests", key, tenant, 1)
@@ -99,7 +99,7 @@ class Quotas:
         self._take("requests_per_second", key, tenant, num)
 
     def prompt(self, key: str, tenant: str, num_tokens: int) -> None:
-        """So many tokens are about to be computed. Raises `OverloadedError` if they are too many."""
+        """Counts tokens that are about to be computed. Raises `OverloadedError` if they are too many."""
         self._charge("tokens_per_second", "tokens", key, tenant, num_tokens)
 
     def answered(self, key: str, tenant: str, num_tokens: int) -> None:
@@ -110,7 +110,7 @@ class Quotas:
         self._take("tokens_per_second", key, tenant, num_tokens)
 
     def give_back(self, key: str, tenant: str, num_tokens: int) -> None:
-        """So many tokens of `prompt` were not computed after all."""
+        """Gives tokens of `prompt` back that were not computed after all."""
         self._take("tokens_per_second", key, tenant, -num_tokens)
 
     def streams(self, key: str, tenant: str, num: int = 1, field: str = "") -> contextlib.AbstractContextManager[None]:

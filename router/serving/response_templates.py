@@ -1,4 +1,4 @@
-"""In which shape a model writes reasoning and calls of tools, as data for transformers' response parser.
+"""The forms in which models write reasoning and tool calls, as data for transformers' response parser.
 
 A tokenizer may bring its own (`response_template` in tokenizer_config.json). Most published ones do not; for them the
 chat template tells, which writes earlier calls of a conversation in the shape that the model was trained on.

@@ -1,4 +1,4 @@
-"""Where a request goes next: what a policy is told of it, and what is noted of each decision."""
+"""Decides by the policy where a request goes next, and notes each decision."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Route:
 
 
 class Routes:
-    """Of all requests of a router."""
+    """The routes of all requests of a router."""
 
     def __init__(
         self,
@@ -123,5 +123,5 @@ def load_of(decision: RoutingDecision) -> dict[str, int]:
 
 
 def _later_parameters(params: SamplingParams) -> frozenset[str]:
-    """Those that `params` needs and an older worker would not notice."""
+    """Sampling parameters that `params` uses and that an older worker would ignore."""
     return frozenset(name for name in LATER_PARAMETERS if getattr(params, name) != parameters()[name].default)

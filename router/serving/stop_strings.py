@@ -39,7 +39,7 @@ class StopStrings:
         return StopResult(held[:keep])
 
     def flush(self) -> str:
-        """What was held back, once no text follows."""
+        """Ends the text: returns what was held back."""
         held, self._held = self._held, ""
         return held
 

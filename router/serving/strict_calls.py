@@ -1,4 +1,4 @@
-"""Calls that a model makes by itself, in its own shape, with arguments valid under the tools' schemas (`strict`).
+"""Tool calls that a model makes by itself, in its own form, with arguments valid under the tools' schemas (`strict`).
 
 The answer is free text. As soon as the model opens a call, its text is held to the form of a call until it closes it.
 """

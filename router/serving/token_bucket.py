@@ -20,7 +20,7 @@ class TokenBucket:
         self._state = [0.0, 0.0, 0.0] if state is None else state
 
     def change(self, rate: float, burst: float, now: float) -> None:
-        """Of a limit that was read again: what was taken stays taken."""
+        """Sets a limit that was read again; what was taken stays taken."""
         self._fill(now)
         self.rate, self.burst = rate, burst
         self._state[0] = min(self._state[0], burst)
@@ -31,7 +31,7 @@ class TokenBucket:
         return max(min(num, self.burst) - self._state[0], 0.0) / self.rate
 
     def take(self, num: float, now: float) -> None:
-        """Whether or not so many are there."""
+        """Takes `num`, even if fewer are left."""
         self._fill(now)
         self._state[0] -= num
 

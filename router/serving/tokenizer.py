@@ -71,7 +71,7 @@ class Tokenizer:
         )
 
     def described(self) -> dict[str, str | None]:
-        """What programs need that make prompts themselves: each special token's text, and the chat template."""
+        """For programs that make prompts themselves: each special token's text, and the chat template."""
         template = None if self.chat_template is None else self.chat_template.source
         return {**{role: self.special_tokens.get(role) for role in _SPECIAL_TOKENS}, "chat_template": template}
 
@@ -104,7 +104,8 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False), shown
 
     def _hide(self, conversation: Conversation, hidden: Hidden) -> Conversation:
-        """Hides control tokens in all that a client wrote, except in what has been checked to be one of a few words."""
+        """Hides control tokens in all texts that a client wrote. Roles are left alone: they are checked to be one of a
+        few words."""
         hide = self._control.hide
         messages = [
             {"role": message["role"], **hide({k: v for k, v in message.items() if k != "role"}, hidden)}
@@ -175,8 +176,8 @@ class Tokenizer:
 
 
 def _joins_tokens(decoder: object) -> bool:
-    """Whether a text is its tokens' texts, one after the other, but for characters that are split between tokens and a
-    space at the very beginning. So it is with byte-level vocabularies, and with SentencePiece's as llama has them."""
+    """Whether a text is the concatenation of its tokens' texts, except for characters that are split between tokens and
+    a space at the very beginning. This holds for byte-level vocabularies, and for SentencePiece's in llama's form."""
     if not isinstance(decoder, dict):
         return False
     if decoder["type"] == "ByteLevel":

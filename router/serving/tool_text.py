@@ -1,4 +1,5 @@
-"""The text of a model's tool calls, read as it comes: a client sees a call's arguments before the call is complete."""
+"""Reads the text of a model's tool calls as it comes, so that a client sees a call's arguments before the call is
+complete."""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ class ObjectsText:
         self._num_shown = 0
 
     def _show(self) -> None:
-        """What has come of the arguments. Those of some models are a text that holds JSON: it is shown when whole."""
+        """Shows the arguments that have come. Some models write them as a text that holds JSON, which is shown when it
+        is complete."""
         if self._at_value and self._key in ARGUMENT_KEYS and self._raw and self._raw[0] == "{":
             call = self.calls[-1]
             call.is_begun = True

@@ -143,7 +143,7 @@ def add(
     while waits_for_lookup and core.remote_kv.lookups.num_unanswered:
         assert time.monotonic() < give_up, "the store does not answer"
         time.sleep(0.0005)
-    core._admit_answered()
+    core._queue_ready()
 
 
 def tokens_of(events: Sequence[m.Event]) -> dict[str, list[int]]:

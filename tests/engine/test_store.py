@@ -200,7 +200,7 @@ def test_a_store_that_hangs_holds_up_only_who_asked(tmp_path: Path, monkeypatch:
             while "asks" not in core.scheduler.requests:
                 assert time.monotonic() < give_up
                 time.sleep(0.01)
-                core._admit_answered()
+                core._queue_ready()
             events = run(core)
             assert tokens_of(events)["asks"] == reference(PROMPT, 4)
             assert runner.num_tokens_per_step[0] == 31, "the prompt, and the stream's next token"
