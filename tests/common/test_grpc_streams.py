@@ -18,6 +18,9 @@ STOP = types_pb2.FINISH_REASON_STOP
 
 class Server(decode_pb2_grpc.DecodeServiceServicer):
     def __init__(self) -> None:
+        self.has_sent = asyncio.Event()
+        """Set once it waits after its messages. A call that is cancelled before, while gRPC still writes one of them,
+        ends at its `yield`, and sees no `CancelledError`."""
         self.may_end = asyncio.Event()
         self.ended: asyncio.Queue[str] = asyncio.Queue()
 
@@ -29,6 +32,7 @@ class Server(decode_pb2_grpc.DecodeServiceServicer):
         try:
             yield decode_pb2.DecodeEvent()
             yield decode_pb2.DecodeEvent(finish_reason=STOP if request.request_id == "ends" else 0)  # type: ignore[arg-type]
+            self.has_sent.set()
             await self.may_end.wait()
             self.ended.put_nowait("by itself")
         except asyncio.CancelledError:
@@ -90,6 +94,7 @@ async def test_a_call_that_does_not_end_is_cancelled(
     async with aclosing(MessageStream(call, decode_pb2.DecodeEvent, is_last)) as received:
         await anext(received)
         await anext(received)
+        await asyncio.wait_for(server.has_sent.wait(), 20)
     assert await asyncio.wait_for(server.ended.get(), 20) == "cancelled"
 
 
@@ -116,6 +121,7 @@ async def test_a_reader_that_is_cancelled_cancels_no_read(
     async with asyncio.timeout(20):
         while len(reads) < 3:  # noqa: ASYNC110 (the third waits for a message that never comes)
             await asyncio.sleep(0.005)
+        await server.has_sent.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert task.cancelled()
