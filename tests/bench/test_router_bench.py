@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -44,10 +44,30 @@ ROOT = Path(__file__).parents[2]
 
 
 @asynccontextmanager
+async def serving(serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]) -> AsyncIterator[str]:
+    """The URL of a server whose connections end with it. asyncio would leave open ones to the garbage collector, and
+    whichever test runs then would fail."""
+    connections: dict[asyncio.Future[None], asyncio.StreamWriter] = {}
+
+    def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections[asyncio.ensure_future(serve(reader, writer))] = writer
+
+    try:
+        async with await asyncio.start_server(begin, "127.0.0.1", 0) as server:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        for task in connections:
+            task.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+        for writer in connections.values():
+            writer.transport.abort()
+        await asyncio.gather(*(writer.wait_closed() for writer in connections.values()), return_exceptions=True)
+
+
+@asynccontextmanager
 async def http_worker(step_s: float = 0.001) -> AsyncIterator[str]:
-    server = await asyncio.start_server(InstantHttpWorker(step_s).serve, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with serving(InstantHttpWorker(step_s).serve) as url:
+        yield url
 
 
 @pytest.mark.parametrize(
@@ -173,22 +193,20 @@ async def test_what_a_client_counts(parts: list[bytes], outcome: list[int] | str
                 may_go_on.clear()
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    client = Rest(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-
-    async def count() -> list[int]:
+    async def count(client: Rest) -> list[int]:
         counted = []
         async for num in client.events(0, 4):
             counted.append(num)
             may_go_on.set()
         return counted
 
-    async with server:
+    async with serving(answer) as url:
+        client = Rest(url)
         if isinstance(outcome, str):
             with pytest.raises(InternalError, match=outcome):
-                await count()
+                await count(client)
         else:
-            assert await count() == outcome
+            assert await count(client) == outcome
         may_go_on.set()
         await client.close()
 
@@ -282,8 +300,8 @@ async def test_a_connection_that_was_closed_while_idle_is_made_again_once(first_
             writer.write(first_byte if closes else b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
         writer.close()
 
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        client = Rest(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with serving(answer) as url:
+        client = Rest(url)
         await ask(client, 0, 1)
         if first_byte:
             with pytest.raises(InternalError, match="cut off"):
@@ -411,8 +429,8 @@ async def test_a_held_stream_that_breaks_is_told() -> None:
         writer.write(b"HTTP/1.1 503 Service Unavailable\r\n\r\n")
         writer.close()
 
-    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
-        here, held = hold(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 1)
+    async with serving(refuse) as url:
+        here, held = hold(url, 1)
         assert "503 service unavailable" in await asyncio.to_thread(here.recv)
         await held
 
