@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,9 @@ from common.sampling import SamplingParams
 from common.types import FinishReason, SampledToken
 from router.api.rest.answer import Answer
 from router.api.rest.formats import ChatFormat
+from router.api.rest.large_json import json_parts
 from router.api.rest.responses import ResponseAnswer
+from router.api.rest.tools import JsonObject
 from router.serving.answer_parser import AnswerReader
 from router.serving.conversation import Tool, Tools
 from router.serving.demand import Demand
@@ -104,12 +105,14 @@ async def answered(asked: GenerationRequest, cuts: Sequence[int]) -> Answered:
     )
     response = ResponseAnswer(generation, asked, "r", {}, wants_logprobs=has_logprobs)
     return Answered(
-        [output async for _, output in generation.generate(asked)], await chat_json(chat), await response.whole()
+        [output async for _, output in generation.generate(asked)],
+        as_sent(await chat.whole()),
+        as_sent(await response.whole()),
     )
 
 
-async def chat_json(chat: Answer) -> Any:
-    return json.loads(msgspec.json.encode(await chat.whole()))
+def as_sent(whole: JsonObject) -> Any:
+    return json.loads(b"".join(json_parts(whole)))
 
 
 @pytest.fixture(autouse=True)
