@@ -23,7 +23,9 @@ NOISY_REQUESTS_PER_SECOND = 1.0
 ABUSE_SECONDS = float(os.environ.get("ABUSE_SECONDS", "600"))
 ABUSE_CANCELS = int(os.environ.get("ABUSE_CANCELS", "10000"))
 REST_S = 4.0
-STALL_CPU_S = 0.5  # of the router's loop, while one small question waits for its answer
+# Of the router's loop, until one small question is answered: several turns of the loop, and more while the process that
+# asks has no turn itself. Work that grows with a body and that nothing bounds takes longer than this.
+STALL_CPU_S = 5.0
 GROWTH_MIB = 384.0
 """What a process may hold more after a test: what was there at once at most, which malloc does not give back. What is
 left each time again is found by doing it again (`Vitals.until_at_rest`).
