@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from common.types import WorkerRole
 from router.autoscaler.kubernetes import DELETION_COST
 from router.autoscaler.server import serve
 from router.fleet.discovery.kubernetes import EndpointSlices
-from tests.kube.control_plane import ControlPlane
+from tests.kube.control_plane import ControlPlane, why_not
 from tests.router.autoscaler.test_process import LoadedWorker
 
 pytestmark = pytest.mark.timeout(300)
@@ -208,6 +208,15 @@ def service_account(plane: ControlPlane, folder: Path) -> Path:
     }
     path.write_text(json.dumps(config))
     return path
+
+
+@pytest.fixture(scope="module")
+def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """One of this file's own, since a test kills its API server."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with ControlPlane(tmp_path_factory.mktemp("autoscaler")) as plane:
+        yield plane
 
 
 @pytest.fixture
