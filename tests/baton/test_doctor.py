@@ -125,6 +125,7 @@ def test_built_kernels_that_cannot_run(
     model: Path, monkeypatch: pytest.MonkeyPatch, has: list[str], built: list[str], advice: str
 ) -> None:
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     monkeypatch.setattr(doctor, "cpu_instruction_sets", lambda: has)
     monkeypatch.setattr(doctor, "built_variants", lambda: built)
     monkeypatch.setattr(doctor, "choose", lambda wanted: choose_among(wanted, has, built, os.environ))
