@@ -76,8 +76,8 @@ def test_one_process_warm_prefix_cache(one: Stack, expected: Answers) -> None:
 
 
 def test_two_processes_all_at_once(two: Stack, expected: Answers, salt: Salt) -> None:
-    """A prompt may be computed in place if more than a thousand tokens wait at the prefill worker, but never the longest
-    one: that takes longer in place, whatever waits."""
+    """A prompt may be computed in place if more than a thousand tokens wait at the prefill worker, but never the
+    longest one: that takes longer in place, whatever waits."""
     results = ask(two, expected, ALL, salt)
     handed_over = {name: result for name, result in results.items() if result.report.prefill_worker}
     assert max(results, key=lambda name: len(expected[name].prompt_token_ids)) in handed_over
