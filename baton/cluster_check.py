@@ -7,6 +7,7 @@ import importlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.errors import BatonError
 from router.fleet.discovery.kubernetes import ApiServer, Json, own_namespace
@@ -56,13 +57,39 @@ def look() -> Cluster:
     if not access:
         return Cluster("")
     try:
-        return asyncio.run(_ask(access))
+        with asyncio.Runner(loop_factory=_Loop) as runner:
+            return runner.run(_ask(access))
     except TimeoutError:
         return Cluster(access, error=f"the API server did not answer within {TIMEOUT_S:g} s")
     except BatonError as error:
         return Cluster(access, error=error.message)
     except Exception as error:  # a kubeconfig may hold anything, and its readers raise what they like
         return Cluster(access, error=f"cannot be used: {error!r}")
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Ends the processes that it started: the Kubernetes client would leave a plugin for credentials behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._children: list[asyncio.SubprocessTransport] = []
+
+    async def subprocess_exec(self, *args: Any, **options: Any) -> Any:
+        transport, protocol = await super().subprocess_exec(*args, **options)
+        self._children.append(transport)
+        return transport, protocol
+
+    def close(self) -> None:
+        self.run_until_complete(self._end_children())
+        super().close()
+
+    async def _end_children(self) -> None:
+        for transport in self._children:
+            if transport.get_returncode() is None:
+                transport.kill()
+            while transport.get_returncode() is None:  # noqa: ASYNC110 (a transport cannot be awaited)
+                await asyncio.sleep(0.01)
+            transport.close()
 
 
 def find_access() -> str:
@@ -77,16 +104,16 @@ def find_access() -> str:
 
 
 async def _ask(access: str) -> Cluster:
-    api = await ApiServer.connect()
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
+    async with asyncio.timeout(TIMEOUT_S):
+        api = await ApiServer.connect()  # runs the credentials' plugin, if they name one
+        try:
             version = str((await api.request("GET", "/version")).get("gitVersion", "unknown"))
             is_pod = access == POD
             namespace = own_namespace() if is_pod else _namespace_of_context()
             needed = ROUTER if is_pod else INSTALL
             answers = await asyncio.gather(*(_may(api, namespace, right) for right in needed))
-    finally:
-        await api.close()
+        finally:
+            await api.close()
     allowed = tuple(right for right, may in zip(needed, answers, strict=True) if may)
     return Cluster(access, namespace, version, allowed, tuple(right for right in needed if right not in allowed))
 

@@ -110,7 +110,7 @@ def _kernels(settings: UpSettings) -> tuple[Choice, Finding]:
 
 
 def _kernels_advice() -> str:
-    """What lets kernels run where `auto` means torch."""
+    """What lets kernels run if `auto` means torch."""
     has, built = cpu_instruction_sets(), built_variants()
     if not built:
         return "install g++ or clang++, then `python -m engine.kernels.build` (or make install)"

@@ -276,7 +276,7 @@ class PrefillLeg:
                 self._take_in_first_token(stream, event.first_token)
 
     def _go_on_with(self, giver: PrefillStream) -> None:
-        """`stream` was the first to give something, so the other stream, if there is one, is released."""
+        """`giver` was the first to give something, so the other stream, if there is one, is released."""
         if self._giver is giver:
             return
         self._giver = giver

@@ -34,7 +34,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def __init__(self, host: str, port: int) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         self._lock = threading.Lock()
         self._open: dict[socket.socket, float] = {}  # since when, open longest first
         super().__init__((host, port), _Handler)

@@ -229,8 +229,8 @@ class LocalEngine:
         _done(self._preparation.check_guided(request.sampling_params, str))
         return request
 
-    def _prompt(self, prompt: str | list[int], name: str) -> Prompt:
-        return _done(self._preparation.prompts(self._model, [prompt], name))[0]
+    def _prompt(self, prompt: str | list[int], name: str, *, has_answer: bool = True) -> Prompt:
+        return _done(self._preparation.prompts(self._model, [prompt], name, has_answer=has_answer))[0]
 
     def _check_priority(self, priority: int) -> None:
         if priority and not self._has_priorities:
@@ -245,7 +245,7 @@ class LocalEngine:
     ) -> Generator[Vector, None, None]:
         if pooling not in tuple(m.Pooling):
             raise InvalidArgumentError("pooling", f"must be {' or '.join(m.Pooling)}, not {pooling!r}")
-        made = [self._prompt(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+        made = [self._prompt(prompt, f"prompts[{index}]", has_answer=False) for index, prompt in enumerate(prompts)]
         request = self._preparation.embed_request(
             self._model, made, dimensions=dimensions, normalize=normalize, arrived_at=time.monotonic()
         )

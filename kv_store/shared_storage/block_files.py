@@ -65,7 +65,7 @@ class _NamedRun:
 
     path: str | None  # under runs/; None if the run does not say, as those of earlier releases, or cannot be read
     block_hashes: tuple[bytes, ...]
-    num_links: int  # that are left of those it had at first, the one under runs/ included
+    num_links: int  # that are left, the one under runs/ included
 
 
 def prepare_directory(kv_dir: str) -> Path:

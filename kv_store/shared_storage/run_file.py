@@ -3,7 +3,7 @@
     0       header (48 bytes): magic, checksum of all that follows up to 4096, version, number of blocks,
             bytes of one block, digest of the layout
     48      table, 24 bytes for each block: its hash (16) and the XXH3-64 of its bytes (8); zeros up to 4080
-    4080    the run's own name (16 bytes), so that who knows a block finds the run; zeros if it has none
+    4080    the run's own name (16 bytes), by which a block's name leads to the run; zeros if it has none
     4096    the blocks, one after the other, without gaps
 
 Without gaps any row of blocks is one read. If a block is a multiple of 4096 bytes, as those of real models are,

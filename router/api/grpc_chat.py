@@ -14,6 +14,7 @@ from router.serving.conversation import (
     Tool,
     Tools,
     ValueCount,
+    check_num_calls,
     check_num_tools,
     check_options,
     make_message,
@@ -39,7 +40,7 @@ def conversation(request: inference_pb2.ChatRequest) -> Conversation:
 
 
 def _message(message: inference_pb2.ChatMessage, where: str, values: ValueCount) -> Json:
-    values.add(len(message.tool_calls), f"{where}.tool_calls")
+    check_num_calls(len(message.tool_calls), f"{where}.tool_calls")
     calls = [Call(call_id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls]
     return make_message(
         where,

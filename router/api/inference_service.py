@@ -252,7 +252,7 @@ class InferenceService:
             self._front.generation.allowed(requests, _choices_field(choices.field())),
             self._front.admission.gate.bytes_held() as held,
         ):
-            outputs = merged(self._front.generation, requests)
+            outputs = merged(self._front.generation, requests, held.grow)
             async with aclosing(likeliest(outputs, choices, held.grow) if choices.are_compared else outputs) as given:
                 async for index, output in given:
                     yield _response(first, index, output, shows_logprobs=shows_logprobs)

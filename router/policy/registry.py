@@ -1,4 +1,4 @@
-"""Policies by name. A new one is a file of this package and a line here: what `--help` says of it, it says itself."""
+"""Policies by name. A new one is a file of this package and a line here. It has its own text for `--help`."""
 
 from __future__ import annotations
 

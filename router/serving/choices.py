@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -13,6 +14,9 @@ from router.serving.generation import Generation
 from router.serving.request import GenerationRequest, Output, Siblings
 
 MAX_AHEAD = 16  # outputs of all choices together that wait for their reader
+
+Hold = Callable[[int], None]
+"""Is told of the bytes that are kept for answers, and raises `OverloadedError` if there are too many."""
 
 Outputs = AsyncGenerator[tuple[int, Output], None]
 """Pieces of answers as they come, each with the index of its answer."""
@@ -27,9 +31,9 @@ def candidates(requests: Sequence[GenerationRequest], choices: Choices) -> list[
     ]
 
 
-async def likeliest(outputs: Outputs, choices: Choices, hold: Callable[[int], None]) -> Outputs:
-    """The answers to one prompt that are returned, best first, once all candidates are complete. `hold` is told of the
-    bytes that are kept until then, and raises if there are too many."""
+async def likeliest(outputs: Outputs, choices: Choices, hold: Hold) -> Outputs:
+    """The answers to one prompt that are returned, best first, once all candidates are complete. `hold` is told of what
+    is kept until then."""
     pieces: list[list[Output]] = [[] for _ in range(choices.num_candidates)]
     async with aclosing(outputs):
         async for index, output in outputs:
@@ -44,18 +48,28 @@ async def likeliest(outputs: Outputs, choices: Choices, hold: Callable[[int], No
 
 @dataclass(slots=True)
 class _Scores:
-    """A prompt's logprobs, as its first answer has them."""
+    """A prompt's logprobs, as its first answer has them. They are kept until the last answer has begun."""
 
     num_missing: int
+    num_readers: int  # further answers that did not repeat them yet
+    hold: Hold
     pieces: list[list[SampledToken]] = field(default_factory=list)
     are_whole: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, output: Output) -> None:
         if output.prompt_logprobs:
-            self.pieces.append(output.prompt_logprobs)
             self.num_missing -= len(output.prompt_logprobs)
+            if self.num_readers:
+                self.hold(Output(text="", tokens=[], prompt_logprobs=output.prompt_logprobs).num_kept_bytes)
+                self.pieces.append(output.prompt_logprobs)
         if self.num_missing <= 0 or output.tokens or output.finish_reason:  # no token comes before the last of them
             self.are_whole.set()
+
+    def repeated(self) -> None:
+        """One more answer has repeated them."""
+        self.num_readers -= 1
+        if not self.num_readers:
+            self.pieces.clear()
 
 
 async def _answer(generation: Generation, request: GenerationRequest, index: int, scores: _Scores | None) -> Outputs:
@@ -69,6 +83,7 @@ async def _answer(generation: Generation, request: GenerationRequest, index: int
         await scores.are_whole.wait()
         for piece in scores.pieces:
             yield index, Output(text="", tokens=[], prompt_logprobs=piece)
+        scores.repeated()
         scores = None
     async with aclosing(generation.generate(request, index)) as outputs:
         async for _, output in outputs:
@@ -77,22 +92,27 @@ async def _answer(generation: Generation, request: GenerationRequest, index: int
             yield index, output
 
 
-def _shared_scores(requests: Sequence[GenerationRequest]) -> dict[Siblings, _Scores]:
-    return {one.siblings: _Scores(len(one.prompt_token_ids) - 1) for one in requests if one.wants_prompt_logprobs}
+def _shared_scores(requests: Sequence[GenerationRequest], hold: Hold) -> dict[Siblings, _Scores]:
+    num_answers = Counter(one.siblings for one in requests)
+    return {
+        one.siblings: _Scores(len(one.prompt_token_ids) - 1, num_answers[one.siblings] - 1, hold)
+        for one in requests
+        if one.wants_prompt_logprobs
+    }
 
 
-def merged(generation: Generation, requests: Sequence[GenerationRequest]) -> Outputs:
+def merged(generation: Generation, requests: Sequence[GenerationRequest], hold: Hold) -> Outputs:
     """Outputs of all requests as they come, those of beam searches when they are done. All answers to a prompt have its
-    logprobs, although only the first one asked for them. The first failure ends all of them. A reader that is slow
-    holds up these requests, and nothing piles up here."""
+    logprobs, although only the first one asked for them: `hold` is told of them. The first failure ends all of them. A
+    reader that is slow holds up these requests, and nothing else piles up here."""
     if len(requests) == 1 and requests[0].beams is None:
         return generation.generate(requests[0])  # as it is: a generator between would cost each piece 0.1 µs
-    return _side_by_side(generation, requests)
+    return _side_by_side(generation, requests, hold)
 
 
-async def _side_by_side(generation: Generation, requests: Sequence[GenerationRequest]) -> Outputs:
+async def _side_by_side(generation: Generation, requests: Sequence[GenerationRequest], hold: Hold) -> Outputs:
     queue: asyncio.Queue[tuple[int, Output] | Exception | None] = asyncio.Queue(MAX_AHEAD)
-    scores = _shared_scores(requests)
+    scores = _shared_scores(requests, hold)
 
     async def pump(first: int, group: Sequence[GenerationRequest]) -> None:
         try:

@@ -147,9 +147,14 @@ def check_num_parts(num_parts: int, name: str) -> None:
         raise InvalidArgumentError(name, f"must have at most {MAX_PARTS} parts of text in all, not {num_parts}")
 
 
+def check_num_calls(num_calls: int, name: str) -> None:
+    """`num_calls`: of one message. Raises `InvalidArgumentError` before any of them is looked at."""
+    if num_calls > MAX_CALLS:
+        raise InvalidArgumentError(name, f"must have at most {MAX_CALLS} entries, not {num_calls}")
+
+
 def _calls(calls: Sequence[Call], where: str, values: ValueCount) -> list[Json]:
-    if len(calls) > MAX_CALLS:
-        raise InvalidArgumentError(where, f"must have at most {MAX_CALLS} entries, not {len(calls)}")
+    check_num_calls(len(calls), where)
     values.add(len(calls), where)
     made = []
     for index, call in enumerate(calls):
@@ -250,7 +255,7 @@ class ValueCount:
         self.num += num
         if self.num > MAX_VALUES:
             raise InvalidArgumentError(
-                where, f"has one of more than {MAX_VALUES} values in all: numbers, texts, names, lists and objects"
+                where, f"with it, numbers, texts, names, lists and objects are more than {MAX_VALUES} in all"
             )
 
     def check(self, value: object, where: str) -> None:

@@ -67,7 +67,7 @@ class SamplingMessages:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GenerationRequest:
-    """One answer to be generated: validated, and as workers take it. Made by `Preparation.request`."""
+    """One answer to be generated: validated, and as workers take it. Made by `Preparation.requests`."""
 
     request_id: str
     model: ServedModel

@@ -26,8 +26,8 @@ class TextThreads:
         max_waiting: int = MAX_WAITING,
         what: str = "long texts wait to be tokenized",
     ) -> None:
-        """`num_threads`: by default one for every two cores, up to four. The error says that there are too many `what`
-        if too much waits."""
+        """`num_threads`: by default one for every two cores, up to four. `what` is what waits, as the
+        error says if it is too much."""
         num_threads = num_threads or max(1, min(4, (os.cpu_count() or 1) // 2))
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
         self._free = asyncio.Semaphore(num_threads)

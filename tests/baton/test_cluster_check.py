@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -63,12 +63,12 @@ def _nothing_is_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def kubeconfig(path: Path, port: int, **context: str) -> Path:
+def kubeconfig(path: Path, port: int, user: Mapping[str, object] | None = None, **context: str) -> Path:
     config = {
         "apiVersion": "v1",
         "kind": "Config",
         "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
-        "users": [{"name": "u", "user": {"token": "t"}}],
+        "users": [{"name": "u", "user": user or {"token": "t"}}],
         "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", **context}}],
         "current-context": "x",
     }
@@ -152,6 +152,19 @@ def test_a_server_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         found = _cluster()
     assert found.level is Level.HINT
     assert "did not answer within 0.2 s" in found.text
+
+
+def test_a_plugin_for_credentials_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_check, "TIMEOUT_S", 2.0)
+    script = f"echo $$ > {tmp_path}/pid; exec sleep 60"
+    plugin = {"apiVersion": "client.authentication.k8s.io/v1", "command": "sh", "args": ["-c", script]}
+    config = kubeconfig(tmp_path / "kubeconfig", 1, user={"exec": {**plugin, "interactiveMode": "Never"}})
+    monkeypatch.setenv("KUBECONFIG", str(config))
+    found = _cluster()
+    assert found.level is Level.HINT
+    assert "did not answer within 2 s" in found.text
+    state = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z", "it has ended, too"
 
 
 def test_a_kubeconfig_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

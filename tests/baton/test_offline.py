@@ -301,6 +301,9 @@ def test_embeddings(llm: LLM) -> None:
     one, two = llm.embed(["hello world", {"prompt_token_ids": ids_of("hello world")}], use_tqdm=False)
     assert one.outputs.embedding == pytest.approx(two.outputs.embedding)
     assert sum(value**2 for value in one.outputs.embedding) == pytest.approx(1)
+    assert isinstance(llm._backend, LocalEngine)
+    longest = llm._backend._model.limits.max_model_len
+    llm.embed({"prompt_token_ids": [5] * longest}, use_tqdm=False)  # nothing follows it
     (short,) = llm.embed("hello world", pooling="mean", dimensions=8, use_tqdm=False)
     assert len(short.outputs.embedding) == 8
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 import grpc
 import httpx
@@ -14,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.choices import Choices
-from common.errors import UnavailableError
+from common.errors import OverloadedError, UnavailableError
 from common.sampling import SamplingParams
 from common.types import FinishReason, SampledToken, TokenLogprob
 from common.validation import ModelLimits
@@ -24,7 +26,7 @@ from router.api.rest.formats import AnswerFormat, ChatFormat, CompletionFormat, 
 from router.api.rest.large_json import json_parts
 from router.fleet.served_model import ServedModel
 from router.serving.answer_parts import ToolCallDelta
-from router.serving.choices import MAX_AHEAD, merged
+from router.serving.choices import MAX_AHEAD, candidates, merged
 from router.serving.request import GenerationRequest, Output
 from router.serving.tokenizer import Tokenizer
 from tests.router.conftest import StartRouter
@@ -74,6 +76,10 @@ def requests(num: int) -> list[GenerationRequest]:
     ]
 
 
+def keep(_num_bytes: int) -> None:
+    """There is room for everything."""
+
+
 async def turns(num: int) -> None:
     for _ in range(num):
         await asyncio.sleep(0)
@@ -81,7 +87,7 @@ async def turns(num: int) -> None:
 
 async def test_a_slow_reader_holds_up_its_own_choices() -> None:
     generation = FakeGeneration()
-    async with aclosing(merged(generation, requests(8))) as outputs:  # type: ignore[arg-type]
+    async with aclosing(merged(generation, requests(8), keep)) as outputs:  # type: ignore[arg-type]
         for _ in range(3):
             await anext(outputs)
             await turns(200)
@@ -94,7 +100,7 @@ async def test_readers_that_leave_while_all_wait_end_all_of_them() -> None:
     generation = FakeGeneration()
 
     async def read() -> None:
-        async with aclosing(merged(generation, requests(40))) as outputs:  # type: ignore[arg-type]
+        async with aclosing(merged(generation, requests(40), keep)) as outputs:  # type: ignore[arg-type]
             await anext(outputs)
             await asyncio.Event().wait()
 
@@ -112,13 +118,33 @@ async def test_the_first_failure_ends_all_of_them() -> None:
     generation.fails = "30"
 
     async def read() -> None:
-        async with aclosing(merged(generation, requests(40))) as outputs:  # type: ignore[arg-type]
+        async with aclosing(merged(generation, requests(40), keep)) as outputs:  # type: ignore[arg-type]
             async for _ in outputs:
                 pass
 
     with pytest.raises(UnavailableError):
         await asyncio.wait_for(read(), 60)
     assert not generation.running
+
+
+@pytest.mark.parametrize("num", [1, 3])
+async def test_prompt_logprobs_are_held_only_for_further_answers(num: int) -> None:
+    (request,) = requests(1)
+    request = replace(request, prompt_token_ids=[1] * 5, sampling_params=SamplingParams(prompt_logprobs=1))
+    pieces = [Output(text="", tokens=[], prompt_logprobs=sampled("ab")) for _ in range(2)]
+    generation = FakeGeneration([*pieces, Output(text="x", tokens=sampled("x"), finish_reason=FinishReason.STOP)])
+    answers, held = candidates([request], Choices(n=num)), list[int]()
+    outputs = merged(generation, answers, held.append)  # type: ignore[arg-type]
+    scored = Counter([index async for index, output in outputs if output.prompt_logprobs])
+    assert scored[0] == 2
+    assert held == ([piece.num_kept_bytes for piece in pieces] if num > 1 else [])
+
+    def refuse(_num_bytes: int) -> None:
+        raise OverloadedError("the router holds too much", 1.0)
+
+    if num > 1:
+        with pytest.raises(OverloadedError):
+            _ = [output async for output in merged(generation, answers, refuse)]  # type: ignore[arg-type]
 
 
 def sampled(text: str) -> list[SampledToken]:
@@ -151,6 +177,7 @@ async def test_whole_answers_are_formatted_as_they_come(
         choices=Choices(n=3),
         wants_logprobs=True,
         wants_usage_chunk=False,
+        hold=keep,
     )
     whole = msgspec.json.decode(b"".join(json_parts(await answer.whole())))
     assert [choice["logprobs"] for choice in whole["choices"]] == [wanted] * 3
@@ -188,6 +215,7 @@ def test_chunks_of_nothing_but_text_are_as_all_others(
             choices=Choices(n=num),
             wants_logprobs=wants[0],
             wants_usage_chunk=wants[1],
+            hold=keep,
             wants_usage_so_far=wants[2],
         )
         answer._created = 1

@@ -6,13 +6,15 @@ from typing import Any
 
 import grpc
 import httpx
+import msgspec
 import openai
 import pytest
 
 from common.types import FinishReason
 from router.api.rest.responses import ResponseAnswer
+from router.api.rest.responses_body import ResponsesBody
 from router.serving.answer_parts import TextPart, ToolCallDelta
-from router.serving.request import Output
+from router.serving.request import OBJECT_BYTES, Output
 from tests.each_case import each_case
 from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartWorker
@@ -85,6 +87,15 @@ async def test_calls_and_reasoning(router: RunningRouter, worker: FakeWorker) ->
     assert prompt.count("<|im_start|>tool\ndone<|im_end|>") == 2
 
 
+def test_lists_that_change_nothing_are_not_decoded() -> None:
+    """Each entry would take some thirty times its bytes."""
+    parts = {"type": "output_text", "text": "Yes", "annotations": [0] * 9, "logprobs": [0] * 9}
+    body = {"input": [{"type": "message", "role": "assistant", "content": [parts]}]}
+    item: Any = msgspec.json.decode(msgspec.json.encode(body), type=ResponsesBody).input[0]
+    assert isinstance(item.content[0].annotations, msgspec.Raw)
+    assert isinstance(item.content[0].logprobs, msgspec.Raw)
+
+
 async def test_what_changes_nothing(router: RunningRouter, worker: FakeWorker) -> None:
     """docs/api.md has the list."""
     ask: dict[str, object] = {"role": "user", "content": "Do"}
@@ -147,11 +158,13 @@ async def test_items_have_the_order_of_the_text_that_comes_at_once() -> None:
         report=REPORT,
         usage=USAGE,
     )
-    answer = ResponseAnswer(FakeGeneration([output]), requests(1)[0], "r", {})  # type: ignore[arg-type]
+    held: list[int] = []
+    answer = ResponseAnswer(FakeGeneration([output]), requests(1)[0], "r", {}, hold=held.append)  # type: ignore[arg-type]
     items: Any = (await answer.whole())["output"]
     texts = [item.get("arguments") or item["content"][0]["text"] for item in items]
     assert [item["type"] for item in items] == ["reasoning", "function_call", "message", "function_call", "message"]
     assert texts == ["hm", "{}", "and so", "{}", "done"]
+    assert sum(num >= OBJECT_BYTES for num in held) == len(parts), "calls count as all else"
 
 
 @pytest.mark.parametrize("answer", ["Paris.", "naïve 東京 😀", TWO_CALLS])
@@ -255,6 +268,7 @@ async def test_a_stream_that_fails_after_its_first_token(
         ({"input": [{"role": "user", "content": "x", "status": 5}]}, "input[0].status"),
         ({"input": [{"role": "user", "content": "x", "phase": 5}]}, "input[0].phase"),
         ({"input": [message_of("x", annotations="none")]}, "input[0].content[0].annotations"),
+        ({"input": [message_of("x", logprobs={})]}, "input[0].content[0].logprobs"),
         ({"input": [message_of("x", logprobs={})]}, "input[0].content[0].logprobs"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),

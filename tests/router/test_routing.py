@@ -60,7 +60,8 @@ async def test_decisions_are_kept(start_worker: StartWorker, start_router: Start
     assert kept[0]["prompt_tokens"] > 0
     assert any(reason.startswith(f"{first.address}: ") for reason in kept[0]["reasons"])
     assert len((await decisions(router, "?limit=1")).json()["decisions"]) == 1
-    assert (await decisions(router, "?limit=0")).status_code == 400
+    for wrong in ("0", "513", "000001" + "9" * 5000, "0" * 20 + "1", "one"):
+        assert (await decisions(router, f"?limit={wrong}")).status_code == 400
 
 
 async def test_a_tenant_sees_its_own_decisions(

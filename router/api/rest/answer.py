@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import cast
@@ -16,7 +16,7 @@ from router.api.rest.echo import Echo, EchoedPrompt
 from router.api.rest.errors import as_baton, error_body
 from router.api.rest.formats import AnswerFormat, JsonObject, WholeAnswer, baton_report, prompt_logprob, usage
 from router.api.rest.large_json import JsonList
-from router.serving.choices import merged
+from router.serving.choices import Hold, merged
 from router.serving.generation import Generation
 from router.serving.request import OBJECT_BYTES, GenerationRequest, Output
 
@@ -77,9 +77,8 @@ class Answer:
         wants_prompt_logprobs: bool = False,
         wants_usage_chunk: bool,
         wants_usage_so_far: bool = False,
-        hold: Callable[[int], None] | None = None,
+        hold: Hold,
     ) -> None:
-        """`hold` is told of bytes that are kept until the answer is whole, and raises if there are too many."""
         self._generation = generation
         self._requests = requests
         self._format = answer_format
@@ -90,7 +89,7 @@ class Answer:
         self._wants_logprobs = wants_logprobs
         self._wants_usage_chunk = wants_usage_chunk
         self._wants_usage_so_far = wants_usage_so_far
-        self._hold = hold or (lambda _: None)
+        self._hold = hold
         self._created = int(time.time())
         self._choices = [_Choice() for _ in requests]
         if echo is not None:
@@ -102,7 +101,7 @@ class Answer:
 
     async def whole(self) -> JsonObject:
         """For `json_parts`."""
-        async with aclosing(merged(self._generation, self._requests)) as outputs:
+        async with aclosing(merged(self._generation, self._requests, self._hold)) as outputs:
             async for index, output in outputs:
                 self._add(self._choices[index], output)
         choices = []
@@ -133,7 +132,8 @@ class Answer:
         choice.num_reasoning_tokens += output.num_reasoning_tokens
         choice.logprob += sum(token.logprob or 0.0 for token in output.tokens)
         choice.whole.add(output)
-        self._hold(OBJECT_BYTES + len(output.text) + len(output.reasoning))
+        calls = sum(len(call.arguments) for call in output.tool_calls)
+        self._hold(OBJECT_BYTES + len(output.text) + len(output.reasoning) + calls)
         if piece := self._logprobs(choice, output):
             choice.logprobs = choice.logprobs or _Logprobs()
             self._hold(choice.logprobs.add(piece))
@@ -153,7 +153,7 @@ class Answer:
         an event, since the status has been sent."""
         started = False
         try:
-            async with aclosing(merged(self._generation, self._requests)) as outputs:
+            async with aclosing(merged(self._generation, self._requests, self._hold)) as outputs:
                 async for index, output in outputs:
                     if not started:
                         for event in self._opening():

@@ -97,7 +97,9 @@ def make_app(front: Front) -> ASGIApp:
     get("/metrics", information.metrics, "Metrics for Prometheus", openapi.METRICS_ANSWER)
     get("/docs", information.docs, "This API, for people", openapi.PAGE_ANSWER)
     decisions = openapi.json_answer("Decisions")
-    limit = openapi.query_number("limit", DEFAULT_DECISIONS, MAX_DECISIONS, "so many of the last ones")
+    limit = openapi.query_number(
+        "limit", DEFAULT_DECISIONS, MAX_DECISIONS, "how many of the latest decisions to return"
+    )
     get("/decisions", information.decisions, "Where the last requests went, and why", decisions, limit)
     page = app.openapi()
     page.setdefault("components", {}).setdefault("schemas", {}).update({**components, **openapi.COMPONENTS})

@@ -40,6 +40,11 @@ def is_given(value: Given) -> bool:
     return isinstance(value, Raw) and bytes(value).strip() != b"null"
 
 
+def is_list(value: Given) -> bool:
+    """Whether a value that is there is a list."""
+    return not is_given(value) or bytes(cast("Raw", value)).lstrip().startswith(b"[")
+
+
 def check_service_tier(given: str | None) -> None:
     if given not in (None, "auto", "default"):
         raise InvalidArgumentError("service_tier", f'must be "auto" or "default", not {given!r}: there is one tier')

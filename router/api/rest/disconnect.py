@@ -76,18 +76,18 @@ async def json_answer(request: Request, parts: AsyncGenerator[bytes, None], head
 
 
 class PartStream(Response):
-    """Sends parts of an answer until they end or the client disconnects; either way `events` is closed."""
+    """Sends parts of an answer until they end or the client disconnects; either way `parts` is closed."""
 
     media_type = "application/json"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+    def __init__(self, first: bytes, parts: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
         super().__init__(headers=headers)
         del self.headers["content-length"]
         self._first = first
-        self._events = events
+        self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
+        async with aclosing(self._parts):
             with contextlib.suppress(ClientGoneError), _Presence(receive):
                 await self._send(send, scope.get(WRITE_PIECE))
 
@@ -95,12 +95,12 @@ class PartStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         if write_piece is None:
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+            async for part in self._parts:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
         else:
             await write_piece(self._first)
-            async for event in self._events:
-                await write_piece(event)
+            async for part in self._parts:
+                await write_piece(part)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -109,5 +109,5 @@ class EventStream(PartStream):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
-        super().__init__(first, events, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+    def __init__(self, first: bytes, parts: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+        super().__init__(first, parts, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})

@@ -24,7 +24,7 @@ from router.api.rest.responses import ResponseAnswer
 from router.api.rest.responses_body import ResponsesBody
 from router.api.rest.tools import NamedTool
 from router.fleet.served_model import ServedModel
-from router.serving.choices import candidates
+from router.serving.choices import Hold, candidates
 from router.serving.clients import CallHints, call_hints
 from router.serving.request import GenerationRequest, Prompt
 
@@ -33,9 +33,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's text completion gives if max_tok
 TextBody = ChatBody | CompletionBody | ResponsesBody
 
 Prompts = Callable[[ServedModel], Awaitable[list[Prompt]]]
-Hold = Callable[[int], None]
-"""Is told of bytes that an answer keeps until it is whole. Raises `OverloadedError` if there are too many."""
-AnswerMaker = Callable[[Sequence[GenerationRequest], str, Hold | None], Answer | ResponseAnswer]
+AnswerMaker = Callable[[Sequence[GenerationRequest], str, Hold], Answer | ResponseAnswer]
 
 
 class GenerationHandlers(Handlers):
@@ -56,7 +54,7 @@ class GenerationHandlers(Handlers):
         async def prompts(model: ServedModel) -> list[Prompt]:
             return [await self._front.preparation.chat_prompt(model, body.response_conversation(model.limits), "input")]
 
-        def answer(requests: Sequence[GenerationRequest], request_id: str, hold: Hold | None) -> ResponseAnswer:
+        def answer(requests: Sequence[GenerationRequest], request_id: str, hold: Hold) -> ResponseAnswer:
             return ResponseAnswer(
                 self._front.generation,
                 requests[0],
@@ -160,7 +158,7 @@ class GenerationHandlers(Handlers):
             places.enter_context(self._front.admission.gate.requests(client.name if client else "", len(choices) - 1))
             field = "prompt" if len(given) > 1 else body.choices.field()
             places.enter_context(self._front.generation.allowed(choices, field))
-            hold = places.enter_context(self._front.admission.gate.bytes_held()).grow if is_whole else None
+            hold = places.enter_context(self._front.admission.gate.bytes_held()).grow
             answer = make_answer(choices, request_id, hold)
             if not body.stream:
                 for part in json_parts(await answer.whole()):

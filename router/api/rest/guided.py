@@ -155,8 +155,10 @@ def schema_text(given: Given, name: str) -> str:
         raise InvalidArgumentError(name, f"must have at most {MAX_SCHEMA_BYTES} bytes, not {size}")
     try:
         value = msgspec.json.decode(given)
+        if value is None:
+            return ""
+        return value if isinstance(value, str) else json.dumps(value)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(name, f"cannot be read: {error}") from error
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value)
+    except RecursionError as error:
+        raise InvalidArgumentError(name, "is nested too deeply") from error

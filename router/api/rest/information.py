@@ -54,7 +54,7 @@ class InformationHandlers(Handlers):
     async def decisions(self, request: Request) -> Response:
         """A key sees the decisions of its tenant's requests, an operator's those of all."""
         given = request.query_params.get("limit", str(DEFAULT_DECISIONS))
-        if not (given.isascii() and given.isdecimal() and 1 <= int(given[:6]) <= MAX_DECISIONS):
+        if not (given.isascii() and given.isdecimal() and len(given) <= 6 and 1 <= int(given) <= MAX_DECISIONS):
             raise InvalidArgumentError("limit", f"must be a number from 1 to {MAX_DECISIONS}")
         client = current_client.get()
         tenant = None if client is None or client.is_operator else client.tenant

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ from router.api.rest.formats import baton_report, chat_tokens
 from router.api.rest.large_json import JsonList, json_parts
 from router.api.rest.tools import JsonObject
 from router.serving.answer_parts import TextPart, ToolCallDelta
+from router.serving.choices import Hold
 from router.serving.generation import Generation
 from router.serving.request import OBJECT_BYTES, GenerationRequest, Output
 
@@ -61,15 +62,14 @@ class ResponseAnswer:
         echoed: JsonObject,
         *,
         wants_logprobs: bool = False,
-        hold: Callable[[int], None] | None = None,
+        hold: Hold,
     ) -> None:
-        """`hold` is told of bytes that are kept until the answer is whole, and raises if there are too many."""
         self._generation = generation
         self._request = request
         self._request_id = request_id
         self._echoed = echoed
         self._wants_logprobs = wants_logprobs
-        self._hold = hold or (lambda _: None)
+        self._hold = hold
         self._unsaid: list[SampledToken] = []  # whose text has not come yet, or that have none
         self._created = int(time.time())
         self._items: list[_Item] = []
@@ -181,6 +181,7 @@ class ResponseAnswer:
         item = self._items[-1]
         if call.arguments:
             item.texts.append(call.arguments)
+            self._hold(OBJECT_BYTES + len(call.arguments))
             yield "response.function_call_arguments.delta", {**_place(item), "delta": call.arguments}
 
     def _new_id(self, prefix: str) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import ClassVar
 
-from msgspec import UNSET, Raw, field
+from msgspec import UNSET, field
 
 from common.errors import InvalidArgumentError
-from router.api.rest.body_types import Body, Given, asks
+from router.api.rest.body_types import Body, Given, asks, is_list
 from router.serving.conversation import Call, Json, ValueCount, joined_parts, make_message
 
 FIELDS = {
@@ -29,8 +29,8 @@ class Part(Body, kw_only=True):
     prompt_cache_breakpoint: Given = UNSET  # where a prompt's cached part may end; here it may end anywhere
 
     # Answers have these, and clients send them back. Prompts have no place for them.
-    annotations: list[Raw] | None = None
-    logprobs: list[Raw] | None = None
+    annotations: Given = UNSET
+    logprobs: Given = UNSET
 
 
 class InputItem(Body, kw_only=True):
@@ -144,4 +144,7 @@ def _text(content: str | list[Part] | None, where: str) -> str:
             raise InvalidArgumentError(f"{where}[{index}].type", "only parts of text are supported")
         if part.text is None:
             raise InvalidArgumentError(f"{where}[{index}].text", "must be a string")
+        for name in ("annotations", "logprobs"):
+            if not is_list(getattr(part, name)):
+                raise InvalidArgumentError(f"{where}[{index}].{name}", "must be a list")
     return joined_parts(part.text or "" for part in content)
