@@ -6,8 +6,14 @@ large files are brought here, into the cache's place for them, and it finds them
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Sequence
 from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_SHA256_DIGITS = 64  # so many has the ETag of a large file, which is its SHA-256
 
 
 def download_weights(name: str, endpoint: str, files: Sequence[str], not_files: Sequence[str]) -> None:
@@ -38,9 +44,7 @@ def download_weights(name: str, endpoint: str, files: Sequence[str], not_files: 
 
 def _download(url: str, cache: Path, repo: str, etag: str, size: int, file: str) -> None:
     """Brings a file into `blobs/ETAG`, under the lock that huggingface_hub takes for it."""
-    from huggingface_hub.file_download import http_get
     from huggingface_hub.utils._fixes import WeakFileLock
-    from huggingface_hub.utils._headers import build_hf_headers
 
     blob = cache / repo / "blobs" / etag
     part = blob.with_name(f"{etag}.part")
@@ -50,15 +54,35 @@ def _download(url: str, cache: Path, repo: str, etag: str, size: int, file: str)
     with WeakFileLock(str(lock)):
         if blob.exists():
             return
-        with part.open("ab") as stream:
-            if stream.tell() > size:
-                stream.truncate(0)
-            http_get(
-                url,
-                stream,
-                resume_size=stream.tell(),
-                headers=build_hf_headers(),
-                expected_size=size,
-                displayed_filename=file,
-            )
+        was_begun = part.exists()
+        _bring_rest(url, part, size, file)
+        if was_begun and not _is_whole(part, etag):
+            log.warning("an earlier download of a file was damaged, it begins again", extra={"file": file})
+            part.unlink()
+            _bring_rest(url, part, size, file)
         part.rename(blob)
+
+
+def _bring_rest(url: str, part: Path, size: int, file: str) -> None:
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils._headers import build_hf_headers
+
+    with part.open("ab") as stream:
+        if stream.tell() > size:
+            stream.truncate(0)
+        http_get(
+            url,
+            stream,
+            resume_size=stream.tell(),
+            headers=build_hf_headers(),
+            expected_size=size,
+            displayed_filename=file,
+        )
+
+
+def _is_whole(part: Path, etag: str) -> bool:
+    """Whether a file that was begun by an earlier process is right: after a power cut it may have pages of zeros."""
+    if len(etag) != _SHA256_DIGITS:
+        return True  # the hub does not tell
+    with part.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest() == etag

@@ -14,6 +14,7 @@ from common.model_files import ModelFiles
 from engine.models.base import CausalLM, ConfigReader
 from engine.models.decoder import Decoder
 from engine.models.families import FAMILIES, describe, read_family_config
+from engine.models.leftovers import is_leftover
 from engine.models.positions import max_length
 from engine.models.text_part import is_composite, text_architecture, text_config, text_name
 from engine.models.transformers_model import TransformersModel, is_mxfp4
@@ -52,7 +53,8 @@ def is_read(files: ModelFiles, name: str) -> bool:
     """Whether the tensor `name` of a checkpoint becomes a part of the model."""
     if is_composite(files.config):
         return text_name(name) is not None
-    return name != "lm_head.weight" or files.config.get("tie_word_embeddings") is not True  # it repeats the embedding
+    repeats_embedding = name == "lm_head.weight" and files.config.get("tie_word_embeddings") is True
+    return not (repeats_embedding or is_leftover(name))
 
 
 def max_positions(files: ModelFiles) -> int:

@@ -36,6 +36,7 @@ from engine.models.attention_interface import (
 )
 from engine.models.base import CausalLM
 from engine.models.latent import keep_latents
+from engine.models.leftovers import is_leftover
 from engine.models.own_layers import Calls, own_linears, swap_heads
 from engine.models.positions import GivenPositions, first_position
 from engine.models.verified import COMPARED_WITH
@@ -93,7 +94,10 @@ class TransformersModel(CausalLM):
         import transformers
 
         self._config, self._dtype, self._device = config, dtype, device
-        self.kv_variant = f"transformers {transformers.__version__}"  # its code decides what is in the blocks
+        # Its code decides what is in the blocks, and so do positions, which the model's identity does not tell of.
+        self.kv_variant = f"transformers {transformers.__version__}"
+        if position := first_position(config):
+            self.kv_variant += f" from position {position}"
 
     def load(self, files: ModelFiles, kernels: Kernels | None) -> None:  # noqa: ARG002
         from transformers import AttentionInterface, AutoModelForCausalLM, Mxfp4Config
@@ -126,9 +130,10 @@ class TransformersModel(CausalLM):
             raise StartupError(
                 f"model {files.path}: tensor {name} has shape {list(shape)}, config.json asks for {list(wanted)}"
             )
-        for kind, problem in (("missing_keys", "lacks tensor"), ("unexpected_keys", "has tensor, which is not known,")):
-            if found[kind]:
-                raise StartupError(f"model {files.path} {problem} {min(found[kind])}; download it again")
+        unknown = [name for name in found["unexpected_keys"] if not is_leftover(name)]
+        for problem, names in (("lacks tensor", found["missing_keys"]), ("has tensor, which is not known,", unknown)):
+            if names:
+                raise StartupError(f"model {files.path} {problem} {min(names)}; download it again")
         self._top: nn.Module = top.eval().to(self._device)
         try:
             self._take_apart()

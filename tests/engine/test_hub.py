@@ -78,7 +78,8 @@ class Hub(BaseHTTPRequestHandler):
         self.send_response(206 if start else 200)
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
-        self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
+        digest = hashlib.sha256 if name.endswith(".safetensors") else hashlib.sha1
+        self.send_header("ETag", f'"{digest(body).hexdigest()}"')
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("Content-Length", str(len(body) - start))
         self.end_headers()
@@ -177,6 +178,22 @@ def test_a_later_process_goes_on_with_a_download(tmp_path: Path) -> None:
     first, *later = starts_of_weights(asked)
     assert first == 0
     assert 0 < min(later) <= max(later) <= 12 << 20
+
+
+def test_a_damaged_part_of_a_download_is_thrown_away(tmp_path: Path) -> None:
+    """It has its length and wrong bytes, as after a power cut."""
+    source = heavy_model(tmp_path / "tiny")
+    with serving(source, cut=12 << 20, num_errors=1) as (endpoint, asked):
+        last_line(ensure("org/tiny", tmp_path / "home", HF_ENDPOINT=endpoint))
+        (part,) = (tmp_path / "home").rglob("*.part")
+        with part.open("r+b") as stream:
+            stream.seek(1 << 20)
+            stream.write(bytes(1 << 20))
+        result = ensure("org/tiny", tmp_path / "home", HF_ENDPOINT=endpoint)
+        assert result.returncode == 0, result.stderr
+    path = Path(result.stdout.strip().splitlines()[-1])
+    assert (path / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert starts_of_weights(asked)[-1] == 0
 
 
 def last_line(result: subprocess.CompletedProcess[str]) -> str:

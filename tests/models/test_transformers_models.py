@@ -209,6 +209,37 @@ def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
         make_runner(path)
 
 
+def test_blocks_of_other_positions_have_another_name(tmp_path: Path) -> None:
+    """KV of RoBERTa depends on the padding token's id."""
+    path = small("roberta", tmp_path / "model")
+    prints = set()
+    for pad_token_id in (1, 3):
+        edit_config(path, pad_token_id=pad_token_id)
+        prints.add(make_runner(path).spec.fingerprint())
+    assert len(prints) == 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "names"),
+    [
+        ("gpt_neo", ["transformer.h.0.attn.attention.bias", "transformer.h.1.attn.attention.masked_bias"]),
+        ("gptj", ["transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"]),
+        ("roberta", ["roberta.embeddings.position_ids", "roberta.pooler.dense.weight", "roberta.pooler.dense.bias"]),
+    ],
+)
+def test_what_older_releases_saved_is_left_aside(tmp_path: Path, model_type: str, names: list[str]) -> None:
+    path = small(model_type, tmp_path / "model")
+    needed = weight_bytes(open_model(path), 4)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, **{name: torch.ones(16, 16) for name in names}}, file, metadata={"format": "pt"})
+    assert weight_bytes(open_model(path), 4) == needed
+    make_runner(path)
+    save_file({**tensors, "transformer.bias": torch.ones(2)}, file, metadata={"format": "pt"})
+    with pytest.raises(StartupError, match=r"has tensor, which is not known, transformer\.bias"):
+        make_runner(path)
+
+
 def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
     path = small("olmo2", tmp_path / "model")
     tensors = load_file(path / "model.safetensors")
