@@ -68,6 +68,8 @@ class Stack:
         if len(of_noisy.answered) + len(of_noisy.refused) < len(of_noisy.requests):
             statuses = sorted({one.status for one in of_noisy.requests})
             self.problems.append(f"{name}: the noisy tenant's answers are {', '.join(statuses)}")
+        if not of_quiet.answered:
+            raise RuntimeError(self.problems[-1])
         latencies_ms = [1000 * one.latency_s for one in of_quiet.answered]
         found = {
             "quiet p50 ms": quantile(latencies_ms, 0.5),

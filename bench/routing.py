@@ -39,6 +39,8 @@ from common.errors import ConfigError
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 WARM_UP = 4
+DEFAULTS = {"requests": 400, "skip": 3500, "rate": 0.3, "divide": 16, "max_prompt_tokens": 4096}
+DEFAULTS |= {"policies": "round_robin,least_load,prefix_aware"}
 QUICK = {"requests": 40, "rate": 2.0, "max_prompt_tokens": 1024, "policies": "round_robin,prefix_aware"}
 
 
@@ -146,13 +148,13 @@ def main() -> None:
     parser.add_argument("trace", type=Path, nargs="?")
     parser.add_argument("--chats", action="store_true", help="multi-turn chats in place of a trace")
     parser.add_argument("--quick", action="store_true", help="few and short requests, if nothing else is asked for")
-    parser.add_argument("--policies", default="round_robin,least_load,prefix_aware")
-    parser.add_argument("--requests", type=int, default=400)
-    parser.add_argument("--skip", type=int, default=3500, help="lines of the trace to leave out")
-    parser.add_argument("--rate", type=float, default=0.3, help="requests a second")
-    parser.add_argument("--divide", type=int, default=16)
+    parser.add_argument("--policies", help=f"{DEFAULTS['policies']} if not set; likewise below")
+    parser.add_argument("--requests", type=int, help=f"{DEFAULTS['requests']}")
+    parser.add_argument("--skip", type=int, help=f"lines of the trace to leave out; {DEFAULTS['skip']}")
+    parser.add_argument("--rate", type=float, help=f"requests a second; {DEFAULTS['rate']}")
+    parser.add_argument("--divide", type=int, help=f"lengths of the trace; {DEFAULTS['divide']}")
     parser.add_argument("--room", type=float, default=0.4, help="share of the distinct blocks that a worker can hold")
-    parser.add_argument("--max-prompt-tokens", type=int, default=4096)
+    parser.add_argument("--max-prompt-tokens", type=int, help=f"{DEFAULTS['max_prompt_tokens']}")
     parser.add_argument("--max-output-tokens", type=int, default=8)
     parser.add_argument("--no-sharing", action="store_true")
     parser.add_argument("--connector", default="nixl")
@@ -162,10 +164,11 @@ def main() -> None:
     args = parser.parse_args()
     if bool(args.trace) == args.chats:
         parser.error("TRACE or --chats is needed, and not both")
-    if args.quick:
-        for name, value in QUICK.items():
-            if getattr(args, name) == parser.get_default(name):
-                setattr(args, name, value)
+    if args.chats and (args.no_sharing or args.skip is not None or args.divide is not None):
+        parser.error("--skip, --divide and --no-sharing are for a trace")
+    for name, value in {**DEFAULTS, **(QUICK if args.quick else {})}.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     try:
         requests = taken(args)
     except ConfigError as error:
@@ -174,9 +177,10 @@ def main() -> None:
     longest = max(len(one.prompt) + one.num_output_tokens for one in requests) // BLOCK_SIZE + 2
     num_blocks = max(int(args.room * distinct), 2 * longest)
     num_tokens = sum(len(one.prompt) for one in requests)
+    num_full = sum(len(one.prompt) // BLOCK_SIZE for one in requests)
     print(
         f"{len(requests)} requests, {num_tokens:,} prompt tokens, {distinct:,} distinct blocks "
-        f"(an endless cache has {1 - distinct * BLOCK_SIZE / num_tokens:.0%} of the tokens), {num_blocks:,} a worker"
+        f"(an endless cache has {1 - distinct / num_full:.0%} of the blocks), {num_blocks:,} a worker"
     )
     results = {}
     for policy in args.policies.split(","):

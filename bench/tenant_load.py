@@ -77,6 +77,8 @@ class TenantClient:
         assert self._process.stdout is not None
         output = self._process.stdout.read() if waits else self._process.communicate()[0]
         self.kill()
+        if not output:
+            raise RuntimeError("a tenant's client failed; its reason is above")
         found = json.loads(output)
         return Asked(found["elapsed_s"], [Ended(**one) for one in found["requests"]])
 

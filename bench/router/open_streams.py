@@ -20,7 +20,7 @@ import uvloop
 
 from bench.router.clients import Client, Endpoint, ask
 from bench.router.load import quantile
-from bench.router.process_cost import cpu_s, peak_mib
+from bench.router.process_cost import cpu_s, peak_mib, resident_mib
 from bench.router.systems import System
 from common.errors import InternalError
 from common.open_files import allow_open_files
@@ -36,15 +36,15 @@ _PAUSE_S = 0.05
 def measure_open_streams(system: System, num: int, step_s: float, seconds: float) -> dict[str, list[float]]:
     """`seconds`: of counting, at least three steps. Raises `InternalError` if a stream breaks."""
     seconds = max(seconds, 3 * step_s)
-    before_mib = peak_mib(system.pid)
+    before_mib = resident_mib(system.pid)
     with _clients(system.endpoint, num) as pipes:
         for pipe in pipes:
             _receive(pipe, num / OPENED_PER_S + _PATIENCE_S)
         for pipe in pipes:
             pipe.send(COUNT)
-        before_s = cpu_s(system.pid)
+        begin_s, before_s = time.perf_counter(), cpu_s(system.pid)
         answer_s = uvloop.run(_ask_meanwhile(system.endpoint, seconds))
-        used_s = cpu_s(system.pid) - before_s
+        cores = (cpu_s(system.pid) - before_s) / (time.perf_counter() - begin_s)
         peak = peak_mib(system.pid)
         for pipe in pipes:
             pipe.send(END)
@@ -55,7 +55,7 @@ def measure_open_streams(system: System, num: int, step_s: float, seconds: float
     return {
         "peak MiB": [peak],
         "KiB a stream": [1024 * (peak - before_mib) / num],
-        "CPU, % of a core": [100 * used_s / seconds],
+        "CPU, % of a core": [100 * cores],  # that of the further requests included
         "one more request p50 ms": [1000 * quantile(answer_s, 0.5)],
         "one more request p99 ms": [1000 * quantile(answer_s, 0.99)],
         "token late p99 ms": [1000 * quantile(late_s, 0.99)],

@@ -12,7 +12,6 @@ from pathlib import Path
 _TICKS = os.sysconf("SC_CLK_TCK")
 _CPUCLOCK_SCHED = 2  # in the id of a process's clock: what the scheduler counted
 _GONE = (FileNotFoundError, ProcessLookupError)
-_PEAK = re.compile(r"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
 
 
 def cpu_s(pid: int) -> float:
@@ -23,8 +22,19 @@ def cpu_s(pid: int) -> float:
 
 def peak_mib(pid: int) -> float:
     """The most memory that was ever resident. What several processes share counts for each."""
-    peaks = (_PEAK.search(_read(Path(f"/proc/{one}/status"))) for one in _tree(pid))
-    return sum(int(peak[1]) for peak in peaks if peak) / 1024
+    return _status_mib(pid, "VmHWM")
+
+
+def resident_mib(pid: int) -> float:
+    """Likewise, of what is resident now."""
+    return _status_mib(pid, "VmRSS")
+
+
+def _status_mib(pid: int, name: str) -> float:
+    found = (
+        re.search(rf"^{name}:\s*(\d+) kB$", _read(Path(f"/proc/{one}/status")), re.MULTILINE) for one in _tree(pid)
+    )
+    return sum(int(one[1]) for one in found if one) / 1024
 
 
 def _own_ns(pid: int) -> int:
