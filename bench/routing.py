@@ -39,9 +39,14 @@ from common.errors import ConfigError
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 WARM_UP = 4
-DEFAULTS = {"requests": 400, "skip": 3500, "rate": 0.3, "divide": 16, "max_prompt_tokens": 4096}
+DEFAULTS: dict[str, float | str] = {"requests": 400, "skip": 3500, "rate": 0.3, "divide": 16, "max_prompt_tokens": 4096}
 DEFAULTS |= {"policies": "round_robin,least_load,prefix_aware"}
-QUICK = {"requests": 40, "rate": 2.0, "max_prompt_tokens": 1024, "policies": "round_robin,prefix_aware"}
+QUICK: dict[str, float | str] = {
+    "requests": 40,
+    "rate": 2.0,
+    "max_prompt_tokens": 1024,
+    "policies": "round_robin,prefix_aware",
+}
 
 
 @dataclass(slots=True, frozen=True)
