@@ -77,7 +77,7 @@ test-kernels: $(STAMP) kernels ## Test the CPU kernels: every variant that this 
 	@$(BIN)/python -m pytest tests/engine/kernels
 
 test-models: $(STAMP) kernels ## Compare every decoder of transformers that can be built small; writes the list of those served
-	@$(BIN)/python -m tests.models.survey
+	@$(BIN)/python -m tools.verified_models --write
 
 test-faults: $(STAMP) ## Run the whole fault matrix: every process, moment and fault (root for cuts and full disks)
 	@$(BIN)/python -m pytest -v tests/faults

@@ -24,7 +24,7 @@ from kv_store.memory import MemoryConnector
 from tests.engine.fakes import run, tokens_of
 from tests.engine.kernels.variants import VARIANTS
 from tests.engine.tiny_models import FAMILIES, make_model, make_runner
-from tests.models.survey import SIZES, VARIATIONS, _built, _small, _write
+from tools.small_models import VARIATIONS, build, save, small_config
 
 FAMILY_NAMES = ("llama", "gemma3", "qwen3_moe")
 ON_TRANSFORMERS = ("olmo2", "cohere2", "granitemoe", "deepseek_v3")  # the last one keeps latents
@@ -50,8 +50,7 @@ def model(models: Path, name: str) -> Path:
         return path
     if name in FAMILY_NAMES:
         return make_model(path, FAMILIES[name])
-    sizes = {**SIZES, **VARIATIONS[1 if name == "deepseek_v3" else 0]}
-    _write(_built(_small(name, sizes)), path)
+    save(build(small_config(name, VARIATIONS[1 if name == "deepseek_v3" else 0])), path)
     return path
 
 

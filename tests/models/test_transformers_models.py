@@ -33,7 +33,8 @@ from kv_store.memory import MemoryConnector
 from tests.engine.fakes import add, assert_idle, run, tokens_of
 from tests.engine.kernels.variants import VARIANTS, best_and_slow_others
 from tests.engine.tiny_models import Progress, advance, edit_config, make_model, make_runner
-from tests.models.survey import SIZES, SIZES_OF_TYPE, VARIATIONS, _built, _compare, _small, _write, candidates, examine
+from tools.small_models import VARIATIONS, build, save, small_config
+from tools.verified_models import candidates, compare, examine
 
 NAMES = candidates()
 SERVED = sorted(VERIFIED)
@@ -124,7 +125,7 @@ GROUPS = {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling
 )
 def test_latent_attention_as_checkpoints_have_it(tmp_path: Path, model_type: str, flags: dict[str, object]) -> None:
     """Scaled positions, experts in groups, queries with and without a latent of their own."""
-    _compare(model_type, tmp_path, {"num_key_value_heads": 4, "n_routed_experts": 8, **flags})
+    compare(model_type, tmp_path, {"num_key_value_heads": 4, "n_routed_experts": 8, **flags})
 
 
 def test_a_block_holds_latents(tmp_path: Path) -> None:
@@ -136,12 +137,7 @@ def test_a_block_holds_latents(tmp_path: Path) -> None:
 
 
 def small(model_type: str, path: Path) -> Path:
-    model = _built(
-        _small(
-            model_type, {**SIZES, **SIZES_OF_TYPE.get(model_type, {}), **VARIATIONS[1 if model_type in LATENT else 0]}
-        )
-    )
-    _write(model, path)
+    save(build(small_config(model_type, VARIATIONS[1 if model_type in LATENT else 0])), path)
     return path
 
 
@@ -154,7 +150,7 @@ def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def make_mxfp4(path: Path) -> Path:
     """A gpt-oss whose codes and scales are any."""
-    _write(_built(_small("gpt_oss", {**SIZES, "intermediate_size": 96})), path)
+    save(build(small_config("gpt_oss", {"intermediate_size": 96})), path)
     generator = torch.Generator().manual_seed(5)
     tensors = load_file(path / "model.safetensors")
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -306,7 +302,7 @@ def test_a_pair_is_told_which_part_is_served(tmp_path: Path) -> None:
 )
 @pytest.mark.slow
 def test_variants_of_a_type(tmp_path: Path, model_type: str, flags: dict[str, object]) -> None:
-    _compare(model_type, tmp_path, flags)
+    compare(model_type, tmp_path, flags)
 
 
 @pytest.mark.parametrize(
