@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -41,6 +42,24 @@ def running(command: Sequence[str], what: str) -> Iterator[dict[str, str]]:
                 yield {**dict(word.split("=", 1) for word in words), "pid": str(child.process.pid)}
                 return
         raise StartupError(f"{what} did not start; its reason is above")
+
+
+def ready_client(module: str, *arguments: str, api_key: str) -> subprocess.Popen[str]:
+    """`python -m module arguments`, from when it prints `ready`. It asks until its standard input ends, and prints what
+    it found. Raises `StartupError`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "BATON_API_KEY": api_key},
+    )
+    assert process.stdout is not None
+    if process.stdout.readline() != "ready\n":
+        process.kill()
+        process.communicate()
+        raise StartupError(f"{module} did not start; its reason is above")
+    return process
 
 
 def _exit(signum: int, _frame: object) -> None:

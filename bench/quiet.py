@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import Client
+from bench.processes import ready_client
 from common.errors import BatonError, OverloadedError
 
 PATIENCE_S = 60.0
@@ -43,16 +43,7 @@ class QuietClient:
     """Such a process, from when it has had its first answers. `stop` once."""
 
     def __init__(self, grpc_address: str, http_url: str, api_key: str = "") -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.quiet", grpc_address, http_url],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "BATON_API_KEY": api_key},
-        )
-        assert self._process.stdout is not None
-        if self._process.stdout.readline() != "ready\n":
-            raise RuntimeError("the quiet client did not start; its reason is above")
+        self._process = ready_client("bench.quiet", grpc_address, http_url, api_key=api_key)
 
     def stop(self) -> Answers:
         """After the answers to what is asked now."""

@@ -14,7 +14,6 @@ import asyncio
 import itertools
 import json
 import os
-import subprocess
 import sys
 import time
 from collections import deque
@@ -25,6 +24,7 @@ from urllib.parse import urlsplit
 
 import grpc
 
+from bench.processes import ready_client
 from common.grpc_status import error_of_call
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
@@ -61,16 +61,7 @@ class TenantClient:
         self, grpc_address: str, http_url: str, api_key: str, *, rate: float, max_tokens: int, num: int | None = None
     ) -> None:
         numbers = [str(rate), str(max_tokens), *([] if num is None else [str(num)])]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.tenant_load", grpc_address, http_url, *numbers],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "BATON_API_KEY": api_key},
-        )
-        assert self._process.stdout is not None
-        if self._process.stdout.readline() != "ready\n":
-            raise RuntimeError("a tenant's client did not start; its reason is above")
+        self._process = ready_client("bench.tenant_load", grpc_address, http_url, *numbers, api_key=api_key)
 
     def ended(self, *, waits: bool = False) -> Asked:
         """After the answers to all that was asked. `waits`: until it has sent its `num` requests; or else none more."""
