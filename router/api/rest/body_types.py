@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 import msgspec
@@ -33,6 +34,15 @@ def asks(value: object) -> bool:
     if isinstance(value, Raw):
         return bytes(value).translate(None, b" \t\r\n") not in (b"null", b"false", b'""', b"[]", b"{}", b"0")
     return value is not UNSET and bool(value)
+
+
+def refuse_if_asked(body: Body, names: Iterable[str], reason: str = "is not supported", *, where: str = "") -> None:
+    """Raises `InvalidArgumentError` for the first of these fields that asks for something. `where`: the body's place in
+    the request; empty if it is the request's own."""
+    for name in names:
+        if asks(getattr(body, name)):
+            field = name.rstrip("_")  # of what is a keyword here
+            raise InvalidArgumentError(f"{where}.{field}" if where else field, reason)
 
 
 def is_given(value: Given) -> bool:

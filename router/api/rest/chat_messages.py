@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from common.errors import InvalidArgumentError
 from common.validation import ModelLimits, check_messages
-from router.api.rest.body_types import Body, Given, asks
+from router.api.rest.body_types import Body, Given, refuse_if_asked
 from router.api.rest.tools import ToolCall, calls_of
 from router.serving.conversation import (
     Conversation,
@@ -73,9 +73,7 @@ def conversation_of(
 
 
 def _message(message: ChatMessage, where: str, values: ValueCount) -> Json:
-    for name in message.unsupported:
-        if asks(getattr(message, name)):
-            raise InvalidArgumentError(f"{where}.{name}", "is not supported")
+    refuse_if_asked(message, message.unsupported, where=where)
     if message.type not in (None, "text", "message"):
         raise InvalidArgumentError(f"{where}.type", f'must be "text" or "message", not {message.type!r}')
     return make_message(
@@ -100,8 +98,6 @@ def _content(content: str | list[ContentPart], where: str) -> str:
             raise InvalidArgumentError(f"{where}[{index}].type", 'only parts of type "text" are supported')
         if part.text is None:
             raise InvalidArgumentError(f"{where}[{index}].text", "must be a string")
-        for name in part.not_text:
-            if asks(getattr(part, name)):
-                raise InvalidArgumentError(f"{where}[{index}].{name}", 'is not a field of type "text"')
+        refuse_if_asked(part, part.not_text, 'is not a field of type "text"', where=f"{where}[{index}]")
         texts.append(part.text)
     return joined_parts(texts)

@@ -20,6 +20,7 @@ from router.api.rest.body_types import (
     asks,
     check_service_tier,
     is_given,
+    refuse_if_asked,
     session_of,
     several,
 )
@@ -76,9 +77,7 @@ class GenerationBody(GuidedFields, kw_only=True):
         if self.store:
             raise InvalidArgumentError("store", "is not supported: nothing is stored")
         check_service_tier(self.service_tier)
-        for name in self.unsupported:
-            if asks(getattr(self, name)):
-                raise InvalidArgumentError(name, "is not supported")
+        refuse_if_asked(self, self.unsupported)
         self.choices.check()
         if self.use_beam_search and self.stream:
             raise InvalidArgumentError("stream", "is not for beam search: its answers are known when it ends")

@@ -12,7 +12,15 @@ from common.errors import InvalidArgumentError
 from common.guided import Guided
 from common.sampling import parameters
 from common.validation import ModelLimits, check_messages
-from router.api.rest.body_types import Body, Given, RetainBody, asks, check_service_tier, is_given, session_of
+from router.api.rest.body_types import (
+    Body,
+    Given,
+    RetainBody,
+    check_service_tier,
+    is_given,
+    refuse_if_asked,
+    session_of,
+)
 from router.api.rest.guided import schema_text
 from router.api.rest.responses_input import InputItem, num_parts, turns_of
 from router.api.rest.sampling_fields import with_sampling
@@ -121,12 +129,8 @@ class ResponsesBody(Body, kw_only=True, dict=True):
 
     def check(self) -> None:
         """Raises `InvalidArgumentError` for what is well formed and still cannot be done."""
-        for name in self.stored:
-            if asks(getattr(self, name)):
-                raise InvalidArgumentError(name, "is not supported: nothing is stored; send the whole conversation")
-        for name in self.unsupported:
-            if asks(getattr(self, name)):
-                raise InvalidArgumentError(name, "is not supported")
+        refuse_if_asked(self, self.stored, "is not supported: nothing is stored; send the whole conversation")
+        refuse_if_asked(self, self.unsupported)
         check_service_tier(self.service_tier)
         for index, one in enumerate(self.include or ()):
             if one != LOGPROBS:
@@ -137,11 +141,10 @@ class ResponsesBody(Body, kw_only=True, dict=True):
             raise InvalidArgumentError("stream_options", "is only allowed with stream")
         if self.truncation not in (None, "disabled"):
             raise InvalidArgumentError("truncation", 'only "disabled" is supported')
-        for name in ("summary", "generate_summary"):
-            if self.reasoning is not None and asks(getattr(self.reasoning, name)):
-                raise InvalidArgumentError(f"reasoning.{name}", "is not supported")
-        if self.text is not None and asks(self.text.verbosity):
-            raise InvalidArgumentError("text.verbosity", "is not supported")
+        if self.reasoning is not None:
+            refuse_if_asked(self.reasoning, ("summary", "generate_summary"), where="reasoning")
+        if self.text is not None:
+            refuse_if_asked(self.text, ("verbosity",), where="text")
         self.guided_text  # noqa: B018 - raises if it is wrong
         for name in ("logprobs", "prompt_logprobs", "max_tokens", "max_completion_tokens", "guided"):
             if getattr(self, name, None) is not None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from msgspec import UNSET, field
 
 from common.errors import InvalidArgumentError
-from router.api.rest.body_types import Body, Given, asks, is_list
+from router.api.rest.body_types import Body, Given, is_list, refuse_if_asked
 from router.serving.conversation import Call, Json, ValueCount, joined_parts, make_message
 
 FIELDS = {
@@ -94,9 +94,7 @@ def turns_of(items: list[InputItem]) -> list[Turn]:
     turns: list[Turn] = []
     for index, item in enumerate(items):
         where = f"input[{index}]"
-        for name in item.unsupported:
-            if asks(getattr(item, name)):
-                raise InvalidArgumentError(f"{where}.{name.rstrip('_')}", "is not supported")
+        refuse_if_asked(item, item.unsupported, where=where)
         for name in FIELDS_OF_OTHERS.get(item.type, ()):
             if getattr(item, name) is not None:
                 raise InvalidArgumentError(f"{where}.{name}", f"is not a field of type {item.type!r}")
