@@ -8,13 +8,15 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from baton.report import Result
 from common.types import FinishReason
+from router.policy.place import IN_PLACE_MARGIN
 from tests.engine.kernels.variants import ALL as ALL_KERNELS
 from tests.integration.ask import Salt, ask
 from tests.integration.prompts import BY_NAME, CASES, LONG
@@ -76,12 +78,29 @@ def test_one_process_warm_prefix_cache(one: Stack, expected: Answers) -> None:
 
 
 def test_two_processes_all_at_once(two: Stack, expected: Answers, salt: Salt) -> None:
+    """All but the longest ones, which follow one by one: so few tokens wait at the prefill worker that no prompt is
+    computed in place."""
+    lengths = {name: len(expected[name].prompt_token_ids) for name in ALL}
+    *together, fourth, third, second, longest = sorted(ALL, key=lengths.__getitem__)
+    assert sum(lengths[name] for name in together) < IN_PLACE_MARGIN
+    results = ask(two, expected, together, salt)
+    results |= ask(two, expected, (fourth, third, second, longest), salt, at_once=1)
+    check_handed_over(results, expected)
+
+
+def test_two_processes_while_many_tokens_wait(two: Stack, expected: Answers, salt: Salt) -> None:
     """A prompt may be computed in place if more than a thousand tokens wait at the prefill worker, but never the
     longest one: that takes longer in place, whatever waits."""
-    results = ask(two, expected, ALL, salt)
+    results = ask(two, expected, [*FEW, "ledger-1200", "random-2000"], salt)
     handed_over = {name: result for name, result in results.items() if result.report.prefill_worker}
-    assert max(results, key=lambda name: len(expected[name].prompt_token_ids)) in handed_over
-    for name, result in handed_over.items():
+    assert "random-2000" in handed_over
+    check_handed_over(handed_over, expected)
+
+
+def check_handed_over(results: Mapping[str, Result], expected: Answers) -> None:
+    """By the prefill worker, with all full blocks of the prompt."""
+    for name, result in results.items():
+        assert result.report.prefill_worker, name
         assert result.report.num_blocks_moved >= len(expected[name].prompt_token_ids) // BLOCK_SIZE, name
         assert not result.report.fallback_reason, name
 
