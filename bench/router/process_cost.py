@@ -17,7 +17,16 @@ _GONE = (FileNotFoundError, ProcessLookupError)
 def cpu_s(pid: int) -> float:
     """User and system time until now: of all threads to the nanosecond, those that have ended too; of processes that
     have ended to the tick, once their parents have waited for them."""
-    return sum(_own_ns(one) / 1e9 + _waited_for_ticks(one) / _TICKS for one in _tree(pid))
+    return sum(own_cpu_s(one) + _waited_for_ticks(one) / _TICKS for one in _tree(pid))
+
+
+def own_cpu_s(pid: int) -> float:
+    """Without what it started; 0 once it has ended. By the process's own clock (clock_getcpuclockid(3)). /proc counts a
+    process in ticks, and to the nanosecond only those threads that still run."""
+    try:
+        return time.clock_gettime_ns((~pid << 3) | _CPUCLOCK_SCHED) / 1e9
+    except OSError:  # it has ended
+        return 0.0
 
 
 def peak_mib(pid: int) -> float:
@@ -35,15 +44,6 @@ def _status_mib(pid: int, name: str) -> float:
         re.search(rf"^{name}:\s*(\d+) kB$", _read(Path(f"/proc/{one}/status")), re.MULTILINE) for one in _tree(pid)
     )
     return sum(int(one[1]) for one in found if one) / 1024
-
-
-def _own_ns(pid: int) -> int:
-    """By the process's own clock (clock_getcpuclockid(3)). /proc counts a process in ticks, and to the nanosecond only
-    those threads that still run."""
-    try:
-        return time.clock_gettime_ns((~pid << 3) | _CPUCLOCK_SCHED)
-    except OSError:  # it has ended
-        return 0
 
 
 def _waited_for_ticks(pid: int) -> int:
