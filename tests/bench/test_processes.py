@@ -8,6 +8,11 @@ import subprocess
 import sys
 import time
 
+import pytest
+
+from bench.processes import ready_client
+from common.errors import StartupError
+
 CHILD = "import time; print('ready'); time.sleep(100)"
 PARENT = f"""
 import sys, time
@@ -42,3 +47,8 @@ def test_sigterm_leaves_no_child_behind() -> None:
         parent.stdout.close()
         if is_alive(child):
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_client_that_does_not_start_is_named() -> None:
+    with pytest.raises(StartupError, match=r"bench\.nobody did not start"):
+        ready_client("bench.nobody", api_key="")
