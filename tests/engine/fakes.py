@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+import pytest
 import torch
 
 from common.config import EngineSettings
@@ -19,6 +20,7 @@ from common.types import KVCacheSpec, SampledToken
 from engine import messages as m
 from engine.batch import Pooled, Scored, SequenceInput, StepOutput
 from engine.core import EngineCore
+from engine.request import Request
 from engine.speculation.speculation import Drafter
 from kv_store.base import ConnectorConfig, KVConnector
 from kv_store.memory import MemoryConnector
@@ -59,6 +61,8 @@ class FakeRunner:
         self.kv_cache = torch.full((num_blocks, *SPEC.block_shape), -1.0)
         self.num_tokens_per_step: list[int] = []
         self.fail_next = False
+        self.requests: Callable[[], Iterable[Request]] = list  # those that are not released
+        self.checks_kv = True  # fails the test if one of them reads other KV than its own
 
     def execute(
         self,
@@ -97,8 +101,9 @@ class FakeRunner:
         num_tokens = sequence.num_computed_tokens + len(sequence.token_ids)
         seen = [self._slot(sequence, position).tolist() for position in range(num_tokens)]
         if [position for _, position in seen] != list(range(num_tokens)):
-            # The blocks of a request that was released in mid-step may be another's by now, and nobody reads its token.
-            # Any other request gets a token that no reference has.
+            if self.checks_kv and any(one.block_ids is sequence.block_ids for one in self.requests()):
+                pytest.fail(f"a sequence of {num_tokens} tokens reads other KV than its own: {seen}")
+            # Its request was released in mid-step: the blocks may be another's by now, and nobody reads the token.
             return SampledToken(self.eos_token_ids[0])
         return SampledToken(next_token([int(token) for token, _ in seen]))
 
@@ -125,6 +130,7 @@ def make_core(
         store=store,
         drafter=drafter,
     )
+    runner.requests = core.scheduler.requests.values
     return core, runner
 
 

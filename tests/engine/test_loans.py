@@ -331,6 +331,7 @@ def test_nothing_that_arrives_after_its_end_is_believed(first: str) -> None:
 def test_a_prefill_engine_that_stood_still_believes_nothing_of_it() -> None:
     pair, slow = slow_pair(HeedlessMemory)
     pair.decode._runner.kv_cache.fill_(-7.0)
+    pair.decode._runner.checks_kv = False  # only the prefill engine's token matters
     pair.prefill.stood_still(20.0)
     slow.deliver()
     quiet(pair)
