@@ -39,6 +39,7 @@ class Script(msgspec.Struct, frozen=True, omit_defaults=True):
 
     name: str = ""  # tells requests apart that are to fare alike
     token_s: float = 0.0  # between two tokens
+    on_status: bool = False  # a token comes each time that the engine is asked for its status, and at no other time
     stall_at: int | None = None  # the token at this position never comes
     prefill_stalls: bool = False  # the prefill engine never computes anything
     late_blocks_s: float = 0.0  # blocks are published so long after the first token
@@ -159,6 +160,8 @@ class FakeEngine:
                     self._emit(m.Embedded(command.request_id, values, 3, 0.5))
             case m.GetStatus(call_id):
                 seen, self._seen = self._seen, []
+                for one in [one for one in self._requests.values() if one.is_running and one.script.on_status]:
+                    self._generate(one)
                 self._emit(m.Status(call_id, self._load(), ",".join(seen) or "ok"))
             case m.HintCache(call_id=call_id, block_hashes=names):
                 self._emit(m.CacheHinted(call_id=call_id, num_device_blocks=len(names), failure="it is a fake"))
@@ -249,14 +252,19 @@ class FakeEngine:
         request.is_running = True
         if request.command.mode is m.RequestMode.REMOTE:
             self._emit(m.PrefillReceived(request.command.request_id, time.monotonic()))
-        self._later(request.script.token_s, request.command.request_id, lambda: self._generate(request))
+        self._schedule(request)
+
+    def _schedule(self, request: _Request) -> None:
+        """Has the next token generated when the script wants it."""
+        if not request.script.on_status:
+            self._later(request.script.token_s, request.command.request_id, lambda: self._generate(request))
 
     def _generate(self, request: _Request) -> None:
         if request.position == request.script.stall_at:
             return
         self._emit(self._tokens(request))
         if request.position < request.num_tokens:
-            self._later(request.script.token_s, request.command.request_id, lambda: self._generate(request))
+            self._schedule(request)
         else:
             del self._requests[request.command.request_id]
 

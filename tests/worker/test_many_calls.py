@@ -108,8 +108,13 @@ async def test_calls_of_one_stream_get_their_own_answers(decode: Front) -> None:
     prompts = {1: [11] * 8, 2: [12] * 12, 7: [13] * 20}
     for call_id, prompt in prompts.items():
         await stream.start(
-            call_id, request_of(prompt, script=Script(token_s=0.02), request_id=f"r{call_id}", max_tokens=10)
+            call_id, request_of(prompt, script=Script(on_status=True), request_id=f"r{call_id}", max_tokens=10)
         )
+    await until(lambda: len(decode.told("AddRequest")) == len(prompts), "the engine has all requests")
+    for number in range(1, 11):  # one by one: tokens that come together may share an event
+        await decode.load()
+        for call_id in prompts:
+            await stream.has_tokens(call_id, number)
     for call_id, prompt in prompts.items():
         heard = await stream.ended(call_id)
         assert (heard.token_ids, heard.end) == (answer_to(prompt, 10), b"")
