@@ -54,12 +54,7 @@ class EngineProcess:
             epoch=self._epoch,
             settings=self._settings.model_dump_json(),
         )
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", ENGINE_MODULE,
-            stdin=asyncio.subprocess.PIPE,
-            env=engine_environment(self._settings, os.environ),
-            start_new_session=True,  # Ctrl-C goes to the front alone, which drains
-        )  # fmt: skip
+        self._process = await start_process(engine_environment(self._settings, os.environ))
         assert self._process.stdin is not None  # noqa: S101 (a pipe was asked for)
         self._process.stdin.write(msgspec.json.encode(bootstrap) + b"\n")
 
@@ -115,6 +110,15 @@ class EngineProcess:
         if self._socket is not None:
             self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def start_process(environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", ENGINE_MODULE,
+        stdin=asyncio.subprocess.PIPE,
+        env=environment,
+        start_new_session=True,  # Ctrl-C goes to the front alone, which drains
+    )  # fmt: skip
 
 
 def engine_environment(settings: WorkerSettings, environ: Mapping[str, str]) -> dict[str, str]:

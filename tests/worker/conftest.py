@@ -17,10 +17,12 @@ from common.types import WorkerRole
 from decode_service import servicer as decode_servicer
 from prefill_service import servicer as prefill_servicer
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from tests.worker import forked_engine
 from tests.worker.fronts import Front, front
 from worker import engine_process
 from worker.server import serve
 
+START_PROCESS = engine_process.start_process
 _NUMBERS = iter(range(10**9))
 
 
@@ -92,6 +94,14 @@ async def start_worker(tmp_path: Path, fake_engines: None) -> AsyncIterator[Star
 
 @pytest.fixture
 def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked_engine.start_server()
+    monkeypatch.setattr(engine_process, "start_process", forked_engine.start_process)
+
+
+@pytest.fixture
+def fake_engines_on_their_own(fake_engines: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started as the real one is."""
+    monkeypatch.setattr(engine_process, "start_process", START_PROCESS)
     monkeypatch.setattr(engine_process, "ENGINE_MODULE", "tests.worker.fake_engine")
 
 

@@ -15,7 +15,7 @@ from tests.integration.stack import alive
 from tests.worker.fake_engine import Script, answer_to
 from tests.worker.fronts import Front, front, read, request_of
 
-pytestmark = pytest.mark.usefixtures("fake_engines")
+pytestmark = pytest.mark.usefixtures("fake_engines_on_their_own")
 
 PROMPT = list(range(20))
 
