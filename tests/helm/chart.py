@@ -36,15 +36,17 @@ def render(
     values: dict[str, object] | None = None, *, file: str | None = None, kube: str = "1.34.0", release: str = "demo"
 ) -> list[Object]:
     """Every object of a release in namespace `prod`."""
-    text = _rendered("template", release, str(CHART), "-n", "prod", "--kube-version", kube, *arguments(values, file))
-    return [document for document in yaml.load_all(text, _LOADER) if document]
+    options = ("-n", "prod", "--kube-version", kube, *arguments(values, file))
+    objects: list[Object] = json.loads(_rendered("template", release, str(CHART), *options))
+    return objects
 
 
 @functools.cache
 def _rendered(*args: str) -> str:
+    """As JSON, which is read much faster."""
     done = helm(*args)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return json.dumps([document for document in yaml.load_all(done.stdout, _LOADER) if document])
 
 
 def find(objects: list[Object], kind: str, name: str) -> Object:
