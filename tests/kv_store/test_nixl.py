@@ -40,7 +40,7 @@ DEADLINE_S = 6.0  # long enough for a few blocks on a busy machine, short enough
 
 @needs_nixl
 class TestNixl(ConnectorConformance):
-    @pytest.fixture(params=["plain", "checksums", "staged"])
+    @pytest.fixture(params=["plain", *(pytest.param(how, marks=pytest.mark.slow) for how in ("checksums", "staged"))])
     def create(self, request: pytest.FixtureRequest) -> Create:
         def create(worker_id: str, epoch: str) -> KVConnector:
             config = ConnectorConfig(
@@ -54,6 +54,7 @@ class TestNixl(ConnectorConformance):
 
         return create
 
+    @pytest.mark.parametrize("create", ["plain", "checksums", "staged"], indirect=True)
     def test_changed_bytes_fail_the_checksum(self, pair: tuple[Worker, Worker]) -> None:
         producer, consumer = pair
         refs = producer.published({3: name_of(1), 4: name_of(2)})
@@ -65,6 +66,7 @@ class TestNixl(ConnectorConformance):
         assert (errors[0] is not None and "checksum" in errors[0]) == bool(refs[0].checksums)
         assert errors[1] is None
 
+    @pytest.mark.parametrize("create", ["plain", "staged"], indirect=True)
     def test_a_block_beyond_the_peers_cache(self, pair: tuple[Worker, Worker]) -> None:
         producer, consumer = pair
         (ref,) = producer.published({3: name_of(1)})
