@@ -29,6 +29,11 @@ from tests.engine.tiny_models import (
 TOLERANCE = 2e-4  # of float32 logprobs, whose spread is about 10
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
+VARIATIONS = ("mistral_without_window", "qwen2_windows", "gemma3_all_sliding", "phi3_partial", "qwen3_moe_sparse")
+family_and_slow_variations = pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] if name in VARIATIONS else []) for name in FAMILIES]
+)
+"""For what a family's flags do to logits, all are compared in the quick tier, too."""
 each_kernel = pytest.mark.parametrize("kernels", best_and_slow_others)
 
 
@@ -85,7 +90,7 @@ def greedy_of_transformers(path: Path, prompt: tuple[int, ...], num_tokens: int)
 
 
 @each_kernel
-@each_family
+@family_and_slow_variations
 def test_greedy_tokens(models: Path, family: str, kernels: str) -> None:
     """Whole and in chunks, over the edges of blocks and windows."""
     prompt = [random.Random(family).randrange(VOCAB_SIZE) for _ in range(61)]
@@ -105,7 +110,7 @@ def test_greedy_tokens(models: Path, family: str, kernels: str) -> None:
 
 
 @each_kernel
-@each_family
+@family_and_slow_variations
 def test_bfloat16_is_at_most_a_tenth_worse_than_transformers(models: Path, family: str, kernels: str) -> None:
     """Both round to bfloat16 along the way; root mean square of what their logprobs differ by from float32's."""
     ours, theirs = bfloat16_errors(model(models, family), kernels=kernels)

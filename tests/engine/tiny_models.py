@@ -144,10 +144,17 @@ def make_model(path: Path, overrides: dict[str, object] | None = None, *, dtype:
 
 def expected_logprobs(model_dir: Path, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """`[len(token_ids), vocab_size]` float32, by transformers."""
+    return expected_logprobs_of_all(model_dir, [token_ids], dtype)[0]
+
+
+def expected_logprobs_of_all(
+    model_dir: Path, sequences: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """`[len(sequences), len(sequences[0]), vocab_size]` float32, by transformers. The sequences are equally long."""
     # Other implementations of attention than this one leave out soft caps.
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
     with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([list(token_ids)])).logits[0]
+        logits: torch.Tensor = model(torch.tensor([list(token_ids) for token_ids in sequences])).logits
     return logits.float().log_softmax(-1)
 
 
@@ -229,12 +236,14 @@ def bfloat16_errors(model_dir: Path, kernels: str) -> tuple[float, float]:
     runner = make_runner(model_dir, dtype="bfloat16", kernels=kernels)
     ours: list[torch.Tensor] = []
     theirs: list[torch.Tensor] = []
-    for seed in range(6):
-        (sequence,) = random_sequences([60], seed=seed)
+    sequences = [random_sequences([60], seed=seed)[0] for seed in range(6)]
+    for sequence in sequences:
         for size in (35, 20, 1, 1, 1, 1, 1):  # on both sides of the 32 rows from which on `amx` multiplies otherwise
             advance(runner, [sequence], [size])
-        exact = expected_logprobs(model_dir, sequence.token_ids)
-        rounded = expected_logprobs(model_dir, sequence.token_ids, torch.bfloat16)
+    all_ids = [sequence.token_ids for sequence in sequences]
+    all_exact = expected_logprobs_of_all(model_dir, all_ids)
+    all_rounded = expected_logprobs_of_all(model_dir, all_ids, torch.bfloat16)
+    for sequence, exact, rounded in zip(sequences, all_exact, all_rounded, strict=True):
         for position, logprobs in sequence.logprobs.items():
             ours.append((logprobs - exact[position]).square().mean())
             theirs.append((rounded[position] - exact[position]).square().mean())
