@@ -278,7 +278,7 @@ def test_products_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(one.kernels_ms > 0 and one.torch_ms > 0 for one in measured)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_speeds(dtype: str) -> None:
     for kernels in {choose(), Choice("torch", "")}:
         speed = measure_cpu(kernels, dtype, 1)

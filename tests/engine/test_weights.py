@@ -90,6 +90,7 @@ def test_peak_memory(tmp_path: Path, large: Path, dtype: str, itemsize: int, ker
     assert peak < size * 1.1 + 8
 
 
+@pytest.mark.slow
 def test_peak_memory_of_a_tied_model(tmp_path: Path) -> None:
     """Its embedding is a third of it, and is the head's weight in the kernels' layout."""
     tied = {**SHAPE, "num_hidden_layers": 4, "vocab_size": 24000, "tie_word_embeddings": True}

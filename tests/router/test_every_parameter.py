@@ -200,6 +200,7 @@ async def test_the_page_has_the_help_of_each(router: RunningRouter) -> None:
             assert schemas["CompletionBody"]["properties"][one]["anyOf"][0]["description"] == parameter.help
 
 
+@pytest.mark.slow
 def test_nested_values() -> None:
     """The tests above with parameters that are, or hold, dataclasses: they are declared in a process of their own."""
     selected = "same_fields or help_of_each or test_rest or test_responses or test_grpc or test_client"
