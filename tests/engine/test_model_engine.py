@@ -17,8 +17,20 @@ from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 from tests.engine.fakes import add, assert_idle, run, tokens_of
 from tests.engine.kernels.variants import best_and_slow_others, torch_best_and_slow_others
-from tests.engine.test_model_families import greedy_of_transformers, model
+from tests.engine.test_model_families import VARIATIONS, greedy_of_transformers, model
 from tests.engine.tiny_models import BLOCK_SIZE, FAMILIES, VOCAB_SIZE
+
+_SWAPPED = ("llama", "gemma3")  # what is swapped differs by its layers' windows alone
+
+
+def _marks(family: str, mode: str) -> list[pytest.MarkDecorator]:
+    is_quick = family in _SWAPPED if mode == "swap" else family not in VARIATIONS
+    return [] if is_quick else [pytest.mark.slow]
+
+
+FAMILIES_AND_MODES = [
+    pytest.param(family, mode, marks=_marks(family, mode)) for mode in ("recompute", "swap") for family in FAMILIES
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +58,7 @@ def params(max_tokens: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("kernels", best_and_slow_others)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize(("family", "mode"), FAMILIES_AND_MODES)
 def test_greedy_tokens_whatever_happens(models: Path, family: str, kernels: str, mode: str) -> None:
     """Four prompts in a cache for one or two of them, then the same ones from the prefix cache."""
     path = model(models, family)
