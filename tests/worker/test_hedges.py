@@ -149,9 +149,9 @@ async def test_what_both_give_at_once_counts_once(decode: Front) -> None:
 async def test_who_has_given_a_block_is_not_late(decode: Front) -> None:
     async with serving(Prefill(), Prefill()) as (slow, other):
         slow.gives(0)  # as soon as it is asked
-        call = decode.decode.Decode(hedged(slow, other, late_s=0.2))
+        call = decode.decode.Decode(hedged(slow, other, late_s=1.0))
         await until(lambda: decode.told("BlocksAnnounced"), "a block")
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.1)
         slow.gives(1, 2, 3, token=True)
         told = await read(call)
         assert other.num_asked == 0
