@@ -36,6 +36,10 @@ JSONS = (
 )
 ROLES = ("user", "system", "assistant", "tool", "")
 MAX_DEPTH = 4
+MOST_BYTES = 8 * 2**20
+"""Of the entries of one field. A port refuses a message of twice its limit (4 MiB, the router's) like any larger one. To
+make one of a gigabyte takes seconds in which no other thread has a turn.
+"""
 Make = Callable[[random.Random], object]
 
 
@@ -57,14 +61,21 @@ def _fill(rng: random.Random, message: Message, field: FieldDescriptor, depth: i
         if depth < MAX_DEPTH:
             inner = message_of(rng, field.message_type, depth + 1)
             if field.is_repeated:
-                getattr(message, field.name).extend([inner] * _length(rng))
+                getattr(message, field.name).extend([inner] * _most(_length(rng), inner.ByteSize()))
             else:
                 getattr(message, field.name).CopyFrom(inner)
     elif field.is_repeated:
         values = [_value(rng, field) for _ in range(min(_length(rng), 50))]
-        getattr(message, field.name).extend(values * (1 if rng.random() < 0.9 else 100))
+        times = 1 if rng.random() < 0.9 else 100
+        num_bytes = sum(len(value) for value in values if isinstance(value, str | bytes))
+        getattr(message, field.name).extend(values * _most(times, num_bytes))
     else:
         setattr(message, field.name, _value(rng, field))
+
+
+def _most(times: int, num_bytes: int) -> int:
+    """How often so many bytes can be there: once at least."""
+    return min(times, max(1, MOST_BYTES // max(1, num_bytes)))
 
 
 def _length(rng: random.Random) -> int:
