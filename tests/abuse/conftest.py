@@ -12,7 +12,7 @@ import pytest
 
 from bench.quiet import QuietClient
 from tests.abuse.rude import RUDE_KEY, Target
-from tests.abuse.stalls import Stalls
+from tests.abuse.stalls import Stalls, loops_of
 from tests.abuse.vitals import Vitals
 from tests.chaos.tiny_model import write_tiny_model
 from tests.integration.stack import RUNNING, ClientOptions, Fleet, running
@@ -23,9 +23,10 @@ NOISY_REQUESTS_PER_SECOND = 1.0
 ABUSE_SECONDS = float(os.environ.get("ABUSE_SECONDS", "600"))
 ABUSE_CANCELS = int(os.environ.get("ABUSE_CANCELS", "10000"))
 REST_S = 4.0
-# Of the router's loop, until one small question is answered: several turns of the loop, and more while the process that
-# asks has no turn itself. Work that grows with a body and that nothing bounds takes longer than this.
-STALL_CPU_S = 5.0
+# Of a loop, until one small question is answered. That is 10 to 30 ms beside the fuzzers of the protos and 130 ms
+# beside the largest bodies, on a core that twenty processes share, too; the rest is for slower machines. Work that
+# grows with a message and that nothing bounds takes longer.
+STALL_CPU_S = 0.5
 GROWTH_MIB = 384.0
 """What a process may hold more after a test: what was there at once at most, which malloc does not give back. What is
 left each time again is found by doing it again (`Vitals.until_at_rest`).
@@ -106,12 +107,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def unstalled(fleet: Fleet) -> Iterator[None]:
-    """Around a test whose requests are small for a router, whatever they hold."""
-    stalls = Stalls(fleet)
+    """Around a test whose requests are small for a router and for workers, whatever they hold."""
+    stalls = Stalls(loops_of(fleet))
     with stalls.watching():
         yield
-    assert stalls.found_s, "nobody was asked"
-    assert max(stalls.found_s) <= STALL_CPU_S, sorted(stalls.found_s)[-10:]
+    longest_s = {name: found[:5] for name, found in stalls.found_s.items()}
+    assert all(found[0] <= STALL_CPU_S for found in longest_s.values()), longest_s
 
 
 @pytest.fixture

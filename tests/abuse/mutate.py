@@ -37,9 +37,8 @@ JSONS = (
 ROLES = ("user", "system", "assistant", "tool", "")
 MAX_DEPTH = 4
 MOST_BYTES = 8 * 2**20
-"""Of the entries of one field. A port refuses a message of twice its limit (4 MiB, the router's) like any larger one. To
-make one of a gigabyte takes seconds in which no other thread has a turn.
-"""
+"""Of the entries of one field. A port refuses a message of twice its limit (4 MiB, the router's) like any larger one.
+One of a gigabyte takes seconds to make, in which no other thread has a turn."""
 Make = Callable[[random.Random], object]
 
 
