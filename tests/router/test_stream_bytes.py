@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,7 +13,7 @@ import h11
 import pytest
 
 from router.api.rest.disconnect import ClientGoneError, EventStream, unless_gone
-from router.api.rest.protocol import WRITE_PIECE, _write_piece
+from router.api.rest.protocol import ON_GONE, WRITE_PIECE, _write_piece
 from tests.router.conftest import StartRouter
 from tests.router.fake_worker import ANSWER, FakeWorker
 
@@ -75,16 +75,19 @@ async def test_a_piece_waits_for_a_slow_client() -> None:
     may_write = asyncio.Event()
     flow = SimpleNamespace(write_paused=True, drain=may_write.wait)
     cycle: Any = SimpleNamespace(flow=flow, disconnected=False, transport=SimpleNamespace(write=written.append))
-    writing = asyncio.create_task(_write_piece(cycle, b"x" * 20))
+    writing = asyncio.ensure_future(_write_piece(cycle, b"x" * 20) or asyncio.sleep(0))
     await asyncio.sleep(0)
     assert not written
     may_write.set()
     await writing
     assert written == [b"14\r\n" + b"x" * 20 + b"\r\n"]
+    flow.write_paused = False
+    assert _write_piece(cycle, b"yz") is None, "nothing to wait for"
+    assert written[1:] == [b"2\r\nyz\r\n"]
     cycle.disconnected = True
-    await _write_piece(cycle, b"more")
-    await _write_piece(cycle, b"")
-    assert len(written) == 1
+    assert _write_piece(cycle, b"more") is None
+    assert _write_piece(cycle, b"") is None
+    assert len(written) == 2
 
 
 class Client:
@@ -92,6 +95,7 @@ class Client:
 
     def __init__(self) -> None:
         self.goes = asyncio.Event()
+        self.scope: dict[str, object] = {}
 
     async def receive(self) -> dict[str, str]:
         await self.goes.wait()
@@ -109,6 +113,24 @@ async def test_work_for_a_client_that_goes_away_is_cancelled() -> None:
     assert task.cancelling() == 0, "the task itself goes on"
     there: Any = Client()
     assert await unless_gone(there, asyncio.sleep(0, "done")) == "done"
+
+
+async def test_work_is_cancelled_by_a_connection_that_tells_it() -> None:
+    """As this router's connections do: no task waits beside the work."""
+    told: list[Callable[[], None] | None] = []
+    request: Any = SimpleNamespace(scope={ON_GONE: told.append}, receive=None)
+    assert await unless_gone(request, asyncio.sleep(0, "done")) == "done"
+    gone, nobody = told
+    assert gone is not None
+    assert nobody is None
+    gone()  # it was on its way when the work ended
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+    asyncio.get_running_loop().call_later(0.01, lambda: told[2] and told[2]())
+    with pytest.raises(ClientGoneError):
+        await unless_gone(request, asyncio.Event().wait())
+    assert task.cancelling() == 0, "the task itself goes on"
 
 
 async def test_a_cancel_from_elsewhere_stays_one() -> None:
@@ -130,8 +152,9 @@ async def test_an_event_stream_without_a_short_way_is_plain_asgi() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    async def write(piece: bytes) -> None:
+    def write(piece: bytes) -> Awaitable[None] | None:
         pieces.append(piece)
+        return asyncio.sleep(0) if len(pieces) == 2 else None  # the client is slow for a moment
 
     async def receive() -> Any:
         return await client.receive()

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.api.rest.large_json import PART_BYTES
-from router.api.rest.protocol import WRITE_PIECE, WritePiece
+from router.api.rest.protocol import ON_GONE, WRITE_PIECE, OnGone, WritePiece
 
 ResultT = TypeVar("ResultT")
 
@@ -26,27 +26,39 @@ class _Presence:
     """Around work of the current task for one client. When the client disconnects, the work is cancelled, and
     `ClientGoneError` takes the place of its cancellation."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, scope: Scope, receive: Receive) -> None:
         """The request's body must have been read."""
+        self._on_gone: OnGone | None = scope.get(ON_GONE)
         self._receive = receive
-        self._is_gone = False
+        self._is_gone = self._has_ended = False
 
     def __enter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - a coroutine's caller is a task
         self._task = task
         self._num_cancels = task.cancelling()
-        self._watcher = asyncio.create_task(self._watch())
+        if self._on_gone is not None:  # a task for each request would cost more than all else here
+            self._on_gone(self._gone)
+        else:
+            self._watcher = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._is_gone = True
-        self._task.cancel()
+        self._gone()
+
+    def _gone(self) -> None:
+        if not self._has_ended:
+            self._is_gone = True
+            self._task.cancel()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        self._watcher.cancel()
-        del self._watcher
+        self._has_ended = True
+        if self._on_gone is not None:
+            self._on_gone(None)
+        else:
+            self._watcher.cancel()
+            del self._watcher
         is_ours = self._is_gone and self._task.uncancel() <= self._num_cancels  # and of nobody who stops this task
         if is_ours and kind is asyncio.CancelledError:
             raise ClientGoneError from error
@@ -57,7 +69,7 @@ async def unless_gone(request: Request, work: Awaitable[ResultT]) -> ResultT:
 
     Raises `ClientGoneError` then.
     """
-    with _Presence(request.receive):
+    with _Presence(request.scope, request.receive):
         return await work
 
 
@@ -88,7 +100,7 @@ class PartStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._parts):
-            with contextlib.suppress(ClientGoneError), _Presence(receive):
+            with contextlib.suppress(ClientGoneError), _Presence(scope, receive):
                 await self._send(send, scope.get(WRITE_PIECE))
 
     async def _send(self, send: Send, write_piece: WritePiece | None) -> None:
@@ -98,9 +110,11 @@ class PartStream(Response):
             async for part in self._parts:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         else:
-            await write_piece(self._first)
+            if (written := write_piece(self._first)) is not None:
+                await written
             async for part in self._parts:
-                await write_piece(part)
+                if (written := write_piece(part)) is not None:
+                    await written
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

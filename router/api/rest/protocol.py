@@ -23,11 +23,19 @@ MAX_HEAD_BYTES = 32 * 2**10
 WRITE_PIECE = "baton.write_piece"
 """In a request's ASGI scope if its answer can be sent in pieces: a `WritePiece`. Valid while the answer is, between the
 message that begins it (without a length) and the one that ends it."""
+ON_GONE = "baton.on_gone"
+"""In a request's ASGI scope while it is answered: an `OnGone`."""
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-WritePiece = Callable[[bytes], Awaitable[None]]
+WritePiece = Callable[[bytes], Awaitable[None] | None]
+"""Takes a piece. What it returns has to be awaited before the next piece: the client is slow."""
+
+
+OnGone = Callable[[Callable[[], None] | None], None]
+"""Sets what is called, soon, if the client disconnects before its answer is complete; None: nothing any more. The
+request's body must have been read."""
 
 
 class Idle(Protocol):
@@ -73,18 +81,33 @@ class LimitedProtocol(H11Protocol):
         self._is_counted = False
         self.before_made: Callable[[], None] | None = None  # called before the connection is counted
         self._head_timer: asyncio.TimerHandle | None = None
+        self._on_gone: Callable[[], None] | None = None  # of the present request
         self._app = self.app
         self.app = self._serve
 
     async def _serve(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """The application, with a short way for an answer's pieces."""
         cycle = self.cycle
+        scope[ON_GONE] = functools.partial(self._watch, cycle)
         if scope["http_version"] == "1.1" and scope["method"] != "HEAD":
             scope[WRITE_PIECE] = functools.partial(_write_piece, cycle)
         try:
             await self._app(scope, receive, send)
         finally:
             scope.pop(WRITE_PIECE, None)  # it holds the cycle that holds the scope
+            del scope[ON_GONE]
+
+    def _watch(self, cycle: RequestResponseCycle, on_gone: Callable[[], None] | None) -> None:
+        self._on_gone = on_gone
+        if on_gone is not None:
+            cycle.flow.resume_reading()  # a connection that is not read from is not seen to end
+            if cycle.disconnected:
+                self._tell_gone()
+
+    def _tell_gone(self) -> None:
+        if self._on_gone is not None:
+            self.loop.call_soon(self._on_gone)
+            self._on_gone = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -100,6 +123,7 @@ class LimitedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._tell_gone()
         self._uncount()
         self.app = self._app  # what holds this connection, and is held by it, would wait for the garbage collector
         self.cycle = None  # type: ignore[assignment]  # as it is before the first request
@@ -123,6 +147,7 @@ class LimitedProtocol(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+            self._tell_gone()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:
@@ -163,10 +188,19 @@ class LimitedProtocol(H11Protocol):
         self.transport.close()
 
 
-async def _write_piece(cycle: RequestResponseCycle, data: bytes) -> None:
+def _write_piece(cycle: RequestResponseCycle, data: bytes) -> Awaitable[None] | None:
     """As an ASGI message with a part of the body: one chunk of HTTP/1.1, once the client takes it. Its bytes depend on
     nothing that h11 keeps, so h11 hears of the answer's beginning and end alone."""
-    if cycle.flow.write_paused and not cycle.disconnected:
-        await cycle.flow.drain()
+    if cycle.disconnected:
+        return None
+    if cycle.flow.write_paused:
+        return _write_later(cycle, data)
+    if data:
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return None
+
+
+async def _write_later(cycle: RequestResponseCycle, data: bytes) -> None:
+    await cycle.flow.drain()
     if data and not cycle.disconnected:
         cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
