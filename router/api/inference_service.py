@@ -279,6 +279,14 @@ def _metadata(context: Context) -> dict[str, str]:
 def _response(
     request: GenerationRequest, index: int, output: Output, *, shows_logprobs: bool
 ) -> inference_pb2.GenerateResponse:
+    if output.is_only_text and not shows_logprobs and output.logprob is None:  # most of an answer
+        return inference_pb2.GenerateResponse(
+            request_id=request.request_id,
+            index=index,
+            text=output.text,
+            token_ids=[token.token_id for token in output.tokens],
+            model=request.model.limits.model,
+        )
     return inference_pb2.GenerateResponse(
         request_id=request.request_id,
         index=index,

@@ -124,7 +124,8 @@ class DecodeCall:
             last.append(token_id)
         else:
             self._arrived.append([token_id])
-        self._wake()
+        if (news := self._news) is not None and not news.done():  # as `_wake`, for every token
+            news.set_result(None)
 
     def put_event(self, data: bytes) -> None:
         if self._num_unread >= MAX_UNREAD_BYTES:

@@ -33,15 +33,22 @@ class AnswerText:
         self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, shown)
         self._stops = StopStrings(params.stop)
         self._params = params
+        self.may_stop = bool(params.stop)  # at a stop string, at any token
         self.num_tokens = 0  # of the answer so far
+
+    def more(self, tokens: Sequence[SampledToken]) -> str:
+        """As `add`, of tokens that do not end the answer, if it may not stop at a stop string."""
+        self.num_tokens += len(tokens)
+        if len(tokens) == 1:
+            return self._detokenizer.add(tokens[0].token_id)
+        return "".join([self._detokenizer.add(token.token_id) for token in tokens])
 
     def add(
         self, tokens: Sequence[SampledToken], finish_reason: FinishReason | None, stop_token_id: int | None
     ) -> NewText:
         """`finish_reason` and `stop_token_id` are what the engine says; None while it goes on."""
-        if finish_reason is None and not self._params.stop:
-            self.num_tokens += len(tokens)
-            return NewText("".join([self._detokenizer.add(token.token_id) for token in tokens]), len(tokens))
+        if finish_reason is None and not self.may_stop:
+            return NewText(self.more(tokens), len(tokens))
         texts: list[str] = []
         for index, token in enumerate(tokens):
             self.num_tokens += 1

@@ -53,7 +53,7 @@ class _Scores:
     num_missing: int
     num_readers: int  # further answers that did not repeat them yet
     hold: Hold
-    pieces: list[list[SampledToken]] = field(default_factory=list)
+    pieces: list[Sequence[SampledToken]] = field(default_factory=list)
     are_whole: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, output: Output) -> None:

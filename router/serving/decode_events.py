@@ -11,7 +11,6 @@ from common.sampling import MAX_LOGPROBS
 from common.types import SampledToken
 from protos.baton.v1 import decode_pb2, types_pb2
 from protos.convert import token_of
-from protos.messages import field_names
 from router.serving.request import GenerationRequest
 
 MAX_KEPT_TOKENS = 2**15
@@ -62,7 +61,7 @@ class DecodeEvents:
         self._count(len(token_ids))
         if max(token_ids) >= self._vocab_size:
             raise FalseEventError(f"sends token id {max(token_ids)}, outside the vocabulary")
-        return [_plain_token(token_id) for token_id in token_ids]
+        return [*map(_plain_token, token_ids)]
 
     def prompt_logprobs(self, event: decode_pb2.DecodeEvent) -> list[SampledToken]:
         """The prompt's logprobs that the caller does not have yet. Raises `FalseEventError`."""
@@ -101,8 +100,10 @@ class DecodeEvents:
         report.num_drafted_tokens = min(said.num_drafted_tokens + earlier.num_drafted_tokens, MAX_COUNT)
         report.num_accepted_tokens = min(said.num_accepted_tokens + earlier.num_accepted_tokens, MAX_COUNT)
         report.num_preemptions = min(said.num_preemptions + earlier.num_preemptions, MAX_COUNT)
-        for name in field_names(types_pb2.Timings.DESCRIPTOR):
-            setattr(report.timings, name, milliseconds(getattr(said.timings, name)))
+        report.ClearField("timings")
+        timings = report.timings
+        for field, value in said.timings.ListFields():  # the others are 0
+            setattr(timings, field.name, milliseconds(value))
         return report
 
     def usage(self, said: types_pb2.Usage) -> types_pb2.Usage:

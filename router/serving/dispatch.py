@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 from common import metrics
 from common.errors import BatonError, InternalError, OverloadedError, UnavailableError
@@ -33,6 +34,8 @@ from router.serving.request import GenerationRequest
 from router.serving.routes import Route, Routes
 
 log = logging.getLogger(__name__)
+
+_TOKEN_ID = attrgetter("token_id")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -78,7 +81,7 @@ class Dispatcher:
             try:
                 async with aclosing(self._attempts.run(request, decision, sent, progress, elsewhere)) as attempt:
                     async for new in attempt:
-                        sent += [token.token_id for token in new.tokens]
+                        sent.extend(map(_TOKEN_ID, new.tokens))
                         yield new
                         if new.finish_reason is not None:
                             return

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing
 from dataclasses import replace
+from types import TracebackType
 
 from common import metrics
 from common.beam_search import Beam
@@ -43,7 +45,7 @@ class Generation:
         """Pieces of the answer, each with its `index` among the answers to one body. Inside `allowed`. Closing the
         iterator, or cancelling its task, ends the request on every worker."""
         progress = Progress()
-        with _unfinished_logged(request, progress):
+        with _UnfinishedLogged(request, progress):
             async with self._turn(request):
                 answer = _Answer(request, progress)
                 async with aclosing(self._dispatcher.run(request, progress)) as run:
@@ -63,31 +65,20 @@ class Generation:
             self._demand.num_output_tokens += num_tokens
             self._quotas.answered(first.client, first.tenant, num_tokens)
 
-        with _unfinished_logged(first, progress):
+        with _UnfinishedLogged(first, progress):
             async with self._turn(first):
                 found = await search(self._dispatcher, first, progress, count)
         for request in requests:
             request.charge.num_tokens = 0
         return [_whole(request, beam, progress) for request, beam in zip(requests, found, strict=True)]
 
-    @contextmanager
-    def allowed(self, requests: Sequence[GenerationRequest], field: str = "") -> Iterator[None]:
+    def allowed(self, requests: Sequence[GenerationRequest], field: str = "") -> AbstractContextManager[None]:
         """Around `generate` of each answer that one body asks for: they count together, so that a body which is larger
         than a limit's burst is not refused for ever. `field` says how many there are.
 
         Raises `OverloadedError` if the client's limits do not allow it now, `InvalidArgumentError` if they never do.
         """
-        key, tenant = requests[0].client, requests[0].tenant
-        with self._quotas.streams(key, tenant, len(requests), field):
-            self._quotas.prompt(key, tenant, sum(len(one.prompt_token_ids) for one in requests))
-            self._quotas.more_requests(key, tenant, len(requests) - 1)
-            for one in requests:
-                one.charge.num_tokens = len(one.prompt_token_ids)
-                self._demand.prompt(len(one.prompt_token_ids))  # before they get a place: autoscalers make places of it
-            try:
-                yield
-            finally:
-                self._quotas.give_back(key, tenant, sum(one.charge.num_tokens for one in requests))
+        return _Allowed(self._quotas, self._demand, requests, field)
 
     def _turn(self, request: GenerationRequest) -> AbstractAsyncContextManager[None]:
         """Use it around the time in which workers have the request. Raises `OverloadedError` if the queue refuses it,
@@ -106,6 +97,38 @@ class Generation:
         )
 
 
+class _Allowed:
+    """See `Generation.allowed`. A generator would cost each request more."""
+
+    __slots__ = ("_demand", "_quotas", "_requests", "_streams")
+
+    def __init__(self, quotas: Quotas, demand: Demand, requests: Sequence[GenerationRequest], field: str) -> None:
+        self._quotas = quotas
+        self._demand = demand
+        self._requests = requests
+        self._streams = quotas.streams(requests[0].client, requests[0].tenant, len(requests), field)
+
+    def __enter__(self) -> None:
+        requests, quotas = self._requests, self._quotas
+        key, tenant = requests[0].client, requests[0].tenant
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(self._streams)
+            quotas.prompt(key, tenant, sum([len(one.prompt_token_ids) for one in requests]))
+            quotas.more_requests(key, tenant, len(requests) - 1)
+            undo.pop_all()
+        for one in requests:
+            one.charge.num_tokens = len(one.prompt_token_ids)
+            self._demand.prompt(len(one.prompt_token_ids))  # before they get a place: autoscalers make places of it
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        requests = self._requests
+        num_left = sum([one.charge.num_tokens for one in requests])
+        self._quotas.give_back(requests[0].client, requests[0].tenant, num_left)
+        self._streams.__exit__(kind, error, trace)
+
+
 class _Answer:
     """Makes pieces of one answer of what comes from the fleet, until one has a `finish_reason`."""
 
@@ -116,23 +139,29 @@ class _Answer:
         self._text = AnswerText(request.model.tokenizer, request.prompt_token_ids, params, reading)
         self._parser = reading.parser() if reading else None
 
-    def outputs(self, new: NewTokens) -> Iterator[Output]:
+    def outputs(self, new: NewTokens) -> Iterable[Output]:
         """One output for all of `new`, or one for each token if tokens with logprobs have to be assigned to parts."""
         if self._parser is None or self._request.sampling_params.logprobs is None or len(new.tokens) < 2:
-            yield self.output(new)
-            return
+            return (self.output(new),)
+        return self._one_by_one(new)
+
+    def _one_by_one(self, new: NewTokens) -> Iterator[Output]:
         for token in new.tokens[:-1]:
             yield self.output(replace(new, tokens=[token], finish_reason=None, stop_token_id=None))
-            new = replace(new, prompt_logprobs=[])
+            new = replace(new, prompt_logprobs=())
         yield self.output(replace(new, tokens=new.tokens[-1:]))
 
     def output(self, new: NewTokens) -> Output:
         if self._parser is not None:
             return self._in_parts(new, self._parser)
+        if new.finish_reason is None and not self._text.may_stop:  # most of an answer
+            return Output(text=self._text.more(new.tokens), tokens=new.tokens, prompt_logprobs=new.prompt_logprobs)
         piece = self._text.add(new.tokens, new.finish_reason, new.stop_token_id)
         if piece.finish_reason is None:
             return Output(text=piece.text, tokens=new.tokens, prompt_logprobs=new.prompt_logprobs)
-        return self._last(replace(new, tokens=new.tokens[: piece.num_tokens]), piece)
+        if piece.num_tokens < len(new.tokens):
+            new = replace(new, tokens=new.tokens[: piece.num_tokens])
+        return self._last(new, piece)
 
     def _in_parts(self, new: NewTokens, parser: PartsParser) -> Output:
         """Reasoning and calls are apart from the text. The last output, if the answer may not have what follows.
@@ -187,17 +216,24 @@ def _whole(request: GenerationRequest, beam: Beam, progress: Progress) -> Output
     return replace(output, logprob=beam.logprob)
 
 
-@contextmanager
-def _unfinished_logged(request: GenerationRequest, progress: Progress) -> Iterator[None]:
-    try:
-        yield
-    except BatonError as error:
-        _log_unfinished("failed", request, progress, f"{error.grpc_code}: {error.message}")
-        raise
-    except (asyncio.CancelledError, GeneratorExit):
-        is_late = time.monotonic() >= request.deadline - DEADLINE_SLACK_S  # gRPC tells a deadline like a cancel
-        _log_unfinished("cancelled", request, progress, "its deadline has passed" if is_late else "by its client")
-        raise
+class _UnfinishedLogged:
+    __slots__ = ("_progress", "_request")
+
+    def __init__(self, request: GenerationRequest, progress: Progress) -> None:
+        self._request = request
+        self._progress = progress
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, BatonError):
+            _log_unfinished("failed", self._request, self._progress, f"{error.grpc_code}: {error.message}")
+        elif isinstance(error, asyncio.CancelledError | GeneratorExit):
+            # gRPC tells a deadline like a cancel.
+            is_late = time.monotonic() >= self._request.deadline - DEADLINE_SLACK_S
+            reason = "its deadline has passed" if is_late else "by its client"
+            _log_unfinished("cancelled", self._request, self._progress, reason)
 
 
 def _log_unfinished(how: str, request: GenerationRequest, progress: Progress, reason: str) -> None:
@@ -235,6 +271,8 @@ def _observe(request: GenerationRequest, progress: Progress) -> None:
         metrics.router_tpot.observe((timings.total_ms - timings.ttft_ms) / 1000 / (usage.completion_tokens - 1))
     if report.fallback_reason:
         metrics.router_fallbacks.inc()
+    if not log.isEnabledFor(logging.INFO):
+        return
     extra: dict[str, object] = {
         "request_id": request.request_id,
         "decode_worker": report.decode_worker,

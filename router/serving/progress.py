@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from common.types import FinishReason, SampledToken
@@ -15,7 +16,7 @@ class NewTokens:
     tokens: list[SampledToken]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    prompt_logprobs: list[SampledToken] = field(default_factory=list)  # all of them come before the first token
+    prompt_logprobs: Sequence[SampledToken] = ()  # all of them come before the first token
 
 
 @dataclass(slots=True)

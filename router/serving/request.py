@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -53,8 +53,12 @@ class SamplingMessages:
     _message: types_pb2.SamplingParams = field(default_factory=types_pb2.SamplingParams)
 
     def of(self, params: SamplingParams) -> types_pb2.SamplingParams:
+        """Nobody changes what this returns."""
         known = self._params
-        if known is None or replace(params, **{name: getattr(known, name) for name in _OWN}) != known:
+        if known is None:
+            self._params, self._message = params, message_of(params, types_pb2.SamplingParams)
+            return self._message
+        if replace(params, **{name: getattr(known, name) for name in _OWN}) != known:
             self._params, self._message = params, message_of(params, types_pb2.SamplingParams)
         message = types_pb2.SamplingParams()
         message.CopyFrom(self._message)
@@ -127,10 +131,10 @@ class Output:
 
     text: str  # whole characters; may lag behind `tokens`
     tokens: list[SampledToken]
-    prompt_logprobs: list[SampledToken] = field(default_factory=list)  # further tokens, from the second on
+    prompt_logprobs: Sequence[SampledToken] = ()  # further tokens, from the second on
     reasoning: str = ""
     num_reasoning_tokens: int = 0  # of `tokens`; 0 without `reasoning`
-    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    tool_calls: Sequence[ToolCallDelta] = ()
     parts: Sequence[Part] = ()  # text, reasoning and calls in their order; empty if there is nothing but text
     logprob: float | None = None  # of all tokens of the answer together; of a beam search
     finish_reason: FinishReason | None = None
@@ -152,4 +156,4 @@ class Output:
 
 
 def new_request_id() -> str:
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
