@@ -6,6 +6,7 @@ Equal hashes mean equal bytes, in any process, on any machine, in any Python ver
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from array import array
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 HASH_BYTES = 16
 
 
+@functools.lru_cache(64)
 def root_hash(fingerprint: str) -> bytes:
     """Where every chain of one model and KV layout starts."""
     return hashlib.blake2b(fingerprint.encode(), digest_size=HASH_BYTES, person=b"baton-root").digest()

@@ -11,10 +11,11 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import grpc
+from prometheus_client import Gauge
 
 from common import metrics
 from common.errors import UnavailableError
@@ -56,6 +57,7 @@ class Registry:
         self._workers: dict[str, Worker] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_running: Counter[str] = Counter()  # requests, by address; of former workers too, while they have any
+        self._gauges: dict[str, Gauge] = {}  # of `_num_running`
         self._started = False
         self._sweeping: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
@@ -101,7 +103,7 @@ class Registry:
     def _retire(self, worker: Worker) -> None:
         if task := self._tasks.pop(worker.address, None):
             task.cancel()
-        self._count_requests(worker.address, 0)
+        self.count_requests(worker.address, 0)
         if self._started:
             self._channels.close_when_idle(worker)
 
@@ -180,30 +182,19 @@ class Registry:
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()
 
-    @contextlib.contextmanager
-    def sending(self, tokens: Mapping[str, int]) -> Iterator[None]:
+    def sending(self, tokens: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
         """Counts a request as running on these workers, and as load until they report it themselves. `tokens`: by
         address, how many prompt tokens the worker computes."""
-        key = object()
-        workers = [self._workers[address] for address in tokens if address in self._workers]
-        for worker in workers:
-            worker.sent[key] = Sent(time.monotonic(), tokens[worker.address])
-            worker.running.add(key)
-            self._count_requests(worker.address, 1)
-        try:
-            yield
-        finally:
-            for worker in workers:
-                worker.sent.pop(key, None)
-                worker.running.discard(key)
-                self._count_requests(worker.address, -1)
+        return _Sending(self, [(self._workers[one], num) for one, num in tokens.items() if one in self._workers])
 
-    def _count_requests(self, address: str, change: int) -> None:
+    def count_requests(self, address: str, change: int) -> None:
         """Updates the metric of running requests. A former worker's address leaves the metric with its last request."""
-        self._num_running[address] += change
-        metrics.router_endpoint_requests.labels(address).set(self._num_running[address])
-        if not self._num_running[address] and address not in self._workers:
-            del self._num_running[address]
+        self._num_running[address] = num = self._num_running[address] + change
+        if (gauge := self._gauges.get(address)) is None:
+            gauge = self._gauges[address] = metrics.router_endpoint_requests.labels(address)
+        gauge.set(num)
+        if not num and address not in self._workers:
+            del self._num_running[address], self._gauges[address]
             metrics.router_endpoint_requests.remove(address)
 
     def suspect(self, address: str, epoch: str, reason: str) -> None:
@@ -292,3 +283,26 @@ class Registry:
             if reason := self._excluded(other):
                 log.warning("worker excluded", extra={"address": other.address, "reason": reason})
         self._tell()
+
+
+class _Sending:
+    """See `Registry.sending`. A generator would cost each request more."""
+
+    __slots__ = ("_registry", "_workers")
+
+    def __init__(self, registry: Registry, workers: Sequence[tuple[Worker, int]]) -> None:
+        self._registry = registry
+        self._workers = workers
+
+    def __enter__(self) -> None:
+        now = time.monotonic()
+        for worker, num_tokens in self._workers:
+            worker.sent[self] = Sent(now, num_tokens)
+            worker.running.add(self)
+            self._registry.count_requests(worker.address, 1)
+
+    def __exit__(self, *_: object) -> None:
+        for worker, _num_tokens in self._workers:
+            worker.sent.pop(self, None)
+            worker.running.discard(self)
+            self._registry.count_requests(worker.address, -1)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MAX_FAILURES = 5  # in a row
@@ -108,16 +108,10 @@ class TrackRecord:
         if (record := self._records.get(worker)) is not None:
             record.num_probes = max(record.num_probes - 1, 0)
 
-    @contextlib.contextmanager
-    def probing(self, *workers: Incarnation) -> Iterator[None]:
+    def probing(self, *workers: Incarnation) -> contextlib.AbstractContextManager[None]:
         """While a request runs on workers that have failed before, no other request probes them. Requests that began
         before the failure do not count as probes: they may go on for long."""
-        probed = [worker for worker in workers if self.began(worker)]
-        try:
-            yield
-        finally:
-            for worker in probed:
-                self.ended(worker)
+        return _Probing(self, workers)
 
     def failed(self, worker: Incarnation, now: float) -> None:
         """Counts a failure that was the worker's fault."""
@@ -166,3 +160,20 @@ class TrackRecord:
         """Forgets all workers but these."""
         for gone in self._records.keys() - workers:
             del self._records[gone]
+
+
+class _Probing:
+    """See `TrackRecord.probing`. A generator would cost each request more."""
+
+    __slots__ = ("_probed", "_record", "_workers")
+
+    def __init__(self, record: TrackRecord, workers: Sequence[Incarnation]) -> None:
+        self._record = record
+        self._workers = workers
+
+    def __enter__(self) -> None:
+        self._probed = [worker for worker in self._workers if self._record.began(worker)]
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._probed:
+            self._record.ended(worker)

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+
+from prometheus_client import Counter
 
 from common import metrics
 from common.errors import BatonError, UnavailableError
@@ -85,6 +88,15 @@ class Admission:
     async def serving(self) -> ServedModel:
         """`served`, after waiting for a worker if there is none: a first one, or one whose connection broke a moment
         ago. Raises `UnavailableError`."""
+        try:
+            return self.served()
+        except UnavailableError:
+            if self._draining:
+                self.demand.unserved()
+                raise
+        return await self._served_later()
+
+    async def _served_later(self) -> ServedModel:
         if not self._draining and self.registry.not_ready():
             wait_s = self._worker_wait_s or self.registry.reconnect_wait_s()
             give_up_at = time.monotonic() + wait_s
@@ -109,41 +121,67 @@ class Admission:
         """Counts a new request against `client`'s limits. Raises `OverloadedError` if that is too many."""
         self._quotas.request(*_names(client))
 
-    @contextlib.contextmanager
     def running(
         self, interface: str, timeout_s: float | None = None, client: ApiClient | None = None
-    ) -> Iterator[Ending]:
+    ) -> AbstractContextManager[Ending]:
         """Use it around all work for one client request, so that draining waits for the work; counts how the request
         ended. gRPC cancels a handler if its client's deadline passes. With `timeout_s`, the time that the client has
         left, such a request counts as late and not as cancelled. Raises `OverloadedError` if `client` sends more
         requests than it may.
         """
         late_at = math.inf if timeout_s is None else time.monotonic() + timeout_s - DEADLINE_SLACK_S
+        return _Running(self, interface, late_at, client)
+
+    def began(self) -> None:
         self._num_running += 1
         self.demand.num_running += 1
         self.demand.arrived()
         self._idle.clear()
         metrics.router_requests_running.set(self._num_running)
-        ending = Ending()
+
+    def ended(self, interface: str, outcome: str) -> None:
+        self._num_running -= 1
+        self.demand.num_running -= 1
+        metrics.router_requests_running.set(self._num_running)
+        _counted(interface, outcome).inc()
+        if self._num_running == 0:
+            self._idle.set()
+
+
+class _Running:
+    """See `Admission.running`. A generator would cost each request more."""
+
+    __slots__ = ("_admission", "_client", "_ending", "_interface", "_late_at")
+
+    def __init__(self, admission: Admission, interface: str, late_at: float, client: ApiClient | None) -> None:
+        self._admission = admission
+        self._interface = interface
+        self._late_at = late_at
+        self._client = client
+        self._ending = Ending()
+
+    def __enter__(self) -> Ending:
+        self._admission.began()
         try:
-            self.charge(client)
-            yield ending
-        except BatonError as error:
-            ending.failed(error)
+            self._admission.charge(self._client)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
             raise
-        except (asyncio.CancelledError, GeneratorExit):
-            ending.outcome = "deadline_exceeded" if time.monotonic() >= late_at else "cancelled"
-            raise
-        except Exception:
-            ending.outcome = "internal"
-            raise
-        finally:
-            self._num_running -= 1
-            self.demand.num_running -= 1
-            metrics.router_requests_running.set(self._num_running)
-            metrics.router_requests.labels(interface, ending.outcome).inc()
-            if self._num_running == 0:
-                self._idle.set()
+        return self._ending
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, BatonError):
+            self._ending.failed(error)
+        elif isinstance(error, asyncio.CancelledError | GeneratorExit):
+            self._ending.outcome = "deadline_exceeded" if time.monotonic() >= self._late_at else "cancelled"
+        elif isinstance(error, Exception):
+            self._ending.outcome = "internal"
+        self._admission.ended(self._interface, self._ending.outcome)
+
+
+@functools.cache
+def _counted(interface: str, outcome: str) -> Counter:
+    return metrics.router_requests.labels(interface, outcome)
 
 
 def _names(client: ApiClient | None) -> tuple[str, str]:

@@ -87,11 +87,11 @@ class ControlTokens:
 
     def hide(self, value: ValueT, hidden: Hidden) -> ValueT:
         """`value`, JSON of any depth, with marks instead of control tokens in all of its texts."""
-        hide: Callable[[Any], Any] = lambda item: self.hide(item, hidden)  # noqa: E731
-        result: Any = value
         if isinstance(value, str):
-            result = self._hide(value, hidden)
-        elif isinstance(value, Mapping):
+            return self._hide(value, hidden)  # type: ignore[return-value]
+        result: Any = value
+        hide: Callable[[Any], Any] = lambda item: self.hide(item, hidden)  # noqa: E731
+        if isinstance(value, Mapping):
             result = {hide(key): hide(item) for key, item in value.items()}
         elif isinstance(value, list | tuple):
             result = [hide(item) for item in value]

@@ -15,11 +15,10 @@ requests and not before others':
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from bisect import insort
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -104,8 +103,7 @@ class FairQueue:
     def num_waiting(self) -> int:
         return self._num_waiting
 
-    @contextlib.asynccontextmanager
-    async def place(
+    def place(
         self,
         tenant: str,
         cost: float,
@@ -115,7 +113,7 @@ class FairQueue:
         weight: float = 1.0,
         request_priority: int = 0,
         places: int = 1,
-    ) -> AsyncIterator[None]:
+    ) -> AbstractAsyncContextManager[None]:
         """Use it around the time that a request is with workers; waits for its turn. `cost` in tokens, `left_s` to its
         deadline. A request begins if one place is free, and then takes `places`: others wait until that many are free
         again. `priority` is the tenant's, higher is sooner; `request_priority` the request's among those of its tenant,
@@ -124,13 +122,9 @@ class FairQueue:
         Raises `OverloadedError` if it would wait too long, or did, and `DeadlineError` if its deadline passes.
         """
         due = self._clock() + PRIORITY_S * request_priority
-        await self._enter(_Waiting(tenant, cost, due, places), left_s, priority, weight)
-        try:
-            yield
-        finally:
-            self._leave(places)
+        return _Place(self, _Waiting(tenant, cost, due, places), left_s, priority, weight)
 
-    async def _enter(self, waiting: _Waiting, left_s: float, priority: int, weight: float) -> None:
+    async def enter(self, waiting: _Waiting, left_s: float, priority: int, weight: float) -> None:
         tenant = waiting.tenant
         if self._num_running < self._max_running and not self._num_waiting:
             self._start(waiting, weight)
@@ -164,7 +158,7 @@ class FairQueue:
         if len(self._clocks) > 4096:  # who is not ahead of time would start at it anyhow
             self._clocks = {name: clock for name, clock in self._clocks.items() if clock > self._now}
 
-    def _leave(self, places: int) -> None:
+    def leave(self, places: int) -> None:
         self._num_running -= places
         now = self._clock()
         if self._freed_at is not None and self._num_waiting:
@@ -188,7 +182,7 @@ class FairQueue:
     def _give_up(self, waiting: _Waiting) -> None:
         """The request does not wait any more. If its turn came at the same moment, the next request gets it."""
         if waiting.turn.done() and not waiting.turn.cancelled() and waiting.turn.exception() is None:
-            self._leave(waiting.places)
+            self.leave(waiting.places)
             return
         owner = self._tenants.get(waiting.tenant)
         if owner is not None and waiting in owner.waiting:
@@ -241,3 +235,22 @@ class FairQueue:
     def _count(self, change: int) -> None:
         self._num_waiting += change
         metrics.router_requests_queued.set(self._num_waiting)
+
+
+class _Place:
+    """See `FairQueue.place`. A generator would cost each request more."""
+
+    __slots__ = ("_left_s", "_priority", "_queue", "_waiting", "_weight")
+
+    def __init__(self, queue: FairQueue, waiting: _Waiting, left_s: float, priority: int, weight: float) -> None:
+        self._queue = queue
+        self._waiting = waiting
+        self._left_s = left_s
+        self._priority = priority
+        self._weight = weight
+
+    async def __aenter__(self) -> None:
+        await self._queue.enter(self._waiting, self._left_s, self._priority, self._weight)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._queue.leave(self._waiting.places)

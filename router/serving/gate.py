@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from common import metrics
@@ -58,24 +59,23 @@ class Gate:
             lambda: asyncio.Semaphore(max(1, num_reads // 2))
         )
 
-    @contextlib.contextmanager
-    def requests(self, key: str, num: int = 1) -> Iterator[None]:
+    def requests(self, key: str, num: int = 1) -> AbstractContextManager[None]:
         """Use it around all work for `num` requests. `key` is empty if no keys are required. Raises
         `OverloadedError`."""
-        limits = self.limits
-        ledger, of_key = self._ledger, f"requests of key {key}"
+        return _Places(self, key, num)
+
+    def take(self, key: str, num: int) -> None:
+        limits, ledger = self.limits, self._ledger
         if not ledger.take("requests", num, limits.max_requests):
             raise self._too_much("requests", f"the router has {limits.max_requests} requests in flight")
-        try:
-            if key and not ledger.take(of_key, num, self._max_per_key):
-                raise self._too_much("key", f"this key has {self._max_per_key} requests in flight, the most for one")
-            try:
-                yield
-            finally:
-                if key:
-                    ledger.give(of_key, num)
-        finally:
+        if key and not ledger.take(f"requests of key {key}", num, self._max_per_key):
             ledger.give("requests", num)
+            raise self._too_much("key", f"this key has {self._max_per_key} requests in flight, the most for one")
+
+    def give(self, key: str, num: int) -> None:
+        if key:
+            self._ledger.give(f"requests of key {key}", num)
+        self._ledger.give("requests", num)
 
     @contextlib.asynccontextmanager
     async def reading(self, key: str) -> AsyncIterator[None]:
@@ -87,19 +87,17 @@ class Gate:
             await turns.enter_async_context(self._reads)
             yield
 
-    @contextlib.contextmanager
-    def bytes_held(self) -> Iterator[HeldBytes]:
+    def bytes_held(self) -> HeldBytes:
         """Use it around the time in which a request's body or its answer is held."""
-        held = HeldBytes(self)
-        try:
-            yield held
-        finally:
-            self._ledger.give("bytes", held.num)
+        return HeldBytes(self)
 
     def hold(self, num: int) -> None:
         if not self._ledger.take("bytes", num, self.limits.max_buffered_bytes):
             total = self._ledger.total("bytes")
             raise self._too_much("bytes", f"the router holds {total} bytes of requests and answers")
+
+    def release(self, num: int) -> None:
+        self._ledger.give("bytes", num)
 
     def _too_much(self, reason: str, message: str) -> OverloadedError:
         """The refusal, with a delay that spreads the retries: in each second no more come back than there are
@@ -113,11 +111,35 @@ class Gate:
         return OverloadedError(f"{message}; try again later", delay_s)
 
 
+# Each request enters some of these: as generators they would cost three times as much.
+
+
+class _Places:
+    __slots__ = ("_gate", "_key", "_num")
+
+    def __init__(self, gate: Gate, key: str, num: int) -> None:
+        self._gate = gate
+        self._key = key
+        self._num = num
+
+    def __enter__(self) -> None:
+        self._gate.take(self._key, self._num)
+
+    def __exit__(self, *_: object) -> None:
+        self._gate.give(self._key, self._num)
+
+
 class HeldBytes:
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._num_untold = 0
         self.num = 0
+
+    def __enter__(self) -> HeldBytes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._gate.release(self.num)
 
     def add(self, num: int) -> None:
         """Raises `OverloadedError` if the router holds too much already."""

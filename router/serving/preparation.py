@@ -104,9 +104,10 @@ class Preparation:
         total = "".join(texts)
         if total:
             check_text(total, model.limits, field)
-        texts, num_of_tools = read_through([tool.as_json() for tool in tools.tools])
-        described = "".join(texts)
-        if described:
+        described, num_of_tools = "", 0
+        if tools.tools:
+            texts, num_of_tools = read_through([tool.as_json() for tool in tools.tools])
+            described = "".join(texts)
             check_text(described, model.limits, "tools")
         reader, guided = model.tokenizer.reader, None
         if tools.shown and not tools.is_forced:

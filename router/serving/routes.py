@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 MAX_TOKENS_HERE = 2**13  # of a prompt whose blocks are named at once, in less than a millisecond; others by a thread
 
+_LATER = [(name, parameters()[name].default) for name in LATER_PARAMETERS]
+
 
 @dataclass(slots=True)
 class Route:
@@ -124,4 +126,4 @@ def load_of(decision: RoutingDecision) -> dict[str, int]:
 
 def _later_parameters(params: SamplingParams) -> frozenset[str]:
     """Sampling parameters that `params` uses and that an older worker would ignore."""
-    return frozenset(name for name in LATER_PARAMETERS if getattr(params, name) != parameters()[name].default)
+    return frozenset([name for name, default in _LATER if getattr(params, name) != default])

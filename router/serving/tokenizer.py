@@ -119,6 +119,8 @@ class Tokenizer:
             ]
             tools = replace(tools, tools=tuple(shown))
         options = hide(conversation.template_options, hidden)
+        if not hidden:  # most conversations are as they were
+            return conversation
         return replace(conversation, messages=messages, tools=tools, template_options=options)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from router.api.rest.errors import BodyTooLargeError, BodyTooLateError
 from router.serving.gate import HeldBytes
@@ -24,12 +25,16 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
         async with asyncio.timeout(timeout_s):
             if size <= limit:
                 size = 0
-                async for chunk in request.stream():
+                is_whole = False
+                while not is_whole and size <= limit:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    chunk, is_whole = message.get("body", b""), not message.get("more_body", False)
                     size += len(chunk)
-                    if size > limit:
-                        break
-                    held.add(len(chunk))
-                    chunks.append(chunk)
+                    if size <= limit:
+                        held.add(len(chunk))
+                        chunks.append(chunk)
     except TimeoutError as error:
         raise BodyTooLateError(f"the body did not come within {timeout_s:g} s") from error
     if size > limit:

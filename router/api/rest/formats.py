@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
-from protos.messages import field_names
 from router.api.rest.tools import WholeCalls, delta_json
 from router.serving.request import Output
 from router.serving.tokenizer import Tokenizer
@@ -177,16 +178,30 @@ def baton_report(request_id: str, reports: Sequence[types_pb2.RequestReport]) ->
 
 def _as_json(message: Message) -> JsonObject:
     """Every field of a report, set or not; times in microseconds' precision."""
-    content: JsonObject = {}
-    for name in field_names(message.DESCRIPTOR):
-        value = getattr(message, name)
-        if isinstance(value, Message):
+    content = _unset(cast("Descriptor", message.DESCRIPTOR))
+    for described, value in message.ListFields():
+        name = described.name
+        if name == "timings":
             content[name] = _as_json(value)
-        elif name == "routing":  # only if it was asked for
-            content.update({name: list(value)} if value else {})
+        elif name == "routing":
+            content[name] = list(value)
         else:
             content[name] = round(value, 3) if isinstance(value, float) else value
     return content
+
+
+def _unset(descriptor: Descriptor) -> JsonObject:
+    """A report with nothing in it."""
+    return {name: value if inner is None else _unset(inner) for name, value, inner in _defaults(descriptor)}
+
+
+@functools.cache
+def _defaults(descriptor: Descriptor) -> tuple[tuple[str, object, Descriptor | None], ...]:
+    """Each field with its value if it is not set, or with the descriptor of its message. Reasons of routing are only in
+    answers whose clients asked for them."""
+    return tuple(
+        (field.name, field.default_value, field.message_type) for field in descriptor.fields if field.name != "routing"
+    )
 
 
 def chat_tokens(tokens: Sequence[SampledToken], tokenizer: Tokenizer) -> list[JsonObject]:

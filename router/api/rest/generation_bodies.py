@@ -29,8 +29,12 @@ from router.api.rest.guided import GuidedFields
 from router.api.rest.sampling_fields import ALIASES, ALIASES_OF, with_sampling
 from router.api.rest.tools import FunctionTool, NamedTool, chat_tools
 from router.serving.conversation import Conversation, check_effort
+from router.serving.preparation import ONE_ANSWER
 
 MAX_CHOICES = 128
+
+_PARAMETERS = [(name, parameter.is_texts) for name, parameter in parameters().items()]
+_ONE_ANSWER_ASKED = (None, None, None, None)
 
 
 class StreamOptions(Body, kw_only=True):
@@ -97,6 +101,9 @@ class GenerationBody(GuidedFields, kw_only=True):
 
     @property
     def choices(self) -> Choices:
+        asked = (self.n, self.use_beam_search, self.length_penalty, self.early_stopping)
+        if asked == _ONE_ANSWER_ASKED:
+            return ONE_ANSWER
         return Choices(
             n=1 if self.n is None else self.n,
             use_beam_search=bool(self.use_beam_search),
@@ -115,10 +122,10 @@ class GenerationBody(GuidedFields, kw_only=True):
     def sampling(self) -> dict[str, object]:
         """The sampling parameters that the client set."""
         given = {}
-        for name, parameter in parameters().items():
+        for name, is_texts in _PARAMETERS:
             value = getattr(self, self.field_name(name))
             if value is not None:
-                given[name] = (value,) if isinstance(value, str) and parameter.is_texts else value
+                given[name] = (value,) if is_texts and isinstance(value, str) else value
         given.pop("guided", None)
         guided = self.guided_text
         return given if guided is None else {**given, "guided": guided[1]}
@@ -186,7 +193,8 @@ class ChatBody(GenerationBody, kw_only=True):
     def conversation(self, limits: ModelLimits) -> Conversation:
         tools = chat_tools(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls is not False)
         conversation = conversation_of(self.messages, tools, self.chat_template_kwargs, limits)
-        return replace(conversation, effort=check_effort(self.reasoning_effort, "reasoning_effort"))
+        effort = check_effort(self.reasoning_effort, "reasoning_effort")
+        return replace(conversation, effort=effort) if effort else conversation
 
 
 @with_sampling
@@ -215,7 +223,8 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     @property
     def choices(self) -> Choices:
-        return replace(super().choices, best_of=self.best_of)
+        choices = super().choices
+        return choices if self.best_of is None else replace(choices, best_of=self.best_of)
 
     @property
     def wants_logprobs(self) -> bool:
