@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 import h11
 from uvicorn.config import Config
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from common import metrics
@@ -29,6 +29,8 @@ FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1
 LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
+Headers = Sequence[tuple[bytes, bytes]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
 WritePiece = Callable[[bytes], Awaitable[None] | None]
 """Takes a piece. What it returns has to be awaited before the next piece: the client is slow."""
 
@@ -91,11 +93,57 @@ class LimitedProtocol(H11Protocol):
         scope[ON_GONE] = functools.partial(self._watch, cycle)
         if scope["http_version"] == "1.1" and scope["method"] != "HEAD":
             scope[WRITE_PIECE] = functools.partial(_write_piece, cycle)
+            if _stays_open(scope["headers"]):
+                send = functools.partial(self._send, cycle, send, [])
         try:
             await self._app(scope, receive, send)
         finally:
             scope.pop(WRITE_PIECE, None)  # it holds the cycle that holds the scope
             del scope[ON_GONE]
+
+    async def _send(
+        self, cycle: RequestResponseCycle, send: Send, start: list[dict[str, Any]], message: dict[str, Any]
+    ) -> None:
+        """Sends an answer at once if its length is known and one message has all of its body. h11 takes three events
+        for that, and looks at each character of each header."""
+        if message["type"] == "http.response.start" and not start:
+            start.append(message)
+            if _length(message["headers"]) is not None:
+                return  # until the body comes
+        elif len(start) == 1:
+            head, body = start[0], message.get("body", b"")
+            start.append(message)  # the head is sent once
+            if (length := _length(head["headers"])) is not None:
+                is_whole = length == b"%d" % len(body) and not message.get("more_body", False)
+                if is_whole and cycle.flow.write_paused:
+                    await cycle.flow.drain()
+                if is_whole and self._is_read(cycle) and self._writes_whole(cycle, head, body):
+                    return
+                await send(head)
+        await send(message)
+
+    def _is_read(self, cycle: RequestResponseCycle) -> bool:
+        """Whether all of the request was, and the connection takes another one after the answer."""
+        states = self.conn.our_state, self.conn.their_state
+        return states == (h11.SEND_RESPONSE, h11.DONE) and cycle.keep_alive and not cycle.disconnected
+
+    def _writes_whole(self, cycle: RequestResponseCycle, start: dict[str, Any], body: bytes) -> bool:
+        """False if only h11 may say what is wrong with a header. h11 does not hear of the answer, and forgets the
+        request: the connection is as good as new."""
+        headers, status = [*cycle.default_headers, *start["headers"]], start["status"]
+        lines = [b"%b: %b" % (name, value) for name, value in headers]
+        head = b"\r\n".join([b"HTTP/1.1 %d %b" % (status, STATUS_PHRASES[status]), *lines])
+        if head.count(b"\n") != len(headers) or head.count(b"\r") != len(headers) or b"\0" in head:
+            return False
+        self.transport.write(b"%b\r\n\r\n%b" % (head, body))
+        cycle.response_started = cycle.response_complete = True
+        cycle.message_event.set()
+        next_bytes, _ = self.conn.trailing_data  # it is not closed: that would be CLOSED and not DONE
+        self.conn = h11.Connection(h11.SERVER, self.config.h11_max_incomplete_event_size or MAX_HEAD_BYTES)
+        cycle.on_response()
+        if next_bytes:
+            self.data_received(next_bytes)
+        return True
 
     def _watch(self, cycle: RequestResponseCycle, on_gone: Callable[[], None] | None) -> None:
         self._on_gone = on_gone
@@ -186,6 +234,23 @@ class LimitedProtocol(H11Protocol):
     def give_way(self) -> None:
         self._uncount()
         self.transport.close()
+
+
+def _stays_open(headers: Headers) -> bool:
+    """Whether the connection of a request of HTTP/1.1 does."""
+    return all(value.lower() == b"keep-alive" for name, value in headers if name == b"connection")
+
+
+def _length(headers: Headers) -> bytes | None:
+    """What an answer's headers say of its length; None if they say nothing, or that the connection is closed after
+    it."""
+    found = None
+    for name, value in headers:
+        if name == b"connection":
+            return None
+        if name == b"content-length":
+            found = value
+    return found
 
 
 def _write_piece(cycle: RequestResponseCycle, data: bytes) -> Awaitable[None] | None:
