@@ -6,11 +6,10 @@ What is too much is refused at once, with a delay after which to try again: noth
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 
 from common import metrics
@@ -77,15 +76,10 @@ class Gate:
             self._ledger.give(f"requests of key {key}", num)
         self._ledger.give("requests", num)
 
-    @contextlib.asynccontextmanager
-    async def reading(self, key: str) -> AsyncIterator[None]:
+    def reading(self, key: str) -> AbstractAsyncContextManager[None]:
         """Use it around the read of one message; waits for its turn. A key whose messages never come leaves room for
         others."""
-        async with contextlib.AsyncExitStack() as turns:
-            if key:
-                await turns.enter_async_context(self._reads_by_key[key])
-            await turns.enter_async_context(self._reads)
-            yield
+        return _Reading(self._reads, self._reads_by_key[key]) if key else self._reads
 
     def bytes_held(self) -> HeldBytes:
         """Use it around the time in which a request's body or its answer is held."""
@@ -127,6 +121,26 @@ class _Places:
 
     def __exit__(self, *_: object) -> None:
         self._gate.give(self._key, self._num)
+
+
+class _Reading:
+    __slots__ = ("_of_all", "_of_key")
+
+    def __init__(self, of_all: asyncio.Semaphore, of_key: asyncio.Semaphore) -> None:
+        self._of_all = of_all
+        self._of_key = of_key
+
+    async def __aenter__(self) -> None:
+        await self._of_key.acquire()
+        try:
+            await self._of_all.acquire()
+        except BaseException:
+            self._of_key.release()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._of_all.release()
+        self._of_key.release()
 
 
 class HeldBytes:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+
+from prometheus_client import Counter
 
 from common import metrics
 from common.block_hash import block_hashes, extra_keys, root_hash
@@ -102,7 +105,7 @@ class Routes:
         self, request: GenerationRequest, route: Route, progress: Progress, decision: RoutingDecision, cause: str
     ) -> None:
         """The request goes where `decision` says: its blocks will be there, and people may ask why."""
-        metrics.router_decisions.labels("in_place" if decision.in_place else "remote").inc()
+        _decided("in_place" if decision.in_place else "remote").inc()
         metrics.router_expected_cached_tokens.inc(decision.num_cached_tokens)
         request.siblings.decode = request.siblings.decode or decision.decode.incarnation
         now, index = self._clock(), self._registry.blocks.index
@@ -114,6 +117,11 @@ class Routes:
         self._decisions.add(request, decision, cause)
         if request.explain:
             progress.report.routing.extend(f"{cause}: {reason}" for reason in bounded_reasons(decision))
+
+
+@functools.cache
+def _decided(place: str) -> Counter:
+    return metrics.router_decisions.labels(place)
 
 
 def load_of(decision: RoutingDecision) -> dict[str, int]:

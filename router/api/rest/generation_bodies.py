@@ -34,6 +34,7 @@ from router.serving.preparation import ONE_ANSWER
 MAX_CHOICES = 128
 
 _PARAMETERS = [(name, parameter.is_texts) for name, parameter in parameters().items()]
+_RENAMED = {"guided", "logprobs", "prompt_logprobs", *(name for name, _ in ALIASES)}  # by some clients
 _ONE_ANSWER_ASKED = (None, None, None, None)
 
 
@@ -123,7 +124,7 @@ class GenerationBody(GuidedFields, kw_only=True):
         """The sampling parameters that the client set."""
         given = {}
         for name, is_texts in _PARAMETERS:
-            value = getattr(self, self.field_name(name))
+            value = getattr(self, self.field_name(name) if name in _RENAMED else name)
             if value is not None:
                 given[name] = (value,) if is_texts and isinstance(value, str) else value
         given.pop("guided", None)
