@@ -67,9 +67,12 @@ class Gate:
         limits, ledger = self.limits, self._ledger
         if not ledger.take("requests", num, limits.max_requests):
             raise self._too_much("requests", f"the router has {limits.max_requests} requests in flight")
-        if key and not ledger.take(f"requests of key {key}", num, self._max_per_key):
+        try:
+            if key and not ledger.take(f"requests of key {key}", num, self._max_per_key):
+                raise self._too_much("key", f"this key has {self._max_per_key} requests in flight, the most for one")
+        except BaseException:
             ledger.give("requests", num)
-            raise self._too_much("key", f"this key has {self._max_per_key} requests in flight, the most for one")
+            raise
 
     def give(self, key: str, num: int) -> None:
         if key:

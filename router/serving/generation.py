@@ -125,8 +125,10 @@ class _Allowed:
     ) -> None:
         requests = self._requests
         num_left = sum([one.charge.num_tokens for one in requests])
-        self._quotas.give_back(requests[0].client, requests[0].tenant, num_left)
-        self._streams.__exit__(kind, error, trace)
+        try:
+            self._quotas.give_back(requests[0].client, requests[0].tenant, num_left)
+        finally:
+            self._streams.__exit__(kind, error, trace)
 
 
 class _Answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,7 +13,8 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from router.api.rest.protocol import Connections
+from common import metrics
+from router.api.rest.protocol import MAX_AHEAD_BYTES, Connections
 from tests.router.conftest import StartRouter
 from tests.router.fake_worker import ANSWER, FakeWorker
 
@@ -66,6 +68,24 @@ async def test_requests_that_come_at_once_are_answered_one_after_the_other(
     assert {one["choices"][0]["message"]["content"] for one in good} == {ANSWER}
     assert [dict(head.headers)[b"x-request-id"].decode() for head, _ in answers if head.status_code == 200] == ids
     assert not is_closed
+
+
+async def test_a_client_cannot_send_requests_without_end_ahead_of_its_answers(
+    worker: FakeWorker, start_router: StartRouter
+) -> None:
+    router = await start_router(worker)
+    refused = metrics.router_refused.labels("read ahead")
+    before = refused._value.get()
+    parts = urlsplit(router.url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    with contextlib.suppress(ConnectionError):
+        writer.write(question("ahead") * (8 * MAX_AHEAD_BYTES // len(question("ahead"))))
+        while await asyncio.wait_for(reader.read(2**16), 20):
+            pass
+    writer.close()
+    assert refused._value.get() == before + 1
+    answers, _ = await answers_to(router.url, question("another"), 1)
+    assert answers[0][0].status_code == 200
 
 
 @pytest.mark.parametrize("value", ["close", "Close", "keep-alive, close"])

@@ -20,6 +20,7 @@ from uvicorn.server import ServerState
 from common import metrics
 
 MAX_HEAD_BYTES = 32 * 2**10
+MAX_AHEAD_BYTES = 2**20  # of requests behind the one that is answered
 WRITE_PIECE = "baton.write_piece"
 """In a request's ASGI scope if its answer can be sent in pieces: a `WritePiece`. Valid while the answer is, between the
 message that begins it (without a length) and the one that ends it."""
@@ -110,22 +111,23 @@ class LimitedProtocol(H11Protocol):
             start.append(message)
             if _length(message["headers"]) is not None:
                 return  # until the body comes
-        elif len(start) == 1:
+        elif message["type"] == "http.response.body" and len(start) == 1:
             head, body = start[0], message.get("body", b"")
             start.append(message)  # the head is sent once
             if (length := _length(head["headers"])) is not None:
                 is_whole = length == b"%d" % len(body) and not message.get("more_body", False)
                 if is_whole and cycle.flow.write_paused:
                     await cycle.flow.drain()
-                if is_whole and self._is_read(cycle) and self._writes_whole(cycle, head, body):
+                if is_whole and self._is_alone(cycle) and self._writes_whole(cycle, head, body):
                     return
                 await send(head)
         await send(message)
 
-    def _is_read(self, cycle: RequestResponseCycle) -> bool:
-        """Whether all of the request was, and the connection takes another one after the answer."""
+    def _is_alone(self, cycle: RequestResponseCycle) -> bool:
+        """Whether all of the request was read and nothing after it, and the connection takes another one."""
         states = self.conn.our_state, self.conn.their_state
-        return states == (h11.SEND_RESPONSE, h11.DONE) and cycle.keep_alive and not cycle.disconnected
+        is_done = states == (h11.SEND_RESPONSE, h11.DONE) and cycle.keep_alive and not cycle.disconnected
+        return is_done and self.conn.next_event() is h11.NEED_DATA  # it is PAUSED if the next request is there
 
     def _writes_whole(self, cycle: RequestResponseCycle, start: dict[str, Any], body: bytes) -> bool:
         """False if only h11 may say what is wrong with a header. h11 does not hear of the answer, and forgets the
@@ -137,12 +139,10 @@ class LimitedProtocol(H11Protocol):
             return False
         self.transport.write(b"%b\r\n\r\n%b" % (head, body))
         cycle.response_started = cycle.response_complete = True
+        cycle.waiting_for_100_continue = False
         cycle.message_event.set()
-        next_bytes, _ = self.conn.trailing_data  # it is not closed: that would be CLOSED and not DONE
         self.conn = h11.Connection(h11.SERVER, self.config.h11_max_incomplete_event_size or MAX_HEAD_BYTES)
         cycle.on_response()
-        if next_bytes:
-            self.data_received(next_bytes)
         return True
 
     def _watch(self, cycle: RequestResponseCycle, on_gone: Callable[[], None] | None) -> None:
@@ -187,6 +187,10 @@ class LimitedProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         super().data_received(data)
+        # Nothing is read while requests wait in turn, except that each one reads on to see its client leave.
+        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) > MAX_AHEAD_BYTES:
+            metrics.router_refused.labels("read ahead").inc()
+            self.transport.close()
         self._look()
 
     def send_400_response(self, msg: str) -> None:
