@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -160,3 +161,46 @@ async def test_a_head_that_http_does_not_allow_is_left_to_h11(
     assert (b"set-cookie" in transport.written) is False
     assert is_refused or transport.written.endswith(b"\r\n\r\nok")
     protocol.connection_lost(None)
+
+
+LARGE = bytes(16 * 2**20)  # more than the kernel takes of an answer that nobody reads
+
+
+@contextlib.asynccontextmanager
+async def large_answers(head_timeout_s: float) -> AsyncGenerator[tuple[Connections, str, int], None]:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(LARGE))]})
+        await send({"type": "http.response.body", "body": LARGE})
+
+    config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", timeout_keep_alive=0)
+    config.load()
+    connections = Connections(9, head_timeout_s)
+    make = connections.protocol()
+    server = await asyncio.get_running_loop().create_server(lambda: make(config, ServerState(), {}), "127.0.0.1", 0)
+    async with server:
+        yield connections, *server.sockets[0].getsockname()
+
+
+@pytest.mark.parametrize("header", [b"Connection: close\r\n", b""])
+async def test_who_never_takes_an_answer_loses_the_connection(header: bytes) -> None:
+    async with large_answers(0.2) as (connections, host, port):
+        reader, writer = await asyncio.open_connection(host, port, limit=1)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n")
+        await reader.readexactly(1)
+        assert connections.num == 1
+        async with asyncio.timeout(20):
+            while connections.num:  # noqa: ASYNC110 (nothing tells of it)
+                await asyncio.sleep(0.02)
+        writer.transport.abort()
+
+
+async def test_who_takes_an_answer_slowly_gets_all_of_it() -> None:
+    async with large_answers(0.3) as (_, host, port):
+        reader, writer = await asyncio.open_connection(host, port, limit=2**16)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        num = 0
+        while more := await reader.read(2**20):
+            num += len(more)
+            await asyncio.sleep(0.01)
+        assert num > len(LARGE)
+        writer.close()

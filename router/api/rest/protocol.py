@@ -84,6 +84,7 @@ class LimitedProtocol(H11Protocol):
         self._is_counted = False
         self.before_made: Callable[[], None] | None = None  # called before the connection is counted
         self._head_timer: asyncio.TimerHandle | None = None
+        self._flush_timer: asyncio.TimerHandle | None = None
         self._on_gone: Callable[[], None] | None = None  # of the present request
         self._app = self.app
         self.app = self._serve
@@ -171,6 +172,8 @@ class LimitedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
         self._tell_gone()
         self._uncount()
         self.app = self._app  # what holds this connection, and is held by it, would wait for the garbage collector
@@ -209,8 +212,14 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()
         self._look()
 
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._look()
+
     def _look(self) -> None:
-        """Keeps the timer and the list of idle connections true."""
+        """Keeps the timers and the list of idle connections true."""
+        if self.transport.is_closing() and self._flush_timer is None:
+            self._flush(self.transport.get_write_buffer_size())
         if not self._is_counted or self.transport.is_closing():
             self._stop_timer()
             self.limits.idle.pop(self, None)
@@ -222,6 +231,18 @@ class LimitedProtocol(H11Protocol):
         elif self._head_timer is None:
             self.limits.idle[self] = None
             self._head_timer = self.loop.call_later(self.limits.head_timeout_s, self._is_late)
+
+    def _flush(self, num_left: int) -> None:
+        """Looks later whether the client has taken more of the last answer, of which so many bytes are left. A
+        connection that is closed would wait for that for ever, and keep its place."""
+        self._flush_timer = self.loop.call_later(self.limits.head_timeout_s, self._look_at_flush, num_left)
+
+    def _look_at_flush(self, num_before: int) -> None:
+        num_left = self.transport.get_write_buffer_size()
+        if 0 < num_left < num_before:
+            self._flush(num_left)
+        else:
+            self.transport.abort()
 
     def _stop_timer(self) -> None:
         if self._head_timer is not None:
@@ -238,6 +259,7 @@ class LimitedProtocol(H11Protocol):
     def give_way(self) -> None:
         self._uncount()
         self.transport.close()
+        self._look()
 
 
 def _stays_open(headers: Headers) -> bool:
