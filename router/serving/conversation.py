@@ -255,7 +255,7 @@ class ValueCount:
         self.num += num
         if self.num > MAX_VALUES:
             raise InvalidArgumentError(
-                where, f"with it, numbers, texts, names, lists and objects are more than {MAX_VALUES} in all"
+                where, f"with it there are more than {MAX_VALUES} values in all: numbers, texts, names, lists, objects"
             )
 
     def check(self, value: object, where: str) -> None:

@@ -120,8 +120,10 @@ def test_values_are_bounded_over_grpc() -> None:
         grpc_chat.conversation(inference_pb2.ChatRequest(messages=[message] * 2))
     assert caught.value.field == "messages[1].tool_calls[0].function.arguments"
     crowd = inference_pb2.ChatMessage(role="assistant", tool_calls=[grpc_call({})] * (MAX_VALUES + 1))
-    with pytest.raises(InvalidArgumentError, match="values"):  # before any call is taken
+    with pytest.raises(InvalidArgumentError, match="at most 128 entries"):  # before any call is taken
         grpc_chat.conversation(inference_pb2.ChatRequest(messages=[crowd]))
+    full = inference_pb2.ChatMessage(role="assistant", tool_calls=[grpc_call({})] * 128)
+    grpc_chat.conversation(inference_pb2.ChatRequest(messages=[full] * 70))  # each call counts once
 
 
 def test_as_many_values_as_there_may_be() -> None:

@@ -18,7 +18,7 @@ from router.serving.request import Output
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter
 from tests.router.fake_worker import ANSWER, FakeWorker
-from tests.router.test_answer import REPORT, USAGE, FakeGeneration, requests
+from tests.router.test_answer import REPORT, USAGE, FakeGeneration, keep, requests
 from tests.router.tiny_tokenizer import ids_of, tiny_tokenizer
 
 PROMPT = "naïve café 😀 The capital"
@@ -154,6 +154,7 @@ async def test_the_best_per_token_are_kept() -> None:
         choices=Choices(n=2, best_of=3),
         wants_logprobs=False,
         wants_usage_chunk=False,
+        hold=keep,
     )
     choices = (await answer.whole())["choices"]
     assert isinstance(choices, list)

@@ -27,7 +27,7 @@ from router.serving.progress import NewTokens, Progress
 from router.serving.request import GenerationRequest, Output
 from router.serving.response_templates import response_template
 from tests.router import chat_templates
-from tests.router.test_answer import requests
+from tests.router.test_answer import keep, requests
 from tests.router.tiny_tokenizer import byte_ids, eos_id, tiny_tokenizer
 
 F = Tool(name="f", description="", parameters={"type": "object", "properties": {"x": {"type": "integer"}}})
@@ -102,8 +102,9 @@ async def answered(asked: GenerationRequest, cuts: Sequence[int]) -> Answered:
         choices=Choices(),
         wants_logprobs=has_logprobs,
         wants_usage_chunk=False,
+        hold=keep,
     )
-    response = ResponseAnswer(generation, asked, "r", {}, wants_logprobs=has_logprobs)
+    response = ResponseAnswer(generation, asked, "r", {}, wants_logprobs=has_logprobs, hold=keep)
     return Answered(
         [output async for _, output in generation.generate(asked)],
         as_sent(await chat.whole()),
