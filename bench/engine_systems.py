@@ -152,13 +152,8 @@ class BatonEngine:
         for number, prompt in enumerate(prompts):
             own = replace(params[number % len(params)], max_tokens=num_new + is_filled, ignore_eos=True)
             self.core.handle(m.AddRequest(request_id=str(number), prompt_token_ids=prompt, sampling_params=own))
-        self._runner.is_filling = is_filled
-        num_tokens = 0
-        while is_filled and num_tokens < len(prompts):
-            num_tokens += self._step()
-        if num_tokens not in (0, len(prompts)):
-            raise RuntimeError(f"{num_tokens} first tokens of {len(prompts)} prompts: some began early")
-        self._runner.is_filling = False
+        if is_filled:
+            self._fill(prompts)
         num_tokens, start = 0, clock()
         while num_tokens < num_new * len(prompts):
             num_tokens += self._step()
@@ -166,6 +161,17 @@ class BatonEngine:
         while self.core.step():
             self.core.take_events()
         return seconds
+
+    def _fill(self, prompts: list[list[int]]) -> None:
+        """One step that takes all prompts in whole, or the first ones would decode while others are filled."""
+        config, num_tokens = self.core.scheduler.config, sum(map(len, prompts))
+        self.core.scheduler.config = replace(config, max_num_batched_tokens=num_tokens, chunk_size=num_tokens)
+        self._runner.is_filling = True
+        num_first = self._step()
+        self._runner.is_filling = False
+        self.core.scheduler.config = config
+        if num_first != len(prompts):
+            raise RuntimeError(f"{num_first} first tokens of {len(prompts)} prompts")
 
     def _step(self) -> int:
         """Number of tokens that it gave."""
