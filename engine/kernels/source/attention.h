@@ -103,14 +103,17 @@ template <class T>
 struct Rows {
     const T *keys[TILE], *values[TILE];
 
-    // Processors do not see ahead from block to block.
-    void fetch(const T* const* rows, int from, int to, int head_dim) const {
-        for (int i = from; i < to; i++)
-            for (int64_t byte = 0; byte < int64_t(sizeof(T)) * head_dim; byte += 64)
-                __builtin_prefetch(reinterpret_cast<const char*>(rows[i]) + byte, 0, 2);
+    // Processors do not see ahead from block to block. Bytes `first` to `stop` of a row:
+    static void fetch(const T* row, int64_t first, int64_t stop) {
+        for (int64_t byte = first; byte < stop; byte += 64)
+            __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, 0, 2);
     }
-    void fetch_keys(int from, int to, int head_dim) const { fetch(keys, from, to, head_dim); }
-    void fetch_values(int from, int to, int head_dim) const { fetch(values, from, to, head_dim); }
+    void fetch_keys(int from, int to, int head_dim) const {
+        for (int i = from; i < to; i++) fetch(keys[i], 0, int64_t(sizeof(T)) * head_dim);
+    }
+    void fetch_values(int from, int to, int head_dim) const {
+        for (int i = from; i < to; i++) fetch(values[i], 0, int64_t(sizeof(T)) * head_dim);
+    }
 };
 
 template <class T>
@@ -195,7 +198,11 @@ void few_scores(const Workspace& w, int head_dim, const Rows<T>& context, const 
     for (int first = 0; first < TILE; first += LANES) {
         Floats parts[R][STEP];
         for (int j = 0; j < STEP; j++) {
-            Floats products[R][KEYS] = {};
+            Floats products[R][KEYS];
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+                for (int i = 0; i < KEYS; i++) products[r][i] = Floats{};
             const T* const* keys = context.keys + first + j;
             auto add = [&](int64_t d, int i, const Floats(&key)[2]) {
 #pragma GCC unroll 8
@@ -240,9 +247,10 @@ void many_scores(const Workspace& w, int rows, int head_dim, const T* const* key
     small_product<F32>(rows, TILE, w.q, w.width, w.keys, panel * 4, head_dim, w.scores, TILE, false);
 }
 
-// Columns from `column` on of the sums of few rows: PANELS panels, or what is left of one.
-template <int R, int PANELS, class T>
-void few_sums(const Workspace& w, int64_t column, int64_t columns, const T* const* values, int count) {
+// Columns from `column` on of the sums of few rows: PANELS panels, or what is left of one. `fetch(i)` is called at each
+// token.
+template <int R, int PANELS, class T, class Fetch>
+void few_sums(const Workspace& w, int64_t column, int64_t columns, const T* const* values, int count, const Fetch& fetch) {
     Sums<R, PANELS> sums;
     const float* scores = w.scores;
     float* to = w.sums + column;
@@ -257,28 +265,40 @@ void few_sums(const Workspace& w, int64_t column, int64_t columns, const T* cons
     Floats value[2];
     if (columns < PANELS * PANEL)
         for (int i = 0; i < count; i++) {
+            fetch(i);
             load_spread(values[i] + column, columns, value);
             add(i, 0, value);
         }
     else
-        for (int i = 0; i < count; i++)
+        for (int i = 0; i < count; i++) {
+            fetch(i);
 #pragma GCC unroll 2
             for (int p = 0; p < PANELS; p++) {
                 load_spread(values[i] + column + p * PANEL, value);
                 add(i, p, value);
             }
+        }
     for (int r = 0; r < R; r++)
         for (int c = 0; c < 2 * PANELS; c++) store(to + r * width + c * LANES, sums.of[r][c]);
 }
 
 template <int R, class T>
-void weigh_for_few(const Workspace& w, int head_dim, const T* const* values, int count) {
-    constexpr int PANELS = 4 * R + 3 <= (LANES == 8 ? 16 : 32) ? 2 : 1;
+void weigh_for_few(const Workspace& w, int head_dim, const T* const* values, int count, const Rows<T>& next) {
+    constexpr int PANELS = LANES == 8 ? (R <= 2 ? 2 : 1) : 4 * R + 3 <= 32 ? 2 : 1;  // or sums leave the registers
+    // Each pass over the tokens asks for its columns of the next tile's V, token by token: a core has few misses under
+    // way at once, and waits if it asks for more.
+    auto fetch = [&](int64_t column, int64_t columns) {
+        const int64_t first = round_up(column * sizeof(T), 64), stop = (column + columns) * sizeof(T);
+        return [&next, first, stop](int i) { Rows<T>::fetch(next.values[i], first, stop); };
+    };
     int64_t column = 0;
-    for (; column + PANELS * PANEL <= head_dim; column += PANELS * PANEL)
-        few_sums<R, PANELS>(w, column, PANELS * PANEL, values, count);
-    for (; column < head_dim; column += PANEL)
-        few_sums<R, 1>(w, column, std::min<int64_t>(PANEL, head_dim - column), values, count);
+    for (constexpr int64_t COLUMNS = PANELS * PANEL; column + COLUMNS <= head_dim; column += COLUMNS)
+        few_sums<R, PANELS>(w, column, COLUMNS, values, count, fetch(column, COLUMNS));
+    for (; column < head_dim; column += PANEL) {
+        const int64_t columns = std::min<int64_t>(PANEL, head_dim - column);
+        few_sums<R, 1>(w, column, columns, values, count, fetch(column, columns));
+    }
+    next.fetch_values(count, TILE, head_dim);
 }
 
 template <class T>
@@ -414,7 +434,7 @@ struct Attending {
         }
     }
 
-    // Calls `score(rows, next rows)` and `weigh(rows, count)` for each tile; `upcoming(rows)` says what comes after them.
+    // Calls `score(rows, next rows)` and `weigh(rows, count, next rows)` for each tile; `upcoming(rows)` says what comes after them.
     template <class Upcoming, class Score, class Weigh>
     void for_tiles(int start, const Upcoming& upcoming, const Score& score, const Weigh& weigh) const {
         Rows<T> both[2];
@@ -426,9 +446,8 @@ struct Attending {
             else
                 upcoming(next);
             score(both[i], next);
-            next.fetch_values(0, TILE, context.shape.head_dim);
             soften_all(tile);
-            weigh(both[i], std::min(TILE, stop - tile));
+            weigh(both[i], std::min(TILE, stop - tile), next);
         }
     }
 
@@ -438,7 +457,9 @@ struct Attending {
         for (int r = 0; r < R; r++) spread<T>(w.q + r * w.width, w.width);
         for_tiles(
             start, upcoming, [&](const Rows<T>& here, const Rows<T>& next) { few_scores<R>(w, dim, here, next); },
-            [&](const Rows<T>& here, int count) { weigh_for_few<R>(w, dim, here.values, count); });
+            [&](const Rows<T>& here, int count, const Rows<T>& next) {
+                weigh_for_few<R>(w, dim, here.values, count, next);
+            });
         for (int r = 0; r < R; r++) put_back<T>(w.sums + r * w.width, w.width);
     }
 
@@ -452,7 +473,10 @@ struct Attending {
                 next.fetch_keys(0, TILE, dim);
                 many_scores<T>(w, rows, dim, here.keys);
             },
-            [&](const Rows<T>& here, int count) { weigh_for_many<T>(w, rows, dim, here.values, count); });
+            [&](const Rows<T>& here, int count, const Rows<T>& next) {
+                next.fetch_values(0, TILE, dim);
+                weigh_for_many<T>(w, rows, dim, here.values, count);
+            });
     }
 
     template <class Upcoming>
