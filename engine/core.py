@@ -107,7 +107,7 @@ class EngineCore:
         self._speculation = (
             None
             if drafter is None
-            else Speculation(drafter, settings.speculation_tokens, self.scheduler.config, runner.device.type)
+            else Speculation(drafter, settings.speculation_tokens, self.scheduler.config, runner.free_rows)
         )
         for one in self._connectors:
             one.register_kv_cache(runner.kv_cache, runner.spec, wake)

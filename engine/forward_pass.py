@@ -37,6 +37,7 @@ class Runner(Protocol):
     dtype_reason: str
     device: torch.device
     device_reason: str
+    free_rows: float  # that a step multiplies while it reads the weights: engine/speculation/step_cost.py
 
     def execute(
         self, sequences: Sequence[SequenceInput], between_layers: Callable[[], None] = ...

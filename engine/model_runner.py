@@ -29,6 +29,7 @@ from engine.models.registry import build_model, is_read, max_positions
 from engine.models.transformers_model import is_mxfp4
 from engine.prompt_scores import score_tokens
 from engine.sampler import sample, wants_likeliest
+from engine.speculation.step_cost import free_rows
 from kv_store.host_pages import prepare_pages
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 GIB = 1 << 30
 _CODES = {"I32": 8, "I8": 1, "F8_E4M3": 1}  # weights that an element of a quantised checkpoint holds
 _MXFP4_CODES = {"_blocks": 2, "_scales": 0}  # the same in experts of mxfp4, which are always widened: by end of name
+_QUANTIZED_BYTES = {"int8": 1.06, "int4": 0.63}  # of a weight with its share of scales, by --quantization
 WARM_UP_TOKENS = 64
 DEFAULT_CPU_KV_CACHE_GB = 1.0
 _CPU_RESERVE_BYTES = 256 << 20  # activations, workspaces, Python
@@ -82,6 +84,7 @@ class ModelRunner:
             cache_dir=settings.cache_dir,
             quantization=settings.quantization,
         )
+        self.free_rows = self._free_rows(files, settings)
         self.max_model_len = _max_model_len(files, settings)
         self.eos_token_ids = files.eos_token_ids
         self._model = self._load(files)
@@ -251,6 +254,17 @@ class ModelRunner:
                 f"the weights of {files.path} need {needed / GIB:.1f} GiB in {self.dtype}, "
                 f"{available / GIB:.1f} GiB are available; take a smaller --model or --dtype bfloat16"
             )
+
+    def _free_rows(self, files: ModelFiles, settings: EngineSettings) -> float:
+        """For `engine.speculation`, whose drafts are rows."""
+        size = _QUANTIZED_BYTES.get(settings.quantization)
+        if size is None:
+            held = weight_bytes(files, self.dtype.itemsize, stays_quantised=self._kernels is not None)
+            size = held / weight_bytes(files, 1, stays_quantised=False)
+        kind = settings.quantization
+        is_bfloat16 = kind == "int4" or (kind == "none" and self.dtype == torch.bfloat16)
+        instruction_set = None if self._kernels is None else self._kernels.choice.instruction_set
+        return free_rows(self.device.type, instruction_set, size, is_bfloat16=is_bfloat16)
 
     def _num_blocks(self, settings: EngineSettings) -> int:
         if self.device.type == "cpu":

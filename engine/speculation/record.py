@@ -6,6 +6,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from engine.speculation.step_cost import step_cost
+
 MEMORY = 0.8  # what a draft's counts weigh after the next one
 PROBE_STEPS = 16  # times the requests of the step: so many steps after it stopped, a request tries one token again
 
@@ -30,15 +32,18 @@ class DraftRecord:
     def next_length(self, num_requests: int, most: int, free_rows: float, draft_cost: float = 0.0) -> int:
         """How many tokens to draft, `most` at most, in a step of `num_requests` that all do the same.
 
-        A step of n rows costs `free_rows + n`, and to guess a token for each request `draft_cost` times what a step
-        without drafts costs. One more token for each pays as long as it brings more for its cost than the step without.
+        To guess a token for each request costs `draft_cost` times what a step without drafts costs (`step_cost`). One
+        more token for each pays as long as it brings more for its cost than the step without.
         """
         chance = rate = self.hits / self.trials
-        length, expected, cost = 0, float(num_requests), free_rows + num_requests
-        more = num_requests + draft_cost * cost
-        while length < most and chance * num_requests / more > expected / cost:
-            length += 1
-            cost += more
+        alone = step_cost(num_requests, free_rows)
+        length, expected, cost = 0, float(num_requests), alone
+        while length < most:
+            num_drafts = length + 1
+            longer = step_cost(num_requests * (1 + num_drafts), free_rows) + draft_cost * alone * num_drafts
+            if chance * num_requests * cost <= expected * (longer - cost):
+                break
+            length, cost = num_drafts, longer
             expected += chance * num_requests
             chance *= rate
         if length:

@@ -9,9 +9,6 @@ from common import metrics
 from engine.request import Request
 from engine.schedule import SchedulerConfig
 
-FREE_ROWS = {"cpu": 4.0, "cuda": 64.0}
-"""What reading the weights costs, in rows of a step: figures of docs/speculation.md, never measured at start."""
-
 
 class Drafter(Protocol):
     @property
@@ -23,13 +20,13 @@ class Drafter(Protocol):
 
 
 class Speculation:
-    def __init__(self, drafter: Drafter, max_tokens: int, config: SchedulerConfig, device_type: str) -> None:
-        """`max_tokens` of one draft."""
+    def __init__(self, drafter: Drafter, max_tokens: int, config: SchedulerConfig, free_rows: float) -> None:
+        """`max_tokens` of one draft. `free_rows` of the model (`step_cost`)."""
         self._drafter = drafter
         self._max_tokens = max_tokens
         self._eos_token_ids = config.eos_token_ids
         self._max_model_len = config.max_model_len
-        self._free_rows = FREE_ROWS[device_type]
+        self._free_rows = free_rows
 
     def drafts(self, decodes: Sequence[Request]) -> dict[Request, list[int]]:
         """For the requests that lack no more than the KV of their last token."""

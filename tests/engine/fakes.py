@@ -54,6 +54,7 @@ class FakeRunner:
     dtype_reason = "it is a fake"
     device = torch.device("cpu")
     device_reason = "it is a fake"
+    free_rows = 4.0
 
     def __init__(self, num_blocks: int = 64, max_model_len: int = 200) -> None:
         self.num_blocks = num_blocks
