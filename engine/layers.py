@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.grouped import PackedGrouped, PackedParts, QuantizedTensor
-from engine.kernels.library import Kernels, PackedLinear, WeightKind
+from engine.kernels.library import Activation, Kernels, PackedLinear, WeightKind
 
 LinearKernel = Callable[[torch.Tensor], torch.Tensor]
 
@@ -351,3 +351,6 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`gelu(gate) * up` of `[num_tokens, 2 * intermediate_size]`, gate first; GELU by its approximation with tanh."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+ACTIVATE = {Activation.SILU: silu_and_mul, Activation.GELU_TANH: gelu_and_mul}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
@@ -293,6 +293,46 @@ class PackedLinear:
         return out
 
 
+class PackedMLPs:
+    """MLPs with gates, such as the experts of a layer: `down(activation(gates) * up)`, computed in one call."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        gate_ups: Sequence[PackedLinear],
+        downs: Sequence[PackedLinear],
+        activation: Activation,
+    ) -> None:
+        """`gate_ups` have `[2 * inner_size, hidden_size]`, the gates first, and `downs` `[hidden_size, inner_size]`."""
+        self._kernels = kernels
+        self._linears = (*gate_ups, *downs)  # what the structs point into
+        self._gate_ups, self._downs = (
+            (LinearStruct * len(all_))(*(one.struct for one in all_)) for all_ in (gate_ups, downs)
+        )
+        self._activation = activation
+        self._in_features, self._out_features = gate_ups[0].in_features, downs[0].out_features
+
+    def __call__(self, x: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
+        """`x` `[num_tokens, hidden_size]` float32, contiguous: the first rows are for the first MLP, as many as
+        `num_rows` `[num_mlps]` int64 says, the next for the second. The result is like it."""
+        if x.dtype != torch.float32 or x.shape[1] != self._in_features or not x.is_contiguous():
+            raise TypeError(f"MLPs of {self._in_features} inputs got {list(x.shape)} {x.dtype}")
+        if num_rows.dtype != torch.int64 or num_rows.shape != (len(self._downs),) or int(num_rows.sum()) != len(x):
+            raise ValueError(f"{len(x)} rows are not those that {len(self._downs)} MLPs shall have")
+        out = torch.empty(x.shape[0], self._out_features)
+        self._kernels.library.baton_mlps(
+            self._kernels.team,
+            self._gate_ups,
+            self._downs,
+            self._activation,
+            num_rows.data_ptr(),
+            len(num_rows),
+            x.data_ptr(),
+            out.data_ptr(),
+        )
+        return out
+
+
 @cache
 def _open(variant: str) -> ctypes.CDLL:
     library = ctypes.CDLL(str(library_file(variant)))
@@ -315,6 +355,13 @@ def _open(variant: str) -> ctypes.CDLL:
         "baton_layers": (
             None,
             (c_void_p, POINTER(LayerCallStruct), POINTER(BatchStruct), c_int, c_int, c_void_p),
+        ),
+        "baton_mlps": (
+            None,
+            (
+                *(c_void_p, POINTER(LinearStruct), POINTER(LinearStruct)),
+                *(c_int, c_void_p, c_int64, c_void_p, c_void_p),
+            ),
         ),
         "baton_head": (
             None,

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from engine.kernels.library import Kernels
-from engine.layers import Linear, Place
+from engine.kernels.library import Activation, Kernels, PackedMLPs
+from engine.layers import ACTIVATE, Linear, Place
 from engine.models.description import ExpertsConfig
 from engine.models.grouped_product import Groups
 
 
 class Experts:
-    """Tokens are sorted by expert. On a CPU each expert that somebody chose is one product of its tokens; on a device,
-    which nobody waits for to learn who was chosen, all experts are one product by groups."""
+    """Tokens are sorted by expert. On a CPU the kernels take all experts in one call; without kernels each expert that
+    somebody chose is one product of its tokens. On a device, which nobody waits for to learn who was chosen, all
+    experts are one product by groups."""
 
     def __init__(
         self,
         config: ExpertsConfig,
         hidden_size: int,
-        activate: Callable[[torch.Tensor], torch.Tensor],
+        activation: Activation,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._config = config
-        self._activate = activate
+        self._activation, self._activate = activation, ACTIVATE[activation]
+        self._mlps: PackedMLPs | None = None
+        self._mlps_below = 0.0  # tokens; from so many on another implementation is faster
         self.router = Linear(hidden_size, config.num_experts, bias=False, dtype=dtype, device=device)
         inner = config.inner_size
         sizes = ((hidden_size, 2 * inner), (inner, hidden_size))
@@ -53,17 +54,24 @@ class Experts:
         if self._stacks:
             return self._by_groups(x, shares, experts, order)
         tokens = order // per_token
-        gathered = x[tokens]
+        num_rows = experts.bincount(minlength=self._config.num_experts)
+        if self._mlps is not None and len(x) < self._mlps_below:
+            given = self._mlps(x.float()[tokens], num_rows)
+        else:
+            given = self._one_by_one(x[tokens], num_rows)
+        weighed = (given * shares.flatten()[order, None]).to(x.dtype)
+        # A token's experts are added in their order, whatever other tokens are there.
+        return torch.zeros_like(x).index_add_(0, tokens, weighed)
+
+    def _one_by_one(self, gathered: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
         parts: list[torch.Tensor] = []
         start = 0
-        for expert, count in enumerate(experts.bincount(minlength=self._config.num_experts).tolist()):
+        for expert, count in enumerate(num_rows.tolist()):
             if count:
                 inner = self._activate(self.gate_up[expert](gathered[start : start + count]))
                 parts.append(self.down[expert](inner))
                 start += count
-        given = (torch.cat(parts) * shares.flatten()[order, None]).to(x.dtype)
-        # A token's experts are added in their order, whatever other tokens are there.
-        return torch.zeros_like(x).index_add_(0, tokens, given)
+        return torch.cat(parts)
 
     def _by_groups(
         self, x: torch.Tensor, shares: torch.Tensor, experts: torch.Tensor, order: torch.Tensor
@@ -92,3 +100,8 @@ class Experts:
             return
         for linear in (*self.gate_up, *self.down):
             linear.finish(kernels)
+        if kernels is None:
+            return
+        gate_ups, downs = ([one.packed for one in linears if one.packed] for linears in (self.gate_up, self.down))
+        self._mlps = PackedMLPs(kernels, gate_ups, downs, self._activation)
+        self._mlps_below = min(one.packed_below for one in (*self.gate_up, *self.down))

@@ -5,17 +5,15 @@ from __future__ import annotations
 import torch
 
 from engine.attention.base import StepAttention
-from engine.kernels.library import Activation, Kernels
-from engine.layers import Linear, Place, RMSNorm, RotaryEmbedding, gelu_and_mul, silu_and_mul
+from engine.kernels.library import Kernels
+from engine.layers import ACTIVATE, Linear, Place, RMSNorm, RotaryEmbedding
 from engine.models.description import DecoderConfig
 from engine.models.experts import Experts
-
-_ACTIVATE = {Activation.SILU: silu_and_mul, Activation.GELU_TANH: gelu_and_mul}
 
 
 class MLP:
     def __init__(self, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._activate = _ACTIVATE[config.activation]
+        self._activate = ACTIVATE[config.activation]
         self.inner, bias = config.inner_size, config.mlp_bias
         self.gate_up = Linear(config.hidden_size, 2 * self.inner, bias=bias, dtype=dtype, device=device)
         self.down = Linear(self.inner, config.hidden_size, bias=bias, dtype=dtype, device=device)
@@ -60,7 +58,7 @@ class DecoderLayer:
         self.mlp: MLP | None = None
         self.experts: Experts | None = None
         if config.experts is not None and config.experts.layers[index]:
-            self.experts = Experts(config.experts, hidden, _ACTIVATE[config.activation], dtype=dtype, device=device)
+            self.experts = Experts(config.experts, hidden, config.activation, dtype=dtype, device=device)
         else:
             self.mlp = MLP(config, dtype=dtype, device=device)
 

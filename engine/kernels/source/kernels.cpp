@@ -114,6 +114,15 @@ BATON void baton_layers(Team* team, const LayerCall* calls, const Batch* batch, 
     }
 }
 
+// Rows of x [rows of all, k] through `count` MLPs, which take `num_rows` [count] of them in turn; see `run_mlps`. Float32,
+// rows next to each other.
+BATON void baton_mlps(
+    Team* team, const Linear* gate_up, const Linear* down, int activation, const int64_t* num_rows, int64_t count,
+    const float* x, float* out) {
+    std::lock_guard<std::mutex> lock(team->turn);
+    run_mlps(*team, gate_up, down, activation, num_rows, count, x, out);
+}
+
 // `out` [m, n] float32: the norm of `hidden` [m, k], times the weights of the head.
 BATON void baton_head(Team* team, const Linear* head, const float* norm, float eps, const float* hidden, int64_t m, float* out) {
     std::lock_guard<std::mutex> lock(team->turn);

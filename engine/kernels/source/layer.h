@@ -171,6 +171,35 @@ inline void add_product(Team& team, const Linear& linear, const void* operand, c
     });
 }
 
+// What the product with `down` takes: the activated gates of `gate_up` [m, gates and what they open].
+inline Operand activated(Team& team, const Linear& down, int activation, const float* gate_up, int64_t m) {
+    const Operand operand(team, down, m);
+    for_rows(team, m, operand.row_bytes, [&](int64_t row) {
+        const float* gate = gate_up + row * 2 * down.k;
+        operand.fill(row, [&](auto* to) { activate_and_mul(activation, gate, gate + down.k, down.k, to); });
+    });
+    return operand;
+}
+
+// `count` MLPs one after the other: MLP i takes the next `num_rows[i]` rows of x and gives as many of `out`.
+inline void run_mlps(Team& team, const Linear* gate_up, const Linear* down, int activation, const int64_t* num_rows,
+                     int64_t count, const float* x, float* out) {
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t m = num_rows[i];
+        if (m == 0) continue;
+        const Operand operand(team, gate_up[i], m);
+        for_rows(team, m, operand.row_bytes, [&](int64_t row) {
+            operand.fill(row, [&](auto* to) { copy_row(x + row * gate_up[i].k, to, gate_up[i].k); });
+        });
+        auto* gates = static_cast<float*>(team.buffer(PRODUCT, sizeof(float) * m * gate_up[i].n));
+        multiply(team, gate_up[i], operand.memory, {gates, gate_up[i].n, false, false, nullptr}, m);
+        const Operand inner = activated(team, down[i], activation, gates, m);
+        multiply(team, down[i], inner.memory, {out, down[i].n, false, false, nullptr}, m);
+        x += m * gate_up[i].k;
+        out += m * down[i].n;
+    }
+}
+
 // One layer of a decoder over `hidden` [num_tokens, hidden_size], in place. `cos` and `sin` have a row of
 // rotary_dim / 2 for each position.
 template <class T>
@@ -202,15 +231,10 @@ void run_layer(Team& team, const Layer& layer, const AttentionShape& shape, cons
     add_product(team, layer.out, out.memory, layer.out_norm, layer.eps, m, hidden);
     if (layer.gate_up.packed == nullptr) return;
 
-    const int64_t inner = layer.down.k;
     auto* gate_up = static_cast<float*>(team.buffer(PRODUCT, sizeof(float) * m * layer.gate_up.n));
     norm_product(team, layer.gate_up, layer.mlp_norm, layer.eps, hidden, m,
                  {gate_up, layer.gate_up.n, false, false, nullptr});
-    const Operand down(team, layer.down, m);
-    for_rows(team, m, down.row_bytes, [&](int64_t row) {
-        const float* gate = gate_up + row * layer.gate_up.n;
-        down.fill(row, [&](auto* to) { activate_and_mul(layer.activation, gate, gate + inner, inner, to); });
-    });
+    const Operand down = activated(team, layer.down, layer.activation, gate_up, m);
     add_product(team, layer.down, down.memory, layer.down_norm, layer.eps, m, hidden);
 }
 
