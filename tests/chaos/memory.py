@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.integration.stack import Fleet, descendants
 
-WARM_S = 30.0  # of its life: buffers, caches and allocators have the size that they keep
+WARM_S = 30.0  # since it serves: buffers, caches and allocators have the size that they keep
 
 
 @dataclass(slots=True)
@@ -27,7 +27,10 @@ class Memory:
 
     def look(self, fleet: Fleet) -> None:
         now = time.monotonic()
+        starting = {member.name for member in fleet.members if member.process.ready_line() is None}
         for name, pid in processes(fleet):
+            if name.split()[0] in starting:
+                continue
             held_mb = anonymous_mb(pid)
             life = self._lives.setdefault(pid, _Life(name, now))
             if held_mb is None:

@@ -7,7 +7,6 @@ other, and tests run on busy machines.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -48,15 +47,15 @@ def wait_for(what: str, done: Callable[[], object], timeout_s: float = SETTLE_TI
 
 def ready_fields(process: Process) -> dict[str, str]:
     """Waits for the line that says that a process serves; what it says."""
-    found: list[str] = []
 
     def is_ready() -> bool:
-        found[:] = re.findall(r"^ready (.*)$", process.log.read_text(errors="replace"), re.MULTILINE)
-        assert found or process.running, f"{process.name} ended:\n{process.tail(40)}"
-        return bool(found)
+        is_running = process.running  # before the log: it may end between the two looks
+        has_begun = process.ready_line() is not None
+        assert has_begun or is_running, f"{process.name} ended:\n{process.tail(40)}"
+        return has_begun
 
     wait_for(f"{process.name} is ready", is_ready, START_TIMEOUT_S)
-    return dict(word.split("=", 1) for word in found[-1].split())
+    return dict(word.split("=", 1) for word in (process.ready_line() or "").split())
 
 
 def descendants(pid: int) -> set[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -21,6 +22,7 @@ class Process:
     def __init__(self, name: str, argv: Sequence[str], log: Path, environ: Mapping[str, str] | None = None) -> None:
         self.name, self.log = name, log
         self._wrapped = argv[0] in ("nsenter", "unshare")
+        self._log_start = log.stat().st_size if log.exists() else 0  # behind what an earlier process wrote
         with log.open("ab") as output:
             self.popen = subprocess.Popen(
                 tethered(argv),
@@ -34,6 +36,13 @@ class Process:
     @property
     def running(self) -> bool:
         return self.popen.poll() is None
+
+    def ready_line(self) -> str | None:
+        """What the process said when it began to serve; None until then."""
+        with self.log.open("rb") as log:
+            log.seek(self._log_start)
+            found = re.search(rb"^ready (.*)$", log.read(), re.MULTILINE)
+        return None if found is None else found[1].decode()
 
     def pid(self) -> int:
         """Of the program itself, if this process is an `nsenter` or `unshare` around it."""
