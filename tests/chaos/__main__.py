@@ -39,7 +39,7 @@ from tests.integration.stack import Fleet, OneHost, router_names, wait_for
 
 NUM_CLIENTS = 4
 FAULT_INTERVAL_S = 1.0
-MAX_GROWTH_MB = 100.0
+MAX_GROWTH_MB = 25.0  # below 2 in five minutes, with either connector
 WORKERS = ["prefill-0", "prefill-1", "decode-0", "decode-1"]
 FLAGS = (
     "--chunk-size=64",
