@@ -92,9 +92,9 @@ def test_the_more_requests_share_a_step_the_shorter_drafts_are() -> None:
     lengths = []
     for num_requests in (1, 4, 16, 64, 256):
         record = DraftRecord(hits=9.0, trials=10.0)
-        lengths.append(record.next_length(num_requests, 8, 4.0))
+        lengths.append(record.next_length(num_requests, 8, 8.0))
     assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] >= 5
+    assert lengths[0] >= 6
     assert lengths[-1] == 0
     record = DraftRecord(hits=9.0, trials=10.0)
     assert record.next_length(64, 8, 64.0) > 0, "a device reads its weights for longer"
