@@ -566,7 +566,7 @@ def test_all_tiers_together_give_the_reference_answers(
                     wanted[f"{life}.{start}.{number}"] = reference(prompt, num_tokens)
                     history[talk] = [*prompt, *wanted[f"{life}.{start}.{number}"]]
                     add(core, f"{life}.{start}.{number}", prompt, num_tokens)
-                assert tokens_of(run(core)) == wanted
+                assert tokens_of(run_to_end(core)) == wanted
             assert_idle(core)
             assert core.load.num_unstored_blocks == 0
 

@@ -53,20 +53,29 @@ def read(files: BlockFiles, numbers: Sequence[int]) -> list[str | None]:
 @contextmanager
 def hanging(*paths: Path) -> Iterator[Callable[[], None]]:
     """Whoever opens one of these files to read it hangs, until the function that this gives is called, or the end: then
-    it is empty. A named pipe does that."""
+    it is empty, for who comes later too. A named pipe does that."""
+    pipes: dict[Path, int] = {}
     for path in paths:
         path.unlink()
         os.mkfifo(path)
+        pipes[path] = os.open(path, os.O_PATH)  # the pipe itself, whatever its name is given to meanwhile
 
     def go_on() -> None:
-        for path in paths:
-            with contextlib.suppress(FileNotFoundError, OSError):  # gone, or nobody reads
-                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        for path, pipe in pipes.items():
+            writer = os.open(f"/proc/self/fd/{pipe}", os.O_RDWR | os.O_NONBLOCK)
+            with contextlib.suppress(FileNotFoundError):  # who could not read it took it away
+                if os.path.samestat(path.stat(), os.fstat(pipe)):
+                    empty = path.with_name(f"{path.name}.empty")
+                    empty.touch()
+                    empty.replace(path)
+            os.close(writer)
 
     try:
         yield go_on
     finally:
         go_on()
+        for pipe in pipes.values():
+            os.close(pipe)
 
 
 @contextmanager
