@@ -68,7 +68,7 @@ class EngineCore:
             enable_prefix_caching=settings.enable_prefix_caching,
             num_host_blocks=len(self._host_cache),
             keep_evicted=settings.host_cache_gb > 0,
-            has_store=not isinstance(store, NoStore),
+            has_store=store.keeps_blocks,
             retain_share=settings.retain_share,
             retain_tenant_share=settings.retain_tenant_share,
         )

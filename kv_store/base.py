@@ -140,6 +140,8 @@ class KVConnector(ABC):
     name: ClassVar[str]
     is_store: ClassVar[bool]
     """True: blocks are named by hash, outlive their producer, and `lookup` finds them."""
+    keeps_blocks: ClassVar[bool] = True
+    """False: a store that takes nothing, so nothing is queued to be written to it."""
 
     @abstractmethod
     def __init__(self, config: ConnectorConfig) -> None:

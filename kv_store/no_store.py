@@ -17,6 +17,7 @@ class NoStore(KVConnector):
 
     name: ClassVar[str] = "none"
     is_store: ClassVar[bool] = True
+    keeps_blocks: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._results: list[TransferResult] = []

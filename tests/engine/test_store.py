@@ -623,6 +623,23 @@ def test_another_model_layout_or_adapter_finds_nothing(tmp_path: Path) -> None:
         store.close()
 
 
+@pytest.mark.parametrize("keeps_blocks", [False, True])
+def test_only_a_store_that_keeps_blocks_is_given_any(keeps_blocks: bool) -> None:
+    given: list[str] = []
+
+    class Store(MemoryConnector):
+        def publish(self, job_id: int, blocks: Sequence[LocalBlock]) -> None:
+            given.extend(block.block_hash.hex() for block in blocks)
+            super().publish(job_id, blocks)
+
+    Store.keeps_blocks = keeps_blocks
+    core, _ = make_core(store=Store(ConnectorConfig(epoch="e1", worker_id="store")))
+    add(core, "a", PROMPT)
+    run(core)
+    assert bool(given) == keeps_blocks
+    core.close()
+
+
 def test_a_store_beside_another_connector(tmp_path: Path) -> None:
     """A prefill hands over through its connector and leaves its blocks in the store all the same."""
     for mode in (m.RequestMode.PREFILL, m.RequestMode.LOCAL):
