@@ -35,6 +35,7 @@ from engine.kernels.choice import AUTO, TORCH, Choice, built_variants, choose, c
 from engine.kernels.table import Rule, Tuned, tuned_file, write_tuned
 from engine.model_runner import weight_bytes
 from engine.weights import check_files
+from kv_store import registry
 
 GIB = 1 << 30
 
@@ -253,9 +254,7 @@ def _shared_storage(settings: UpSettings) -> Finding:
 
 def _nixl(is_used: bool) -> Finding:
     try:
-        from kv_store.nixl.agent import backends
-
-        found = backends()
+        found = registry.nixl_backends()
     except BatonError as error:
         level = Level.PROBLEM if is_used else Level.HINT
         return Finding("nixl", level, error.message, "pip install 'baton-serve[nixl]'", {"backends": []})

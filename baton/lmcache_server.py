@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import StartupError
+from kv_store import registry
 
 ENVIRONMENT = Path(__file__).resolve().parents[1] / ".venv-lmcache"
 # Not INFO, which is a line for each transfer. And nobody is told that somebody uses LMCache.
@@ -123,9 +124,7 @@ def _free_port() -> int:
 
 def _report_when_ready(address: str) -> None:
     """Runs in a process of its own, which ends with the session's leader at the latest."""
-    from kv_store.lmcache.client import LMCacheClient
-
-    LMCacheClient(address).wait_until_up(START_TIMEOUT_S)
+    registry.wait_for_lmcache(address, START_TIMEOUT_S)
     print(f"ready lmcache={address}", flush=True)  # noqa: T201 - what the stack waits for
 
 

@@ -62,6 +62,20 @@ def kv_dir(section: Mapping[str, object]) -> str | None:
     return own_part(section, SharedStorageSettings).kv_dir
 
 
+def nixl_backends() -> list[str]:
+    """Backends that the installed NIXL brings. Raises `StartupError` if NIXL is not installed."""
+    from kv_store.nixl.agent import backends
+
+    return backends()
+
+
+def wait_for_lmcache(address: str, timeout_s: float) -> None:
+    """Returns when the LMCache server at `address` answers. Raises `StartupError` if it does not within `timeout_s`."""
+    from kv_store.lmcache.client import LMCacheClient
+
+    LMCacheClient(address).wait_until_up(timeout_s)
+
+
 def check_store(connector: str, store: str, key: str = "store") -> None:
     """Raises `ConfigError` for `key` if `store` cannot stand beside `connector`; empty is none beside it."""
     if store and store not in store_names():

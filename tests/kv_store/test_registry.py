@@ -11,7 +11,7 @@ import pytest
 from baton.cli.options import GROUPS, setting_options
 from baton.settings import WORKER_SETTINGS, load, to_flags, with_connectors
 from common.config import Settings, WorkerSettings
-from common.errors import ConfigError
+from common.errors import ConfigError, StartupError
 from kv_store import registry
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
@@ -63,6 +63,11 @@ def test_it_gets_its_own_part_in_the_engine_process(settings_class: type[WorkerS
 def test_what_no_connector_has_is_refused() -> None:
     with pytest.raises(ConfigError, match="--zip-code"):
         load(WORKER_SETTINGS, {"zip_code": "1"}, environ={})
+
+
+def test_who_waits_for_an_lmcache_server_hears_that_none_answers() -> None:
+    with pytest.raises(StartupError, match=r"no LMCache server answers at '127\.0\.0\.1:1'"):
+        registry.wait_for_lmcache("127.0.0.1:1", timeout_s=0.05)
 
 
 @pytest.mark.parametrize("name", registry.connector_names())
