@@ -20,6 +20,7 @@ from common.config import (
     AutoscalerSettings,
     ChatSettings,
     ClientSettings,
+    ConnectorSettings,
     DemoSettings,
     GenerateSettings,
     PolicySettings,
@@ -29,7 +30,7 @@ from common.config import (
     WorkerSettings,
 )
 from common.errors import ConfigError
-from kv_store.registry import settings_classes
+from kv_store.registry import connectors_in_words, settings_classes, stack_settings_classes, stores_in_words
 from router.policy.registry import policies_in_words
 
 if TYPE_CHECKING:
@@ -49,13 +50,26 @@ class NamedPolicies(PolicySettings):
     )
 
 
+class NamedConnectors(ConnectorSettings):
+    """`--connector` and `--store`, with the connectors that there are in their help."""
+
+    connector: str = Field(
+        ConnectorSettings.model_fields["connector"].default,
+        description=f"how KV blocks move: {connectors_in_words()}",
+    )
+    store: str = Field(
+        ConnectorSettings.model_fields["store"].default,
+        description=f"{ConnectorSettings.model_fields['store'].description}: {stores_in_words()}",
+    )
+
+
 class RouterCommandSettings(NamedPolicies, RouterSettings):
     """A class with a name, since the processes of a router are given their settings pickled."""
 
 
 def with_connectors(settings_class: type[S]) -> type[S]:
     """`settings_class` with the fields of every connector's own settings, and no others."""
-    return _with_fields(settings_class, *reversed(settings_classes()))
+    return _with_fields(settings_class, *reversed(settings_classes()), NamedConnectors)
 
 
 def _with_fields(settings_class: type[S], *more: type[Settings]) -> type[S]:
@@ -67,8 +81,8 @@ def _with_fields(settings_class: type[S], *more: type[Settings]) -> type[S]:
     return cast("type[S]", type(settings_class.__name__, (*more, settings_class), namespace))
 
 
-UP_SETTINGS = with_connectors(_with_fields(UpSettings, NamedPolicies))
-DEMO_SETTINGS = with_connectors(_with_fields(DemoSettings, NamedPolicies))
+UP_SETTINGS = with_connectors(_with_fields(UpSettings, *stack_settings_classes(), NamedPolicies))
+DEMO_SETTINGS = with_connectors(_with_fields(DemoSettings, *stack_settings_classes(), NamedPolicies))
 WORKER_SETTINGS = with_connectors(WorkerSettings)
 CHAT_SETTINGS = _with_fields(ChatSettings, SAMPLING_SETTINGS)
 GENERATE_SETTINGS = _with_fields(GenerateSettings, SAMPLING_SETTINGS)

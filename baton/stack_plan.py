@@ -67,7 +67,8 @@ def plan(settings: UpSettings, kv_dir: Path) -> Stack:
     if _starts_lmcache(settings):
         shared["lmcache_address"] = lmcache_address
         files = kv_dir if given_kv_dir(settings) is not None else None
-        commands[LMCACHE] = lmcache_server.wrapper(lmcache_address, settings.lmcache_size_gb, files)
+        size_gb = registry.lmcache_size_gb(settings.model_dump())
+        commands[LMCACHE] = lmcache_server.wrapper(lmcache_address, size_gb, files)
     numbers: dict[str, int] = {}
     for role, address, own in zip(roles, addresses, cores, strict=True):
         worker = WORKER_SETTINGS.model_validate({**shared, "listen": address, "cpu_cores": own})

@@ -12,7 +12,7 @@ from importlib import import_module
 from common.config import Settings
 from common.errors import ConfigError
 from kv_store.base import ConnectorConfig, KVConnector, own_part
-from kv_store.lmcache.settings import LMCacheSettings
+from kv_store.lmcache.settings import LMCacheServerSettings, LMCacheSettings
 from kv_store.nixl.settings import NixlSettings
 from kv_store.shared_storage.settings import SharedStorageSettings
 
@@ -20,18 +20,22 @@ from kv_store.shared_storage.settings import SharedStorageSettings
 @dataclass(slots=True, frozen=True)
 class _Entry:
     connector: str  # module:class
+    about: str  # a word or two for help
     settings: type[Settings] | None = None  # of its own
+    stack_settings: type[Settings] | None = None  # of what `baton up` starts for it
     is_store: bool = False  # as the class says, known without loading it
     is_for_fleets: bool = True  # workers on other hosts are reached, too
 
 
 _CONNECTORS = {
     "shared_storage": _Entry(
-        "kv_store.shared_storage.connector:SharedStorageConnector", SharedStorageSettings, is_store=True
+        "kv_store.shared_storage.connector:SharedStorageConnector", "files", SharedStorageSettings, is_store=True
     ),
-    "lmcache": _Entry("kv_store.lmcache.connector:LMCacheConnector", LMCacheSettings, is_store=True),
-    "nixl": _Entry("kv_store.nixl.connector:NixlConnector", NixlSettings),
-    "memory": _Entry("kv_store.memory:MemoryConnector", is_for_fleets=False),
+    "lmcache": _Entry(
+        "kv_store.lmcache.connector:LMCacheConnector", "a server", LMCacheSettings, LMCacheServerSettings, is_store=True
+    ),
+    "nixl": _Entry("kv_store.nixl.connector:NixlConnector", "memory to memory", NixlSettings),
+    "memory": _Entry("kv_store.memory:MemoryConnector", "inside one process, for tests", is_for_fleets=False),
 }
 
 
@@ -47,9 +51,33 @@ def fleet_connector_names() -> list[str]:
     return sorted(name for name, entry in _CONNECTORS.items() if entry.is_for_fleets)
 
 
+def connectors_in_words() -> str:
+    """Each connector of a fleet and how it moves KV, for help."""
+    return _in_words([f"{name} ({_CONNECTORS[name].about})" for name in fleet_connector_names()])
+
+
+def stores_in_words() -> str:
+    return _in_words(store_names())
+
+
+def _in_words(names: list[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
+
+
 def settings_classes() -> list[type[Settings]]:
     """Of all connectors that have settings of their own."""
     return [entry.settings for entry in _CONNECTORS.values() if entry.settings is not None]
+
+
+def stack_settings_classes() -> list[type[Settings]]:
+    """Of what `baton up` starts for connectors."""
+    return [entry.stack_settings for entry in _CONNECTORS.values() if entry.stack_settings is not None]
+
+
+def lmcache_size_gb(section: Mapping[str, object]) -> float:
+    """Memory in GiB of the LMCache server that `baton up` starts."""
+    return own_part(section, LMCacheServerSettings).lmcache_size_gb
 
 
 def lmcache_address(section: Mapping[str, object]) -> str | None:

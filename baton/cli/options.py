@@ -34,7 +34,7 @@ from common.config import (
     WorkerSettings,
 )
 from common.errors import BatonError, ConfigError
-from kv_store.registry import settings_classes
+from kv_store.registry import settings_classes, stack_settings_classes
 
 GROUPS: dict[type[Settings], str] = {
     DemoSettings: "Demo",
@@ -50,7 +50,7 @@ GROUPS: dict[type[Settings], str] = {
     ModelSettings: "Model",
     EngineSettings: "Engine",
     ConnectorSettings: "KV blocks",
-    **dict.fromkeys(settings_classes(), "KV blocks"),
+    **dict.fromkeys([*settings_classes(), *stack_settings_classes()], "KV blocks"),
     PolicySettings: "Routing",
     LimitSettings: "Limits",
     TlsSettings: "TLS",

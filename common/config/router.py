@@ -12,10 +12,7 @@ MAX_PROCESSES = 64  # of one router
 class PolicySettings(Settings):
     """How a router chooses workers."""
 
-    policy: str = Field(
-        "least_load",
-        description="who gets a request: least_load, power_of_two, prefix_aware, round_robin or session",
-    )
+    policy: str = Field("least_load", description="who gets a request")
     prefill_policy: str | None = Field(None, description="which of them chooses prefill workers; --policy if unset")
     decode_policy: str | None = Field(None, description="which of them chooses decode workers; --policy if unset")
     min_remote_tokens: Positive | None = Field(

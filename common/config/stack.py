@@ -30,9 +30,6 @@ class UpSettings(EngineSettings, ConnectorSettings, PolicySettings, LimitSetting
     max_restarts: int = Field(
         5, ge=0, description="times in ten minutes that a worker or LMCache is started again if it ends; then all ends"
     )
-    lmcache_size_gb: float = Field(
-        1.0, gt=0, description="lmcache: memory in GiB of the server, which is started if --lmcache-address is unset"
-    )
     hints: bool = Field(False, description="when ready, print commands to try, to standard error")
 
 

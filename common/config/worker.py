@@ -93,14 +93,8 @@ class ConnectorSettings(Settings):
 
     model_config = ConfigDict(extra="allow")
 
-    connector: str = Field(
-        "shared_storage",
-        description="how KV blocks move: shared_storage (files), nixl (memory to memory) or lmcache (a server)",
-    )
-    store: str = Field(
-        "",
-        description="keeps computed KV for all workers, beside a connector that is no store: shared_storage or lmcache",
-    )
+    connector: str = Field("shared_storage", description="how KV blocks move")
+    store: str = Field("", description="keeps computed KV for all workers, beside a connector that is no store")
     transfer_timeout_s: float = Field(10.0, gt=0, description="a KV block's transfer fails after this many seconds")
     verify_checksums: bool = Field(False, description="verify KV that moves from peer to peer (stores always do)")
     lend_blocks: bool = Field(

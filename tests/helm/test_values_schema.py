@@ -44,10 +44,10 @@ def test_a_connector_is_in_the_schema_when_it_is_in_the_registry(monkeypatch: py
 
     assert kv()["connector"]["enum"] == ["lmcache", "nixl", "shared_storage"]  # memory is within one process
     assert kv()["store"]["enum"] == ["", "lmcache", "shared_storage"]
-    monkeypatch.setitem(registry._CONNECTORS, "postal", registry._Entry("m:C"))
+    monkeypatch.setitem(registry._CONNECTORS, "postal", registry._Entry("m:C", "by post"))
     assert "postal" in kv()["connector"]["enum"]
     assert "postal" not in kv()["store"]["enum"]
-    monkeypatch.setitem(registry._CONNECTORS, "postal", registry._Entry("m:C", is_store=True))
+    monkeypatch.setitem(registry._CONNECTORS, "postal", registry._Entry("m:C", "by post", is_store=True))
     assert "postal" in kv()["store"]["enum"]
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from baton.cli.options import GROUPS, setting_options
-from baton.settings import WORKER_SETTINGS, load, to_flags, with_connectors
+from baton.settings import UP_SETTINGS, WORKER_SETTINGS, load, to_flags, with_connectors
 from common.config import Settings, WorkerSettings
 from common.errors import ConfigError, StartupError
 from kv_store import registry
@@ -32,7 +32,7 @@ class PostalConnector(MemoryConnector):
 
 @pytest.fixture
 def settings_class(monkeypatch: pytest.MonkeyPatch) -> type[WorkerSettings]:
-    entry = registry._Entry(f"{__name__}:PostalConnector", PostalSettings)
+    entry = registry._Entry(f"{__name__}:PostalConnector", "by post", PostalSettings)
     monkeypatch.setitem(registry._CONNECTORS, "postal", entry)
     monkeypatch.setitem(GROUPS, PostalSettings, "KV blocks")
     return with_connectors(WorkerSettings)
@@ -58,6 +58,19 @@ def test_it_gets_its_own_part_in_the_engine_process(settings_class: type[WorkerS
     assert connector.own == PostalSettings(postal_code="10115")
     assert config.own(SharedStorageSettings).kv_dir == "/kv"
     assert config.own(SharedStorageSettings).kv_dir_size_gb is None
+
+
+@pytest.mark.usefixtures("settings_class")
+def test_help_names_it() -> None:
+    assert registry.connectors_in_words().endswith(", postal (by post) or shared_storage (files)")
+    assert "postal" not in registry.stores_in_words()
+
+
+def test_only_a_stack_takes_the_settings_of_what_it_starts_for_a_connector() -> None:
+    stack = load(UP_SETTINGS, {"lmcache_size_gb": "2"}, environ={})
+    assert registry.lmcache_size_gb(stack.model_dump()) == 2
+    with pytest.raises(ConfigError, match="--lmcache-size-gb"):
+        load(WORKER_SETTINGS, {"lmcache_size_gb": "2"}, environ={})
 
 
 def test_what_no_connector_has_is_refused() -> None:
