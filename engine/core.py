@@ -16,7 +16,7 @@ from common.types import FinishReason, WorkerLoad
 from engine import messages as m
 from engine.blocks.block_manager import BlockManager
 from engine.blocks.host_cache import allocate_host_cache, copy_blocks
-from engine.blocks.host_tier import HostCopy
+from engine.blocks.host_tier import BlockCopy
 from engine.cache_hints import CacheHints
 from engine.forward_pass import ForwardPass, Runner
 from engine.grammars import Compiler, Grammars
@@ -314,7 +314,7 @@ class EngineCore:
             self._events.append(m.Embedded(request.request_id, values, request.num_cached_tokens, queue_s))
             self.scheduler.release(request.request_id)
 
-    def _copy(self, copies: list[HostCopy]) -> None:
+    def _copy(self, copies: list[BlockCopy]) -> None:
         copy_blocks(copies, self._runner.kv_cache, self._host_cache)
 
     def _report_token(self, new: NewToken, *, is_relayed: bool = False) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from common.types import FinishReason, SampledToken
-from engine.blocks.host_tier import HostCopy
+from engine.blocks.host_tier import BlockCopy
 from engine.remote_kv import Publish
 from engine.request import Request, RequestStatus
 
@@ -29,7 +29,7 @@ class SchedulerConfig:
 class SchedulerOutput:
     """What to do in this step. Carry out in the order of the fields."""
 
-    host_copies: list[HostCopy] = field(default_factory=list)  # in this order, before anything is written
+    host_copies: list[BlockCopy] = field(default_factory=list)  # in this order, before anything is written
     publishes: list[Publish] = field(default_factory=list)  # blocks found in the prefix cache
     num_tokens: dict[Request, int] = field(default_factory=dict)  # new tokens of each request in this step
     drafts: dict[Request, list[int]] = field(default_factory=dict)  # tokens that may follow those, to be checked

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Set
 
 from engine.blocks.block_pool import BlockPool
 from engine.blocks.counts import CacheCounts
-from engine.blocks.host_tier import HostCopy
+from engine.blocks.host_tier import BlockCopy
 from engine.blocks.named_blocks import NamedBlocks
 from engine.blocks.retention import Retention
 from engine.blocks.tiers import Tiers
@@ -242,7 +242,7 @@ class BlockManager:
             request.block_ids[:0] = request.block_ids[:1] * num_unseen
         return True
 
-    def take_copies(self) -> list[HostCopy]:
+    def take_copies(self) -> list[BlockCopy]:
         """See `HostTier.take_copies`."""
         return self.host.take_copies()
 

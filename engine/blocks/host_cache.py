@@ -11,7 +11,7 @@ from common.config import EngineSettings
 from common.errors import StartupError
 from common.types import KVCacheSpec
 from engine.blocks.host_memory import available_bytes
-from engine.blocks.host_tier import HostCopy
+from engine.blocks.host_tier import BlockCopy
 from kv_store.host_pages import prepare_pages
 
 GIB = 1 << 30
@@ -39,7 +39,7 @@ def allocate_host_cache(settings: EngineSettings, spec: KVCacheSpec, device: tor
     return cache
 
 
-def copy_blocks(copies: Iterable[HostCopy], device_cache: torch.Tensor, host_cache: torch.Tensor) -> None:
+def copy_blocks(copies: Iterable[BlockCopy], device_cache: torch.Tensor, host_cache: torch.Tensor) -> None:
     """Copies whole blocks in the order given: one copy may read a block that a later copy fills. On CUDA this only
     queues the copies, and device work that uses the blocks has to be queued after them."""
     for copy in copies:

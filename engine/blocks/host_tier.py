@@ -15,7 +15,7 @@ from engine.blocks.counts import CacheCounts
 from engine.blocks.host_blocks import HostBlocks
 
 
-class HostCopyKind(StrEnum):
+class BlockCopyKind(StrEnum):
     SWAP_OUT = "swap out"  # device to host: a request gives its blocks up for a while
     SWAP_IN = "swap in"
     DEMOTE = "demote"  # device to host: a named block is evicted
@@ -23,16 +23,16 @@ class HostCopyKind(StrEnum):
 
 
 @dataclass(slots=True, frozen=True)
-class HostCopy:
+class BlockCopy:
     """Copy one whole block between the device's cache and the host's."""
 
-    kind: HostCopyKind
+    kind: BlockCopyKind
     device_block: int
     host_block: int
 
     @property
     def to_host(self) -> bool:
-        return self.kind in (HostCopyKind.SWAP_OUT, HostCopyKind.DEMOTE)
+        return self.kind in (BlockCopyKind.SWAP_OUT, BlockCopyKind.DEMOTE)
 
 
 class HostTier:
@@ -52,7 +52,7 @@ class HostTier:
         self._counts = counts
         self._on_gone = on_gone
         self.keeps_evicted = keep_evicted
-        self._copies: list[HostCopy] = []
+        self._copies: list[BlockCopy] = []
 
     def __contains__(self, name: bytes) -> bool:
         return name in self.pool
@@ -60,7 +60,7 @@ class HostTier:
     def names(self) -> KeysView[bytes]:
         return self.pool.names()
 
-    def take_copies(self) -> list[HostCopy]:
+    def take_copies(self) -> list[BlockCopy]:
         """Copies decided since the last call. Carry them out in this order, before the blocks are used."""
         copies, self._copies = self._copies, []
         return copies
@@ -75,7 +75,7 @@ class HostTier:
         if host_block is None:
             return False
         self.pool.keep(name, host_block)
-        self._copies.append(HostCopy(HostCopyKind.DEMOTE, block_id, host_block))
+        self._copies.append(BlockCopy(BlockCopyKind.DEMOTE, block_id, host_block))
         self._counts.demoted += 1
         return True
 
@@ -92,7 +92,7 @@ class HostTier:
         host_blocks = [self.pool.take_named(name) for name in names]
         for name, host_block in zip(names, host_blocks, strict=True):
             block_id = take()
-            self._copies.append(HostCopy(HostCopyKind.PROMOTE, block_id, host_block))
+            self._copies.append(BlockCopy(BlockCopyKind.PROMOTE, block_id, host_block))
             put(block_id, name)
         for name, host_block in reversed(list(zip(names, host_blocks, strict=True))):
             self.pool.keep(name, host_block)
@@ -109,14 +109,14 @@ class HostTier:
             if host_block is None:
                 raise InternalError("host memory has fewer blocks than it said")
             host_blocks.append(host_block)
-            self._copies.append(HostCopy(HostCopyKind.SWAP_OUT, block_id, host_block))
+            self._copies.append(BlockCopy(BlockCopyKind.SWAP_OUT, block_id, host_block))
         self._counts.swapped_out += len(block_ids)
         return host_blocks
 
     def swap_in(self, host_blocks: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copies a request's blocks up and gives their host blocks back."""
         pairs = zip(block_ids, host_blocks, strict=True)
-        self._copies += [HostCopy(HostCopyKind.SWAP_IN, block_id, host_block) for block_id, host_block in pairs]
+        self._copies += [BlockCopy(BlockCopyKind.SWAP_IN, block_id, host_block) for block_id, host_block in pairs]
         self.pool.free(host_blocks)
 
     def _take(self, *, spare_retained: bool = False) -> int | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from engine import messages as m
 from engine.blocks.block_manager import BlockManager
-from engine.blocks.host_tier import HostCopy
+from engine.blocks.host_tier import BlockCopy
 from engine.remote_kv.transfers import Transfers
 from kv_store.base import BlockRef, FetchBlock, KVConnector, Lookup
 
@@ -84,7 +84,7 @@ class Prefetches:
             seen[other.tenant] += 1
         return len(self._waiting)
 
-    def go_on(self, now: float, carry_out: Callable[[list[HostCopy]], None], *, may_move: bool) -> bool:
+    def go_on(self, now: float, carry_out: Callable[[list[BlockCopy]], None], *, may_move: bool) -> bool:
         """Does what can be done now, and moves one group of blocks at most. Only while no step is under way, since it
         takes blocks. `may_move`: no request waits. Returns whether it could go on at once."""
         self._answer_overdue(now)
@@ -132,7 +132,7 @@ class Prefetches:
             self._blocks.unhold(one.in_flight.pop(index))
             one.failure = one.failure or failure
 
-    def _next(self, one: _Prefetch, carry_out: Callable[[list[HostCopy]], None], *, may_move: bool) -> str | None:
+    def _next(self, one: _Prefetch, carry_out: Callable[[list[BlockCopy]], None], *, may_move: bool) -> str | None:
         """Moves the next group. Returns None if more may come, or else why nothing more does; empty if nothing more is
         missing. What it costs grows with the group, not with the prompt, unless blocks were taken away meanwhile."""
         if one.lookup is not None and one.lookup.num_blocks is None:
@@ -195,7 +195,7 @@ class Prefetches:
             blocks.named.touch(one.names[: one.num_here])
             one.touched_at = blocks.pool.num_frees
 
-    def _fetch(self, one: _Prefetch, first: int, num: int, carry_out: Callable[[list[HostCopy]], None]) -> None:
+    def _fetch(self, one: _Prefetch, first: int, num: int, carry_out: Callable[[list[BlockCopy]], None]) -> None:
         blocks = self._blocks
         wanted = [
             index

@@ -14,7 +14,7 @@ from common import metrics
 from common.errors import BatonError
 from engine import messages as m
 from engine.blocks.block_manager import BlockManager
-from engine.blocks.host_tier import HostCopy
+from engine.blocks.host_tier import BlockCopy
 from engine.remote_kv.loans import Loans
 from engine.remote_kv.lookups import Lookups
 from engine.remote_kv.prefetches import Prefetches
@@ -138,7 +138,7 @@ class RemoteKV:
                 news.add(result, overdue.elapsed_s)
             self._report(request_id, news)
 
-    def write_back_from_host(self, carry_out: Callable[[list[HostCopy]], None]) -> None:
+    def write_back_from_host(self, carry_out: Callable[[list[BlockCopy]], None]) -> None:
         """Copies blocks up that only host memory has and the store lacks, and writes them, if no transfer is under way.
         Only while no step is under way, since it takes blocks."""
         if self.transfers.may_write:

@@ -11,7 +11,7 @@ from common.block_hash import block_hashes, extra_keys, root_hash
 from common.sampling import SamplingParams
 from engine.blocks.block_manager import BlockManager
 from engine.blocks.counts import CacheCounts
-from engine.blocks.host_tier import HostCopy, HostCopyKind
+from engine.blocks.host_tier import BlockCopy, BlockCopyKind
 from engine.request import Request
 
 ROOT = root_hash("test")
@@ -218,7 +218,7 @@ def test_swap_out_and_in() -> None:
     device = list(request.block_ids)
     assert blocks.swap_out(request)
     outs = blocks.take_copies()
-    assert [(copy.kind, copy.device_block) for copy in outs] == [(HostCopyKind.SWAP_OUT, block) for block in device]
+    assert [(copy.kind, copy.device_block) for copy in outs] == [(BlockCopyKind.SWAP_OUT, block) for block in device]
     assert blocks.num_available_blocks == 3
     assert blocks.check_integrity([request]) == []
     other = make_request([7] * 4)
@@ -227,7 +227,7 @@ def test_swap_out_and_in() -> None:
     blocks.free(other)
     assert blocks.swap_in(request)
     ins = blocks.take_copies()
-    assert [copy.kind for copy in ins] == [HostCopyKind.SWAP_IN] * 3
+    assert [copy.kind for copy in ins] == [BlockCopyKind.SWAP_IN] * 3
     assert [copy.host_block for copy in ins] == [copy.host_block for copy in outs]
     assert blocks.check_integrity([request]) == []
 
@@ -275,7 +275,7 @@ def test_integrity_names_a_leak_and_a_double_free() -> None:
     assert any("free lists" in problem for problem in blocks.check_integrity([]))
 
 
-def kinds(copies: list[HostCopy]) -> list[str]:
+def kinds(copies: list[BlockCopy]) -> list[str]:
     return [copy.kind.value for copy in copies]
 
 
@@ -285,13 +285,13 @@ def test_what_is_evicted_goes_to_host_memory_and_comes_back() -> None:
     other = make_request([7] * 8)
     assert blocks.allocate(other, 8)  # one empty block, and the tail's
     (down,) = blocks.take_copies()
-    assert (down.kind, down.device_block) == (HostCopyKind.DEMOTE, 1)
+    assert (down.kind, down.device_block) == (BlockCopyKind.DEMOTE, 1)
     blocks.free(other)
     back = make_request(list(range(9)))
     assert blocks.find_prefix(back) == 2
     assert blocks.allocate(back, 9, 2)
     (up,) = blocks.take_copies()
-    assert (up.kind, up.host_block) == (HostCopyKind.PROMOTE, down.host_block)
+    assert (up.kind, up.host_block) == (BlockCopyKind.PROMOTE, down.host_block)
     assert list(back.block_ids[:2]) == [0, up.device_block]
     assert blocks.check_integrity([back]) == []
 
