@@ -16,8 +16,8 @@ _HEAD = """\
 
 What becomes of a request when something goes wrong while it is under way: each process, at each moment, by each fault.
 The tables are written from the one that the tests check, with real processes, cell by cell
-([`tests/faults`](../tests/faults)); `make test-faults` runs them all, `make test` a few, and `make chaos` mixes faults
-at random under load. With `FAULTS_ROUTERS=3` three routers share the workers, and each cell asks the next one.
+([`tests/faults`](../tests/faults)); `make test-faults` runs them all, `make test-slow` a few, and `make chaos` mixes
+faults at random under load. With `FAULTS_ROUTERS=3` three routers share the workers, and each cell asks the next one.
 [architecture.md](architecture.md) says how each is noticed.
 
 After every cell, whatever it was:

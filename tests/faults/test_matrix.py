@@ -1,6 +1,6 @@
 """Each cell of the matrix, with real processes: the moment is held, the fault happens, all is as the table says.
 
-A few cells run with all tests; the others are marked `faults` (`make test-faults`).
+A few cells run in `make test-slow`; the others are marked `faults` (`make test-faults` runs all).
 """
 
 from __future__ import annotations
