@@ -24,7 +24,7 @@ if importlib.util.find_spec("hypothesis"):  # the bare machine of `make test-gpu
 TIERS = ("abuse", "clients", "gpu", "integration", "kube")
 """Folders whose tests carry the folder's name as a marker. `make test` leaves them out.
 
-`tests/faults` is none of them: it marks single cells of its matrix, since a few cells run with all tests.
+`tests/faults` is none of them: it marks single cells of its matrix, since a few cells run in `make test-slow`.
 """
 
 
