@@ -1,7 +1,7 @@
 """What happens to a request when something goes wrong: each process, at each moment, by each fault.
 
 This table is what the tests of this folder check, and what docs/faults.md is written from
-(`python -m tests.faults.page --write`).
+(`python -m tools.faults_page --write`).
 """
 
 from __future__ import annotations

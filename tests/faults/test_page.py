@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tests.faults.matrix import CELLS, CONNECTORS, Counted, End, Fault, Process, expected
-from tests.faults.page import PATH, text
 from tests.faults.test_matrix import QUICK, cases
+from tools.faults_page import PATH, text
 
 
 def test_the_page_is_current() -> None:
-    assert PATH.read_text() == text(), "python -m tests.faults.page --write"
+    assert PATH.read_text() == text(), "python -m tools.faults_page --write"
 
 
 def test_every_cell_has_an_outcome_or_a_reason() -> None:

@@ -1,15 +1,15 @@
-"""docs/faults.md, written from the matrix: `python -m tests.faults.page --write`; without, whether it is current."""
+"""Makes docs/faults.md from the fault matrix: `python -m tools.faults_page --write`; without, whether it is current."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from tests.faults.matrix import CONNECTORS, FAULTS, MOMENTS, Cell, End, Fault, Moment, Outcome, Process, expected
+from tools.generated import main
 
-PATH = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
+PATH = Path(__file__).resolve().parents[1] / "docs" / "faults.md"
 
 _HEAD = """\
 # Faults
@@ -117,13 +117,5 @@ def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.page", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write the page; without, say whether it is current")
-    if parser.parse_args().write:
-        PATH.write_text(text())
-    return 0 if PATH.exists() and PATH.read_text() == text() else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("tools.faults_page", __doc__, PATH, text()))
