@@ -63,8 +63,8 @@ async def serve(
     part: Part | None = None,
 ) -> None:
     """Runs until SIGTERM, SIGINT or `stop`, then drains: no new requests, running ones get `drain_timeout` seconds.
-    Settings that may change are read again when `file` changes, at once with SIGHUP. `part` is what this process shares
-    with other processes of its router.
+    Settings that may change are read again when `file` changes, at once with SIGHUP; so are limits and keys. `part` is
+    what this process shares with other processes of its router.
 
     Raises `StartupError` with one line if it cannot listen, or cannot use certificates or keys.
     """
@@ -122,7 +122,7 @@ async def serve(
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
         web = _WebServer(web_config)
-        with stop_signals(stop), hang_up_signal(reload):
+        with stop_signals(stop), hang_up_signal(functools.partial(_look_at_files, reload, quotas, keys)):
             part.takes_signals()
             health.renew = functools.partial(_set_health, health, front)
             health.renew()
@@ -238,6 +238,17 @@ async def _watch_health(health: Health, front: Front, on_ready: Callable[[], Non
             was_ready = True
             on_ready()
         await front.admission.registry.changed(CHECK_HEALTH_S)
+
+
+def _look_at_files(reload: Reload | None, quotas: Quotas, keys: ApiKeys | None) -> None:
+    """SIGHUP: reads the files that have changed."""
+    if reload is None:
+        log.info("SIGHUP: there is no settings file (--config) to read again")
+    else:
+        reload.look()
+    quotas.look()
+    if keys is not None:
+        keys.look()
 
 
 async def _watch_settings(reload: Reload) -> None:

@@ -1,16 +1,11 @@
-"""SIGTERM and SIGINT as an event, for processes that drain; SIGHUP as a call, for those that read a file again."""
+"""SIGTERM and SIGINT as an event, for processes that drain; SIGHUP as a call, for those that read files again."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import signal
-from collections.abc import Iterator
-from typing import Protocol
-
-
-class Looks(Protocol):
-    def look(self) -> None: ...
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
@@ -30,13 +25,14 @@ def stop_signals(stop: asyncio.Event) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hang_up_signal(reload: Looks | None) -> Iterator[None]:
-    """SIGHUP has `reload` look. Without `reload`, or in other threads than the main one, this changes nothing."""
+def hang_up_signal(look: Callable[[], None]) -> Iterator[None]:
+    """SIGHUP calls `look`; without a handler it would end the process. In other threads than the main one this changes
+    nothing."""
     loop = asyncio.get_running_loop()
     is_installed = False
-    if reload is not None and hasattr(signal, "SIGHUP"):
+    if hasattr(signal, "SIGHUP"):
         with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
-            loop.add_signal_handler(signal.SIGHUP, reload.look)
+            loop.add_signal_handler(signal.SIGHUP, look)
             is_installed = True
     try:
         yield

@@ -40,6 +40,10 @@ class ApiKeys:
         self._path = path
         self._watched = WatchedFiles("api_keys", [path], self._load)
 
+    def look(self) -> None:
+        """Reads the file again if it has changed."""
+        self._watched.current()
+
     def client(self, authorization: str | None, interface: str) -> ApiClient:
         """Whose key `Authorization: Bearer KEY` is. Raises `UnauthenticatedError`; `interface` is for the count."""
         scheme, _, key = (authorization or "").partition(" ")

@@ -106,7 +106,7 @@ class _Parent:
 
     async def serve(self) -> None:
         stop = asyncio.Event()
-        with stop_signals(stop), hang_up_signal(None if self._file is None else self):
+        with stop_signals(stop), hang_up_signal(self._pass_on_hang_up):
             for number in range(self._place.num_processes):
                 self._vital.start(self._keep(number), name=f"process {number + 1}")
             self._vital.start(self._watch_silence(), name="signs of life")
@@ -124,8 +124,8 @@ class _Parent:
             raise StartupError("processes of the router did not end in time, and were killed")
         log.info("router ended")
 
-    def look(self) -> None:
-        """SIGHUP: the processes read the settings file again."""
+    def _pass_on_hang_up(self) -> None:
+        """SIGHUP: the processes read their files again."""
         for child in self._children.values():
             if child.listens:
                 child.send_signal(signal.SIGHUP)

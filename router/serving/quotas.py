@@ -84,13 +84,17 @@ class Quotas:
         self._buckets: dict[tuple[str, str, str], TokenBucket] = {}
         self._ledger = ledger or LocalLedger()
 
+    def look(self) -> None:
+        """Reads the file again if it has changed."""
+        if self._watched is not None:
+            self._file = self._watched.current()
+
     def tenant(self, name: str) -> TenantLimits:
         return self._file.tenants.get(name, NO_TENANT_LIMITS)
 
     def request(self, key: str, tenant: str) -> None:
         """Counts a new request. Raises `OverloadedError` if it is one too many."""
-        if self._watched is not None:
-            self._file = self._watched.current()
+        self.look()
         self._charge("requests_per_second", "requests", key, tenant, 1)
 
     def more_requests(self, key: str, tenant: str, num: int) -> None:

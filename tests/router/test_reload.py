@@ -20,7 +20,7 @@ from router.serving.dispatch import Dispatcher
 from router.serving.fair_queue import FairQueue
 from tests.router.conftest import sample
 from tests.router.fake_worker import FakeWorker
-from tests.router.processes.running import running_with_file
+from tests.router.processes.running import running, running_with_file
 from tests.router.test_fair_queue import Runner
 
 
@@ -103,5 +103,25 @@ async def test_sighup(worker: FakeWorker, path: Path) -> None:
         write(path, "{max_running: 2, drain_timeout: 1}")
         os.kill(router.process.pid, signal.SIGHUP)
         await router.said(b"need a restart settings=drain_timeout")
+        router.process.terminate()
+        assert await router.ended() == 0
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_sighup_without_a_settings_file(worker: FakeWorker, tmp_path: Path, processes: int) -> None:
+    limits, keys = tmp_path / "limits.yaml", tmp_path / "keys"
+    limits.write_text("{}")
+    keys.write_text("sk-one")
+    files = {"limits_file": str(limits), "api_keys_file": str(keys)}
+    async with running(decode=[worker.address], processes=processes, **files) as router:
+        os.kill(router.process.pid, signal.SIGHUP)
+        await router.said(b"there is no settings file", processes)
+        limits.write_text("default: {streams: 1}")
+        keys.write_text("sk-one\nsk-two")
+        os.kill(router.process.pid, signal.SIGHUP)
+        await router.said(b"files were read again", 2 * processes)
+        async with router.client() as client:
+            assert (await client.get("/health")).status_code == 200
         router.process.terminate()
         assert await router.ended() == 0
