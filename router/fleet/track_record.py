@@ -6,9 +6,9 @@ time comes in.
        │                                 └── it fails: longer ──────┤
        └──────────────────────────── it succeeds ───────────────────┘
 
-A worker whose time between tokens is far above that of the others is taken out in the same way, and begins anew
-afterwards; at most a third of the workers at a time. A worker is used all the same if there is no other:
-`router.policy.routing`.
+A worker whose time between tokens, or for a token of a prompt, is far above that of the others is taken out in the same
+way, and begins anew afterwards; at most a third of those that do the same work at a time. A worker is used all the same
+if there is no other: `router.policy.routing`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 MAX_FAILURES = 5  # in a row
 OPEN_S = 5.0  # the first time; twice as long each time that a probe fails
 MAX_OPEN_S = 60.0
 SLOW_FACTOR = 3.0  # times the median of all workers
-SLOW_MARGIN_S = 0.02  # above it at least, for one token
+SLOW_MARGIN_S = 0.02  # above it at least, for one token of an answer
+SLOW_PROMPT_MARGIN_S = 1e-4  # likewise, for one token of a prompt
 SLOW_S = 10.0
 MIN_ANSWERS = 5  # before a worker's pace counts
 MIN_TOKENS = 8  # of an answer whose pace counts
@@ -57,16 +59,53 @@ class Traffic:
 
 
 @dataclass(slots=True)
+class _Pace:
+    """How fast a worker does one kind of work."""
+
+    pace_s: float = 0.0  # for one token
+    num: int = 0  # times, since it began anew
+    slow_until: float = -math.inf
+
+
+@dataclass(slots=True)
+class _Answers(_Pace):
+    """Their mean: each answer has many tokens."""
+
+    def came(self, pace_s: float) -> None:
+        self.pace_s += (pace_s - self.pace_s) * max(PACE_WEIGHT, 1 / (self.num + 1))
+        self.num += 1
+
+
+@dataclass(slots=True)
+class _Prompts(_Pace):
+    """The middle one of the last: a prompt of which less was cached than the router thought takes many times what its
+    cost says, and that is no fault."""
+
+    latest_s: deque[float] = field(default_factory=lambda: deque(maxlen=MIN_ANSWERS))
+
+    def came(self, pace_s: float) -> None:
+        self.latest_s.append(pace_s)
+        self.pace_s = statistics.median(self.latest_s)
+        self.num += 1
+
+
+@dataclass(slots=True)
 class _Record:
     num_failures: int = 0  # in a row
     open_s: float = OPEN_S
     open_until: float = 0.0
     is_open: bool = False  # or half open, after `open_until`
     num_probes: int = 0  # requests that were let through while it was open, and run
-    pace_s: float = 0.0  # time between tokens
-    num_answers: int = 0
-    slow_until: float = -math.inf
+    answers: _Answers = field(default_factory=_Answers)
+    prompts: _Prompts = field(default_factory=_Prompts)
     traffic: Traffic = field(default_factory=Traffic)
+
+    @property
+    def slow_until(self) -> float:
+        return max(self.answers.slow_until, self.prompts.slow_until)
+
+
+_PaceOf = Callable[[_Record], _Pace]
 
 
 class TrackRecord:
@@ -131,12 +170,14 @@ class TrackRecord:
         record.num_failures, record.is_open, record.open_s = 0, False, OPEN_S
         if num_tokens < MIN_TOKENS:
             return
-        pace_s = elapsed_s / (num_tokens - 1)
-        record.pace_s += (pace_s - record.pace_s) * max(PACE_WEIGHT, 1 / (record.num_answers + 1))
-        record.num_answers += 1
-        if self._is_slow(record, now):
-            record.slow_until = now + SLOW_S
-            record.num_answers = 0
+        record.answers.came(elapsed_s / (num_tokens - 1))
+        self._leave_alone_if_slow(record.answers, lambda one: one.answers, SLOW_MARGIN_S, now)
+
+    def prefilled(self, worker: Incarnation, now: float, pace_s: float) -> None:
+        """Counts a prompt that took the prefill worker so long for each token of its cost."""
+        prompts = self._records.setdefault(worker, _Record()).prompts
+        prompts.came(pace_s)
+        self._leave_alone_if_slow(prompts, lambda one: one.prompts, SLOW_PROMPT_MARGIN_S, now)
 
     def answered(self, worker: Incarnation, now: float, *, prompt: int, cached: int, output: int) -> None:
         """Counts the tokens of one answer."""
@@ -148,13 +189,19 @@ class TrackRecord:
         record = self._records.get(worker)
         return Traffic() if record is None else record.traffic.faded(now)
 
-    def _is_slow(self, record: _Record, now: float) -> bool:
-        paces = [one.pace_s for one in self._records.values() if one.num_answers >= MIN_ANSWERS]
-        num_slow = sum(now < one.slow_until for one in self._records.values())
-        if record.num_answers < MIN_ANSWERS or len(paces) < MIN_WORKERS or 3 * (num_slow + 1) > len(paces) + num_slow:
-            return False
+    def _leave_alone_if_slow(self, pace: _Pace, pace_of: _PaceOf, margin_s: float, now: float) -> None:
+        """`pace` is one worker's, `pace_of` finds the like of each worker."""
+        if pace.num < MIN_ANSWERS:
+            return
+        known = [pace_of(record) for record in self._records.values()]
+        paces = [one.pace_s for one in known if one.num >= MIN_ANSWERS]
+        num_slow = sum(now < one.slow_until for one in known)
+        if len(paces) < MIN_WORKERS or 3 * (num_slow + 1) > len(paces) + num_slow:
+            return
         median = statistics.median(paces)
-        return record.pace_s > max(SLOW_FACTOR * median, median + SLOW_MARGIN_S)
+        if pace.pace_s > max(SLOW_FACTOR * median, median + margin_s):
+            pace.slow_until = now + SLOW_S
+            pace.num = 0
 
     def forget_others(self, workers: set[Incarnation]) -> None:
         """Forgets all workers but these."""

@@ -29,7 +29,7 @@ from router.policy.base import RoutingDecision
 from router.serving.decode_events import DecodeEvents, FalseEventError
 from router.serving.fair_queue import name_of
 from router.serving.prefill_blame import PrefillBlame
-from router.serving.prefill_times import PrefillTimes
+from router.serving.prefill_times import PrefillTimes, pace_s
 from router.serving.progress import NewTokens, Progress
 from router.serving.request import GenerationRequest
 from router.serving.routes import load_of
@@ -221,14 +221,16 @@ class Attempts:
         decode, cached = decision.decode.incarnation, progress.usage.cached_tokens
         track.succeeded(decode, now, pace.num_tokens, pace.waited_s)
         track.answered(decode, now, prompt=num_prompt_tokens, cached=cached, output=pace.num_tokens)
+        elapsed_s = (report.timings.prefill_queue_ms + report.timings.prefill_ms) / 1000
         if decision.prefill and report.prefill_worker == decision.prefill[0].address:
-            elapsed_ms = report.timings.prefill_queue_ms + report.timings.prefill_ms
-            self._prefill_times.came(decision.prefill_cost, elapsed_ms / 1000)
+            self._prefill_times.came(decision.prefill_cost, elapsed_s)
         for endpoint in decision.prefill:
             if endpoint in blame:
                 continue
             if endpoint.address == report.prefill_worker:
                 track.succeeded(endpoint.incarnation, now)
+                if endpoint is decision.prefill[0] and elapsed_s:
+                    track.prefilled(endpoint.incarnation, now, pace_s(decision.prefill_cost, elapsed_s))
             elif report.fallback_reason.startswith(f"prefill worker {endpoint.address}: "):
                 track.failed(endpoint.incarnation, now)
 

@@ -18,6 +18,11 @@ MIN_LATE_S = 0.25
 SORT_EVERY = 16  # prompts
 
 
+def pace_s(cost: float, elapsed_s: float) -> float:
+    """Seconds for one token of a prompt that cost so many tokens."""
+    return elapsed_s / (cost + FIXED_TOKENS)
+
+
 class PrefillTimes:
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=WINDOW)  # seconds for one token
@@ -26,7 +31,7 @@ class PrefillTimes:
 
     def came(self, cost: float, elapsed_s: float) -> None:
         """Notes that a prompt that cost so many tokens took so long."""
-        self._times.append(elapsed_s / (cost + FIXED_TOKENS))
+        self._times.append(pace_s(cost, elapsed_s))
         self._num_unsorted += 1
         if len(self._times) == MIN_PROMPTS or self._num_unsorted >= SORT_EVERY:
             self._num_unsorted = 0

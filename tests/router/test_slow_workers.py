@@ -1,5 +1,5 @@
-"""A worker that gives its tokens slowly gets no more requests: from its events to the decision, on a clock that only
-workers and clients of these tests move on."""
+"""A worker that gives its tokens slowly, or computes prompts slowly, gets no more requests: from its events to the
+decision, on a clock that only workers and clients of these tests move on."""
 
 from __future__ import annotations
 
@@ -24,36 +24,41 @@ from tests.router.test_answer import requests
 
 WORKERS = tuple(f"127.0.0.1:{number}" for number in range(1, 5))
 SLOW = WORKERS[-1]
+PREFILL = tuple(f"127.0.0.1:{number}" for number in range(5, 9))
 NUM_TOKENS = 12
 
 
 class Fleet:
-    """Four decode workers. By address: `pace_s`, a worker's time between tokens, and `client_s`, what a client of its
-    answers takes for each piece."""
+    """Four decode workers, and those of `prefill`. By address: `pace_s`, a worker's time between tokens, `prompt_s`,
+    its time for a prompt, and `client_s`, what a client of its answers takes for each piece."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, prefill: tuple[str, ...] = ()) -> None:
         self.now = 1000.0
         self.pace_s = dict.fromkeys(WORKERS, 0.03)
+        self.prompt_s = dict.fromkeys(prefill, 0.1)
         self.client_s = dict.fromkeys(WORKERS, 0.0)
         monkeypatch.setattr(registry_module, "time", SimpleNamespace(monotonic=self.clock))
         (request,) = requests(1)
-        self.request = replace(request, sampling_params=replace(request.sampling_params, max_tokens=NUM_TOKENS))
+        params = replace(request.sampling_params, max_tokens=NUM_TOKENS)
+        self.request = replace(request, prompt_token_ids=[1] * 32, sampling_params=params)
         self.decisions = Decisions()
-        registry = Registry([], WORKERS)
+        registry = Registry(prefill, WORKERS)
         registry.model = self.request.model
-        for address in WORKERS:
+        for address in (*WORKERS, *prefill):
             worker = registry._workers[address]
             worker.state = WorkerState.READY
             worker.info = worker_pb2.WorkerInfo(
                 worker_id=address,
-                role=worker_pb2.WORKER_ROLE_DECODE,
+                role=worker_pb2.WORKER_ROLE_PREFILL if address in prefill else worker_pb2.WORKER_ROLE_DECODE,
                 epoch="e",
                 model=self.request.model.limits.model,
                 fingerprint=self.request.model.fingerprint,
                 max_model_len=self.request.model.limits.max_model_len,
                 block_size=16,
             )
-        assert [one.role for one in registry.endpoints()] == [WorkerRole.DECODE] * 4
+        assert [one.role for one in registry.endpoints()] == [WorkerRole.DECODE] * 4 + [WorkerRole.PREFILL] * len(
+            prefill
+        )
         assert not any(one.excluded for one in registry.endpoints())
         self.registry = registry
         self.dispatcher = Dispatcher(registry, create_policy("round_robin"), decisions=self.decisions, clock=self.clock)
@@ -63,33 +68,34 @@ class Fleet:
         return self.now
 
     def call(
-        self, _channel: object, incarnation: tuple[str, str], _request: decode_pb2.DecodeRequest, _timeout_s: float
+        self, _channel: object, incarnation: tuple[str, str], request: decode_pb2.DecodeRequest, _timeout_s: float
     ) -> Call:
-        return Call(self, incarnation[0])
+        return Call(self, incarnation[0], *request.prefill_addresses[:1])
 
     async def ask(self) -> str:
-        """One request; the worker that answered it."""
+        """One request; the worker that computed its prompt."""
         progress, num_tokens = Progress(), 0
         request = replace(self.request, siblings=Siblings())  # else it goes where the one before went
         async for new in self.dispatcher.run(request, progress):
             num_tokens += len(new.tokens)
             self.now += self.client_s[progress.report.decode_worker]
         assert num_tokens == NUM_TOKENS
-        return progress.report.decode_worker
+        return progress.report.prefill_worker or progress.report.decode_worker
 
     async def ask_often(self, num: int) -> list[str]:
         return [await self.ask() for _ in range(num)]
 
     def states(self) -> list[str]:
-        return [self.registry.track.state((address, "e"), self.now) for address in WORKERS]
+        return [self.registry.track.state((address, "e"), self.now) for address in (*WORKERS, *self.prompt_s)]
 
 
 class Call:
     """One answer: an event with a report, tokens of which there is nothing else to say, and the last event."""
 
-    def __init__(self, fleet: Fleet, address: str) -> None:
+    def __init__(self, fleet: Fleet, address: str, prefill_address: str = "") -> None:
         self._fleet = fleet
         self._address = address
+        self._prefill_address = prefill_address
         self._num = 0
 
     def __aiter__(self) -> Call:
@@ -100,7 +106,10 @@ class Call:
         self._num += 1
         if 1 < self._num < NUM_TOKENS:
             return [1]
-        event = decode_pb2.DecodeEvent(tokens=[types_pb2.SampledToken(token_id=1)], report=types_pb2.RequestReport())
+        report = types_pb2.RequestReport(prefill_worker=self._prefill_address)
+        report.timings.prefill_queue_ms = 1.0 if self._prefill_address else 0.0
+        report.timings.prefill_ms = 1000 * self._fleet.prompt_s.get(self._prefill_address, 0.0)
+        event = decode_pb2.DecodeEvent(tokens=[types_pb2.SampledToken(token_id=1)], report=report)
         if self._num == NUM_TOKENS:
             event.finish_reason = types_pb2.FINISH_REASON_LENGTH
         return event
@@ -129,6 +138,21 @@ async def test_a_slow_worker_is_left_alone_for_a_while(fleet: Fleet) -> None:
     assert SLOW in await fleet.ask_often(4)
     await fleet.ask_often(4 * MIN_ANSWERS)
     assert fleet.states() == ["closed"] * 4
+
+
+async def test_a_prefill_worker_that_is_slow_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(monkeypatch, PREFILL)
+    slow = PREFILL[-1]
+    fleet.prompt_s[slow] = 1.0
+    assert sorted(await fleet.ask_often(4)) == sorted(PREFILL), "a few prompts say nothing"
+    await fleet.ask_often(4 * MIN_ANSWERS)
+    assert fleet.states() == ["closed"] * 7 + ["slow"]
+    until = fleet.now + SLOW_S
+    assert slow not in await fleet.ask_often(8)
+    fleet.now, fleet.prompt_s[slow] = until, 0.1
+    assert slow in await fleet.ask_often(4)
+    await fleet.ask_often(4 * MIN_ANSWERS)
+    assert fleet.states() == ["closed"] * 8
 
 
 async def test_a_client_that_reads_slowly_is_not_its_workers_fault(fleet: Fleet) -> None:
