@@ -22,12 +22,6 @@ MessageT = TypeVar("MessageT", bound=Message)
 ValueT = TypeVar("ValueT", bound="DataclassInstance")
 
 
-@functools.cache
-def field_names(descriptor: Descriptor) -> tuple[str, ...]:
-    """Of one kind of message. Asked for anew, a descriptor makes an object for each of its fields."""
-    return tuple(field.name for field in descriptor.fields)
-
-
 def given_fields(message: Message) -> dict[str, object]:
     """The fields that are set, as plain values: tuples, dictionaries for maps and messages, words for enums."""
     return {field.name: _plain(field, value) for field, value in message.ListFields()}

@@ -58,6 +58,3 @@ class DecoderConfig:
     logit_soft_cap: float = 0.0
     merged_names: bool = False  # a checkpoint has qkv_proj and gate_up_proj in one piece each
     experts: ExpertsConfig | None = None
-
-    def has_experts(self, layer: int) -> bool:
-        return self.experts is not None and self.experts.layers[layer]

@@ -108,9 +108,6 @@ class Link:
         content = msgspec.msgpack.encode(message)
         self._writer.write(len(content).to_bytes(HEAD_BYTES, "big") + content)
 
-    async def flushed(self) -> None:
-        await self._writer.drain()
-
     async def messages(self) -> AsyncIterator[Message]:
         """The other end's messages, until it is gone."""
         try:

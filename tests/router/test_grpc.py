@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from common.config import RouterSettings
-from common.errors import InternalError, StartupError
+from common.errors import StartupError
 from common.grpc_status import DETAILS_KEY
 from common.types import WorkerRole, WorkerState
 from protos.baton.v1 import inference_pb2, router_pb2, types_pb2, worker_pb2
@@ -333,16 +333,6 @@ async def test_a_taken_port_is_one_line(router: RunningRouter) -> None:
         with pytest.raises(StartupError, match=f"cannot listen on {taken}") as caught:
             await serve(settings)
         assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("where", ["router.fleet.worker_watch.WorkerWatch.run", "router.server._watch_health"])
-async def test_a_router_ends_with_a_task_that_it_stands_on(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(*_: object) -> None:
-        raise ValueError("a defect")
-
-    monkeypatch.setattr(where, broken)
-    with pytest.raises(InternalError, match="ended: ValueError: a defect"):
-        await asyncio.wait_for(serve(RouterSettings.model_validate({**SETTINGS, "decode": "127.0.0.1:1"})), 30)
 
 
 async def test_drain_finishes_what_runs_and_takes_nothing_new(router: RunningRouter, worker: FakeWorker) -> None:
