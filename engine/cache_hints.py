@@ -33,10 +33,9 @@ class CacheHints:
     def handle(self, hint: m.HintCache, now: float) -> None:
         blocks, names = self._blocks, hint.block_hashes
         if hint.action is m.CacheAction.PREFETCH:
-            self._remote_kv.prefetches.start(hint.call_id, hint.tenant, names, now)
+            self._remote_kv.prefetch(hint.call_id, hint.tenant, names, now)
             return
         if hint.action is m.CacheAction.EVICT:
-            self._remote_kv.prefetches.evicted(names)
             num_device, num_host = blocks.named.evict(names)
             stored = self._remote_kv.evict_stored(names)
             self._evicting.append(_Evicting(hint.call_id, num_device, num_host, stored, now + STORE_TIMEOUT_S))

@@ -74,7 +74,7 @@ class EngineCore:
         )
         self.remote_kv = RemoteKV(connector, store, self.blocks, clock, self._emit)
         self._intake = Intake(
-            self.remote_kv,
+            self.remote_kv.lookups,
             None if compile_grammar is None else Grammars(compile_grammar, clock, wake),
             max_model_len=runner.max_model_len,
             hidden_size=runner.hidden_size,
@@ -142,18 +142,18 @@ class EngineCore:
             case m.BlocksAnnounced():
                 remote_kv.announced(command)
             case m.RemoteFirstToken(request_id, token):
-                if request := remote_kv.room.first_token(request_id):
+                if request := remote_kv.first_token(request_id):
                     new = self.scheduler.append(request, token)
                     if new.finish_reason is not None:
                         self._report_token(new, is_relayed=True)
             case m.PrefillLeaseEnded(request_id, reason):
-                remote_kv.room.lease_ended(request_id, reason)
+                remote_kv.lease_ended(request_id, reason)
             case m.RemotePrefillFailed(request_id, reason):
-                remote_kv.room.failed(request_id, reason)
+                remote_kv.prefill_failed(request_id, reason)
             case m.Release(request_id):
                 self._intake.drop(request_id)
                 self.scheduler.release(request_id)
-                remote_kv.transfers.release(request_id)
+                remote_kv.release(request_id)
             case m.StopPrefill(request_id):
                 self._intake.drop(request_id)
                 self.scheduler.stop(request_id)
@@ -174,7 +174,7 @@ class EngineCore:
     def stood_still(self, seconds: float) -> None:
         """This process was frozen for that long, so every block that is being read counts as lost: a prefill worker may
         have reused its blocks meanwhile, and the front, which may have been frozen too, may not know yet."""
-        self.remote_kv.room.all_leases_ended(f"the worker stood still for {seconds:.1f} s")
+        self.remote_kv.all_leases_ended(f"the worker stood still for {seconds:.1f} s")
 
     def step(self) -> bool:
         """One whole step. Returns False if there was nothing to compute. Loops that send events use the two halves."""
@@ -209,7 +209,7 @@ class EngineCore:
         self.blocks.take_counts().report()
         metrics.worker_kv_retained_blocks.set(len(self.blocks.retention))
         self.take_in_transfers()  # P2P publications are ready at once
-        if self.remote_kv.prefetches.go_on(now, self._copy, may_move=not self.scheduler.num_waiting):
+        if self.remote_kv.go_on_prefetching(now, self._copy, may_move=not self.scheduler.num_waiting):
             self._wake()  # the next group comes with the next step, which is not to wait for anything else
         return output
 

@@ -10,14 +10,14 @@ from common.errors import InvalidArgumentError
 from common.sampling import SamplingParams
 from engine import messages as m
 from engine.grammars import Grammars
-from engine.remote_kv import RemoteKV
+from engine.remote_kv import Lookups
 from engine.request import Request
 
 
 class Intake:
     def __init__(
         self,
-        remote_kv: RemoteKV,
+        lookups: Lookups,
         grammars: Grammars | None,
         *,
         max_model_len: int,
@@ -26,7 +26,7 @@ class Intake:
         emit: Callable[[m.Event], None],
     ) -> None:
         """If `grammars` is None, guided requests fail. `emit` takes the event of a request that fails."""
-        self._lookups = remote_kv.lookups
+        self._lookups = lookups
         self._grammars = grammars
         self._max_model_len = max_model_len
         self._hidden_size = hidden_size

@@ -20,10 +20,6 @@ class Lookups:
     def num_prompt_tokens(self) -> int:
         return sum(request.num_prompt_tokens for request, _ in self._waiting.values())
 
-    @property
-    def num_unanswered(self) -> int:
-        return sum(lookup.num_blocks is None for _, lookup in self._waiting.values())
-
     def start(self, request: Request) -> None:
         """Asks the store for the prompt's leading blocks, if the cache here does not hold all that could be found."""
         names = self._blocks.cache.findable(request)

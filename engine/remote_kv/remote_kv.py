@@ -63,12 +63,12 @@ class RemoteKV:
         clock: Callable[[], float],
         emit: Callable[[m.Event], None],
     ) -> None:
-        """`emit` takes the events for the front, in their order."""
+        """`emit` takes the events for the front, in their order. The scheduler has `room`, the intake `lookups`."""
         self.room = WaitingRoom(blocks, handoff_is_store=store is handoff)
         self.lookups = Lookups(store, blocks)
-        self.transfers = Transfers(handoff, store, blocks, clock)
-        self.loans = Loans(blocks)
-        self.prefetches = Prefetches(blocks, store, self.transfers, emit)
+        self._transfers = Transfers(handoff, store, blocks, clock)
+        self._loans = Loans(blocks)
+        self._prefetches = Prefetches(blocks, store, self._transfers, emit)
         self._handoff = handoff
         self._store = store
         self._handoff_is_store = store is handoff
@@ -81,23 +81,42 @@ class RemoteKV:
 
     # ---------------------------------------------------------------------------------- messages from the front
 
+    def first_token(self, request_id: str) -> Request | None:
+        """As `WaitingRoom.first_token`."""
+        return self.room.first_token(request_id)
+
+    def lease_ended(self, request_id: str, reason: str) -> None:
+        """The prefill worker may reuse its blocks from now on."""
+        self.room.lease_ended(request_id, reason)
+
+    def all_leases_ended(self, reason: str) -> None:
+        self.room.all_leases_ended(reason)
+
+    def prefill_failed(self, request_id: str, reason: str) -> None:
+        """No prefill worker brings anything more."""
+        self.room.failed(request_id, reason)
+
+    def release(self, request_id: str) -> None:
+        """The lease on what the request published has ended."""
+        self._transfers.release(request_id)
+
     def announced(self, message: m.BlocksAnnounced) -> None:
-        self.transfers.fetch(message.request_id, self.room.announced(message.request_id, message.blocks))
+        self._transfers.fetch(message.request_id, self.room.announced(message.request_id, message.blocks))
         self.room.not_published(message.request_id, message.failed_indexes, message.failure)
 
     def lend(self, request_id: str, first: int, stop: int) -> None:
         """Makes blocks of the prompt readable for the prefill worker that was asked for the rest of it."""
         lent = self.room.lendable(request_id, first, stop)
         if lent:
-            self.loans.begin(request_id, lent)
-            self.transfers.publish(request_id, lent)
+            self._loans.begin(request_id, lent)
+            self._transfers.publish(request_id, lent)
         if missing := sorted({*range(first, stop)} - {block.index for block in lent}):
             self._emit(m.BlocksPublished(request_id, [], missing, "the decode worker does not have it any more", 0.0))
 
     def end_loan(self, request_id: str) -> None:
-        if request_id in self.loans:
-            self.transfers.release(request_id)
-            self.loans.end(request_id)
+        if request_id in self._loans:
+            self._transfers.release(request_id)
+            self._loans.end(request_id)
 
     def add_peer(self, peer: bytes) -> None:
         try:
@@ -110,7 +129,7 @@ class RemoteKV:
     def take_in(self, read_commands: Callable[[], None]) -> None:
         """Takes in what transfers have brought. `read_commands` handles the front's messages: the end of a lease that
         came before a result makes that result worthless. Safe at any time between two calls, also in mid-step."""
-        ended = list(self.transfers.poll())
+        ended = list(self._transfers.poll())
         if ended:
             read_commands()
         news: defaultdict[str, _TransferNews] = defaultdict(_TransferNews)
@@ -128,20 +147,20 @@ class RemoteKV:
     def give_up_overdue(self) -> None:
         """Counts transfers that hang as failed, if there are other blocks to compute in. Not in mid-step: blocks that
         become free then may still be written to by the step."""
-        for request_id, overdue in self.transfers.overdue().items():
+        for request_id, overdue in self._transfers.overdue().items():
             fetched = [result for result in overdue.results if result.kind is TransferKind.FETCH]
             if not self.room.replace_blocks(request_id, [(one.index, one.block_id) for one in fetched]):
                 continue
             news = _TransferNews()
             for result in overdue.results:
-                self.transfers.give_up(result)
+                self._transfers.give_up(result)
                 news.add(result, overdue.elapsed_s)
             self._report(request_id, news)
 
     def write_back_from_host(self, carry_out: Callable[[list[BlockCopy]], None]) -> None:
         """Copies blocks up that only host memory has and the store lacks, and writes them, if no transfer is under way.
         Only while no step is under way, since it takes blocks."""
-        if self.transfers.may_write:
+        if self._transfers.may_write:
             self._blocks.named.load_for_write_back(WRITE_TOKENS)
             carry_out(self._blocks.take_copies())
             self._write_back()
@@ -155,16 +174,27 @@ class RemoteKV:
             if names := self._blocks.retention.names():
                 self._store.touch(list(names))
 
+    def prefetch(self, call_id: int, tenant: str, names: Sequence[bytes], now: float) -> None:
+        """Brings these names up into the cache, a group at a time (`go_on_prefetching`); then one event answers."""
+        self._prefetches.start(call_id, tenant, names, now)
+
+    def go_on_prefetching(self, now: float, carry_out: Callable[[list[BlockCopy]], None], *, may_move: bool) -> bool:
+        """Moves one group of blocks at most. Only while no step is under way, since it takes blocks. `may_move`: no
+        request waits. Returns whether it could go on at once."""
+        return self._prefetches.go_on(now, carry_out, may_move=may_move)
+
     def evict_stored(self, names: Sequence[bytes]) -> Eviction:
-        """Has the store forget these names; a block that is being written, as soon as the write has ended."""
-        self._evicted_late.update(filter(self.transfers.is_writing, names))
+        """Has the store forget these names; a block that is being written, as soon as the write has ended. Prefetches
+        that would bring one of them back end."""
+        self._prefetches.evicted(names)
+        self._evicted_late.update(filter(self._transfers.is_writing, names))
         return self._store.evict(names)
 
     def start(self) -> None:
         """Carries out the effects of requests that the scheduler parked."""
         effects = self.room.take_effects()
         for fetch in effects.store_fetches:
-            self.transfers.fetch_stored(fetch.request_id, fetch.blocks)
+            self._transfers.fetch_stored(fetch.request_id, fetch.blocks)
         for ask in effects.asks:
             self._emit(m.RemotePrefillNeeded(ask.request_id, ask.first_block))
         for loan in effects.loans:
@@ -174,7 +204,7 @@ class RemoteKV:
 
     def publish(self, publishes: Sequence[Publish]) -> None:
         for publish in publishes:
-            self.transfers.publish(publish.request.request_id, publish.blocks)
+            self._transfers.publish(publish.request.request_id, publish.blocks)
 
     def take_settled(self) -> list[Request]:
         """Requests whose wait is over, for the scheduler."""
@@ -186,8 +216,8 @@ class RemoteKV:
     # ------------------------------------------------------------------------------------------ internals
 
     def _report(self, request_id: str, news: _TransferNews) -> None:
-        if request_id in self.prefetches:
-            self.prefetches.ended(request_id, news.arrived, news.fetch_lost, news.failure)
+        if request_id in self._prefetches:
+            self._prefetches.ended(request_id, news.arrived, news.fetch_lost, news.failure)
             return
         if news.refs or news.published_lost:
             self._emit(m.BlocksPublished(request_id, news.refs, news.published_lost, news.failure, news.elapsed_s))
@@ -234,8 +264,8 @@ class RemoteKV:
 
     def _write_back(self) -> None:
         """Brings computed blocks to the store, a run at a time, while no request's transfer is under way."""
-        if self.transfers.may_write and (blocks := self._blocks.write_back.next_run(WRITE_TOKENS)):
-            self.transfers.write(blocks)
+        if self._transfers.may_write and (blocks := self._blocks.write_back.next_run(WRITE_TOKENS)):
+            self._transfers.write(blocks)
 
     def _take_in_written(self, written: WrittenBlock) -> None:
         is_stored = written.error is None

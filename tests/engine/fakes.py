@@ -150,7 +150,8 @@ def add(
         m.AddRequest(request_id=request_id, prompt_token_ids=list(prompt), sampling_params=params, **fields)  # type: ignore[arg-type]
     )
     give_up = time.monotonic() + PATIENCE_S
-    while waits_for_lookup and core.remote_kv.lookups.num_unanswered:
+    lookups = core.remote_kv.lookups
+    while waits_for_lookup and any(lookup.num_blocks is None for _, lookup in lookups._waiting.values()):
         assert time.monotonic() < give_up, "the store does not answer"
         time.sleep(0.0005)
     core._queue_ready()

@@ -121,13 +121,13 @@ def test_what_is_being_written_is_forgotten_after_that() -> None:
     store = SlowStore(ConnectorConfig(epoch="s", worker_id="s"))
     core, _ = make_core(store=store)
     add(core, "a", PROMPT, max_tokens=1)
-    while not core.remote_kv.transfers.is_writing(names()[0]):
+    while not core.remote_kv._transfers.is_writing(names()[0]):
         core.step()
     hint(core, m.CacheAction.EVICT, names())
     for _ in range(50):
         core.step()
     assert store.evicted.count(names()[0]) == 2
-    assert not core.remote_kv.transfers.is_writing(names()[0])
+    assert not core.remote_kv._transfers.is_writing(names()[0])
 
 
 @pytest.mark.parametrize(("stored", "words"), [(Eviction(), "did not answer"), (Eviction(0, "why"), "why")])
@@ -209,7 +209,7 @@ def test_it_waits_for_who_waits_and_gives_up() -> None:
     core, _ = make_core()
     core.handle(m.HintCache(call_id=1, action=m.CacheAction.PREFETCH, block_hashes=names()))
     for now in (0.0, 10_000_000.0):
-        core.remote_kv.prefetches.go_on(now, lambda _: None, may_move=False)
+        core.remote_kv._prefetches.go_on(now, lambda _: None, may_move=False)
         told = [event for event in core.take_events() if isinstance(event, m.CacheHinted)]
         assert [("had no time" in event.failure) for event in told] == ([] if now == 0.0 else [True])
     for call_id in range(17):

@@ -274,7 +274,7 @@ def test_a_block_that_is_lost_is_computed_and_those_before_it_are_kept() -> None
     pair, slow = slow_pair()
     slow.deliver(1)
     quiet(pair)
-    pair.decode._connector.release(pair.decode.remote_kv.transfers._published["second"][0])
+    pair.decode._connector.release(pair.decode.remote_kv._transfers._published["second"][0])
     slow.deliver()
     pair.run()
     assert pair.read == [LENT.start]

@@ -66,7 +66,7 @@ def prefetch(core: EngineCore, hashes: list[bytes], call_id: int = 1, tenant: st
 
 
 def go_on(core: EngineCore, *, now: float = 0.0, may_move: bool = True) -> bool:
-    return core.remote_kv.prefetches.go_on(now, core._copy, may_move=may_move)
+    return core.remote_kv._prefetches.go_on(now, core._copy, may_move=may_move)
 
 
 def answers(core: EngineCore) -> list[m.CacheHinted]:

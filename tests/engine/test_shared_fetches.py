@@ -163,7 +163,7 @@ def finish(pair: Pair, slow: SlowMemory) -> None:
     for _ in range(500):
         settle(pair)
         if (
-            not slow.waiting and not pair.decode.remote_kv.transfers.num_in_flight
+            not slow.waiting and not pair.decode.remote_kv._transfers.num_in_flight
         ):  # writes to the store end by themselves
             return
         slow.deliver(1)

@@ -60,7 +60,7 @@ def run(core: EngineCore) -> list[m.Event]:
         worked = core.step()
         events += core.take_events()
         assert core.scheduler.check_integrity() == []
-        waits = core.scheduler.num_running > 0 or core.remote_kv.transfers.num_in_flight > 0
+        waits = core.scheduler.num_running > 0 or core.remote_kv._transfers.num_in_flight > 0
         if not worked and not waits:
             return events
         if not worked:
@@ -222,7 +222,7 @@ def a_hanging_fetch(folder: Path, **settings: object) -> Iterator[tuple[EngineCo
     add(core, "a", PROMPT, max_tokens=4)
     with hanging(path_of(folder, first, SPEC)) as go_on:
         core.step()
-        assert core.remote_kv.transfers.num_in_flight == 7
+        assert core.remote_kv._transfers.num_in_flight == 7
         yield core, go_on
     run(core)
     assert_idle(core)
@@ -281,11 +281,11 @@ def test_who_is_gone_before_its_read_is_given_up(tmp_path: Path) -> None:
         add(core, "b", PROMPT[::-1], max_tokens=4)
         assert tokens_of(until_answered(core, "b")) == {"b": reference(PROMPT[::-1], 4)}
         give_up = time.monotonic() + PATIENCE_S
-        while not core.remote_kv.transfers.overdue():
+        while not core.remote_kv._transfers.overdue():
             assert time.monotonic() < give_up
             core.take_in_transfers()
         core.step()
-        assert core.remote_kv.transfers.overdue() == {}
+        assert core.remote_kv._transfers.overdue() == {}
         assert core.blocks.num_available_blocks == core.blocks.num_blocks - 7
 
 
@@ -296,7 +296,7 @@ def test_without_other_blocks_a_read_that_hangs_is_waited_for(tmp_path: Path) ->
             assert not core.step()
             assert core.scheduler.check_integrity() == []
         assert "a" in core.scheduler.requests
-        assert len(core.remote_kv.transfers.overdue()["a"].results) == 7, "there is no room for all of them"
+        assert len(core.remote_kv._transfers.overdue()["a"].results) == 7, "there is no room for all of them"
         assert core.blocks.num_available_blocks == 4
         go_on()
         assert tokens_of(run(core)) == {"a": reference(PROMPT, 4)}
@@ -679,11 +679,11 @@ def unhurried(core: EngineCore) -> Iterator[Callable[[], None]]:
 def record_writes(core: EngineCore) -> list[int]:
     """Indexes of the blocks that go to the store from here on."""
     written: list[int] = []
-    write = core.remote_kv.transfers.write
+    write = core.remote_kv._transfers.write
 
     def recorded(blocks: Sequence[LocalBlock]) -> None:
         written.extend(block.index for block in blocks)
         write(blocks)
 
-    core.remote_kv.transfers.write = recorded  # type: ignore[method-assign]
+    core.remote_kv._transfers.write = recorded  # type: ignore[method-assign]
     return written
