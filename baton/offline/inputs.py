@@ -8,7 +8,7 @@ from typing import Any, cast
 from baton.messages import Message, Tool, ToolCall
 from baton.requests import Messages
 from common.errors import InvalidArgumentError
-from router.serving.conversation import joined_parts
+from router.text.conversation import joined_parts
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""

@@ -32,12 +32,12 @@ from kv_store.no_store import NoStore
 from protos.baton.v1 import inference_pb2
 from router.api.grpc_chat import conversation
 from router.fleet.served_model import ServedModel
-from router.serving.answer_parts import PartsParser
-from router.serving.answer_text import AnswerText
 from router.serving.preparation import Preparation
 from router.serving.request import GenerationRequest, Prompt
 from router.serving.threads import TextThreads
-from router.serving.tokenizer import load_tokenizer
+from router.text.answer_parts import PartsParser
+from router.text.answer_text import AnswerText
+from router.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 

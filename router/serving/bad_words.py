@@ -7,7 +7,7 @@ from functools import lru_cache
 from common.errors import InvalidArgumentError
 from common.sampling import MAX_BANNED_SEQUENCES, MAX_BANNED_TOKENS, FieldName, SamplingParams, TokenSequence
 from router.fleet.served_model import ServedModel
-from router.serving.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 
 def bad_words_ids(model: ServedModel, params: SamplingParams, name: FieldName) -> tuple[TokenSequence, ...]:

@@ -17,8 +17,6 @@ from common.errors import BatonError
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
 from router.serving.admission import DEADLINE_SLACK_S
-from router.serving.answer_parts import PartsParser, Pieces
-from router.serving.answer_text import AnswerText, NewText
 from router.serving.beams import search
 from router.serving.demand import Demand
 from router.serving.dispatch import Dispatcher
@@ -26,6 +24,8 @@ from router.serving.fair_queue import FairQueue, Places, name_of
 from router.serving.progress import NewTokens, Progress
 from router.serving.quotas import Quotas
 from router.serving.request import GenerationRequest, Output
+from router.text.answer_parts import PartsParser, Pieces
+from router.text.answer_text import AnswerText, NewText
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from functools import partial
 from common.errors import InvalidArgumentError
 from common.guided import Guided, check_grammar
 from common.sampling import FieldName, Given
-from router.serving.answer_parts import Reading
 from router.serving.threads import SHORT, TextThreads
+from router.text.answer_parts import Reading
 
 MAX_GOOD_GRAMMARS = 64
 

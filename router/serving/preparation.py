@@ -30,15 +30,15 @@ from router.serving.answer_budget import AnswerBudget
 from router.serving.bad_words import bad_words_ids
 from router.serving.beams import beam_params, beam_sampling
 from router.serving.clients import ApiClient, CallHints
-from router.serving.conversation import Conversation, read_through
 from router.serving.embedding import MAX_DIMENSIONS, EmbedRequest
 from router.serving.fair_queue import name_of
-from router.serving.forced_calls import forced_guide, forced_reading
 from router.serving.guided import Grammars, reading_of, with_calls
 from router.serving.prefix_hints import PrefixHint
 from router.serving.request import GenerationRequest, Prompt, SamplingMessages, new_request_id
 from router.serving.sampling_size import check_size
 from router.serving.threads import TextThreads
+from router.text.conversation import Conversation, read_through
+from router.text.forced_calls import forced_guide, forced_reading
 
 ONE_ANSWER = Choices()
 VALUE_CHARS = 12  # rendering a value of JSON takes about as long as tokenizing this many characters

@@ -14,7 +14,7 @@ from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
 from protos.messages import message_of
 from router.fleet.served_model import ServedModel
-from router.serving.answer_parts import Part, Reading, ToolCallDelta
+from router.text.answer_parts import Part, Reading, ToolCallDelta
 
 
 @dataclass(slots=True, frozen=True)

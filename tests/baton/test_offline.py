@@ -21,7 +21,7 @@ from common.errors import ConfigError, InvalidArgumentError, UnavailableError
 from common.sampling import parameters
 from engine import messages as m
 from router.api.rest.chat_messages import ChatMessage, ContentPart, conversation_of
-from router.serving.conversation import Tools
+from router.text.conversation import Tools
 from tests.baton.fake_router import fake_router
 from tests.chaos.tiny_model import random_prompt, reference_answer, write_tiny_model
 from tests.router.chat_templates import HERMES

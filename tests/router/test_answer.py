@@ -25,10 +25,10 @@ from router.api.rest.answer import Answer
 from router.api.rest.formats import AnswerFormat, ChatFormat, CompletionFormat, JsonObject
 from router.api.rest.large_json import json_parts
 from router.fleet.served_model import ServedModel
-from router.serving.answer_parts import ToolCallDelta
 from router.serving.choices import MAX_AHEAD, candidates, merged
 from router.serving.request import GenerationRequest, Output
-from router.serving.tokenizer import Tokenizer
+from router.text.answer_parts import ToolCallDelta
+from router.text.tokenizer import Tokenizer
 from tests.router.conftest import StartRouter
 from tests.router.fake_worker import FakeWorker
 from tests.router.tiny_tokenizer import ids_of, tiny_tokenizer, vocab_size

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UnavailableError
-from router.serving.answer_parser import AnswerReader
-from router.serving.answer_parts import TextPart
-from router.serving.conversation import Tool, Tools
-from router.serving.detokenizer import Detokenizer
-from router.serving.response_templates import response_template
-from router.serving.tokenizer import Tokenizer
+from router.text.answer_parser import AnswerReader
+from router.text.answer_parts import TextPart
+from router.text.conversation import Tool, Tools
+from router.text.detokenizer import Detokenizer
+from router.text.response_templates import response_template
+from router.text.tokenizer import Tokenizer
 from tests.router import chat_templates
 from tests.router.tiny_tokenizer import tiny_tokenizer, tokenizer_files
 

@@ -26,10 +26,10 @@ from router.fleet.served_model import ServedModel
 from router.serving import preparation as preparing
 from router.serving import request as asking
 from router.serving.choices import candidates
-from router.serving.conversation import MAX_CALLS, MAX_PARTS, MAX_TOOLS, MAX_VALUES, Conversation, Tool, make_tools
 from router.serving.preparation import Preparation
 from router.serving.request import GenerationRequest, Prompt
 from router.serving.threads import SHORT, TextThreads
+from router.text.conversation import MAX_CALLS, MAX_PARTS, MAX_TOOLS, MAX_VALUES, Conversation, Tool, make_tools
 from tests.router.tiny_tokenizer import tiny_tokenizer, vocab_size
 
 Json = dict[str, Any]

@@ -14,9 +14,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as RustTokenizer
 
 from common.errors import InvalidArgumentError
-from router.serving.chat_template import ChatTemplate
-from router.serving.conversation import Conversation
-from router.serving.tokenizer import Tokenizer
+from router.text.chat_template import ChatTemplate
+from router.text.conversation import Conversation
+from router.text.tokenizer import Tokenizer
 from tests.router.tiny_tokenizer import CORPUS
 
 if TYPE_CHECKING:

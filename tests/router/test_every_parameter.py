@@ -28,7 +28,7 @@ from common.validation import ModelLimits
 from engine import messages as m
 from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2
 from router.serving import admission
-from router.serving.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from tests.each_case import each_case
 from tests.router import nested_parameters
 from tests.router.conftest import RunningRouter

@@ -19,13 +19,13 @@ from router.api.rest.formats import ChatFormat
 from router.api.rest.large_json import json_parts
 from router.api.rest.responses import ResponseAnswer
 from router.api.rest.tools import JsonObject
-from router.serving.answer_parser import AnswerReader
-from router.serving.conversation import Tool, Tools
 from router.serving.demand import Demand
 from router.serving.generation import Generation
 from router.serving.progress import NewTokens, Progress
 from router.serving.request import GenerationRequest, Output
-from router.serving.response_templates import response_template
+from router.text.answer_parser import AnswerReader
+from router.text.conversation import Tool, Tools
+from router.text.response_templates import response_template
 from tests.router import chat_templates
 from tests.router.test_answer import keep, requests
 from tests.router.tiny_tokenizer import byte_ids, eos_id, tiny_tokenizer
@@ -118,7 +118,7 @@ def as_sent(whole: JsonObject) -> Any:
 
 @pytest.fixture(autouse=True)
 def equal_call_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.serving.answer_parser.new_call_id", lambda: "c")
+    monkeypatch.setattr("router.text.answer_parser.new_call_id", lambda: "c")
 
 
 CASES = [

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidArgumentError
-from router.serving.chat_template import ChatTemplate
-from router.serving.conversation import Call, Conversation, Tools, make_message, named_results
+from router.text.chat_template import ChatTemplate
+from router.text.conversation import Call, Conversation, Tools, make_message, named_results
 from tests.router.published_templates import NAMES, WITHOUT_TOOLS, published
 from tests.router.test_answer_parser import WEATHER, read
 

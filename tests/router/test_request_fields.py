@@ -10,7 +10,7 @@ import pytest
 
 from baton import LLM, AsyncClient, Client
 from protos.baton.v1 import inference_pb2
-from router.serving.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from tests.router.conftest import RunningRouter
 from tests.router.fake_worker import FakeWorker
 

@@ -13,8 +13,8 @@ import pytest
 from common.types import FinishReason
 from router.api.rest.responses import ResponseAnswer
 from router.api.rest.responses_body import ResponsesBody
-from router.serving.answer_parts import TextPart, ToolCallDelta
 from router.serving.request import OBJECT_BYTES, Output
+from router.text.answer_parts import TextPart, ToolCallDelta
 from tests.each_case import each_case
 from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartWorker

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from common.errors import InvalidArgumentError
 from common.guided import Guided, check_grammar, grammar_of
-from router.serving.answer_parser import AnswerReader
-from router.serving.conversation import Tool, Tools
-from router.serving.response_templates import response_template
+from router.text.answer_parser import AnswerReader
+from router.text.conversation import Tool, Tools
+from router.text.response_templates import response_template
 from tests.common.test_guided import matches, tokenizer
 from tests.each_case import each_case
 from tests.router import chat_templates

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from common.errors import InvalidArgumentError, UnavailableError
-from router.serving.chat_template import ChatTemplate
-from router.serving.conversation import Conversation
-from router.serving.detokenizer import MAX_PENDING, REPLACEMENT, Detokenizer
-from router.serving.stop_strings import StopStrings
-from router.serving.tokenizer import Tokenizer, load_tokenizer
+from router.text.chat_template import ChatTemplate
+from router.text.conversation import Conversation
+from router.text.detokenizer import MAX_PENDING, REPLACEMENT, Detokenizer
+from router.text.stop_strings import StopStrings
+from router.text.tokenizer import Tokenizer, load_tokenizer
 from tests.router.tiny_tokenizer import byte_ids, eos_id, ids_of, tiny_tokenizer, tokenizer_files, vocab_size
 
 TEXTS = [

@@ -15,9 +15,9 @@ from common.guided import Guided
 from common.sampling import SamplingParams
 from common.validation import ModelLimits
 from router.fleet.served_model import ServedModel
-from router.serving.conversation import Conversation
 from router.serving.preparation import Preparation
 from router.serving.threads import SHORT, TextThreads
+from router.text.conversation import Conversation
 from tests.router.tiny_tokenizer import tiny_tokenizer, vocab_size
 
 LONG = SHORT + 1

@@ -396,8 +396,8 @@ async def test_forms_that_cannot_be_kept(router: RunningRouter, body: dict[str, 
 
 def test_references_in_schemas_of_several_tools() -> None:
     from common.guided import check_guided
-    from router.serving.conversation import Tool, Tools
-    from router.serving.forced_calls import forced_guide
+    from router.text.conversation import Tool, Tools
+    from router.text.forced_calls import forced_guide
 
     parameters = {
         "type": "object",

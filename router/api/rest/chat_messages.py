@@ -11,7 +11,7 @@ from common.errors import InvalidArgumentError
 from common.validation import ModelLimits, check_messages
 from router.api.rest.body_types import Body, Given, refuse_if_asked
 from router.api.rest.tools import ToolCall, calls_of
-from router.serving.conversation import (
+from router.text.conversation import (
     Conversation,
     Json,
     Tools,

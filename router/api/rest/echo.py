@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
 from router.serving.request import Output
-from router.serving.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, frozen=True)

@@ -14,7 +14,7 @@ from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
 from router.api.rest.tools import WholeCalls, delta_json
 from router.serving.request import Output
-from router.serving.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 JsonObject = dict[str, object]
 

@@ -28,8 +28,8 @@ from router.api.rest.chat_messages import ChatMessage, conversation_of
 from router.api.rest.guided import GuidedFields
 from router.api.rest.sampling_fields import ALIASES, ALIASES_OF, with_sampling
 from router.api.rest.tools import FunctionTool, NamedTool, chat_tools
-from router.serving.conversation import Conversation, check_effort
 from router.serving.preparation import ONE_ANSWER
+from router.text.conversation import Conversation, check_effort
 
 MAX_CHOICES = 128
 

@@ -20,8 +20,8 @@ from router.api.rest.handlers import Handlers
 from router.api.rest.parsing import parse
 from router.api.rest.tools import FunctionTool, JsonObject, chat_tools
 from router.serving.clients import call_hints
-from router.serving.conversation import Conversation
 from router.serving.prefix_hints import Hinted
+from router.text.conversation import Conversation
 
 
 class PrefixBody(Body, kw_only=True):

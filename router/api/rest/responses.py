@@ -13,10 +13,10 @@ from router.api.rest.errors import as_baton, error_code
 from router.api.rest.formats import baton_report, chat_tokens
 from router.api.rest.large_json import JsonList, json_parts
 from router.api.rest.tools import JsonObject
-from router.serving.answer_parts import TextPart, ToolCallDelta
 from router.serving.choices import Hold
 from router.serving.generation import Generation
 from router.serving.request import OBJECT_BYTES, GenerationRequest, Output
+from router.text.answer_parts import TextPart, ToolCallDelta
 
 
 @dataclass(slots=True)

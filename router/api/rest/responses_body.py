@@ -25,7 +25,7 @@ from router.api.rest.guided import schema_text
 from router.api.rest.responses_input import InputItem, num_parts, turns_of
 from router.api.rest.sampling_fields import with_sampling
 from router.api.rest.tools import JsonObject
-from router.serving.conversation import (
+from router.text.conversation import (
     Conversation,
     Json,
     Tool,

@@ -10,7 +10,7 @@ from msgspec import UNSET, field
 
 from common.errors import InvalidArgumentError
 from router.api.rest.body_types import Body, Given, is_list, refuse_if_asked
-from router.serving.conversation import Call, Json, ValueCount, joined_parts, make_message
+from router.text.conversation import Call, Json, ValueCount, joined_parts, make_message
 
 FIELDS = {
     "message": {"role", "content", "name"},

@@ -9,8 +9,8 @@ from msgspec import UNSET
 
 from common.errors import InvalidArgumentError
 from router.api.rest.body_types import Body, Given, is_given
-from router.serving.answer_parts import ToolCallDelta
-from router.serving.conversation import Call, Tool, Tools, check_num_tools, make_tools
+from router.text.answer_parts import ToolCallDelta
+from router.text.conversation import Call, Tool, Tools, check_num_tools, make_tools
 
 JsonObject = dict[str, object]
 

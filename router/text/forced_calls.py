@@ -10,9 +10,9 @@ import json
 from typing import Any
 
 from common.guided import Guided
-from router.serving.answer_parts import Pieces, Reading, ToolCallDelta, new_call_id
-from router.serving.conversation import Json, Tool, Tools
-from router.serving.tool_text import ArgumentsText, ObjectsText
+from router.text.answer_parts import Pieces, Reading, ToolCallDelta, new_call_id
+from router.text.conversation import Json, Tool, Tools
+from router.text.tool_text import ArgumentsText, ObjectsText
 
 
 def forced_guide(tools: Tools) -> Guided:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from router.serving.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
 PROMPT_TAIL = 8  # tokens of context before the answer

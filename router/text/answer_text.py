@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from common.sampling import SamplingParams
 from common.types import FinishReason, SampledToken
-from router.serving.answer_parts import Reading
-from router.serving.detokenizer import Detokenizer
-from router.serving.stop_strings import StopStrings
-from router.serving.tokenizer import Tokenizer
+from router.text.answer_parts import Reading
+from router.text.detokenizer import Detokenizer
+from router.text.stop_strings import StopStrings
+from router.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from common.errors import InvalidArgumentError, UnavailableError
-from router.serving.conversation import Conversation
+from router.text.conversation import Conversation
 
 
 class _GenerationBlock(jinja2.ext.Extension):

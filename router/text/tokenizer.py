@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer as RustTokenizer
 
 from common.errors import InvalidArgumentError, UnavailableError
-from router.serving.chat_template import ChatTemplate
-from router.serving.control_tokens import ControlTokens, Hidden
-from router.serving.conversation import Conversation, texts_of
-from router.serving.response_templates import response_template
+from router.text.chat_template import ChatTemplate
+from router.text.control_tokens import ControlTokens, Hidden
+from router.text.conversation import Conversation, texts_of
+from router.text.response_templates import response_template
 
 if TYPE_CHECKING:
-    from router.serving.answer_parser import AnswerReader
+    from router.text.answer_parser import AnswerReader
 
 SHORT_DECODE = 256  # tokens; decoded in less than a millisecond
 
@@ -237,7 +237,7 @@ def _reader(config: Mapping[str, object], chat_template: str, rust: RustTokenize
     template = response_template(config.get("response_template"), chat_template)
     if template is None:
         return None
-    from router.serving.answer_parser import AnswerReader
+    from router.text.answer_parser import AnswerReader
 
     return AnswerReader(template, rust)
 

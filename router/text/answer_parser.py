@@ -20,11 +20,11 @@ from transformers.utils.chat_parsing.content_parsers import process_field
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from common.errors import UnavailableError
-from router.serving.answer_parts import Pieces, Reading, ToolCallDelta, new_call_id
-from router.serving.conversation import Tools
-from router.serving.response_templates import REASONING_FIELDS, Template
-from router.serving.strict_calls import StrictCalls
-from router.serving.tool_text import ArgumentsText, CallText, ObjectsText, calls_of
+from router.text.answer_parts import Pieces, Reading, ToolCallDelta, new_call_id
+from router.text.conversation import Tools
+from router.text.response_templates import REASONING_FIELDS, Template
+from router.text.strict_calls import StrictCalls
+from router.text.tool_text import ArgumentsText, CallText, ObjectsText, calls_of
 
 CALLS_FIELD = "tool_calls"
 MAX_KEPT_CHARS = 4096

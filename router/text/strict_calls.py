@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from common.errors import InvalidArgumentError
 from common.guided import Guided
-from router.serving.conversation import Json, Tools
-from router.serving.forced_calls import closed_schema
-from router.serving.response_templates import CallShape, Template, call_shape, reasoning_marks
+from router.text.conversation import Json, Tools
+from router.text.forced_calls import closed_schema
+from router.text.response_templates import CallShape, Template, call_shape, reasoning_marks
 
 
 class StrictCalls:
