@@ -9,7 +9,7 @@ import statistics
 import time
 
 from common.block_hash import HASH_BYTES, block_hashes, root_hash
-from router.policy.prefix_index import PrefixIndex
+from router.fleet.prefix_index import PrefixIndex
 
 PROMPT_BLOCKS = 512  # 8,192 tokens in blocks of 16
 

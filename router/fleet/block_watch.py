@@ -13,7 +13,7 @@ from common import metrics
 from common.block_hash import HASH_BYTES
 from common.grpc_streams import uncancelled
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
-from router.policy.prefix_index import PrefixIndex
+from router.fleet.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 from common.block_hash import block_hashes, root_hash
-from router.policy import prefix_index
-from router.policy.prefix_index import EXPECTED_S, PrefixIndex
+from router.fleet import prefix_index
+from router.fleet.prefix_index import EXPECTED_S, PrefixIndex
 
 ROOT = root_hash("f")
 NAMES = block_hashes(ROOT, list(range(40)), 4)
