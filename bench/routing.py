@@ -10,7 +10,7 @@ policy gets a fresh stack of two prefill and two decode workers over NIXL, witho
 same times (Poisson, --rate a second). Each worker has room for --room of the distinct blocks. With --no-sharing every
 prompt is new.
 
-Policies can only differ where prompts share something. --skip and --requests are chosen for Mooncake's synthetic trace,
+Policies can only differ if prompts share something. --skip and --requests are chosen for Mooncake's synthetic trace,
 whose prompts come back late: an endless cache has 62 % of the blocks of its 400 requests from line 3,500 on, and 6 % of
 those of the first 200. (Of the conversation trace it has 6 to 8 %, wherever 200 requests are taken from, so that no
 policy can be much better there.) The first line that is printed says it of the requests that were taken.

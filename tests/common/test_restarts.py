@@ -35,5 +35,5 @@ def test_what_is_long_ago_is_forgotten() -> None:
     assert restarts.delay_s("a", WINDOW_S + 99.0) is None
 
 
-def test_none_where_none_are_allowed() -> None:
+def test_none_if_none_are_allowed() -> None:
     assert Restarts(0).delay_s("a", 0.0) is None

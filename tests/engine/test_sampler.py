@@ -239,7 +239,7 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert [entry.logprob for entry in token.top_logprobs] == pytest.approx(expected[[0, 5, 1]].tolist())
 
 
-def test_logprobs_only_where_asked() -> None:
+def test_logprobs_only_if_asked() -> None:
     rows = LOGITS.expand(2, -1)
     plain, zero = sample(rows, [ask(GREEDY), ask(replace(GREEDY, logprobs=0))])
     assert plain == SampledToken(0)

@@ -118,7 +118,7 @@ def test_the_cost_of_a_step_is_near_what_steps_took(
         assert step_cost(num_rows, rows) / step_cost(1, rows) == pytest.approx(wanted, rel=0.25)
 
 
-def test_where_a_row_costs_as_much_as_reading_the_weights_only_one_request_drafts() -> None:
+def test_if_a_row_costs_as_much_as_reading_the_weights_only_one_request_drafts() -> None:
     record = DraftRecord(hits=9.0, trials=10.0)
     rows = free_rows("cpu", "avx2", 2.0, is_bfloat16=True)
     assert record.next_length(1, 8, rows) > 0

@@ -152,7 +152,7 @@ def test_what_a_value_needs_is_asked_for_by_name(values: dict[str, object], name
 
 
 @pytest.mark.parametrize("mode", ["keda", "planner"])
-def test_scaling_to_zero_is_taken_where_it_is_possible(mode: str) -> None:
+def test_scaling_to_zero_is_taken_if_it_is_possible(mode: str) -> None:
     objects = render({"autoscaling.mode": mode, "prefill.autoscaling.minReplicas": 0})
     assert settings_of(objects, "demo-baton-autoscaler")["prefill_min"] == 0
 
@@ -171,7 +171,7 @@ def test_scaling_to_zero_is_taken_where_it_is_possible(mode: str) -> None:
         ({"decode.autoscaling.minReplicas": 0, "autoscaling.mode": "none"}, None),
     ],
 )
-def test_routers_wait_for_workers_where_there_may_be_none(values: dict[str, object], wait: int | None) -> None:
+def test_routers_wait_for_workers_if_there_may_be_none(values: dict[str, object], wait: int | None) -> None:
     """By default as long as a worker may take to start, or a request to be answered."""
     objects = render({"autoscaling.mode": "keda", **values})
     assert settings_of(objects, "demo-baton-router").get("worker_wait") == wait
@@ -297,7 +297,7 @@ def test_new_settings_are_new_pods_and_a_new_chart_is_not() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_replicas_are_left_out_where_something_else_sets_them(mode: str) -> None:
+def test_replicas_are_left_out_if_something_else_sets_them(mode: str) -> None:
     objects = render({"autoscaling.mode": mode})
     for role in ("prefill", "decode"):
         assert ("replicas" in find(objects, "Deployment", f"demo-baton-{role}")["spec"]) == (mode == "none")

@@ -110,7 +110,7 @@ def test_panels_do_not_overlap() -> None:
 
 
 @pytest.mark.skipif(HELM is None, reason="helm is not installed")
-def test_the_chart_brings_it_where_that_is_asked() -> None:
+def test_the_chart_brings_it_if_that_is_asked() -> None:
     objects = render({"grafana.dashboards": {"enabled": True, "labels": {"grafana_dashboard": "1", "team": "a"}}})
     document = find(objects, "ConfigMap", "demo-baton-dashboard")
     assert {"grafana_dashboard": "1", "team": "a"}.items() <= document["metadata"]["labels"].items()

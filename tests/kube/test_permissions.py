@@ -103,7 +103,7 @@ def test_each_permission_that_is_taken_away_is_missed(release: Release, local_cl
     _wait_until_rolled_out(release, component)
 
 
-def test_whom_to_trust_is_missed_where_it_may_not_be_read(release: Release, local_cluster: Cluster, mode: str) -> None:
+def test_whom_to_trust_is_missed_if_it_may_not_be_read(release: Release, local_cluster: Cluster, mode: str) -> None:
     """By the RoleBinding to one of Kubernetes' own roles, in kube-system."""
     if mode != "external-metrics":
         pytest.skip("only this mode serves the API server")

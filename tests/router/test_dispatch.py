@@ -238,7 +238,7 @@ async def test_what_a_worker_refuses_bears_the_clients_name(
     assert caught.value.body["message"].endswith("is of no use: none")  # type: ignore[index]
 
 
-async def test_retries_are_few_where_every_worker_fails(start_worker: StartWorker, start_router: StartRouter) -> None:
+async def test_retries_are_few_if_every_worker_fails(start_worker: StartWorker, start_router: StartRouter) -> None:
     workers = [await start_worker() for _ in range(3)]
     for worker in workers:
         worker.refuse = (grpc.StatusCode.INTERNAL, "broken")

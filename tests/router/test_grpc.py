@@ -76,7 +76,7 @@ async def test_chat_and_tokenize(router: RunningRouter, worker: FakeWorker) -> N
     assert [(model.id, model.max_model_len) for model in models.models] == [("tiny", 256)]
 
 
-async def test_a_seed_is_drawn_only_where_it_matters(router: RunningRouter, worker: FakeWorker) -> None:
+async def test_a_seed_is_drawn_only_if_it_matters(router: RunningRouter, worker: FakeWorker) -> None:
     for params in (
         types_pb2.SamplingParams(),
         types_pb2.SamplingParams(),

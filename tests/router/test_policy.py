@@ -182,7 +182,7 @@ def test_answers_to_one_prompt_stay_together(name: str) -> None:
     decided = [policy.pick(request, endpoints) for _ in range(3)]
     assert [where(one) for one in decided] == ["a <- p"] * 3
     assert "a: other answers to this prompt are there" in decided[0].reasons
-    # Where the worker is gone, or has refused, another one takes the answer.
+    # If the worker is gone, or has refused, another one takes the answer.
     assert where(policy.pick(replace(request, tried=frozenset({("a", "e")})), endpoints)) == "b <- p"
     assert where(policy.pick(replace(request, beside=("a", "before it started again")), endpoints[1:])) == "b <- p"
 

@@ -155,7 +155,7 @@ async def test_both_interfaces_speak_tls_to_clients_and_mtls_to_workers(
         await router.inference.ListModels(inference_pb2.ListModelsRequest(), timeout=20)
 
 
-async def test_clients_need_a_certificate_where_that_is_asked(
+async def test_clients_need_a_certificate_if_that_is_asked(
     made: Path, secret: Mounted, worker: FakeWorker, start_router: StartRouter
 ) -> None:
     """One of the clients' own CA, which no worker lets in, or one of the fleet, as the autoscaler has."""

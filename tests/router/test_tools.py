@@ -155,7 +155,7 @@ async def test_template_options(router: RunningRouter, worker: FakeWorker) -> No
 
 
 async def test_reasoning_effort(router: RunningRouter, start_worker: StartWorker, start_router: StartRouter) -> None:
-    """Where the template has a word for it."""
+    """If the template has a word for it."""
     hermes = {"none": True, "low": False}
     told = await start_worker()
     told.chat_template = "{{ messages[0].content }}{% if reasoning_effort %} effort {{ reasoning_effort }}{% endif %}"
@@ -182,7 +182,7 @@ async def test_reasoning_effort(router: RunningRouter, start_worker: StartWorker
     assert caught.value.param == "chat_template_kwargs.enable_thinking"
 
 
-async def test_no_reasoning_where_the_template_has_a_switch(router: RunningRouter, worker: FakeWorker) -> None:
+async def test_no_reasoning_if_the_template_has_a_switch(router: RunningRouter, worker: FakeWorker) -> None:
     await router.openai.chat.completions.create(model="tiny", messages=ASK, reasoning_effort="none")
     assert prompt_of(worker).endswith("<think>\n\n</think>\n\n")
 

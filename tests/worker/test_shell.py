@@ -26,7 +26,7 @@ BY_EPOCH = "prefill-01234567"
         ("unix:/run/baton.sock", None, BY_EPOCH),
     ],
 )
-def test_a_worker_keeps_its_id_where_its_address_is_its_own(listen: str, advertise: str | None, expected: str) -> None:
+def test_a_worker_keeps_its_id_if_its_address_is_its_own(listen: str, advertise: str | None, expected: str) -> None:
     settings = WorkerSettings(listen=listen, advertise=advertise)
     assert worker_id(settings, WorkerRole.PREFILL, "0123456789abcdef") == expected
 

@@ -253,7 +253,7 @@ def test_a_prefill_workers_rate_is_learned_from_what_it_takes() -> None:
     assert need.reason.endswith("per worker as learned")
 
 
-def test_nothing_is_learned_where_workers_come_and_go_or_are_silent() -> None:
+def test_nothing_is_learned_if_workers_come_and_go_or_are_silent() -> None:
     rules = TargetRules(Targets(queued_tokens=1e9))
     for second in range(400):
         role = RoleSignals(num_ready=1 + second % 2, num_busy=1, num_silent=0 if second < 200 else 1)

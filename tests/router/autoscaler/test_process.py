@@ -243,7 +243,7 @@ async def test_while_nobody_knows_who_is_there_nothing_is_said() -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
-async def test_keda_needs_a_certificate_where_the_fleet_has_them(tmp_path: Path) -> None:
+async def test_keda_needs_a_certificate_if_the_fleet_has_them(tmp_path: Path) -> None:
     """As its operator connects with what a TriggerAuthentication gives it; a worker is read with the same files."""
     make_ca(tmp_path, "ca")
     make_leaf(tmp_path, "tls", "ca", "/CN=baton", "DNS:fleet.test")
