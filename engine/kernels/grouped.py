@@ -14,7 +14,6 @@ import torch
 
 from engine.kernels.library import Kernels, LinearStruct, PackedLinear, WeightKind
 
-BLOCK = 32  # weights that lie together
 GROUPS = (32, 64, 128, 256)
 _ROWS = 1024  # that are unpacked at a time; a multiple of any panel
 _PARTS_KIND = 6
@@ -49,10 +48,6 @@ class Scales(IntEnum):
     def head_width(self) -> int:
         """Bytes for a group."""
         return {Scales.HALF: 2, Scales.TWO_SIGNED: 2, Scales.SINGLE_PAIR: 8}.get(self, 4)
-
-    @property
-    def has_two_levels(self) -> bool:
-        return self in (Scales.TWO_LEVELS, Scales.TWO_SIGNED)
 
 
 @dataclass(slots=True, frozen=True)

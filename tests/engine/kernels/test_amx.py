@@ -1,6 +1,6 @@
 """What `--kernels amx` does: in bfloat16, steps of 32 tokens and more go to oneDNN, and smaller ones to the kernels.
 
-Where there are such units, that runs here. On other CPUs each variant gets the rules of `amx`, and if oneDNN has
+If there are such units, that runs here. On other CPUs each variant gets the rules of `amx`, and if oneDNN has
 no bfloat16 there, torch's plain product stands in for it.
 """
 

@@ -39,7 +39,9 @@ class Random(QuantizedTensor):
         factors = torch.randn(n, k // layout.group, layout.scales.head_width // size, generator=generator) * 0.1
         heads = (factors.half() if is_half else factors).view(torch.uint8)
         blocks = torch.randint(256, (n, k // 32, 2), generator=generator, dtype=torch.uint8)
-        self.all = GroupedRows(layout, codes, heads, blocks if layout.scales.has_two_levels else None)
+        self.all = GroupedRows(
+            layout, codes, heads, blocks if layout.scales in (Scales.TWO_LEVELS, Scales.TWO_SIGNED) else None
+        )
 
     def rows(self, start: int, stop: int) -> GroupedRows:
         blocks = None if self.all.blocks is None else self.all.blocks[start:stop]

@@ -79,7 +79,7 @@ def test_quantised_weights_are_within_half_a_step(variant: str, kind: WeightKind
 @each_variant
 @pytest.mark.parametrize("kind", [WeightKind.INT8, WeightKind.INT4])
 def test_nothing_but_the_weights_is_rounded_if_x_is_in_bfloat16(variant: str, kind: WeightKind) -> None:
-    """Products in float32's precision with the weights as they are kept, also where int4 multiplies in bfloat16."""
+    """Products in float32's precision with the weights as they are kept, also if int4 multiplies in bfloat16."""
     linear = kernels(variant).pack(torch.randn(70, 416), None, kind)
     kept = linear(torch.eye(416)).T.double()
     for m in (1, 2, 7, 40):

@@ -12,7 +12,7 @@ from engine.kernels.library import Kernels
 VARIANTS = [name for name in built_variants() if name in cpu_instruction_sets()]
 
 CHOICES = [name for name in cpu_instruction_sets() if Choice(name, "").variant in VARIANTS]
-"""What `--kernels` takes here beside torch: the variants, and `amx` where there are such units."""
+"""What `--kernels` takes here beside torch: the variants, and `amx` if there are such units."""
 
 _NONE = [pytest.param("none", marks=pytest.mark.skip(reason="no kernels were built"))]
 
