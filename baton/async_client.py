@@ -241,21 +241,21 @@ class AsyncClient:
         return [list(one.values) for one in response.embeddings]
 
     async def retain_prefix(self, seconds: float, **prefix: Unpack[PrefixOptions]) -> Prefix:
-        """As `Client.retain_prefix`."""
+        """Does what `Client.retain_prefix` does."""
         request = inference_pb2.RetainPrefixRequest(prefix=prefix_message(prefix), seconds=seconds)
         call = self._inference.RetainPrefix(request, timeout=self._timeout, metadata=self._metadata)
         response: inference_pb2.PrefixResponse = await self._answered(call)
         return prefix_of(response)
 
     async def evict_prefix(self, **prefix: Unpack[PrefixOptions]) -> Prefix:
-        """As `Client.evict_prefix`."""
+        """Does what `Client.evict_prefix` does."""
         request = inference_pb2.EvictPrefixRequest(prefix=prefix_message(prefix))
         call = self._inference.EvictPrefix(request, timeout=self._timeout, metadata=self._metadata)
         response: inference_pb2.PrefixResponse = await self._answered(call)
         return prefix_of(response)
 
     async def prefetch_prefix(self, *, session: str = "", **prefix: Unpack[PrefixOptions]) -> Prefix:
-        """As `Client.prefetch_prefix`."""
+        """Does what `Client.prefetch_prefix` does."""
         request = inference_pb2.PrefetchPrefixRequest(prefix=prefix_message(prefix))
         metadata = (*self._metadata, *call_hints(session, explain=False))
         call = self._inference.PrefetchPrefix(request, timeout=self._timeout, metadata=metadata)

@@ -39,7 +39,8 @@ class _Choice:
 
 
 class Received:
-    """Of `num_choices` answers. One that a router of an older version never began is empty in the end."""
+    """What was received of `num_choices` answers. One that a router of an older version never began is empty in the
+    end."""
 
     def __init__(self, num_choices: int) -> None:
         self._num_choices = num_choices
@@ -57,7 +58,7 @@ class Received:
 
     @property
     def text(self) -> str:
-        """Of the first answer."""
+        """The first answer's text so far."""
         return "".join(chunk.text for chunk in self._choices[0].chunks)
 
     def results(self) -> list[Result]:
@@ -65,7 +66,8 @@ class Received:
 
 
 def last_message(num_choices: int) -> Callable[[inference_pb2.GenerateResponse], bool]:
-    """To be asked about each message of one stream: whether it is the last one of the last answer."""
+    """Returns a function to call with each message of one stream, in order: whether that message ends the last
+    answer."""
     num_left = num_choices
 
     def is_last(message: inference_pb2.GenerateResponse) -> bool:

@@ -41,7 +41,7 @@ def call_hints(session: str, *, explain: bool) -> tuple[tuple[str, str], ...]:
 
 
 def sampling_options(options: AnswerOptions) -> SamplingOptions:
-    """Those of them that are sampling parameters, or unknown."""
+    """The options that are sampling parameters, or that nobody knows."""
     left = {name: value for name, value in options.items() if name not in ChoiceOptions.__annotations__}
     return cast("SamplingOptions", left)
 
@@ -75,7 +75,7 @@ def _made(kind: type[MessageT], given: dict[str, Any]) -> MessageT:
 
 
 def _plain(value: object) -> object:
-    """With mappings for dataclasses, which messages are made from."""
+    """The value with mappings in place of dataclasses, since messages are made from mappings."""
     if dataclasses.is_dataclass(value):
         return msgspec.to_builtins(value, builtin_types=(bytes,))
     if isinstance(value, Mapping):

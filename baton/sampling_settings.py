@@ -16,7 +16,7 @@ from common.sampling import Parameter, SamplingOptions, TypeForm, parameters
 
 
 class Metavar(str):
-    """In an annotation: what `--help` shows for the value."""
+    """What `--help` shows for the value of the field that it annotates."""
 
 
 def sampling_options(settings: BaseModel) -> SamplingOptions:

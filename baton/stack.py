@@ -121,7 +121,7 @@ class Stack:
         self._starts[child.name] = now + delay_s
 
     def _start_again(self) -> None:
-        """Those whose time has come."""
+        """Starts the children again whose time has come."""
         for position, child in enumerate(self.children):
             if self._starts.get(child.name, math.inf) <= time.monotonic():
                 del self._starts[child.name]

@@ -49,7 +49,7 @@ while True:
 
 @dataclass(slots=True, frozen=True)
 class Phase:
-    """Of one quiet client."""
+    """What one quiet client measured in one phase."""
 
     latencies_s: list[float]
     num_failures: int

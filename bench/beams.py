@@ -65,7 +65,7 @@ class Beams:
         }
 
     def _run(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[tuple[TokenLogprob, ...]]:
-        """For each of `prompts`, the likeliest tokens in place of its answer's last one."""
+        """Answers the prompts. Returns for each one the likeliest tokens at the place of its answer's last token."""
         core = self._core
         for number, prompt in enumerate(prompts):
             core.handle(m.AddRequest(request_id=str(number), prompt_token_ids=prompt, sampling_params=params))

@@ -12,7 +12,8 @@ from common.errors import BatonError, ConfigError
 
 
 def names(known: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, str | None], tuple[str, ...]]:
-    """For an option with names of `known` between commas: all of them if it is not given and has no default."""
+    """The callback of an option that takes names of `known` with commas between: all of them if it is not given and has
+    no default."""
 
     def check(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:  # noqa: ARG001
         given = known if value is None else tuple(name.strip() for name in value.split(",") if name.strip())

@@ -50,7 +50,7 @@ RANDOM: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def on_transformers_code(model_dir: Path, dtype: str) -> BatonEngine:
-    """As if Baton had no decoder of its own for this model."""
+    """The engine as it would be if Baton had no decoder of its own for this model."""
     config = json.loads((model_dir / "config.json").read_text())
     served = {config["model_type"]: config["architectures"][0]}
     with mock.patch.multiple(registry, FAMILIES={}, VERIFIED=served):

@@ -99,7 +99,7 @@ async def replay(address: str, requests: Sequence[Request], seed: int) -> list[O
 
 
 def figures(outcomes: Sequence[Outcome | None]) -> dict[str, float]:
-    """Of the requests that were answered, and how many were not."""
+    """Figures of the requests that were answered, and how many were not."""
     answered = [outcome for outcome in outcomes if outcome is not None]
     num_failed = float(len(outcomes) - len(answered))
     if not answered:

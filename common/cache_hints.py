@@ -33,6 +33,6 @@ def check_retain_s(seconds: float, max_seconds: float, name: str) -> None:
 
 
 def check_num_tokens(num_tokens: int, name: str) -> None:
-    """Of a prompt's first tokens; 0: all. Raises `InvalidArgumentError`."""
+    """Checks how many of a prompt's first tokens are meant; 0: all. Raises `InvalidArgumentError`."""
     if not 0 <= num_tokens <= MAX_TOKENS:
         raise InvalidArgumentError(name, f"must be in [0, {MAX_TOKENS}], not {num_tokens}")

@@ -74,8 +74,8 @@ def _server(
 
 
 def sharing(options: Options, shared_port: bool) -> Options:
-    """Of a server. If its port is shared, each of the processes of this user that listen on it gets its part of the
-    connections."""
+    """The options of a server whose port is shared or not. If it is shared, each of the processes of this user that
+    listen on it gets its part of the connections."""
     return [(name, int(shared_port) if name == REUSE_PORT else value) for name, value in options]
 
 
@@ -94,7 +94,8 @@ CLIENT_CHANNEL_OPTIONS: Options = _channel(CLIENT_KEEPALIVE_TIME_MS, CLIENT_KEEP
 
 
 def worker_server_options(*, max_message_bytes: int, max_streams: int) -> Options:
-    """Of a worker's port, which the processes of its fleet reach. `max_streams`: calls in one connection at a time."""
+    """The options of a worker's port, which the processes of its fleet reach. `max_streams`: calls in one connection at
+    a time."""
     return _server(
         KEEPALIVE_TIME_MS,
         KEEPALIVE_TIMEOUT_MS,
@@ -115,7 +116,7 @@ HEALTH_SERVER_OPTIONS: Options = [
 def client_server_options(
     *, max_message_bytes: int, max_connections: int, max_streams: int, shared_port: bool = False
 ) -> Options:
-    """Of a port that anybody may reach. `max_streams`: calls in one connection at a time."""
+    """The options of a port that anybody may reach. `max_streams`: calls in one connection at a time."""
     options = [
         *_server(
             CLIENT_KEEPALIVE_TIME_MS,

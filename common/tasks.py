@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class VitalTasks:
-    """For one event loop. `on_failure` is called once, with what ended first."""
+    """The tasks of one event loop that the process stands on. `on_failure` is called once, with what ended first."""
 
     def __init__(self, on_failure: Callable[[BatonError], None] | None = None) -> None:
         self._on_failure = on_failure

@@ -53,7 +53,7 @@ class TlsFiles:
         return self._watched.versioned()[1]
 
     def server_context(self) -> ssl.SSLContext:
-        """For servers that use Python's own TLS. Each handshake uses what the files hold at that moment."""
+        """The context of servers that use Python's own TLS. Each handshake uses what the files hold at that moment."""
         context = self._current_context()
 
         def choose(connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _given: ssl.SSLContext) -> None:
@@ -100,7 +100,7 @@ class TlsFiles:
 
 
 def peer_files(settings: TlsSettings) -> TlsFiles | None:
-    """For channels to other processes of the fleet; None if they are plain text."""
+    """The files for channels to other processes of the fleet; None if the channels are plain text."""
     if settings.tls_cert is None and settings.tls_key is None and settings.tls_ca is None:
         if settings.tls_server_name is not None:
             raise ConfigError("tls_server_name", "is for TLS: --tls-ca or --tls-cert is missing")
@@ -109,8 +109,8 @@ def peer_files(settings: TlsSettings) -> TlsFiles | None:
 
 
 def serving_files(settings: TlsSettings, client_ca: str | None, *, ca_field: str = "tls_ca") -> TlsFiles | None:
-    """For ports; None if they are plain text. With `client_ca`, clients need a certificate of it, or one of the
-    fleet: an autoscaler is a router's client, too."""
+    """The files for ports; None if the ports are plain text. With `client_ca`, clients need a certificate of it, or one
+    of the fleet: an autoscaler is a router's client, too."""
     if settings.tls_cert is None and settings.tls_key is None:
         if client_ca is not None:
             raise ConfigError(ca_field, "a port that asks for certificates needs --tls-cert and --tls-key")

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 
 class EngineCore:
+    """The engine without process or threads: commands come in, steps compute, events go out."""
+
     def __init__(
         self,
         settings: EngineSettings,
@@ -214,8 +216,8 @@ class EngineCore:
         return output
 
     def begin_remote(self) -> None:
-        """For mid-step: admits newcomers whose prompt a prefill worker has to compute, so that the worker hears of them
-        before this step is done."""
+        """Admits newcomers whose prompt a prefill worker has to compute. Called in mid-step, so that the worker hears
+        of them before the step is done."""
         self._queue_ready()
         if not self._has_newcomers:
             return

@@ -13,7 +13,8 @@ def to_device(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """On a device it is filled when its turn comes. Nobody may change a tensor that was given until then."""
+    """`values` as a tensor on `device`, which fills it when its turn comes. Until then nobody may change a tensor that
+    was given."""
     tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
     if device.type == "cuda":  # it may wait for what it computes before it copies memory that can be swapped out
         tensor = tensor.pin_memory()

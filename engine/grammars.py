@@ -40,7 +40,7 @@ class Compiler(Protocol):
 
 
 class GrammarCompiler:
-    """For one model's tokenizer, which is read by `load`, or when the first grammar comes."""
+    """Compiles grammars for one model's tokenizer, which is read by `load`, or when the first grammar comes."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer_file = tokenizer_file
@@ -107,7 +107,7 @@ class Answered:
 
 
 class Grammars:
-    """For one thread, the engine's."""
+    """Requests whose grammars are being compiled. Only the engine's thread may call it."""
 
     def __init__(self, compiler: Compiler, clock: Callable[[], float], wake: Callable[[], None]) -> None:
         """`wake` is called on any thread when a grammar is done."""

@@ -97,7 +97,7 @@ def make_masks(guides: Sequence[Guide]) -> torch.Tensor:
 
 
 def mask_logits(logits: torch.Tensor, rows: Sequence[int], masks: torch.Tensor) -> None:
-    """In place and in one pass: minus infinity for tokens that the grammars of these rows do not allow.
+    """Writes minus infinity for tokens that the grammars of these rows do not allow, in place and in one pass.
 
     `logits` `[num_rows, vocab_size]` float32, maybe fewer columns than the tokenizer has tokens. `masks` has one for
     each of `rows`.

@@ -256,7 +256,8 @@ class ModelRunner:
             )
 
     def _free_rows(self, files: ModelFiles, settings: EngineSettings) -> float:
-        """For `engine.speculation`, whose drafts are rows."""
+        """How many rows of a step cost no more than reading the weights does. `engine.speculation` asks: a drafted
+        token is a row."""
         size = _QUANTIZED_BYTES.get(settings.quantization)
         if size is None:
             held = weight_bytes(files, self.dtype.itemsize, stays_quantised=self._kernels is not None)

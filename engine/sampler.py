@@ -219,7 +219,7 @@ def _adjust(
 
 
 def _penalise(flat: torch.Tensor, rows: Sequence[tuple[int, LogitChanges]]) -> None:
-    """In place. `rows`: where each one starts in `flat`."""
+    """Takes the rows' penalties from `flat`, in place. `rows`: where each row starts in `flat`."""
     device = flat.device
     at = _joined([(start, changed.seen_ids) for start, changed in rows], device)
     counts = to_device(torch.cat([_floats(changed.counts) for _, changed in rows]), device)

@@ -86,7 +86,7 @@ class Scheduler:
 
     @property
     def num_held_back(self) -> int:
-        """Of `num_waiting`, those that wait for the KV of a request that runs: there is room for them."""
+        """How many of `num_waiting` wait for the KV of a request that runs: there is room for them."""
         return self._waiting.num_held_back
 
     @property
@@ -173,7 +173,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------ admission
 
     def admit_remote(self, now: float) -> SchedulerOutput:
-        """In mid-step: parks newcomers from the queue's head. Stops if a block would be copied to host memory: a device
+        """Parks newcomers from the queue's head, in mid-step. Stops if a block would be copied to host memory: a device
         copies after the step, and a fetch into the block does not wait for that."""
         output = SchedulerOutput()
         while (request := self._first_waiting()) and not self.blocks.may_demote(request.num_tokens):

@@ -32,7 +32,7 @@ class WaitingQueue:
 
     @property
     def num_held_back(self) -> int:
-        """Those that wait for the KV of a request that runs: there is room for them."""
+        """How many wait for the KV of a request that runs: there is room for them."""
         return min(self._num_held_back, len(self._requests))
 
     def add(self, request: Request) -> None:

@@ -152,7 +152,7 @@ def check_files(files: ModelFiles) -> None:
 
 
 def _safetensors(files: ModelFiles) -> Iterator[CheckpointTensor]:
-    """In the order in which they lie in the files, so that a disk reads front to back."""
+    """The tensors in the order in which they lie in the files, so that a disk reads front to back."""
     for file in files.weight_files:
         with readable(file), safe_open(file, framework="pt") as tensors, _ReadAhead(file) as ahead:
             position = read_safetensors_header(file)[1]

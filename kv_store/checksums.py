@@ -19,7 +19,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def head_checksums(block: Bytes, spec: KVCacheSpec) -> tuple[int, ...]:
-    """Of each head of one rank's block, `[block_bytes]`, in host memory."""
+    """The checksum of each head of one rank's block, `[block_bytes]`, in host memory."""
     by_head = block.reshape(spec.num_layers * spec.num_planes, spec.num_kv_heads, -1)
     return tuple(
         xxhash.xxh3_64_intdigest(np.ascontiguousarray(by_head[:, head]).data) for head in range(spec.num_kv_heads)

@@ -67,8 +67,8 @@ class Lookups:
         return threads
 
     def start(self, block_hashes: Sequence[bytes], timeout_s: float) -> Lookup:
-        """As `KVConnector.start_lookup`. `timeout_s` includes the wait for earlier lookups, and must be the same in
-        each call."""
+        """Does what `KVConnector.start_lookup` does. `timeout_s` includes the wait for earlier lookups, and must be the
+        same in each call."""
         now = time.monotonic()
         job = _Question(block_hashes, now + timeout_s, now + 2 * timeout_s)
         with self._lock:

@@ -66,12 +66,12 @@ def _in_words(names: list[str]) -> str:
 
 
 def settings_classes() -> list[type[Settings]]:
-    """Of all connectors that have settings of their own."""
+    """The settings classes of all connectors that have settings of their own."""
     return [entry.settings for entry in _CONNECTORS.values() if entry.settings is not None]
 
 
 def stack_settings_classes() -> list[type[Settings]]:
-    """Of what `baton up` starts for connectors."""
+    """The settings classes of what `baton up` starts for connectors."""
     return [entry.stack_settings for entry in _CONNECTORS.values() if entry.stack_settings is not None]
 
 

@@ -54,7 +54,7 @@ def shard_of(whole: KVCacheSpec, tp_size: int, tp_rank: int) -> KVCacheSpec:
 
 
 def parts(local: KVCacheSpec, remote: KVCacheSpec) -> list[Part]:
-    """For each rank of the other worker, the part of our blocks that it holds. Together the parts are our whole blocks.
+    """The parts of our blocks that each rank of the other worker holds. Together the parts are our whole blocks.
 
     `remote` may be the spec of any of its ranks. The two are of one whole: same layers, heads in all, block size.
     """

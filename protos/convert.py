@@ -36,7 +36,7 @@ LATER_PARAMETERS = tuple(
 
 
 def sampling_parameters_of(info: worker_pb2.WorkerInfo) -> frozenset[str]:
-    """Those that the worker knows, of those that are known here."""
+    """The sampling parameters known here that the worker knows too."""
     told = SAMPLING_PARAMETERS.intersection(info.sampling_parameters)
     return told or SAMPLING_PARAMETERS.difference(LATER_PARAMETERS)
 

@@ -72,7 +72,7 @@ def _wired(descriptor: Descriptor, given: Mapping[str, object]) -> dict[str, obj
 
 @functools.cache
 def _fields(descriptor: Descriptor) -> dict[str, FieldDescriptor | None]:
-    """By name; None for one whose value goes on the wire as it is."""
+    """The fields by name; None for a field whose value goes on the wire as it is."""
     return {field.name: field if field.message_type or field.enum_type else None for field in descriptor.fields}
 
 

@@ -164,8 +164,8 @@ async def serve(
 async def _join(
     settings: RouterSettings, registry: Registry, vital: VitalTasks, stack: contextlib.AsyncExitStack
 ) -> None:
-    """For a process that replaces another one while others serve: waits for a first worker, but not for ever, before
-    this process listens."""
+    """Starts the registry and waits for a first worker, but not for ever. A process that replaces another one calls
+    this before it listens, while the others serve."""
     stack.push_async_callback(registry.close)
     registry.start()
     vital.start(_discover(settings, registry), name="discovery")

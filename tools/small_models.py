@@ -85,7 +85,8 @@ class UnbuildableError(Exception):
 
 
 def small_config(model_type: str, variation: Mapping[str, object]) -> PreTrainedConfig:
-    """Of `SIZES` and `variation` what the type knows; None is its default. Raises `UnbuildableError`."""
+    """A config with what the type knows of `SIZES` and `variation`; None is the type's default. Raises
+    `UnbuildableError`."""
     wanted = {**SIZES, **SIZES_OF_TYPE.get(model_type, {}), **variation}
     config_class = CONFIG_MAPPING[model_type]
     try:
@@ -105,7 +106,7 @@ def small_config(model_type: str, variation: Mapping[str, object]) -> PreTrained
 
 
 def build(config: PreTrainedConfig) -> torch.nn.Module:
-    """With random weights, large enough that each matters. Raises `UnbuildableError`."""
+    """A model with random weights, large enough that each matters. Raises `UnbuildableError`."""
     try:
         with torch.device("meta"):
             size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
@@ -125,7 +126,7 @@ def build(config: PreTrainedConfig) -> torch.nn.Module:
 
 
 def save(model: torch.nn.Module, folder: Path) -> None:
-    """With a tokenizer that knows nothing. Raises `UnbuildableError`."""
+    """Saves the model with a tokenizer that knows nothing. Raises `UnbuildableError`."""
     try:
         model.save_pretrained(folder)  # type: ignore[operator]
     except Exception as error:

@@ -143,7 +143,7 @@ def stream(answer: Answer) -> None:
 
 
 def print_timeline(result: Result, title: str = "") -> None:
-    """To standard error, so that standard output holds the answer alone. `title` says which of several it is of."""
+    """Prints to standard error, so that standard output holds the answer alone. `title` says which answer it is of."""
     from baton.timeline import render_timeline
 
     width = min(80, shutil.get_terminal_size().columns)

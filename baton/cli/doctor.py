@@ -52,7 +52,7 @@ def print_finding(finding: Finding) -> None:
 
 
 def _plain(line: str) -> str:
-    """As the terminal can show it."""
+    """The line in characters that the terminal can show."""
     if _encoding().startswith("utf"):
         return line
     for sign, ascii_sign in _ASCII.items():

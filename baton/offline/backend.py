@@ -35,7 +35,7 @@ class Ask:
 
 @dataclass(slots=True, frozen=True)
 class Answer:
-    """To candidate number `candidate` of prompt number `index`."""
+    """The answer to candidate number `candidate` of prompt number `index`."""
 
     index: int
     candidate: int

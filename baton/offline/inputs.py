@@ -57,7 +57,7 @@ def _conversation(messages: ChatMessages, name: str) -> list[tuple[str, str] | M
 
 
 def _message(given: Mapping[str, Any], name: str) -> Message:
-    """As OpenAI's clients write it."""
+    """One message, from the way in which OpenAI's clients write it."""
     for key in given:
         if key not in _MESSAGE_KEYS:
             raise InvalidArgumentError(f"{name}.{key}", "is not known")

@@ -253,7 +253,7 @@ class LLM:
 
 
 class _Closed:
-    """In the place of what was closed."""
+    """Stands in the place of a backend that was closed: every use of it raises."""
 
     def __getattr__(self, name: str) -> Any:
         raise UnavailableError("this LLM is closed")

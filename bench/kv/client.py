@@ -44,7 +44,7 @@ class Timed:
 
 
 class StackClient:
-    """For any number of threads."""
+    """A client of a stack that any number of threads may use."""
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.insecure_channel(address)

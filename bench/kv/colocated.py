@@ -49,7 +49,7 @@ class Arrival:
 
 
 def run(settings: BenchSettings, results: Results, progress: Progress) -> None:
-    """With the first connector that is installed."""
+    """Measures with the first connector that is installed."""
     for connector in settings.connectors:
         try:
             _run(settings, results, progress, connector)

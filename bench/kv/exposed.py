@@ -45,8 +45,9 @@ def run(settings: BenchSettings, results: Results, progress: Progress) -> None:
 
 
 def measure(settings: BenchSettings, results: Results, progress: Progress, connector: str) -> None:
-    """With and without overlap, every length, as often as it takes for a median that is good to a millisecond or so.
-    One stack after the other: an idle stack's threads would run in the other's decode steps. Raises `StartupError`."""
+    """Measures every length with and without overlap, as often as it takes for a median that is good to a millisecond
+    or so. One stack after the other: an idle stack's threads would run in the other's decode steps. Raises
+    `StartupError`."""
     for mode, announce in OVERLAP.items():
         with stack(settings, f"--connector={connector}", f"--announce={announce}") as client:
             time.sleep(QUICK_SETTLE_S if settings.quick else SETTLE_S)
@@ -59,7 +60,7 @@ def measure(settings: BenchSettings, results: Results, progress: Progress, conne
 
 
 def lengths(client: StackClient, settings: BenchSettings) -> list[int]:
-    """As many of them as the model has room for."""
+    """The lengths to measure, cut to what the model has room for."""
     limit = client.max_model_len() - NUM_NEW
     return sorted({min(length, limit) for length in (QUICK_LENGTHS if settings.quick else LENGTHS)})
 
@@ -117,7 +118,7 @@ def add_worst(
 
 
 def _medians(results: Results, quantity: str, **labels: Label) -> dict[Label, float]:
-    """By prompt length."""
+    """The medians of that quantity, by prompt length."""
     return {one.labels["length"]: one.samples.median for one in results.find(PART, quantity, **labels)}
 
 

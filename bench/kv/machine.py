@@ -38,7 +38,7 @@ def versions() -> dict[str, Json]:
 
 
 def cpu_name() -> str:
-    """As the kernel calls it; the architecture if it does not say."""
+    """The CPU's name as the kernel has it; the architecture if the kernel has none."""
     try:
         match = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:

@@ -91,7 +91,7 @@ class Rest:
 
 
 async def _head_of(connection: Connection, request: bytes) -> bytes:
-    """Of the answer to `request`, in small letters."""
+    """Sends `request`, and returns the head of the answer in small letters."""
     reader, writer = connection
     writer.write(request)
     return (await reader.readuntil(b"\r\n\r\n")).lower()

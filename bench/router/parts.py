@@ -169,7 +169,8 @@ def measure_cpu(system: System, num_streams: int, bench: RouterBench) -> Figures
 
 
 def measure_ttft(system: System, rates: dict[Spec, float], bench: RouterBench) -> Figures:
-    """At the rate that `rates` has for it, to which half of what it can do is added if it is not there."""
+    """Measures at the rate that `rates` has for the system. If `rates` has none, half of what the system can do is
+    added."""
     if system.spec not in rates:
         before = cpu_s(system.pid)
         all_busy = partial(closed_loop, num_streams=BAR_STREAMS, max_tokens=bench.tokens, seconds=bench.seconds)
@@ -181,7 +182,7 @@ def measure_ttft(system: System, rates: dict[Spec, float], bench: RouterBench) -
 
 
 def _load(endpoint: Endpoint, load: Callable[[Client], Coroutine[None, None, list[Asked]]]) -> list[Asked]:
-    """In a loop and with connections of its own."""
+    """Runs `load` in an event loop of its own, with connections of its own."""
 
     async def run_load() -> list[Asked]:
         client = endpoint.connect()
@@ -218,7 +219,8 @@ def add_ratios(results: Results) -> None:
 
 
 def add_bars(results: Results) -> None:
-    """Those of one process of Baton over REST. What it costs per token only counts with an event for each token."""
+    """Adds the bars for one process of Baton over REST. What it costs per token only counts with an event for each
+    token."""
     for part, quantity, labels, limit, unit in _BARS:
         found = results.get(part, quantity, system=BATON, interface="rest", processes=1, **labels)
         if found is not None:

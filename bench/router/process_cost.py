@@ -35,7 +35,7 @@ def peak_mib(pid: int) -> float:
 
 
 def resident_mib(pid: int) -> float:
-    """Likewise, of what is resident now."""
+    """The memory that is resident now. What several processes share counts for each."""
     return _status_mib(pid, "VmRSS")
 
 

@@ -87,7 +87,7 @@ class BlockManager:
     # ------------------------------------------------------------------------------- find by name and share
 
     def names(self) -> Set[bytes]:
-        """Of all blocks that can be found, on the device or in host memory."""
+        """The names of all blocks that can be found, on the device or in host memory."""
         return self.tiers.names()
 
     def find_prefix(self, request: Request) -> int:

@@ -21,7 +21,7 @@ class NamedBlocks:
     # ------------------------------------------------------------------------------------------------- counts
 
     def count_here(self, names: Sequence[bytes]) -> tuple[int, int]:
-        """Of the leading names that are cached here: (how many the device has, how many only host memory has)."""
+        """Counts the leading names that are cached here: (how many the device has, how many only host memory has)."""
         here = self._here(names)
         num_device = sum(name in self._cache for name in here)
         return num_device, len(here) - num_device

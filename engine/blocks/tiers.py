@@ -46,7 +46,7 @@ class Tiers:
         return name in self.cache or name in self.host
 
     def names(self) -> Set[bytes]:
-        """Of all blocks that can be found, on the device or in host memory."""
+        """The names of all blocks that can be found, on the device or in host memory."""
         return self.cache.names() | self.host.names()
 
     def take_counts(self) -> CacheCounts:

@@ -54,7 +54,7 @@ class UnstoredBlocks:
             self._stored.add(name)
 
     def age(self) -> None:
-        """From now on, every block that was stored so far is verified when it is used again."""
+        """Has every block that was stored so far verified when it is used again."""
         self._unverified |= self._stored
         self._stored.clear()
 

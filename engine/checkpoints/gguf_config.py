@@ -241,6 +241,6 @@ def _factors(file: GgufFile) -> list[float]:
 
 
 def _dtype(file: GgufFile) -> str:
-    """That of the matrices; of quantised ones bfloat16, which most were made from."""
+    """The dtype of the matrices; bfloat16 for quantised ones, since most were made from that."""
     names = {tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return {"F32": "float32", "F16": "float16"}.get(next(iter(names)), "bfloat16") if len(names) == 1 else "bfloat16"

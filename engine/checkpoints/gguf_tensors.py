@@ -31,7 +31,7 @@ def _nibbles(packed: Bytes) -> Bytes:
 
 
 def _high_bits(words: Bytes) -> Bytes:
-    """Of 4 bytes, bit i for weight i, where a code has its fifth bit: `[..., 32]`."""
+    """Bit i of 4 bytes belongs to weight i. Moves it to the place of a code's fifth bit: `[..., 32]`."""
     bits: Bytes = np.unpackbits(words.astype(np.uint8, copy=False), axis=-1, bitorder="little") << 4
     return bits
 

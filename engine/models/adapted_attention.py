@@ -73,7 +73,7 @@ class _Xglm(Protocol):
 
 def _xglm(module: nn.Module, config: PreTrainedConfig) -> None:  # noqa: ARG001 (as the others are called)
     def forward(this: nn.Module, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
-        """As transformers' own without an encoder, `[1, num_tokens, hidden_size]`."""
+        """Gives what transformers' own gives without an encoder, `[1, num_tokens, hidden_size]`."""
         layer = cast("_Xglm", this)
         shape = (*hidden_states.shape[:2], -1, layer.head_dim)
         query, key, value = (
@@ -103,7 +103,8 @@ def _falcon(module: nn.Module, config: PreTrainedConfig) -> None:
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         **_: object,
     ) -> tuple[torch.Tensor, None]:
-        """As transformers' own, `[1, num_tokens, hidden_size]`, with a KV head for several heads kept once."""
+        """Gives what transformers' own gives, `[1, num_tokens, hidden_size]`, but keeps a KV head for several heads
+        once."""
         layer = cast("_Falcon", this)
         merged = layer.query_key_value(hidden_states)[0]
         # Each KV head comes after the heads that it is for.

@@ -180,7 +180,7 @@ def _activation(config: HFConfig) -> Activation:
 
 
 def _layer_types(config: HFConfig, num_layers: int) -> tuple[str, ...]:
-    """Of all layers; without `layer_types` all slide if there is a window."""
+    """The types of all layers; without `layer_types` all slide if there is a window."""
     types = config.flag("layer_types")
     if types is None:
         return (SLIDING if config.flag("sliding_window") else FULL,) * num_layers

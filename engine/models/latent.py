@@ -29,7 +29,7 @@ class _Attention(Protocol):
 
 
 class LatentAttention(nn.Module):
-    """In the place of a layer's `kv_b_proj`, the matrices W_k and W_v of all heads."""
+    """The matrices W_k and W_v of all heads, in the place of a layer's `kv_b_proj`."""
 
     def __init__(self, weight: torch.Tensor, key_dim: int, value_dim: int) -> None:
         """`weight` `[num_heads * (key_dim + value_dim), latent_dim]`, W_k and W_v of one head after the other."""
@@ -41,13 +41,13 @@ class LatentAttention(nn.Module):
         self.values = nn.Parameter(by_head[:, key_dim:].mT.contiguous(), requires_grad=False)
 
     def queries(self, query: torch.Tensor) -> torch.Tensor:
-        """Of `[num_heads, num_tokens, head_dim]` those that are compared with cached rows, `[num_tokens, num_heads,
-        row_dim]`."""
+        """From queries `[num_heads, num_tokens, head_dim]` to those that are compared with cached rows,
+        `[num_tokens, num_heads, row_dim]`."""
         plain, rotated = query[..., : self.key_dim], query[..., self.key_dim :]
         return torch.cat((plain @ self.keys, rotated), -1).transpose(0, 1)
 
     def results(self, attended: torch.Tensor) -> torch.Tensor:
-        """Of sums of latents `[num_tokens, num_heads * latent_dim]` what the model's own attention gives,
+        """From sums of latents `[num_tokens, num_heads * latent_dim]` to what the model's own attention gives,
         `[num_tokens, num_heads, value_dim]`."""
         by_head = attended.view(attended.shape[0], -1, self.latent_dim).transpose(0, 1)
         return (by_head @ self.values).transpose(0, 1)
@@ -74,6 +74,7 @@ def latent_of(module: nn.Module) -> LatentAttention | None:
 
 
 def _latent_as_key(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """In the place of `expand_kv`: both `[1, 1, num_tokens, ...]`; K is what the cache keeps, V its beginning."""
+    """Stands in the place of `expand_kv`. Both are `[1, 1, num_tokens, ...]`; K is what the cache keeps, V its
+    beginning."""
     key = torch.cat((latent, rotated), -1)
     return key, key[..., : latent.shape[-1]]

@@ -93,7 +93,7 @@ class DecoderLayer:
             hidden.add_(given if self.down_norm is None else self.down_norm(given))
 
     def places(self) -> dict[str, Place]:
-        """By the names that a checkpoint gives them within its layer."""
+        """The layer's parts, by the names that a checkpoint gives them within its layer."""
         norms = {"input_layernorm": self.input_norm, "post_attention_layernorm": self.mlp_norm}
         if self.out_norm is not None and self.down_norm is not None:
             norms["post_attention_layernorm"] = self.out_norm
@@ -117,7 +117,7 @@ class DecoderLayer:
 
     @property
     def packed_below(self) -> float:
-        """With fewer tokens than these the kernels compute the whole layer, but for experts."""
+        """The kernels compute the whole layer, but for experts, if there are fewer tokens than this."""
         linears = [self.qkv, self.out]
         if self.mlp is not None:
             linears += [self.mlp.gate_up, self.mlp.down]

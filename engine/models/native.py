@@ -68,7 +68,7 @@ class NativeDecoder:
         return self._norms[-1].data_ptr()
 
     def forward(self, hidden: torch.Tensor, step: NativeStep, between_layers: Callable[[], None]) -> torch.Tensor:
-        """As `CausalLM.forward`, from `hidden`, the tokens' embeddings; float32."""
+        """Gives what `CausalLM.forward` gives, from `hidden`, the tokens' embeddings; float32."""
         hidden = hidden.float()
         if step.backend is not self._backend:
             self._prepare(step.backend)

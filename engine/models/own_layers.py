@@ -45,7 +45,7 @@ class _Product:
 
 
 class OwnLinear(nn.Module):
-    """In the place of torch's linear layer, or of transformers' Conv1D, whose weight is the transpose."""
+    """Stands in the place of torch's linear layer, or of transformers' Conv1D, whose weight is the transpose."""
 
     def __init__(self, product: _Product, index: int, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class OwnLinear(nn.Module):
 
 
 def own_linears(modules: Sequence[nn.Module], kernels: Kernels | None, *, is_head: bool = False) -> list[OwnLinear]:
-    """For torch's linear layers, or transformers' Conv1D, that are given the same tensor."""
+    """Layers of ours for torch's linear layers, or transformers' Conv1D, that are given the same tensor."""
     weights, biases = [], []
     for module in modules:
         weight: torch.Tensor = module.weight  # type: ignore[assignment]

@@ -82,7 +82,7 @@ def _family_config(files: ModelFiles) -> Mapping[str, object]:
 
 
 def _with_floats(config: Mapping[str, object]) -> dict[str, object]:
-    """With the numbers that JSON lacks, which transformers writes as {"__float__": "Infinity"}."""
+    """The config with the numbers that JSON lacks. transformers writes them as {"__float__": "Infinity"}."""
 
     def number(entry: dict[str, object]) -> object:
         return float(str(entry["__float__"])) if entry.keys() == {"__float__"} else entry

@@ -35,7 +35,7 @@ def is_composite(config: Mapping[str, object]) -> bool:
 
 
 def text_architecture(config: Mapping[str, object]) -> str:
-    """Of a composite's text part, one of `FAMILIES`. Raises `StartupError` if it is none."""
+    """The architecture of a composite's text part, one of `FAMILIES`. Raises `StartupError` if it is none."""
     model_type = _text_part(config)["model_type"]
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise StartupError(f"config.json: text_config of model type {model_type!r} is not supported")
@@ -69,7 +69,8 @@ def _is_untied(config: Mapping[str, object]) -> bool:
 
 
 def _text_part(config: Mapping[str, object]) -> dict[str, object]:
-    """With the defaults that the composite's class of transformers gives it, whose old files have no text_config."""
+    """The text part's config, with the defaults that the composite's class of transformers gives it: old files have no
+    text_config."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:

@@ -73,7 +73,7 @@ class _Hidden:
 
 
 class _Given(nn.Module):
-    """In the place of a model below its head: gives the hidden states that were computed before."""
+    """Stands in the place of a model below its head, and gives the hidden states that were computed before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class TransformersModel(CausalLM):
 
 
 def _cache_shape(layers: Sequence[LayerShape]) -> dict[str, int]:
-    """Of the cache, which has one for all layers. Raises `UnsupportedAttentionError` if there is none."""
+    """The shape of the cache, one for all layers. Raises `UnsupportedAttentionError` if there is none."""
     num_kv_heads = max(layer.num_kv_heads for layer in layers)
     if any(num_kv_heads % layer.num_kv_heads for layer in layers):
         raise UnsupportedAttentionError("layers whose attention has unlike shapes")

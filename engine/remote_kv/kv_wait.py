@@ -23,7 +23,7 @@ from kv_store.base import BlockRef
 
 
 class BlockState(Enum):
-    """Of one block that a request waits for."""
+    """The state of one block that a request waits for."""
 
     MISSING = auto()  # nobody has announced it
     FROM_STORE = auto()  # being fetched from the store, which verifies what it gives
@@ -59,7 +59,7 @@ class KVWait:
         return self._states[index - self.first_block]
 
     def indexes(self, state: BlockState) -> list[int]:
-        """Of the blocks in that state, in order."""
+        """The indexes of the blocks in that state, in order."""
         return [index for index, one in enumerate(self._states, self.first_block) if one is state]
 
     def count(self, *states: BlockState) -> int:

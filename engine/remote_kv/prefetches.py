@@ -75,8 +75,8 @@ class Prefetches:
         self._waiting.insert(self._position(num_waiting[tenant]), one)
 
     def _position(self, num_before: int) -> int:
-        """Of a prefetch whose tenant has `num_before` others waiting: behind those with as few of their own tenant's
-        before them."""
+        """The place of a prefetch whose tenant has `num_before` others waiting: behind those that have as few of their
+        own tenant's before them."""
         seen: Counter[str] = Counter()
         for position, other in enumerate(self._waiting):
             if seen[other.tenant] > num_before:

@@ -82,7 +82,7 @@ class RemoteKV:
     # ---------------------------------------------------------------------------------- messages from the front
 
     def first_token(self, request_id: str) -> Request | None:
-        """As `WaitingRoom.first_token`."""
+        """The prompt's first token is known. Returns the request to append it to; None if nobody waits for it."""
         return self.room.first_token(request_id)
 
     def lease_ended(self, request_id: str, reason: str) -> None:

@@ -18,7 +18,7 @@ from kv_store.base import FetchBlock, KVConnector, LocalBlock, TransferResult
 
 @dataclass(slots=True)
 class OverdueTransfers:
-    """Of one request."""
+    """Transfers of one request that have failed but may still move bytes."""
 
     results: list[TransferResult] = field(default_factory=list)
     elapsed_s: float = 0.0  # since the start of the oldest
@@ -130,7 +130,7 @@ class Transfers:
                 yield WrittenBlock(self._writing.pop(result.block_id), result.error, result.num_bytes)
 
     def overdue(self) -> dict[str, OverdueTransfers]:
-        """By request, transfers that failed while bytes may still move, until they are given up or have ended."""
+        """The transfers, by request, that failed while bytes may still move, until they are given up or have ended."""
         found: dict[str, OverdueTransfers] = {}
         for result in self._overdue.values():
             job = self._jobs[result.job_id]

@@ -257,7 +257,7 @@ class WaitingRoom:
     # --------------------------------------------------------------------------------------------- effects
 
     def take_effects(self) -> Effects:
-        """Since the last call."""
+        """What the caller has to do, since the last call."""
         effects, self._effects = self._effects, Effects()
         return effects
 

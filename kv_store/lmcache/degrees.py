@@ -93,7 +93,7 @@ class Degrees:
         }
 
     def leave_mark(self, deadline: float) -> None:
-        """To be called before a group of our own is stored."""
+        """Call before a group of our own is stored."""
         if len(self._by_size) > 1:
             self._marks.leave(self._own.tp_size, deadline)
 

@@ -37,7 +37,7 @@ class Marks:
         return known
 
     def leave(self, tp_size: int, deadline: float) -> None:
-        """To be called before groups of that degree are stored. A server that has no room for the mark is asked again
+        """Call before groups of that degree are stored. A server that has no room for the mark is asked again
         with the next group."""
         if self._known(tp_size):
             return

@@ -10,7 +10,7 @@ class LMCacheSettings(Settings):
 
 
 class LMCacheServerSettings(Settings):
-    """Of the server that `baton up` starts."""
+    """Settings of the server that `baton up` starts."""
 
     lmcache_size_gb: float = Field(
         1.0, gt=0, description="lmcache: memory in GiB of the server, which is started if --lmcache-address is unset"

@@ -289,7 +289,7 @@ class ReadingAgent(_Agent):
 
 
 def _indexes(block_ids: Sequence[int], num_runs: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Of all runs of the blocks in a prepared list, block by block."""
+    """The indexes, in a prepared list, of all runs of the blocks, block by block."""
     first = np.asarray(block_ids, dtype=np.int32) * np.int32(num_runs)
     return (first[:, None] + np.arange(num_runs, dtype=np.int32)).reshape(-1).astype(np.int32)
 

@@ -297,7 +297,7 @@ class BlockFiles:
     def _read_blocks(
         self, fd: int, stat: os.stat_result, wanted: Sequence[tuple[bytes, memoryview]]
     ) -> list[TransferError | None]:
-        """As `_read_run`. Raises `OSError` and `CorruptRunError`."""
+        """Does what `_read_run` does. Raises `OSError` and `CorruptRunError`."""
         table = RunTable.decode(os.pread(fd, HEADER_BYTES, 0), stat.st_size)
         if table.block_bytes != self._block_bytes or table.layout_digest != self._digest:
             raise CorruptRunError("it belongs to another layout")
@@ -387,7 +387,7 @@ class BlockFiles:
         return False
 
     def _mtime(self, block_hash: bytes) -> float | None:
-        """Of the run that a name leads to; None if it leads to no whole one."""
+        """The mtime of the run that a name leads to; None if it leads to no whole one."""
         try:
             stat = os.stat(self.layout.block(block_hash))
         except OSError:  # whatever the reason: it can't be read, and a lookup is a hint
@@ -395,7 +395,7 @@ class BlockFiles:
         return stat.st_mtime if is_run_size(stat.st_size, self._block_bytes) else None
 
     def _is_used(self, block_hash: bytes) -> bool:
-        """As `contains`, and notes that somebody wanted the block again."""
+        """Answers what `contains` answers, and notes that somebody wanted the block again."""
         mtime = self._mtime(block_hash)
         if mtime is not None:
             self._note_use(self.layout.block(block_hash), mtime)

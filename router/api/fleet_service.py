@@ -80,7 +80,8 @@ class FleetService:
 
 
 def _add_views(worker: router_pb2.FleetWorker, views: Iterable[WorkerView]) -> None:
-    """Of all processes: what they sent there is summed, and of breakers the one that lets least through is told."""
+    """Joins the views of all processes: what they sent there is summed, and the breaker told is the one that lets least
+    through."""
     traffic = Traffic()
     worker.breaker = BREAKERS[0]
     for view in views:

@@ -85,7 +85,7 @@ def add_services(server: grpc.aio.Server, front: Front, registry: Registry, heal
 
 
 def _open_gate(max_message_bytes: int) -> Gate:
-    """Of calls that need no key. Few at a time have their messages read, as those may be as long as any."""
+    """The gate of calls that need no key. Few at a time have their messages read, as those may be as long as any."""
     return Gate(
         GateLimits(
             max_requests=MAX_OPEN_CALLS,

@@ -272,7 +272,7 @@ def _retain(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest) 
 
 
 def _metadata(context: Context) -> dict[str, str]:
-    """Those values that are text."""
+    """The call's metadata whose values are text."""
     return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 

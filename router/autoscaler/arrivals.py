@@ -21,7 +21,7 @@ class ArrivalRate:
             self._readings.popleft()
 
     def rate(self) -> float | None:
-        """For each second; None until there are two readings."""
+        """Arrivals a second; None until there are two readings."""
         if len(self._readings) < 2:
             return None
         (first_at, first), (last_at, last) = self._readings[0], self._readings[-1]

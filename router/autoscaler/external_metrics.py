@@ -27,7 +27,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def quantity(value: float) -> str:
-    """As Kubernetes writes numbers: whole, or in thousandths, rounded up so that a small value is never 0."""
+    """The number as Kubernetes writes it: whole, or in thousandths, rounded up so that a small value is never 0."""
     milli = math.ceil(value * 1000 - 1e-6)
     return str(milli // 1000) if milli % 1000 == 0 else f"{milli}m"
 

@@ -112,7 +112,7 @@ class Fleet:
         )
 
     def pods(self, role: WorkerRole) -> list[PodLoad]:
-        """Those that report and are not going already."""
+        """The pods that report their load and are not on their way out."""
         now = self._clock()
         return [
             PodLoad(
@@ -246,7 +246,7 @@ def _is_fresh(reported_at: float | None, now: float) -> bool:
 
 
 def _kv_usage(load: WorkerLoad) -> float:
-    """In [0, 1], whatever a worker says: one must not outweigh others."""
+    """The share of KV blocks in use, in [0, 1] whatever a worker says: one must not outweigh others."""
     if not load.num_blocks:
         return 0.0
     return max(0.0, (load.num_blocks - load.num_free_blocks - load.num_cached_blocks) / load.num_blocks)

@@ -54,7 +54,8 @@ class Elector:
         return self._renewed_at is not None and self._clock() - self._renewed_at < RENEW_WITHIN_S
 
     async def run(self) -> None:
-        """Until cancelled; then gives the Lease back, so that the next leader need not wait."""
+        """Leads, or waits to lead, until cancelled; then gives the Lease back, so that the next leader need not
+        wait."""
         led = False
         try:
             while True:

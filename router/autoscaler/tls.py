@@ -28,8 +28,8 @@ BUNDLE_LIMIT = 8  # certificates kept in a CA bundle, the youngest
 
 @dataclass(slots=True, frozen=True)
 class FrontProxy:
-    """Who counts as the API server: a client with a certificate of this CA that has one of these common names, or any
-    common name if `names` is empty."""
+    """Says who counts as the API server: a client with a certificate of this CA that has one of these common names, or
+    any common name if `names` is empty."""
 
     ca_pem: str
     names: frozenset[str]
@@ -98,7 +98,7 @@ def merged_bundle(bundle: bytes, certificate: bytes) -> bytes:
 
 
 def load_ca(context: ssl.SSLContext, ca_pem: str) -> None:
-    """Whom `context` trusts from the next connection on. Raises `StartupError` for PEM that cannot be read."""
+    """Has `context` trust this CA from the next connection on. Raises `StartupError` if the PEM cannot be read."""
     try:
         context.load_verify_locations(cadata=ca_pem)
     except (ssl.SSLError, ValueError) as error:
@@ -120,7 +120,7 @@ def load_certificate(context: ssl.SSLContext, certificate: bytes, key: bytes) ->
 
 
 def common_name(certificate: Any) -> str:
-    """Of the subject, in the form that `getpeercert()` gives."""
+    """The subject's common name, from the form that `getpeercert()` gives; empty if there is none."""
     for part in (certificate or {}).get("subject", ()):
         for key, value in part:
             if key == "commonName":

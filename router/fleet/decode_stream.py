@@ -36,7 +36,7 @@ LATE = ("DEADLINE_EXCEEDED", "the request's deadline has passed")
 
 
 class DecodeStreams:
-    """Of one router, to all workers."""
+    """The streams of many calls from one router to all its workers."""
 
     def __init__(self) -> None:
         self._streams: dict[grpc.aio.Channel, _Stream] = {}
@@ -69,7 +69,7 @@ class DecodeStreams:
 
 
 class _Stream:
-    """To one worker, until it breaks or its channel is closed."""
+    """The stream to one worker, until it breaks or its channel is closed."""
 
     def __init__(self, channel: grpc.aio.Channel, on_end: Callable[[bool], None]) -> None:
         """`on_end` is told whether the worker knows no such streams."""

@@ -119,7 +119,7 @@ class Registry:
     # ---------------------------------------------------------------------------------------- questions
 
     def endpoints(self) -> list[Endpoint]:
-        """In configured order, decode workers first."""
+        """All workers in configured order, decode workers first."""
         now = time.monotonic()
         found = [worker.endpoint(self._excluded(worker)) for worker in self._workers.values()]
         return [

@@ -17,7 +17,7 @@ class WorkerChannels:
 
     @property
     def version(self) -> int:
-        """Of the certificates that new channels show."""
+        """The version of the certificates that new channels show."""
         return self._channels.version
 
     def open(self, address: str) -> grpc.aio.Channel:

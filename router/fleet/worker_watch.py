@@ -51,7 +51,7 @@ class WorkerWatch:
         self._set_state = set_state
 
     async def run(self, worker: Worker) -> None:
-        """Until it is cancelled."""
+        """Watches the worker until cancelled."""
         while True:
             self._channels.renew(worker)
             stub = worker_pb2_grpc.WorkerServiceStub(worker.channel)

@@ -45,7 +45,7 @@ class Placed(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """`retry_after_s` is None if its deadline passed, and not the queue's."""
+    """The request gets no place. `retry_after_s` is None if the request's own deadline passed while it waited."""
 
     number: int
     reason: str

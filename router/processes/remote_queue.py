@@ -60,7 +60,7 @@ class RemoteQueue:
         request_priority: int = 0,
         places: int = 1,
     ) -> AsyncIterator[None]:
-        """As `FairQueue.place`. Raises `UnavailableError` if the parent does not answer in time."""
+        """Does what `FairQueue.place` does. Raises `UnavailableError` if the parent does not answer in time."""
         if not self._is_limited:
             yield
             return

@@ -23,7 +23,8 @@ _START_TIME = "process_start_time_seconds"  # the earliest; all others are summe
 
 
 def page(directory: str, pids: Callable[[], Iterable[int]]) -> bytes:
-    """For Prometheus. `pids` are of the processes whose CPU time, memory and open files are summed."""
+    """The metrics of all processes, for Prometheus. `pids` are of the processes whose CPU time, memory and open files
+    are summed."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry, directory)  # type: ignore[no-untyped-call]
     registry.register(_Processes(pids))

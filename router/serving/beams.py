@@ -71,7 +71,7 @@ def beam_params(
 
 
 def most_tokens(num_beams: int, num_prompt_tokens: int, block_size: int) -> int:
-    """Of each beam, if one body asks for `num_beams` after such a prompt."""
+    """How many tokens each beam may have, if one body asks for `num_beams` after such a prompt."""
     return MAX_BLOCKS // (num_beams * -(-num_prompt_tokens // block_size))
 
 
@@ -99,7 +99,7 @@ async def search(
 
 
 def _ask(request: GenerationRequest, beam: Beam, number: str, num_next: int) -> GenerationRequest:
-    """For the likeliest next tokens of `beam`."""
+    """The request for the likeliest next tokens of `beam`."""
     return replace(
         request,
         request_id=f"{request.request_id}-{number}",

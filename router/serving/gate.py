@@ -164,7 +164,7 @@ class HeldBytes:
         self.num += num
 
     def grow(self, num: int) -> None:
-        """As `add`, for what comes in small pieces: the gate is told of `TOLD_BYTES` together."""
+        """Does what `add` does, for what comes in small pieces: the gate is told of `TOLD_BYTES` together."""
         self._num_untold += num
         if self._num_untold >= TOLD_BYTES:
             untold, self._num_untold = self._num_untold, 0

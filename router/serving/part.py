@@ -50,7 +50,7 @@ class Part:
         return generate_latest()
 
     def answers(self, question: Question[T]) -> None:
-        """From now on this process answers this question."""
+        """Has this process answer this question from now on."""
 
     async def ask(self, question: Question[T], limit: int = 0, tenant: str | None = None) -> list[T]:
         """The answers of all processes of the router."""

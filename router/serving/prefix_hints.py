@@ -105,7 +105,7 @@ class PrefixHints:
     def _endpoints(
         self, hint: PrefixHint, names: Sequence[bytes], action: worker_pb2.CacheAction.ValueType
     ) -> Sequence[Endpoint]:
-        """That are asked; none if no block is meant."""
+        """The workers that are asked; none if no block is meant."""
         if not names:
             return []
         endpoints = [one for one in self._registry.endpoints() if one.fingerprint == hint.model.fingerprint]

@@ -271,8 +271,8 @@ class Preparation:
         client: ApiClient | None = None,
         hints: CallHints | None = None,
     ) -> PrefixHint:
-        """Of the prompt's first `num_tokens`; 0: of all. `seconds`: to retain them for, if that is what is asked; 0: no
-        longer."""
+        """The hint about the prompt's first `num_tokens` tokens; 0: all of them. `seconds` says how long to retain
+        their KV, if that is what the client asks; 0: no longer."""
         check_cache_salt(cache_salt)
         check_num_tokens(num_tokens, "num_tokens")
         if seconds:
@@ -301,7 +301,7 @@ class Preparation:
         timeout_s: float | None = None,
         client: ApiClient | None = None,
     ) -> EmbedRequest:
-        """As `request`, for the embeddings of `prompts`. `dimensions` 0: all."""
+        """The request for the embeddings of `prompts`, checked as `requests` checks its own. `dimensions` 0: all."""
         if request_id:
             check_request_id(request_id)
         check_cache_salt(cache_salt)

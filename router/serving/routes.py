@@ -60,8 +60,8 @@ class Routes:
         self._clock = clock
 
     async def route(self, request: GenerationRequest) -> Route:
-        """Of a request that was nowhere yet. Its blocks are those that need not be computed if they are found: the
-        prompt's last token always is."""
+        """Chooses the route of a request that was nowhere yet. The blocks that it looks for leave out the prompt's last
+        token, which is always computed."""
         model, token_ids = request.model, request.prompt_token_ids
         name = partial(
             block_hashes,

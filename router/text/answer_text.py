@@ -37,7 +37,7 @@ class AnswerText:
         self.num_tokens = 0  # of the answer so far
 
     def more(self, tokens: Sequence[SampledToken]) -> str:
-        """As `add`, of tokens that do not end the answer, if it may not stop at a stop string."""
+        """Gives what `add` gives, for tokens that do not end the answer, if it cannot stop at a stop string."""
         self.num_tokens += len(tokens)
         if len(tokens) == 1:
             return self._detokenizer.add(tokens[0].token_id)

@@ -49,7 +49,7 @@ class Tool:
     strict: bool = False  # whether arguments have to be valid under `parameters`
 
     def as_json(self) -> Json:
-        """As chat templates know it."""
+        """The tool in the form that chat templates know."""
         described = {} if self.description is None else {"description": self.description}
         return {"type": "function", "function": {"name": self.name, **described, "parameters": self.parameters}}
 
@@ -172,7 +172,7 @@ def _calls(calls: Sequence[Call], where: str, values: ValueCount) -> list[Json]:
 
 
 def _arguments(text: str, where: str, values: ValueCount) -> Json:
-    """As templates take them: an object. No text at all is how some clients write that there are none."""
+    """The arguments as templates take them: an object. Some clients write no text at all if there are none."""
     try:
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:

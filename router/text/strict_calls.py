@@ -16,7 +16,7 @@ from router.text.response_templates import CallShape, Template, call_shape, reas
 
 
 class StrictCalls:
-    """For one model."""
+    """Makes the form of answers with strict tool calls, for one model."""
 
     def __init__(self, template: Template, special: Mapping[str, int]) -> None:
         """`template`: of the model's answers. `special`: ids of special tokens by their text; free text has none."""

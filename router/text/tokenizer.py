@@ -35,7 +35,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 @dataclass(slots=True, frozen=True)
 class WholeText:
-    """Of a token that stands for whole characters."""
+    """The text of a token that stands for whole characters."""
 
     added: str  # behind other text
     alone: str  # if nothing is before it
@@ -71,7 +71,7 @@ class Tokenizer:
         )
 
     def described(self) -> dict[str, str | None]:
-        """For programs that make prompts themselves: each special token's text, and the chat template."""
+        """Each special token's text, and the chat template, for programs that make prompts themselves."""
         template = None if self.chat_template is None else self.chat_template.source
         return {**{role: self.special_tokens.get(role) for role in _SPECIAL_TOKENS}, "chat_template": template}
 

@@ -41,7 +41,7 @@ class _Choice:
 
 
 class _Logprobs:
-    """Those of a whole answer, made to JSON piece by piece as they come."""
+    """The logprobs of a whole answer, made to JSON piece by piece as they come."""
 
     def __init__(self) -> None:
         self._lists: dict[str, JsonList] = {}
@@ -100,7 +100,7 @@ class Answer:
         self.failure: BatonError | None = None  # what `events` told its reader as an event
 
     async def whole(self) -> JsonObject:
-        """For `json_parts`."""
+        """The whole answer, as `json_parts` takes it."""
         async with aclosing(merged(self._generation, self._requests, self._hold)) as outputs:
             async for index, output in outputs:
                 self._add(self._choices[index], output)
@@ -200,7 +200,7 @@ class Answer:
         return self._chunk({**self._format.piece(index, output, logprobs), **self._end(choice.last)})
 
     def _text_chunk(self, index: int, choice: _Choice, text: str) -> bytes:
-        """As `_chunk`, for the pieces that an answer mostly consists of: they differ in their text alone."""
+        """Gives what `_chunk` gives, for the pieces that most of an answer consists of: only their text differs."""
         if choice.frame is None:
             output = Output(text=TEXT_MARK, tokens=[])
             chunk = self._chunk({**self._format.piece(index, output, None), **self._end(None)})

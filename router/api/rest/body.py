@@ -12,7 +12,7 @@ from router.serving.gate import HeldBytes
 
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
-    """At most `limit` bytes, which count as held until the answer has ended.
+    """Reads at most `limit` bytes, which count as held until the answer has ended.
 
     Raises `BodyTooLargeError` as soon as it is known, so that a huge body is not read to its end, `BodyTooLateError`,
     and `OverloadedError` if the router holds too much already.

@@ -142,8 +142,8 @@ class CompletionFormat:
 
 
 def prompt_logprob(token: SampledToken, tokenizer: Tokenizer) -> JsonObject:
-    """As vLLM gives them: by token id, the prompt's own token first. Its rank is null if it is none of the likeliest
-    that were asked for."""
+    """The logprobs at one place of the prompt as vLLM gives them: by token id, the prompt's own token first. The rank
+    of that token is null if it is none of the likeliest that were asked for."""
     ranks = {top.token_id: rank for rank, top in enumerate(token.top_logprobs, 1)}
     logprobs = {token.token_id: token.logprob} | {top.token_id: top.logprob for top in token.top_logprobs}
     return {
@@ -225,7 +225,7 @@ def _token_text(token_id: int, tokenizer: Tokenizer) -> str:
 
 
 def _finite(logprob: float | None) -> float | None:
-    """In JSON's range, whatever a worker said."""
+    """The logprob within JSON's range, whatever a worker said."""
     if logprob is None:
         return None
     return min(logprob, -LEAST_LOGPROB) if logprob > LEAST_LOGPROB else LEAST_LOGPROB

@@ -19,7 +19,7 @@ MAX_SCHEMA_BYTES = 4 * MAX_GRAMMAR_CHARS  # as the client wrote it, with its whi
 
 
 class GuidedBody(Body, kw_only=True):
-    """As in gRPC; schema and structural tag are objects or texts."""
+    """The same fields as in gRPC; schema and structural tag are objects or texts."""
 
     json_schema: Given = UNSET
     json_object: bool = False

@@ -45,7 +45,7 @@ def parse(body_class: type[BodyT], data: bytes) -> BodyT:
 
 
 def _wrong(message: str) -> InvalidArgumentError:
-    """From msgspec's words, which end in the place: ... - at `$.messages[0].role`."""
+    """Makes the error from msgspec's words, which end in the place: ... - at `$.messages[0].role`."""
     reason, _, place = message.replace(" - at `key` in `$", " of a key - at `$").partition(" - at `$")
     path = place.rstrip("`").removeprefix(".").removesuffix("[...]")
     for pattern, said in ((_UNKNOWN, "is not a known field"), (_MISSING, "is required")):

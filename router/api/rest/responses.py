@@ -79,7 +79,7 @@ class ResponseAnswer:
         self.failure: BatonError | None = None  # what `events` told its reader as an event
 
     async def whole(self) -> JsonObject:
-        """For `json_parts`."""
+        """The whole response, as `json_parts` takes it."""
         async with aclosing(self._generation.generate(self._request)) as outputs:
             async for _, output in outputs:
                 for _ in self._take(output):

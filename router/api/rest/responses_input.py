@@ -85,7 +85,7 @@ class Turn:
 
 
 def num_parts(items: Sequence[InputItem]) -> int:
-    """Of all items whose text is given in parts."""
+    """How many parts all items have whose text is given in parts."""
     given = (text for item in items for text in (item.content, item.output, item.summary))
     return sum(len(text) for text in given if isinstance(text, list))
 

@@ -64,7 +64,7 @@ class _Handshake:
 async def accept_tls(
     listener: socket.socket, limits: Connections, context: ssl.SSLContext, make: Callable[[], LimitedProtocol]
 ) -> None:
-    """Until cancelled. `make` makes a connection's protocol."""
+    """Accepts connections until cancelled. `make` makes a connection's protocol."""
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
     try:

@@ -83,7 +83,7 @@ def chat_tools(given: Sequence[FunctionTool], choice: str | NamedTool | None, *,
 
 
 def calls_of(given: Sequence[ToolCall], where: str) -> list[Call]:
-    """Those of an assistant's message, whose place in the request is `where`."""
+    """The calls of an assistant's message, whose place in the request is `where`."""
     calls = []
     for index, one in enumerate(given):
         place = f"{where}.tool_calls[{index}]"
