@@ -177,7 +177,7 @@ def _dtype(
 
 
 def _dtype_advice(dtype: DtypeChoice, checkpoint: str) -> str:
-    """For a checkpoint that this CPU is slow in."""
+    """What to do if this CPU is slow in the checkpoint's dtype."""
     if dtype.dtype == checkpoint:
         return "--dtype auto takes float32, which is faster here"
     everywhere = "if other workers' machines differ, give all of them --dtype float32"

@@ -80,7 +80,7 @@ class Part:
 
 @dataclass(slots=True, frozen=True)
 class Limit:
-    """Of one repetition: the better of before and after."""
+    """What the machine can do during one repetition: the better of the measurements before and after it."""
 
     read_gb_s: float
     gflop_s: float

@@ -9,7 +9,7 @@ from engine import process
 
 class _LateLoop(process._Loop):
     def _pass_messages(self) -> None:
-        """As in `_Loop`, without `EngineCore.begin_remote`."""
+        """Does what `_Loop` does, without `EngineCore.begin_remote`."""
         self._commands.hand_to(self._core)
         self._core.take_in_transfers()
         self._send()

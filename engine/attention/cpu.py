@@ -191,7 +191,7 @@ class _Chunk(ABC):
         return q.view(q.shape[0], -1, self._group, q.shape[2]).permute(1, 2, 0, 3)
 
     def _mask(self, num_rows: int, num_columns: int, own: int) -> torch.Tensor:
-        """To be added to scores: row r stands at column r + own, sees no column behind that nor before its window."""
+        """What is added to scores: row r stands at column r + own, sees no column behind that nor before its window."""
         shape = (num_rows, num_columns)
         mask = torch.full(shape, float("-inf"), dtype=self._dtype, device=self._device).triu_(own + 1)
         if self._window:
@@ -265,7 +265,7 @@ class _DecodeRun(_Run):
     def __init__(
         self, backend: TorchBackend, tables: StepTables, first: int, stop: int, start: int, window: int
     ) -> None:
-        """Of the sequences `first` to `stop`."""
+        """Takes the sequences `first` to `stop`."""
         self.start, self.stop = start, start + stop - first
         self._backend = backend
         spec = backend.spec

@@ -29,7 +29,7 @@ class Choice:
 
 
 def cpu_instruction_sets() -> list[str]:
-    """Those of `INSTRUCTION_SETS` that this CPU and its system have; none if the kernels were not built."""
+    """The `INSTRUCTION_SETS` that this CPU and its system have; none if the kernels were not built."""
     file = library_file(FEATURES)
     if not file.exists():
         return []

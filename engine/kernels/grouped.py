@@ -113,7 +113,7 @@ class QuantizedTensor(ABC):
 
 
 class PackedGrouped(PackedLinear):
-    """As `PackedLinear`, on a weight that stays quantised as it came."""
+    """A `PackedLinear` on a weight that stays quantised as it came."""
 
     def __init__(self, kernels: Kernels, tensor: QuantizedTensor) -> None:
         n, k = tensor.shape
@@ -140,7 +140,7 @@ class PackedGrouped(PackedLinear):
 
 
 class PackedParts(PackedLinear):
-    """As `PackedLinear`, on weights of unlike kinds whose output rows follow each other."""
+    """A `PackedLinear` on weights of unlike kinds whose output rows follow each other."""
 
     def __init__(self, kernels: Kernels, parts: list[PackedLinear]) -> None:
         self._parts = parts

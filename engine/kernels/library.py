@@ -39,7 +39,7 @@ class WeightKind(IntEnum):
 
 
 class Activation(IntEnum):
-    """Of an MLP's gate; the numbers are those of `Activation` in layer.h."""
+    """The activation of an MLP's gate; the numbers are those of `Activation` in layer.h."""
 
     SILU = 0
     GELU_TANH = 1

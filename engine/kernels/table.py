@@ -23,7 +23,8 @@ FILE_NAME = "kernels.json"  # in the folder of --cache-dir
 
 @dataclass(slots=True, frozen=True)
 class Rule:
-    """For matrices of `dtype` with `min_weights` or more. Of several, the one with the most weights counts."""
+    """What computes products with matrices of `dtype` that have `min_weights` or more. If several rules fit, the one
+    with the most weights counts."""
 
     dtype: str  # float32 or bfloat16
     min_weights: int

@@ -16,7 +16,7 @@ class Drafter(Protocol):
         """The cost of guessing one token for each request, as a share of a step of the model."""
 
     def draft(self, lengths: Mapping[Request, int]) -> dict[Request, list[int]]:
-        """At most so many tokens for each request, which may follow its tokens."""
+        """Guesses at most so many tokens for each request, which may follow its tokens."""
 
 
 class Speculation:
@@ -29,7 +29,7 @@ class Speculation:
         self._free_rows = free_rows
 
     def drafts(self, decodes: Sequence[Request]) -> dict[Request, list[int]]:
-        """For the requests that lack no more than the KV of their last token."""
+        """The drafts for requests that lack no more than the KV of their last token."""
         lengths = {}
         for request in decodes:
             most = min(self._max_tokens, self._num_left(request) - 1)

@@ -27,5 +27,5 @@ def free_rows(device_type: str, instruction_set: str | None, bytes_per_weight: f
 
 
 def step_cost(num_rows: float, free_rows: float) -> float:
-    """In units of what it takes to multiply one row. Reading and multiplying overlap in part."""
+    """The cost of a step, in units of what it takes to multiply one row. Reading and multiplying overlap in part."""
     return math.hypot(free_rows, num_rows)

@@ -109,7 +109,7 @@ _PaceOf = Callable[[_Record], _Pace]
 
 
 class TrackRecord:
-    """Of all workers, by `Endpoint.incarnation`: a worker that restarts begins anew."""
+    """The track records of all workers, by `Endpoint.incarnation`: a worker that restarts begins anew."""
 
     def __init__(self) -> None:
         self._records: dict[Incarnation, _Record] = {}

@@ -47,7 +47,7 @@ class Idle(Protocol):
 
 
 class Connections:
-    """Those of one listener."""
+    """The connections of one listener, and their limits."""
 
     def __init__(self, max_connections: int, head_timeout_s: float) -> None:
         self.max_connections = max_connections
@@ -280,8 +280,8 @@ def _length(headers: Headers) -> bytes | None:
 
 
 def _write_piece(cycle: RequestResponseCycle, data: bytes) -> Awaitable[None] | None:
-    """As an ASGI message with a part of the body: one chunk of HTTP/1.1, once the client takes it. Its bytes depend on
-    nothing that h11 keeps, so h11 hears of the answer's beginning and end alone."""
+    """Writes what an ASGI message with a part of the body would: one chunk of HTTP/1.1, once the client takes it. Its
+    bytes depend on nothing that h11 keeps, so h11 hears of the answer's beginning and end alone."""
     if cycle.disconnected:
         return None
     if cycle.flow.write_paused:
