@@ -26,7 +26,7 @@ from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from protos.convert import role_of
 from router.fleet.block_watch import BlockWatch
 from router.fleet.endpoint import Endpoint
-from router.fleet.served_model import ServedModel, ask_for_model, why_excluded
+from router.fleet.served_model import ServedModel, ask_for_model
 from router.fleet.track_record import TrackRecord
 from router.fleet.worker import Sent, Worker
 from router.fleet.worker_channels import WorkerChannels
@@ -121,10 +121,9 @@ class Registry:
     def endpoints(self) -> list[Endpoint]:
         """All workers in configured order, decode workers first."""
         now = time.monotonic()
-        found = [worker.endpoint(self._excluded(worker)) for worker in self._workers.values()]
         return [
-            replace(one, suspended=reason) if (reason := self.track.suspended(one.incarnation, now)) else one
-            for one in found
+            worker.endpoint(self._excluded(worker), self.track.suspended(worker.incarnation, now))
+            for worker in self._workers.values()
         ]
 
     def info(self, address: str) -> worker_pb2.WorkerInfo | None:
@@ -209,7 +208,7 @@ class Registry:
 
     async def _learn(self, worker: Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
         """Takes in what the worker said of itself."""
-        self.track.forget_others({one.endpoint("").incarnation for one in self._workers.values()})
+        self.track.forget_others({one.incarnation for one in self._workers.values()})
         async with self._adopting:  # if several workers answer at the same time, the first one decides
             await self._adopt(worker, stub)
 
@@ -258,7 +257,7 @@ class Registry:
     # ------------------------------------------------------------------------------------- compatibility
 
     def _excluded(self, worker: Worker) -> str:
-        return why_excluded(worker.info, worker.role, self.model)
+        return worker.excluded(self.model)
 
     async def _adopt(self, worker: Worker, stub: worker_pb2_grpc.WorkerServiceAsyncStub) -> None:
         """Makes this decode worker's model the one that is served, if none is served yet, or if no worker is left that
@@ -297,12 +296,11 @@ class _Sending:
     def __enter__(self) -> None:
         now = time.monotonic()
         for worker, num_tokens in self._workers:
-            worker.sent[self] = Sent(now, num_tokens)
-            worker.running.add(self)
+            worker.send(self, Sent(now, num_tokens))
             self._registry.count_requests(worker.address, 1)
 
     def __exit__(self, *_: object) -> None:
         for worker, _num_tokens in self._workers:
-            worker.sent.pop(self, None)
+            worker.reported(self)
             worker.running.discard(self)
             self._registry.count_requests(worker.address, -1)

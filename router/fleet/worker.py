@@ -10,6 +10,7 @@ import grpc
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from protos.baton.v1 import worker_pb2
 from router.fleet.endpoint import Endpoint
+from router.fleet.served_model import ServedModel, why_excluded
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,11 +32,45 @@ class Worker:
     problem: str = ""
     lost_at: float = -math.inf  # time.monotonic() when it was last found to be gone after it had been ready
     sent: dict[object, Sent] = field(default_factory=dict)  # running requests that no report counts
+    num_sent_tokens: int = 0  # of their prompts, that the worker computes
     running: set[object] = field(default_factory=set)  # requests, reported or not
+    _excluded: tuple[worker_pb2.WorkerInfo | None, ServedModel | None, str] | None = None
+    _endpoint: Endpoint | None = None  # as it was told last
+    _described: worker_pb2.WorkerInfo | None = None  # by `_endpoint`
 
-    def endpoint(self, excluded: str) -> Endpoint:
-        info = self.info
-        return Endpoint(
+    def send(self, key: object, sent: Sent) -> None:
+        self.sent[key] = sent
+        self.num_sent_tokens += sent.num_tokens
+        self.running.add(key)
+
+    def reported(self, key: object) -> None:
+        """The worker counts the request itself by now, or it has ended."""
+        if sent := self.sent.pop(key, None):
+            self.num_sent_tokens -= sent.num_tokens
+
+    def excluded(self, model: ServedModel | None) -> str:
+        """See `why_excluded`. Found out anew only if another process answers or another model is served: each request
+        asks."""
+        if self._excluded is None or self._excluded[0] is not self.info or self._excluded[1] is not model:
+            self._excluded = (self.info, model, why_excluded(self.info, self.role, model))
+        return self._excluded[2]
+
+    def endpoint(self, excluded: str = "", suspended: str = "") -> Endpoint:
+        """The same object as the last time if nothing has changed: each request asks for all workers'."""
+        info, last = self.info, self._endpoint
+        if (
+            last is not None
+            and self._described is info
+            and last.load is self.load
+            and last.state is self.state
+            and last.num_unreported == len(self.sent)
+            and last.num_unreported_tokens == self.num_sent_tokens
+            and last.excluded == excluded
+            and last.suspended == suspended
+        ):
+            return last
+        self._described = info
+        self._endpoint = Endpoint(
             worker_id=info.worker_id if info else "",
             role=self.role,
             address=self.address,
@@ -47,6 +82,13 @@ class Worker:
             load=self.load,
             state=self.state,
             excluded=excluded,
+            suspended=suspended,
             num_unreported=len(self.sent),
-            num_unreported_tokens=sum(sent.num_tokens for sent in self.sent.values()),
+            num_unreported_tokens=self.num_sent_tokens,
         )
+        return self._endpoint
+
+    @property
+    def incarnation(self) -> tuple[str, str]:
+        """That of its endpoint."""
+        return (self.address, self.info.epoch if self.info else "")

@@ -105,7 +105,7 @@ class WorkerWatch:
                 worker.load = value_of(load, WorkerLoad)
                 reported = time.monotonic() - REPORT_LAG_S
                 for key in [key for key, sent in worker.sent.items() if sent.at < reported]:
-                    del worker.sent[key]
+                    worker.reported(key)
                 self._set_state(worker, state_of(load.state), "")
         finally:
             call.cancel()

@@ -11,7 +11,7 @@ A policy is a `Ranking`: a file of this package and a line in `registry`. It kee
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -33,11 +33,27 @@ class RoutingRequest:
     in_place: bool = False  # the decode worker has to compute all of the prompt itself, whatever is cached
 
 
+@dataclass(slots=True, frozen=True)
+class Reasons:
+    """Why a request goes where it goes. Made to lines only if somebody reads them."""
+
+    passed_over: Sequence[tuple[str, str]] = ()  # address of a worker, and why not that one
+    choices: Sequence[Callable[[], str]] = ()
+
+    def last(self, num: int) -> Reasons:
+        """Without the first workers that were passed over, if they are more than `num`."""
+        return self if len(self.passed_over) <= num else Reasons(self.passed_over[-num:], self.choices)
+
+    def lines(self) -> tuple[str, ...]:
+        """One for each worker passed over, and for each choice."""
+        return (*(f"{address}: {why}" for address, why in self.passed_over), *(choice() for choice in self.choices))
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RoutingDecision:
     decode: Endpoint
     prefill: tuple[Endpoint, ...]  # in order of preference; empty: the decode worker prefills in place
-    reasons: tuple[str, ...]  # one line for each worker passed over, and for each choice
+    reasons: Reasons
     in_place: bool = False  # the decode worker is to compute what is missing, although it may ask `prefill` for it
     min_remote_tokens: int = 0  # the decode worker asks for no fewer missing tokens, see `common.prefill_place`
     num_cached_tokens: int = 0  # that the decode worker is thought to have
@@ -69,8 +85,8 @@ class Candidate:
 
 @dataclass(slots=True, frozen=True)
 class Ranked:
-    candidate: Candidate
-    words: str  # the reason for its place in the ranking, in a few words
+    candidates: Sequence[Candidate]  # the best first
+    words: Callable[[Candidate], str]  # the reason for a candidate's place, in a few words
 
 
 class Ranking(ABC):
@@ -84,5 +100,5 @@ class Ranking(ABC):
         self._seed = seed
 
     @abstractmethod
-    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
-        """The best first. `candidates` start with another one at each request, so a stable sort spreads equal ones."""
+    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> Ranked:
+        """`candidates` start with another one at each request, so a stable sort spreads equal ones."""

@@ -28,12 +28,15 @@ def load_order(endpoint: Endpoint) -> tuple[int, int]:
     return load_score(endpoint), -round(10 * kv_headroom(endpoint))
 
 
+def load_in_words(candidate: Candidate) -> str:
+    return f"load {load_score(candidate.endpoint)}"
+
+
 class LeastLoad(Ranking):
     """`4·waiting + running`; ties go to the worker with more KV headroom, then in rotation."""
 
     name: ClassVar[str] = "least_load"
     about: ClassVar[str] = "the least load"
 
-    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Ranked]:  # noqa: ARG002
-        ordered = sorted(candidates, key=lambda one: load_order(one.endpoint))
-        return [Ranked(one, f"load {load_score(one.endpoint)}") for one in ordered]
+    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> Ranked:  # noqa: ARG002
+        return Ranked(sorted(candidates, key=lambda one: load_order(one.endpoint)), load_in_words)

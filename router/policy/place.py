@@ -4,6 +4,7 @@ of time that is fitted to the workers can take its place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.prefill_place import is_computed_in_place
@@ -17,7 +18,7 @@ IN_PLACE_MARGIN = 1024  # tokens by which a prefill worker has to be later befor
 @dataclass(slots=True, frozen=True)
 class Place:
     in_place: bool
-    reason: str
+    reason: Callable[[], str]
     min_remote_tokens: int  # for the decode worker, which sees what is missing: it asks a prefill worker for no fewer
     is_final: bool = False  # no prefill worker can be of use
 
@@ -34,14 +35,21 @@ def place_of(num_prompt_tokens: int, decode: Candidate, prefill: Candidate | Non
     """
     missing, block_size = decode.num_missing_tokens, decode.endpoint.block_size
     if prefill is None:
-        return Place(True, "there is no prefill worker for it", min_remote_tokens, is_final=True)
+        return Place(True, lambda: "there is no prefill worker for it", min_remote_tokens, is_final=True)
     if is_computed_in_place(missing, min_remote_tokens, block_size):
         is_short = is_computed_in_place(num_prompt_tokens, min_remote_tokens, block_size)
-        reason = f"{missing} of {num_prompt_tokens} tokens are missing, which is too short for a prefill worker"
-        return Place(True, reason, min_remote_tokens, is_final=is_short)
+        return Place(
+            True,
+            lambda: f"{missing} of {num_prompt_tokens} tokens are missing, which is too short for a prefill worker",
+            min_remote_tokens,
+            is_final=is_short,
+        )
     remote = prefill.wait + prefill.work + MOVE_COST * missing
     in_place = decode.wait + IN_PLACE_COST * missing
-    costs = f"{missing} tokens are missing; remote costs {remote:.0f}, in place {in_place:.0f}"
+
+    def costs() -> str:
+        return f"{missing} tokens are missing; remote costs {remote:.0f}, in place {in_place:.0f}"
+
     if remote > in_place + IN_PLACE_MARGIN:
         return Place(True, costs, max(min_remote_tokens, missing + block_size))
     return Place(False, costs, min_remote_tokens)

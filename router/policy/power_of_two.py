@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from router.policy.base import Candidate, Ranked, Ranking, RoutingRequest
-from router.policy.least_load import load_order, load_score
+from router.policy.least_load import load_in_words, load_order
 
 
 class PowerOfTwo(Ranking):
@@ -20,14 +20,13 @@ class PowerOfTwo(Ranking):
         super().__init__(seed)
         self._num_drawn = 0
 
-    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Ranked]:  # noqa: ARG002
+    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> Ranked:  # noqa: ARG002
         """The two that are drawn, the better one first, then all others by load."""
         rest = list(candidates)
         drawn = [rest.pop(self._draw(len(rest))) for _ in range(min(2, len(rest)))]
         drawn.sort(key=lambda one: load_order(one.endpoint))
         rest.sort(key=lambda one: load_order(one.endpoint))
-        lots = [Ranked(one, f"drawn, load {load_score(one.endpoint)}") for one in drawn]
-        return lots + [Ranked(one, f"load {load_score(one.endpoint)}") for one in rest]
+        return Ranked(drawn + rest, lambda one: f"drawn, {load_in_words(one)}" if one in drawn else load_in_words(one))
 
     def _draw(self, num: int) -> int:
         self._num_drawn += 1

@@ -19,9 +19,8 @@ class PrefixAware(Ranking):
     name: ClassVar[str] = "prefix_aware"
     about: ClassVar[str] = "the least to wait for and to compute, given what is cached"
 
-    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Ranked]:  # noqa: ARG002
-        ordered = sorted(candidates, key=lambda one: (one.wait + one.work, load_order(one.endpoint)))
-        return [
-            Ranked(one, f"{one.num_cached_tokens} tokens cached, work {one.work:.0f} + wait {one.wait:.0f}")
-            for one in ordered
-        ]
+    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> Ranked:  # noqa: ARG002
+        return Ranked(
+            sorted(candidates, key=lambda one: (one.wait + one.work, load_order(one.endpoint))),
+            lambda one: f"{one.num_cached_tokens} tokens cached, work {one.work:.0f} + wait {one.wait:.0f}",
+        )

@@ -12,5 +12,5 @@ class RoundRobin(Ranking):
     name: ClassVar[str] = "round_robin"
     about: ClassVar[str] = "each in turn"
 
-    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Ranked]:  # noqa: ARG002
-        return [Ranked(one, "in turn") for one in candidates]
+    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> Ranked:  # noqa: ARG002
+        return Ranked(candidates, lambda _: "in turn")

@@ -6,12 +6,12 @@ kind has a shorter queue sooner, and so gets more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from common.errors import UnavailableError
 from common.types import WorkerRole, WorkerState
 from router.fleet.endpoint import Endpoint
-from router.policy.base import Candidate, Ranked, Ranking, RoutingDecision, RoutingRequest
+from router.policy.base import Candidate, Ranked, Ranking, Reasons, RoutingDecision, RoutingRequest
 from router.policy.least_load import load_score
 from router.policy.place import MOVE_COST, Place, place_of
 
@@ -33,51 +33,50 @@ class RoutingPolicy:
         self._rotation = 0
 
     def pick(self, request: RoutingRequest, endpoints: Sequence[Endpoint]) -> RoutingDecision:
-        reasons: list[str] = []
-        usable = _usable(request, endpoints, reasons)
+        passed_over: list[tuple[str, str]] = []
+        usable = _usable(request, endpoints, passed_over)
         decode_workers = []
         for endpoint in usable:
             if endpoint.can_decode and endpoint.incarnation in request.tried:
-                reasons.append(f"{endpoint.address}: already failed this request")
+                passed_over.append((endpoint.address, "already failed this request"))
             elif endpoint.can_decode and not _fits(endpoint, request.num_tokens):
-                reasons.append(f"{endpoint.address}: its context has {endpoint.max_model_len} tokens, too few")
+                passed_over.append((endpoint.address, f"its context has {endpoint.max_model_len} tokens, too few"))
             elif endpoint.can_decode:
                 decode_workers.append(endpoint)
         if not decode_workers:
-            raise UnavailableError("no decode worker can take the request" + _listed(reasons))
+            raise UnavailableError("no decode worker can take the request" + _listed(Reasons(passed_over).lines()))
         if beside := [endpoint for endpoint in decode_workers if endpoint.incarnation == request.beside]:
             decode_workers = beside
-            reasons.append(f"{beside[0].address}: other answers to this prompt are there")
+            passed_over.append((beside[0].address, "other answers to this prompt are there"))
 
         helpers = [endpoint.role for endpoint in usable if endpoint.can_prefill and not request.in_place]
         ranked = self._decode.rank(
             request, [_decode_candidate(request, e, helpers) for e in self._rotated(decode_workers)]
         )
-        decode = ranked[0].candidate
-        reasons.append(_choice("decode", ranked))
+        decode = ranked.candidates[0]
 
         helping = [e for e in _prefill_workers(decode.endpoint, usable) if _fits(e, request.num_prompt_tokens + 1)]
         prefill_workers = [] if request.in_place else self._rotated(helping)
-        asked = self._prefill.rank(request, [_prefill_candidate(request, e) for e in prefill_workers])
+        ranked_prefill = self._prefill.rank(request, [_prefill_candidate(request, e) for e in prefill_workers])
+        asked = ranked_prefill.candidates
         if request.in_place:
-            place = Place(True, "the request asks for what only computing its prompt gives", 0, is_final=True)
+            place = Place(True, _all_in_place, 0, is_final=True)
         else:
-            first = asked[0].candidate if asked else None
-            place = place_of(request.num_prompt_tokens, decode, first, self._min_remote_tokens)
+            place = place_of(request.num_prompt_tokens, decode, asked[0] if asked else None, self._min_remote_tokens)
         self._rotation += 1
-        reasons.append(f"prefill {'in place' if place.in_place else 'remote'}: {place.reason}")
+        choices = [_choice("decode", ranked), _choice_of_place(place)]
         if asked and not place.in_place:
-            reasons.append(_choice("prefill", asked))
-        computing = decode if place.in_place or not asked else asked[0].candidate
+            choices.append(_choice("prefill", ranked_prefill))
+        computing = decode if place.in_place or not asked else asked[0]
         return RoutingDecision(
             decode=decode.endpoint,
-            prefill=() if place.is_final else tuple(one.candidate.endpoint for one in asked[:MAX_PREFILL_WORKERS]),
-            reasons=tuple(reasons),
+            prefill=() if place.is_final else tuple([one.endpoint for one in asked[:MAX_PREFILL_WORKERS]]),
+            reasons=Reasons(passed_over, choices),
             in_place=place.in_place,
             min_remote_tokens=place.min_remote_tokens,
             num_cached_tokens=decode.num_cached_tokens,
             num_missing_tokens=computing.num_missing_tokens,
-            prefill_cost=asked[0].candidate.wait + asked[0].candidate.work if asked else 0.0,
+            prefill_cost=asked[0].wait + asked[0].work if asked else 0.0,
             may_hedge=self._hedges and not place.in_place and _may_hedge(asked),
         )
 
@@ -86,19 +85,21 @@ class RoutingPolicy:
         return [*endpoints[start:], *endpoints[:start]]
 
 
-def _usable(request: RoutingRequest, endpoints: Sequence[Endpoint], reasons: list[str]) -> list[Endpoint]:
+def _usable(
+    request: RoutingRequest, endpoints: Sequence[Endpoint], passed_over: list[tuple[str, str]]
+) -> list[Endpoint]:
     """Workers that can serve `request` in some role, suspended ones only if no other decode worker is left."""
     usable, suspended = [], []
     for endpoint in endpoints:
         if reason := unusable(endpoint, request):
-            reasons.append(f"{endpoint.address}: {reason}")
+            passed_over.append((endpoint.address, reason))
         elif endpoint.suspended:
             suspended.append(endpoint)
         else:
             usable.append(endpoint)
     if not any(e.can_decode and e.incarnation not in request.tried and _fits(e, request.num_tokens) for e in usable):
         return usable + suspended
-    reasons += [f"{endpoint.address}: {endpoint.suspended}" for endpoint in suspended]
+    passed_over += [(endpoint.address, endpoint.suspended) for endpoint in suspended]
     return usable
 
 
@@ -154,17 +155,31 @@ def _helps(endpoint: Endpoint, decode: Endpoint) -> bool:
     return decode.role is not WorkerRole.BOTH or endpoint.role is WorkerRole.PREFILL
 
 
-def _may_hedge(asked: Sequence[Ranked]) -> bool:
+def _may_hedge(asked: Sequence[Candidate]) -> bool:
     """A second worker is only asked if it has little to do: if all are behind, computing prompts twice would put them
     further behind."""
-    return len(asked) > 1 and asked[1].candidate.wait <= asked[1].candidate.work + HEDGE_QUEUE
+    return len(asked) > 1 and asked[1].wait <= asked[1].work + HEDGE_QUEUE
 
 
-def _choice(role: str, ranked: Sequence[Ranked]) -> str:
-    named = [f"{one.candidate.address} ({one.words})" for one in ranked[:MAX_NAMED]]
-    more = f" and {len(ranked) - MAX_NAMED} more" if len(ranked) > MAX_NAMED else ""
-    others = f", before {', '.join(named[1:])}{more}" if named[1:] else ""
-    return f"{role} by {named[0]}{others}"
+def _choice(role: str, ranked: Ranked) -> Callable[[], str]:
+    """The line that explains it. Keeps few of the candidates: there may be a thousand, and many decisions are kept."""
+    best, num_more, words = ranked.candidates[:MAX_NAMED], len(ranked.candidates) - MAX_NAMED, ranked.words
+
+    def line() -> str:
+        named = [f"{one.address} ({words(one)})" for one in best]
+        more = f" and {num_more} more" if num_more > 0 else ""
+        others = f", before {', '.join(named[1:])}{more}" if named[1:] else ""
+        return f"{role} by {named[0]}{others}"
+
+    return line
+
+
+def _choice_of_place(place: Place) -> Callable[[], str]:
+    return lambda: f"prefill {'in place' if place.in_place else 'remote'}: {place.reason()}"
+
+
+def _all_in_place() -> str:
+    return "the request asks for what only computing its prompt gives"
 
 
 def _listed(reasons: Sequence[str]) -> str:

@@ -29,21 +29,21 @@ class Session(Ranking):
         super().__init__(seed)
         self._least_load = LeastLoad()
 
-    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Ranked]:
+    def rank(self, request: RoutingRequest, candidates: Sequence[Candidate]) -> Ranked:
         if not request.session or not candidates:
-            return [
-                Ranked(one.candidate, f"no session, {one.words}") for one in self._least_load.rank(request, candidates)
-            ]
+            by_load = self._least_load.rank(request, candidates)
+            words = by_load.words
+            return Ranked(by_load.candidates, lambda one: f"no session, {words(one)}")
         mean = sum(load_score(one.endpoint) for one in candidates) / len(candidates)
         most = MAX_OVER_MEAN * mean + SLACK
         ordered = sorted(candidates, key=lambda one: _weight(request.session, one.address), reverse=True)
-        own = [Ranked(one, "the session's") for one in ordered if load_score(one.endpoint) <= most]
-        overloaded = [
-            Ranked(one, f"overloaded, load {load_score(one.endpoint)} above {most:.0f}")
-            for one in ordered
-            if load_score(one.endpoint) > most
-        ]
-        return own + overloaded
+        ordered.sort(key=lambda one: load_score(one.endpoint) > most)
+
+        def place(one: Candidate) -> str:
+            load = load_score(one.endpoint)
+            return "the session's" if load <= most else f"overloaded, load {load} above {most:.0f}"
+
+        return Ranked(ordered, place)
 
 
 def _weight(session: str, address: str) -> bytes:

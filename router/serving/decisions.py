@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from router.policy.base import RoutingDecision
+from router.policy.base import Reasons, RoutingDecision
 from router.serving.question import Question
 from router.serving.request import GenerationRequest
 
@@ -36,10 +38,11 @@ class Decisions:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self.question = Question("decisions", Decision, self.latest)
-        self._kept: deque[tuple[str, Decision]] = deque(maxlen=MAX_DECISIONS)  # with their tenants
+        self._kept: deque[tuple[str, partial[Decision], Reasons]] = deque(maxlen=MAX_DECISIONS)  # with their tenants
 
     def add(self, request: GenerationRequest, decision: RoutingDecision, cause: str) -> None:
-        made = Decision(
+        made = partial(
+            Decision,
             time=self._clock(),
             request_id=request.request_id,
             client=request.client,
@@ -47,18 +50,17 @@ class Decisions:
             prompt_tokens=len(request.prompt_token_ids),
             cached_tokens=decision.num_cached_tokens,
             decode_worker=decision.decode.address,
-            prefill_workers=tuple(endpoint.address for endpoint in decision.prefill),
+            prefill_workers=tuple([endpoint.address for endpoint in decision.prefill]),
             in_place=decision.in_place,
-            reasons=bounded_reasons(decision),
         )
-        self._kept.append((request.tenant, made))
+        self._kept.append((request.tenant, made, decision.reasons.last(MAX_REASONS)))
 
     def latest(self, limit: int, tenant: str | None = None) -> list[Decision]:
-        """The newest first; with `tenant` only those of its requests."""
-        found = (made for of, made in reversed(self._kept) if tenant is None or of == tenant)
-        return [made for _, made in zip(range(limit), found, strict=False)]
+        """Made now, since few are asked for. The newest first; with `tenant` only those of its requests."""
+        found = (kept[1:] for kept in reversed(self._kept) if tenant is None or kept[0] == tenant)
+        return [made(reasons=bounded_lines(reasons)) for made, reasons in itertools.islice(found, limit)]
 
 
-def bounded_reasons(decision: RoutingDecision) -> tuple[str, ...]:
+def bounded_lines(reasons: Reasons) -> tuple[str, ...]:
     """Choices come last in a decision, so its first lines are the ones left out."""
-    return tuple(reason[:MAX_REASON_CHARS] for reason in decision.reasons[-MAX_REASONS:])
+    return tuple(line[:MAX_REASON_CHARS] for line in reasons.lines()[-MAX_REASONS:])

@@ -20,7 +20,7 @@ from protos.convert import LATER_PARAMETERS
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from router.policy.base import Policy, RoutingDecision, RoutingRequest
-from router.serving.decisions import Decisions, bounded_reasons
+from router.serving.decisions import Decisions, bounded_lines
 from router.serving.progress import Progress
 from router.serving.request import GenerationRequest
 
@@ -111,12 +111,13 @@ class Routes:
         now, index = self._clock(), self._registry.blocks.index
         for address in load_of(decision):
             index.expect(address, route.block_names, now)
-        log.debug("routed", extra={"request_id": request.request_id, "reasons": decision.reasons})
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("routed", extra={"request_id": request.request_id, "reasons": decision.reasons.lines()})
         if request.is_follow_up:
             return
         self._decisions.add(request, decision, cause)
         if request.explain:
-            progress.report.routing.extend(f"{cause}: {reason}" for reason in bounded_reasons(decision))
+            progress.report.routing.extend(f"{cause}: {reason}" for reason in bounded_lines(decision.reasons))
 
 
 @functools.cache

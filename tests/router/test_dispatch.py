@@ -18,7 +18,7 @@ from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2, types_pb2, worker_pb2
 from router.fleet import registry
 from router.fleet.endpoint import Endpoint
-from router.policy.base import RoutingDecision, RoutingRequest
+from router.policy.base import Reasons, RoutingDecision, RoutingRequest
 from router.serving.dispatch import Dispatcher, DispatchLimits
 from router.serving.progress import Progress
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches, sample
@@ -459,7 +459,7 @@ class _Gone:
         if request.tried:
             raise UnavailableError("no decode worker can take the request")
         return RoutingDecision(
-            decode=Endpoint(worker_id="w", role=WorkerRole.DECODE, address="127.0.0.1:1"), prefill=(), reasons=()
+            decode=Endpoint(worker_id="w", role=WorkerRole.DECODE, address="127.0.0.1:1"), prefill=(), reasons=Reasons()
         )
 
 

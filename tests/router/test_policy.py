@@ -103,7 +103,7 @@ def test_short_prompts_are_computed_in_place(num_tokens: int, min_remote_tokens:
     decision = policy.pick(request, fleet("d decode 0/0 9/9\np prefill 0/0 9/9"))
     assert f"d <- {' '.join(e.address for e in decision.prefill) or 'in place'}" == expected
     assert decision.min_remote_tokens == min_remote_tokens, "the decode worker applies it to what it lacks"
-    assert any("too short" in reason for reason in decision.reasons) is ("in place" in expected)
+    assert any("too short" in reason for reason in decision.reasons.lines()) is ("in place" in expected)
 
 
 def test_equals_take_turns() -> None:
@@ -181,7 +181,7 @@ def test_answers_to_one_prompt_stay_together(name: str) -> None:
     policy = create_policy(name)
     decided = [policy.pick(request, endpoints) for _ in range(3)]
     assert [where(one) for one in decided] == ["a <- p"] * 3
-    assert "a: other answers to this prompt are there" in decided[0].reasons
+    assert "a: other answers to this prompt are there" in decided[0].reasons.lines()
     # If the worker is gone, or has refused, another one takes the answer.
     assert where(policy.pick(replace(request, tried=frozenset({("a", "e")})), endpoints)) == "b <- p"
     assert where(policy.pick(replace(request, beside=("a", "before it started again")), endpoints[1:])) == "b <- p"
@@ -223,7 +223,7 @@ def test_a_full_prefill_side_leaves_work_to_decode() -> None:
     assert where(decision) == "d <- in place"
     assert [e.address for e in decision.prefill] == ["p"], "the decode worker may find that it lacks more"
     assert decision.min_remote_tokens == 1016
-    assert "prefill in place: 1000 tokens are missing; remote costs 10250, in place 2000" in decision.reasons
+    assert "prefill in place: 1000 tokens are missing; remote costs 10250, in place 2000" in decision.reasons.lines()
 
 
 def test_what_decode_is_thought_to_have_is_checked_by_decode() -> None:
@@ -235,21 +235,21 @@ def test_what_decode_is_thought_to_have_is_checked_by_decode() -> None:
 
 def test_reasons_name_the_choices() -> None:
     text = "a decode 3/0 9/9\nb decode 1/0 9/9 state=draining\nc decode 9/0 9/9\np prefill 0/0 9/9"
-    assert pick(text, name="least_load").reasons == (
+    assert pick(text, name="least_load").reasons.lines() == (
         "b: draining",
         "decode by a (load 3), before c (load 9)",
         "prefill remote: 1000 tokens are missing; remote costs 1250, in place 2192",
         "prefill by p (load 0)",
     )
     many = "".join(f"d{number} decode {number}/0 9/9\n" for number in range(9))
-    assert "d3 (load 3) and 5 more" in pick(many, name="least_load").reasons[0]
+    assert "d3 (load 3) and 5 more" in pick(many, name="least_load").reasons.lines()[0]
 
 
 def test_suspended_workers_are_the_last_resort() -> None:
     text = "a decode 0/0 9/9 suspended=tripped\nb decode 9/9 9/9\np prefill 0/0 9/9 suspended=slow\nq prefill 9/9 9/9"
     decision = pick(text, name="least_load")
     assert where(decision) == "b <- q"
-    assert "a: tripped" in decision.reasons
+    assert "a: tripped" in decision.reasons.lines()
     assert where(pick("a decode 0/0 9/9 suspended=tripped", name="least_load")) == "a <- in place"
 
 
@@ -258,6 +258,9 @@ def test_power_of_two_takes_the_better_of_two() -> None:
     policy = create_policy("power_of_two", seed=1)
     picked = Counter(pick(text, policy=policy).decode.address for _ in range(600))
     assert picked["d3"] == 0, "the worst of all never wins"
+    line = pick(text, policy=policy).reasons.lines()[0]
+    assert line.count("drawn, load") == 2
+    assert line.startswith("decode by d")
     assert 250 < picked["d0"] < 350, "it is in half of all pairs"
     assert pick("a decode 0/0 9/9", policy=policy).decode.address == "a"
     other = create_policy("power_of_two", seed=2)
@@ -286,9 +289,9 @@ def test_an_overloaded_worker_sends_its_sessions_on() -> None:
     busy = quiet.replace(f"{home} decode 0/0", f"{home} decode 0/20")
     decision = pick(busy, policy=policy, session="s")
     assert decision.decode.address == other
-    assert f"{home} (overloaded, load 80 above 68)" in decision.reasons[0]
+    assert f"{home} (overloaded, load 80 above 68)" in decision.reasons.lines()[0]
     assert pick(quiet.replace("0/0 9/9", "40/0 9/9"), policy=policy, session="s").decode.address == home
-    assert "no session, load 0" in pick(quiet, policy=policy).reasons[0]
+    assert "no session, load 0" in pick(quiet, policy=policy).reasons.lines()[0]
 
 
 def test_a_policy_for_each_role() -> None:
