@@ -4,9 +4,11 @@
                            [--kernels VARIANT] [--minutes 40] [--json FILE]
 
 Prefill of one prompt to its first token, and decode in batches after contexts that are filled outside the clock. The
-limit is what this machine's memory bandwidth and its fastest library's products allow (weights, KV and attention
-counted), measured before and after each repetition. Two models: SmolLM2-135M, and Llama 3.2 1B's shape with random
-weights. Quantised weights stand beside bfloat16 for Baton alone. `--kernels` (or BATON_KERNELS) takes another variant
+limit is what this machine's memory bandwidth and its fastest library's products of the model's own shapes allow
+(weights, KV and attention counted), measured before and after each repetition. `limit` takes the bandwidth of the best
+moment, and is what bars are held to; `sustained` takes the mean of half a second, which is how long a row takes. Two
+models: SmolLM2-135M, and Llama 3.2 1B's shape with random weights. Quantised weights stand beside bfloat16 for Baton
+alone. `--kernels` (or BATON_KERNELS) takes another variant
 of Baton's kernels than the best one; the limit stays that of the machine. Run it on an idle machine.
 """
 
@@ -30,7 +32,6 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
-from baton.speed import measure_cpu
 from bench.engine_systems import (
     BatonEngine,
     LlamaCpp,
@@ -43,9 +44,10 @@ from bench.engine_systems import (
     check_kernels,
     check_llamacpp,
 )
+from bench.limit import Limit, Machine
 from common.config import DEFAULT_MODEL, default_cache_dir
 from engine.embedded_model import ensure_model
-from engine.kernels.choice import AUTO, TORCH, choose
+from engine.kernels.choice import TORCH, choose
 
 PEERS = ("transformers", "llamacpp")
 QUANTIZATIONS = ("int8", "int4")
@@ -78,37 +80,6 @@ class Part:
     rows: Sequence[Row]
 
 
-@dataclass(slots=True, frozen=True)
-class Limit:
-    """What the machine can do during one repetition: the better of the measurements before and after it."""
-
-    read_gb_s: float
-    gflop_s: float
-
-    def seconds(self, row: Row, config: dict[str, int], itemsize: int) -> float:
-        """The least that the row can take: what it reads, or what it multiplies, whichever is longer."""
-        layers, hidden, inner = config["num_hidden_layers"], config["hidden_size"], config["intermediate_size"]
-        dim, heads, kv_heads = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
-        weights = layers * hidden * (2 * heads * dim + 2 * kv_heads * dim + 3 * inner)
-        head = config["vocab_size"] * hidden
-        kv = 2 * layers * kv_heads * dim  # elements of a token
-        seen = row.context / 2 if not row.steps else row.context + row.steps / 2  # tokens that a token sees
-        tokens = row.batch if row.steps else row.context
-        read = (weights + head + row.batch * row.context * kv * bool(row.steps)) * itemsize
-        multiplied = 2 * tokens * (weights + 2 * layers * heads * dim * seen) + 2 * row.batch * head
-        return max(read / self.read_gb_s, multiplied / self.gflop_s) / 1e9 * max(1, row.steps)
-
-
-def measure_limit(part: Part) -> Limit:
-    torch.set_num_threads(part.threads)
-    speed = measure_cpu(choose(AUTO), part.dtype, part.threads)
-    other = measure_cpu(choose(AUTO), "float32", part.threads)  # bfloat16 may be slower than float32, or faster
-    return Limit(
-        max(speed.read_gb_s, other.read_gb_s),
-        max(one for each in (speed, other) for one in (each.torch_gflop_s, each.kernels_gflop_s) if one is not None),
-    )
-
-
 def run_part(part: Part, model_dir: Path, args: argparse.Namespace, stop_at: float) -> dict[str, object]:
     """Measures and prints one table, in `args.repeats` repetitions or as many as end before `stop_at`."""
     config = json.loads((model_dir / "config.json").read_text())
@@ -128,6 +99,7 @@ def run_part(part: Part, model_dir: Path, args: argparse.Namespace, stop_at: flo
             )
     rates: dict[str, dict[str, list[float]]] = {row.name: {} for row in part.rows}
     limits: list[Limit] = []
+    machine = Machine(part.rows, config, part.dtype, part.threads)
     with ExitStack() as stack:
         systems: dict[str, System] = {}
         for name, make in makers.items():
@@ -139,7 +111,7 @@ def run_part(part: Part, model_dir: Path, args: argparse.Namespace, stop_at: flo
         slow: set[tuple[str, str]] = set()
         for number in range(args.repeats):
             start = time.monotonic()
-            before = measure_limit(part)
+            before = machine.measure()
             for row in part.rows:
                 for name, system in systems.items():
                     if (name, row.name) in slow or (name in QUANTIZATIONS and row.batch * bool(row.steps) > 8):
@@ -149,12 +121,12 @@ def run_part(part: Part, model_dir: Path, args: argparse.Namespace, stop_at: flo
                     if seconds > SLOW_S:
                         slow.add((name, row.name))
                     rates[row.name].setdefault(name, []).append(row.num_tokens / seconds)
-            after = measure_limit(part)
-            limit = Limit(max(before.read_gb_s, after.read_gb_s), max(before.gflop_s, after.gflop_s))
+            limit = before.or_better(machine.measure())
             limits.append(limit)
             itemsize = getattr(torch, part.dtype).itemsize
             for row in part.rows:
-                rates[row.name].setdefault("limit", []).append(row.num_tokens / limit.seconds(row, config, itemsize))
+                for name, one in (("limit", limit), ("sustained", limit.sustained())):
+                    rates[row.name].setdefault(name, []).append(row.num_tokens / one.seconds(row, config, itemsize))
             now = time.monotonic()
             if number + 1 < args.repeats and now + (now - start) > stop_at:
                 _say(f"{number + 1} repetitions: no time for more")
@@ -166,6 +138,7 @@ def run_part(part: Part, model_dir: Path, args: argparse.Namespace, stop_at: flo
         "threads": part.threads,
         "kernels": kernels,
         "read_gb_s": [one.read_gb_s for one in limits],
+        "sustained_gb_s": [one.sustained_gb_s for one in limits],
         "gflop_s": [one.gflop_s for one in limits],
         "tokens_per_s": rates,
     }
@@ -173,23 +146,28 @@ def run_part(part: Part, model_dir: Path, args: argparse.Namespace, stop_at: flo
 
 def print_part(part: Part, kernels: str, rates: dict[str, dict[str, list[float]]], limits: Sequence[Limit]) -> None:
     """Medians of tokens/s, all sequences together."""
-    read, gflop = (statistics.median(getattr(one, name) for one in limits) for name in ("read_gb_s", "gflop_s"))
+    read, sustained = (
+        statistics.median(getattr(one, name) for one in limits) for name in ("read_gb_s", "sustained_gb_s")
+    )
+    gflop = {tokens: statistics.median(one.gflop_s[tokens] for one in limits) for tokens in limits[0].gflop_s}
     systems = list(dict.fromkeys(name for row in rates.values() for name in row))
     table = Table(
         title=f"{part.model}, {part.dtype}, {part.threads} threads, kernels {kernels}, {len(limits)} repetitions: "
         "tokens/s\n"
-        f"{read:.1f} GB/s read, {gflop:.0f} GFLOP/s"
+        f"{read:.1f} GB/s read at best, {sustained:.1f} sustained; "
+        "GFLOP/s by tokens in a step: " + ", ".join(f"{tokens}: {rate:.0f}" for tokens, rate in gflop.items())
     )
     table.add_column("")
-    for name in [*systems, "baton / best peer", "baton / limit"]:
+    for name in [*systems, "baton / best peer", "baton / limit", "baton / sustained"]:
         table.add_column(name, justify="right")
     for row_name, row in rates.items():
         medians = {name: statistics.median(values) for name, values in row.items()}
         best = max((medians[name] for name in PEERS if name in medians), default=None)
         ratio = "" if best is None else f"{medians['baton'] / best:.2f}"
         cells = [f"{medians[name]:.1f}" if name in medians else "" for name in systems]
-        table.add_row(row_name, *cells, ratio, f"{medians['baton'] / medians['limit']:.2f}")
-    Console(width=140).print(table)
+        shares = (f"{medians['baton'] / medians[name]:.2f}" for name in ("limit", "sustained"))
+        table.add_row(row_name, *cells, ratio, *shares)
+    Console(width=160).print(table)
 
 
 @contextmanager
