@@ -7,7 +7,7 @@
 Decode steps of SmolLM2-135M on one thread, greedy, after contexts that cost nothing. The figures are seconds of that
 thread on the CPU, so other work on the machine disturbs little; the best of some repetitions. What a worker's front
 does is not among them: it is another process. `--sampling` compares greedy steps with steps of requests that each have
-other sampling parameters, the two in turn.
+other sampling parameters, the two in turn; alone of these figures it needs no kernels (`--kernels torch`).
 """
 
 from __future__ import annotations
@@ -49,12 +49,10 @@ class Stopwatch:
         return timed
 
 
-def measure(
-    engine: BatonEngine, watch: Stopwatch, row: Row, params: Sequence[SamplingParams] = (GREEDY,)
-) -> tuple[float, float]:
+def measure(engine: BatonEngine, watch: Stopwatch, row: Row) -> tuple[float, float]:
     """Seconds of a step, and those of them beside the kernels."""
     watch.seconds = 0.0
-    whole = engine.measure(row, time.thread_time, params) / row.steps
+    whole = engine.measure(row, time.thread_time) / row.steps
     return whole, whole - watch.seconds / row.steps
 
 
@@ -95,13 +93,14 @@ def main() -> None:
     model_dir: Path = ensure_model(DEFAULT_MODEL, default_cache_dir(), print)
     engine = BatonEngine(model_dir, args.dtype, 1, args.quantization, num_blocks, args.kernels)
     kernels = engine.kernels
+    if args.sampling:
+        computes = "torch" if kernels is None else kernels.choice.instruction_set
+        compare_sampling(engine, f"{args.dtype}, {args.quantization}, {computes}", rows, args.repeats)
+        return
     if kernels is None:
         parser.error("there are no kernels here: torch computes (baton doctor says why)")
     watch = Stopwatch(kernels.library)
     kernels.library = watch  # type: ignore[assignment]
-    if args.sampling:
-        compare_sampling(engine, watch, rows, args.repeats)
-        return
     table = Table(
         title=f"{args.dtype}, {args.quantization}, {kernels.choice.variant}, one thread: milliseconds of a decode step"
     )
@@ -115,14 +114,16 @@ def main() -> None:
     Console(width=100).print(table)
 
 
-def compare_sampling(engine: BatonEngine, watch: Stopwatch, rows: Sequence[Row], repeats: int) -> None:
-    table = Table(title="one thread: milliseconds of a decode step")
+def compare_sampling(engine: BatonEngine, title: str, rows: Sequence[Row], repeats: int) -> None:
+    table = Table(title=f"{title}, one thread: milliseconds of a decode step")
     for name in ("batch", "context", "greedy", "each its own parameters", "times"):
         table.add_column(name, justify="right")
     for row in rows:
         unlike = [unlike_params(number) for number in range(row.batch)]
-        both = [(measure(engine, watch, row)[0], measure(engine, watch, row, unlike)[0]) for _ in range(repeats)]
-        greedy, own = min(one for one, _ in both), min(one for _, one in both)
+        both = [
+            [engine.measure(row, time.thread_time, params) for params in ((GREEDY,), unlike)] for _ in range(repeats)
+        ]
+        greedy, own = (min(of_way) / row.steps for of_way in zip(*both, strict=True))
         cells = (f"{1e3 * greedy:.2f}", f"{1e3 * own:.2f}", f"{own / greedy:.2f}")
         table.add_row(str(row.batch), str(row.context), *cells)
     Console(width=100).print(table)
