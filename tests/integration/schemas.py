@@ -32,6 +32,11 @@ def text(**keywords: object) -> Schema:
     return {"type": "string", **keywords}
 
 
+def at_depth(depth: int, child: Schema) -> Schema:
+    """What `child` of the object that lies so deep in a tree has to be. It bounds a schema that refers to itself."""
+    return {"properties": {"child": child if depth == 0 else at_depth(depth - 1, child)}}
+
+
 def schemas() -> list[Schema]:
     return [*_scalars(), *_objects(), *_arrays(), *_unions(), *_refs()]
 
@@ -99,8 +104,8 @@ def _refs() -> Iterator[Schema]:
     yield {**record(a={"$ref": "#/definitions/p"}, b={"$ref": "#/definitions/p"}), "definitions": {"p": record(x=AGE)}}
     yield {"$ref": "#/$defs/pair", "$defs": {"pair": array({"$ref": "#/$defs/age"}, 2, 2), "age": AGE}}
     yield {"$ref": "#/$defs/age", "maximum": 7, "$defs": {"age": AGE}}
-    tree = record("child", value=AGE, child={"anyOf": [{"type": "null"}, record(value=AGE)]})
-    yield {"$ref": "#/$defs/tree", "$defs": {"tree": tree}}
+    tree = record("child", value=AGE, child={"anyOf": [{"type": "null"}, {"$ref": "#/$defs/tree"}]})
+    yield {"$ref": "#/$defs/tree", "$defs": {"tree": tree}, **at_depth(2, {"type": "null"})}
     person = record("boss", name=WORD, boss={"$ref": "#/$defs/title"})
     yield {"$ref": "#/$defs/person", "$defs": {"person": person, "title": {"enum": ["Dr", "Prof"]}}}
     yield record(a={"allOf": [{"$ref": "#/$defs/low"}, {"maximum": 9}]}) | {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from common.guided import Guided
 from common.types import FinishReason
 from tests.chaos.tiny_model import write_tiny_model
 from tests.integration.ask import Salt
-from tests.integration.schemas import schemas
+from tests.integration.schemas import Schema, schemas
 from tests.integration.stack import CALL_TIMEOUT_S, Stack, running
 from tests.router.tiny_tokenizer import eos_id
 
@@ -26,6 +27,29 @@ pytestmark = pytest.mark.timeout(1200)
 
 NUM_EACH = 5
 QUESTION = "Give an example. Answer in JSON that matches this schema: "
+FULL_TIME = re.compile(r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?([Zz]|[+-]([01]\d|2[0-3]):[0-5]\d)", re.ASCII)
+
+
+def validate(value: object, schema: Schema) -> None:
+    """Also checks formats. jsonschema has no checker of `time` of its own: it is RFC 3339's `full-time`."""
+    formats = jsonschema.FormatChecker(("date", "uuid", "ipv4"))
+    formats.checks("time")(lambda text: FULL_TIME.fullmatch(str(text)) is not None)
+    unchecked = set(re.findall(r'"format": "([^"]*)"', json.dumps(schema))) - set(formats.checkers)
+    assert not unchecked, "a format that nothing checks"
+    jsonschema.validate(value, schema, jsonschema.Draft202012Validator, format_checker=formats)  # type: ignore[arg-type]
+
+
+def test_wrong_formats_do_not_validate() -> None:
+    for format_, right, wrong in (
+        ("date", "2024-02-29", "2023-02-29"),
+        ("uuid", "2eb8aa08-aa98-11ea-b4aa-73b441d16380", "2eb8aa08-aa98-11ea-b4aa-73b441d1638"),
+        ("time", "23:59:60.5+01:00", "24:00:00Z"),
+        ("ipv4", "10.0.0.255", "10.0.0.256"),
+    ):
+        schema: Schema = {"type": "array", "items": {"type": "string", "format": format_}}
+        validate([right], schema)
+        with pytest.raises(jsonschema.ValidationError):
+            validate([wrong], schema)
 
 
 def test_answers_validate(two: Stack, salt: Salt) -> None:
@@ -34,7 +58,7 @@ def test_answers_validate(two: Stack, salt: Salt) -> None:
 
     with Client(two.grpc, timeout=CALL_TIMEOUT_S * 4) as client:
 
-        def ask(case: tuple[object, int]) -> Result:
+        def ask(case: tuple[Schema, int]) -> Result:
             schema, seed = case
             guided = Guided(json_schema=json.dumps(schema))
             question = QUESTION + json.dumps(schema)
@@ -47,7 +71,7 @@ def test_answers_validate(two: Stack, salt: Salt) -> None:
     ]
     assert len(ended) >= 0.95 * len(cases)
     for (schema, _), result in ended:
-        jsonschema.validate(json.loads(result.text), schema, jsonschema.Draft202012Validator)  # type: ignore[arg-type]
+        validate(json.loads(result.text), schema)
     assert sum(bool(result.report.prefill_worker) for result in results) > len(cases) // 2
 
 
