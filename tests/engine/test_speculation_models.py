@@ -1,13 +1,16 @@
-"""Greedy answers with speculation are transformers', on real models in float32, and drawn ones those without it."""
+"""On real models in float32: greedy answers with speculation are transformers', drawn ones are those without it, and
+how often each is drawn follows transformers' logits."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.config import EngineSettings
 from common.errors import StartupError
@@ -20,7 +23,7 @@ from tests.engine.fakes import add, assert_idle, run, tokens_of
 from tests.engine.kernels.variants import torch_best_and_slow_others
 from tests.engine.test_model_engine import engine
 from tests.engine.test_model_families import greedy_of_transformers, model
-from tests.engine.tiny_models import BLOCK_SIZE, FAMILIES, VOCAB_SIZE
+from tests.engine.tiny_models import BLOCK_SIZE, FAMILIES, VOCAB_SIZE, expected_logprobs_of_all, make_model
 from tests.router.tiny_tokenizer import tokenizer_files
 
 QUICK = ("llama", "mistral", "gemma2")
@@ -138,3 +141,68 @@ def test_a_draft_model_has_the_models_tokenizer(models: Path, tmp_path: Path) ->
     (folders[1] / "tokenizer.json").write_text(json.dumps(other))
     with pytest.raises(StartupError, match="has another tokenizer"):
         load_draft_model(settings, runner)
+
+
+NUM_DRAWS = 20_000
+FEW = 3  # tokens of a vocabulary
+ANSWER_LENGTH = 4
+TEMPERATURE = 2.0  # so that no answer is rare
+CHI_SQUARED_LIMIT = 124.8  # one in a thousand, with 80 degrees of freedom: 3⁴ answers
+
+
+@pytest.fixture(scope="module")
+def odds_of_answers(models: Path) -> torch.Tensor:
+    """`[3, 3, 3, 3]`: how likely transformers makes each answer of four tokens to `few_prompt`."""
+    beginnings = list(itertools.product(range(FEW), repeat=ANSWER_LENGTH - 1))
+    sequences = [[*few_prompt(), *beginning] for beginning in beginnings]
+    logprobs = expected_logprobs_of_all(few_tokens(models, "few"), sequences)[:, len(few_prompt()) - 1 :].double()
+    logprobs = (logprobs / TEMPERATURE).log_softmax(-1)
+    odds = torch.zeros([FEW] * ANSWER_LENGTH, dtype=torch.float64)
+    for answer in itertools.product(range(FEW), repeat=ANSWER_LENGTH):
+        own = logprobs[beginnings.index(answer[:-1])]
+        odds[answer] = sum(own[place, token_id] for place, token_id in enumerate(answer)).exp()
+    return odds
+
+
+def few_prompt() -> list[int]:
+    """Has every three of the tokens in a row, so that `ngram` always finds something."""
+    return random.Random(8).choices(range(FEW), k=90)
+
+
+def few_tokens(models: Path, name: str) -> Path:
+    if not (models / name).exists():
+        make_model(models / name, {"vocab_size": FEW})
+    return models / name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_the_distribution_is_transformers(
+    models: Path, odds_of_answers: torch.Tensor, monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    """Chi-squared of 20,000 drawn answers, of which each token but the first may be a guess. 50 share a step."""
+    monkeypatch.setattr("engine.model_runner.free_rows", lambda *_, **__: 1e6)  # so that so many draft at all
+    path = few_tokens(models, "few")
+    if drafter == "ngram":
+        core = engine(path, 256, max_model_len=128, speculation="ngram")
+    else:
+        core, _ = drafting(path, few_tokens(models, "other few"), draft_blocks=256, num_blocks=256)
+    counts = torch.zeros_like(odds_of_answers)
+    num_drafted = num_accepted = 0
+    for first in range(0, NUM_DRAWS, 50):
+        for seed in range(first, first + 50):
+            params = SamplingParams(seed=seed, temperature=TEMPERATURE, max_tokens=ANSWER_LENGTH, ignore_eos=True)
+            add(core, str(seed), few_prompt(), params=params)
+        events = run(core)
+        for answer in tokens_of(events).values():
+            counts[tuple(answer)] += 1
+        for event in events:
+            if isinstance(event, m.TokensGenerated) and event.finish_reason:
+                num_drafted += event.num_drafted_tokens
+                num_accepted += event.num_accepted_tokens
+    assert counts.sum() == NUM_DRAWS
+    assert num_drafted > NUM_DRAWS
+    assert NUM_DRAWS // 5 < num_accepted < num_drafted * 0.9, "many guesses are right, and many are wrong"
+    wanted = odds_of_answers * NUM_DRAWS
+    assert wanted.min() > 5, "chi-squared is no measure of rarer answers"
+    assert float(((counts - wanted) ** 2 / wanted).sum()) < CHI_SQUARED_LIMIT
