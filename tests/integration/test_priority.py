@@ -1,0 +1,53 @@
+"""1P1D with `--queue-policy=priority`: urgent requests are answered before those that came earlier."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from baton.report import Result
+from common.sampling import SamplingOptions
+from tests.chaos.tiny_model import random_prompt
+from tests.integration.ask import Salt
+from tests.integration.stack import running, wait_for
+from tests.integration.tiny import tiny_fleet
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+
+# In the order in which they come. A step of priority is worth ten seconds, all come within a few.
+PRIORITIES = {"later": 50, "first": 0, "second": 0, "soon": -50}
+OPTIONS: SamplingOptions = {"temperature": 0.0, "ignore_eos": True}
+
+
+def test_the_queue_is_in_the_order_of_priority(tmp_path: Path, salt: Salt) -> None:
+    flags = ("--queue-policy=priority", "--max-num-seqs=1")
+    fleet = tiny_fleet(tmp_path, *flags, prefill=1, decode=1, router_flags=("--min-remote-tokens=1",))
+    ended: list[str] = []
+    with running(fleet), fleet.client() as client, ThreadPoolExecutor(len(PRIORITIES)) as pool:
+
+        def ask(name: str) -> Result:
+            prompt = random_prompt(random.Random(name), 50)
+            answer = client.generate(prompt, priority=PRIORITIES[name], max_tokens=200, cache_salt=salt(), **OPTIONS)
+            result = answer.result()
+            ended.append(name)
+            return result
+
+        def num_waiting() -> int:
+            return sum(worker.num_requests_waiting for worker in fleet.workers() if worker.role.value == "decode")
+
+        running_one = client.generate(random_prompt(random.Random(1), 50), max_tokens=4000, **OPTIONS)
+        next(iter(running_one))
+        futures = []
+        for name in PRIORITIES:
+            futures.append(pool.submit(ask, name))
+            wait_for(f"{name} waits", lambda: num_waiting() == len(futures))
+        assert ended == []
+        running_one.cancel()
+        results = [future.result() for future in futures]
+    assert ended == ["soon", "first", "second", "later"]
+    for result in results:
+        assert len(result.token_ids) == 200
+        assert result.report.prefill_worker
