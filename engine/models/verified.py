@@ -1,4 +1,4 @@
-"""Decoders of transformers that were compared with it. Written by `make test-models`: do not edit."""
+"""Decoders of transformers that were compared with it. Written by `make survey-models`: do not edit."""
 
 from __future__ import annotations
 

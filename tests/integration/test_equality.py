@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import re
 import shutil
 import threading
 import time
@@ -17,7 +16,6 @@ import pytest
 from baton.report import Result
 from common.types import FinishReason
 from router.policy.place import IN_PLACE_MARGIN
-from tests.engine.kernels.variants import ALL as ALL_KERNELS
 from tests.integration.ask import Salt, ask
 from tests.integration.prompts import BY_NAME, CASES, LONG
 from tests.integration.reference import Expected
@@ -151,23 +149,6 @@ def test_chunk_sizes(chunk_size: int, model_dir: Path, tmp_path: Path, expected:
     with running(stack):
         ask(stack, expected, FEW, salt)
         stack.settle()
-
-
-@pytest.mark.parametrize("kernels", ALL_KERNELS)
-def test_each_variant_of_the_kernels(
-    model_dir: Path, tmp_path: Path, expected: Answers, salt: Salt, kernels: str
-) -> None:
-    """Cold, and from the prefix caches of both workers."""
-    stack = Stack(tmp_path, f"--kernels={kernels}", "--min-remote-tokens=1")
-    with running(stack):
-        ask(stack, expected, FEW, salt)
-        for _ in range(2):
-            results = ask(stack, expected, FEWEST, lambda: "warm")
-        stack.settle()
-        log = (tmp_path / "up.log").read_text(errors="replace")
-    for name, result in results.items():
-        assert result.usage.cached_tokens == (len(expected[name].prompt_token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE, name
-    assert re.findall(r"\bkernels=(\w+)", log) == [kernels] * 2
 
 
 @needs_nixl
