@@ -98,6 +98,7 @@ async def test_calls_at_a_time_are_bounded(port: int) -> None:
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+@pytest.mark.slow
 async def test_calls_that_wait_for_a_busy_process_are_not_cancelled() -> None:
     """The loop stands still while some connections bring as many calls as they may; then others' calls come."""
     num_streams = 1000

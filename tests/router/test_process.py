@@ -42,6 +42,7 @@ async def test_a_signal_drains(worker: FakeWorker, number: signal.Signals) -> No
         assert b"Traceback" not in router.errors
 
 
+@pytest.mark.slow
 async def test_a_router_that_was_stopped_serves_at_once(worker: FakeWorker) -> None:
     """It has lost its workers meanwhile, and finds out when it goes on; a request that comes then waits for them."""
     async with running(PATIENT, processes=1, decode=[worker.address]) as router:
