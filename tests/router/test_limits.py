@@ -29,11 +29,24 @@ KEY = "k" * 32
 OTHER = "o" * 32
 ASK = inference_pb2.GenerateRequest(prompt="x")
 BODY = {"prompt": "x", "max_tokens": 99}
+NO_FIELD = {"param": None, "code": None}
 
 
 def address_of(router: RunningRouter) -> tuple[str, int]:
     host, _, port = router.url.removeprefix("http://").rpartition(":")
     return host, int(port)
+
+
+def error_in(answer: bytes, status: int) -> dict[str, object]:
+    """What an answer that ends its connection says in OpenAI's shape."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    first, *lines = head.decode().lower().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines)
+    assert first.startswith(f"http/1.1 {status} ")
+    assert (headers["content-type"], headers["connection"]) == ("application/json", "close")
+    assert int(headers["content-length"]) == len(body)
+    said: dict[str, object] = json.loads(body)["error"]
+    return said
 
 
 async def generate(router: RunningRouter, key: str = "") -> str:
@@ -172,7 +185,8 @@ async def test_slow_heads_are_cut_off(worker: FakeWorker, start_router: StartRou
     router = await start_router(worker, receive_timeout=0.5)
     reader, writer = await asyncio.open_connection(*address_of(router))
     writer.write(head)
-    assert b"408" in await asyncio.wait_for(reader.read(), 60)
+    error = error_in(await asyncio.wait_for(reader.read(), 60), 408)
+    assert error == {"message": "no head of a request came in time", "type": "timeout_error", **NO_FIELD}
     writer.close()
 
 
@@ -261,7 +275,16 @@ async def test_slow_readers_are_cut_off(worker: FakeWorker, start_router: StartR
 async def test_large_heads_are_refused(router: RunningRouter) -> None:
     reader, writer = await asyncio.open_connection(*address_of(router))
     writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Large: " + b"x" * 100_000)
-    assert b" 400 " in await asyncio.wait_for(reader.read(), 60)
+    assert error_in(await asyncio.wait_for(reader.read(), 60), 400)["type"] == "invalid_request_error"
+    writer.close()
+
+
+@pytest.mark.parametrize("sent", [b"\x16\x03\x01\r\n\r\n", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n"])
+async def test_bytes_that_are_no_http_get_an_error_of_openais_shape(router: RunningRouter, sent: bytes) -> None:
+    reader, writer = await asyncio.open_connection(*address_of(router))
+    writer.write(sent)
+    error = error_in(await asyncio.wait_for(reader.read(), 60), 400)
+    assert error == {"message": "Invalid HTTP request received.", "type": "invalid_request_error", **NO_FIELD}
     writer.close()
 
 
@@ -318,7 +341,14 @@ async def test_connections_in_use_stay(worker: FakeWorker, start_router: StartRo
         client.stream("POST", "/v1/completions", json={**BODY, "stream": True}),
     ):
         reader, writer = await asyncio.open_connection(*address_of(router))
-        assert b" 503 " in await asyncio.wait_for(reader.read(), 60)
+        answer = await asyncio.wait_for(reader.read(), 60)
+        error = error_in(answer, 503)
+        assert error == {
+            "message": "there are as many connections as may be",
+            "type": "service_unavailable_error",
+            **NO_FIELD,
+        }
+        assert b"\r\nretry-after: 1\r\n" in answer
         writer.close()
 
 

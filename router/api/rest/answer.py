@@ -13,7 +13,8 @@ import msgspec
 from common.choices import Choices
 from common.errors import BatonError
 from router.api.rest.echo import Echo, EchoedPrompt
-from router.api.rest.errors import as_baton, error_body
+from router.api.rest.error_body import error_body
+from router.api.rest.errors import as_baton
 from router.api.rest.formats import AnswerFormat, JsonObject, WholeAnswer, baton_report, prompt_logprob, usage
 from router.api.rest.large_json import JsonList
 from router.serving.choices import Hold, merged

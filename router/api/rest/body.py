@@ -7,7 +7,7 @@ import asyncio
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from router.api.rest.errors import BodyTooLargeError, BodyTooLateError
+from router.api.rest.error_body import BodyTooLargeError, BodyTooLateError
 from router.serving.gate import HeldBytes
 
 

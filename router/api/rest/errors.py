@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, whatever went wrong."""
+"""Answers that say what went wrong, in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -10,58 +10,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from common.errors import (
-    BatonError,
-    InternalError,
-    InvalidArgumentError,
-    ModelNotFoundError,
-    UnauthenticatedError,
-)
+from common.errors import BatonError, InternalError, UnauthenticatedError
+from router.api.rest.error_body import error_body, status_body
 
 log = logging.getLogger(__name__)
-
-_TYPES = {
-    400: "invalid_request_error",
-    401: "invalid_request_error",
-    404: "invalid_request_error",
-    408: "timeout_error",
-    409: "conflict_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "service_unavailable_error",
-    504: "timeout_error",
-}
-_CODES: dict[type[BatonError], str] = {
-    ModelNotFoundError: "model_not_found",
-    InvalidArgumentError: "invalid_value",
-    UnauthenticatedError: "invalid_api_key",
-}
-
-
-class BodyTooLargeError(BatonError):
-    http_status = 413
-
-
-class HeadTooLargeError(BatonError):
-    http_status = 431
-
-
-class BodyTooLateError(BatonError):
-    http_status = 408
-
-
-def error_body(error: BatonError) -> dict[str, object]:
-    return _body(error.message, error.http_status, error.field or None, error_code(error))
-
-
-def error_code(error: BatonError) -> str | None:
-    """OpenAI's word for the kind of error, if it has one."""
-    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
-
-
-def _body(message: str, status: int, param: str | None, code: str | None) -> dict[str, object]:
-    fallback = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": _TYPES.get(status, fallback), "param": param, "code": code}}
 
 
 def json_response(
@@ -97,7 +49,7 @@ def install(app: FastAPI) -> None:
         detail = str(getattr(error, "detail", error))
         message = f"{request.method} {request.url.path}: {detail}"
         headers = getattr(error, "headers", None)
-        return json_response(_body(message, status, None, None), status=status, headers=headers)
+        return json_response(status_body(message, status, None, None), status=status, headers=headers)
 
     async def on_baton(_request: Request, error: Exception) -> Response:
         return error_response(as_baton(error))

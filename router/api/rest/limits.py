@@ -9,7 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from common.errors import DeadlineError, OverloadedError
 from router.api.api_keys import current_client
 from router.api.rest.auth import OPEN_PATHS
-from router.api.rest.errors import HeadTooLargeError, error_response
+from router.api.rest.error_body import HeadTooLargeError
+from router.api.rest.errors import error_response
 from router.api.rest.protocol import MAX_HEAD_BYTES
 from router.serving.gate import Gate
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +20,8 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol, Request
 from uvicorn.server import ServerState
 
 from common import metrics
+from common.errors import BatonError, UnavailableError
+from router.api.rest.error_body import HeadTooLateError, NotHttpError, error_body
 
 MAX_HEAD_BYTES = 32 * 2**10
 MAX_AHEAD_BYTES = 2**20  # of requests behind the one that is answered
@@ -26,8 +30,6 @@ WRITE_PIECE = "baton.write_piece"
 message that begins it (without a length) and the one that ends it."""
 ON_GONE = "baton.on_gone"
 """In a request's ASGI scope while it is answered: an `OnGone`."""
-FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
-LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -39,6 +41,20 @@ WritePiece = Callable[[bytes], Awaitable[None] | None]
 OnGone = Callable[[Callable[[], None] | None], None]
 """Sets what is called, soon, if the client disconnects before its answer is complete; None: nothing any more. The
 request's body must have been read."""
+
+
+def _closing(error: BatonError) -> bytes:
+    """An answer to a connection that has no request, as a whole. The connection is closed after it."""
+    body = json.dumps(error_body(error), separators=(",", ":")).encode()
+    lines = [b"HTTP/1.1 %d %b" % (error.http_status, STATUS_PHRASES[error.http_status])]
+    lines += [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close"]
+    if error.retry_after_s is not None:
+        lines.append(b"retry-after: %d" % max(1, math.ceil(error.retry_after_s)))
+    return b"\r\n".join([*lines, b"", body])
+
+
+FULL = _closing(UnavailableError("there are as many connections as may be"))
+LATE = _closing(HeadTooLateError("no head of a request came in time"))
 
 
 class Idle(Protocol):
@@ -204,9 +220,8 @@ class LimitedProtocol(H11Protocol):
             self.cycle.message_event.set()
             self._tell_gone()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
-        else:
-            self.transport.close()
+            self.transport.write(_closing(NotHttpError(msg)))
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

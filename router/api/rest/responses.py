@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from common.errors import BatonError
 from common.types import FinishReason, SampledToken
-from router.api.rest.errors import as_baton, error_code
+from router.api.rest.error_body import error_code
+from router.api.rest.errors import as_baton
 from router.api.rest.formats import baton_report, chat_tokens
 from router.api.rest.large_json import JsonList, json_parts
 from router.api.rest.tools import JsonObject

@@ -1,0 +1,62 @@
+"""What the body of an error says: OpenAI's `{"error": {"message", "type", "param", "code"}}`. No web framework is
+needed for it, so that connections without a request get it, too."""
+
+from __future__ import annotations
+
+from common.errors import (
+    BatonError,
+    InvalidArgumentError,
+    ModelNotFoundError,
+    UnauthenticatedError,
+)
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "invalid_request_error",
+    404: "invalid_request_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+_CODES: dict[type[BatonError], str] = {
+    ModelNotFoundError: "model_not_found",
+    InvalidArgumentError: "invalid_value",
+    UnauthenticatedError: "invalid_api_key",
+}
+
+
+class NotHttpError(BatonError):
+    http_status = 400
+
+
+class HeadTooLargeError(BatonError):
+    http_status = 431
+
+
+class HeadTooLateError(BatonError):
+    http_status = 408
+
+
+class BodyTooLargeError(BatonError):
+    http_status = 413
+
+
+class BodyTooLateError(BatonError):
+    http_status = 408
+
+
+def error_body(error: BatonError) -> dict[str, object]:
+    return status_body(error.message, error.http_status, error.field or None, error_code(error))
+
+
+def error_code(error: BatonError) -> str | None:
+    """OpenAI's word for the kind of error, if it has one."""
+    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
+
+
+def status_body(message: str, status: int, param: str | None, code: str | None) -> dict[str, object]:
+    fallback = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": _TYPES.get(status, fallback), "param": param, "code": code}}
