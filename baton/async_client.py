@@ -17,9 +17,10 @@ from typing import Self, TypeVar, Unpack
 import grpc
 
 from baton.call_errors import to_baton_error
+from baton.fleet import fleet_worker
 from baton.messages import Tool
 from baton.received import Received, last_message
-from baton.report import Chunk, ModelCard, Prefix, Result
+from baton.report import Chunk, Embeddings, FleetWorker, ModelCard, Prefix, Result
 from baton.requests import (
     Messages,
     PrefixOptions,
@@ -27,6 +28,7 @@ from baton.requests import (
     chat_messages,
     choices_message,
     embed_message,
+    embeddings_of,
     num_answers,
     prefix_message,
     prefix_of,
@@ -44,7 +46,7 @@ from common.grpc_options import CLIENT_CHANNEL_OPTIONS
 from common.grpc_streams import MessageStream
 from common.grpc_transport import channel_credentials, name_options
 from common.tls import TlsFiles
-from protos.baton.v1 import inference_pb2, inference_pb2_grpc
+from protos.baton.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc
 
 Call = (
     grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
@@ -132,6 +134,7 @@ class AsyncClient:
         else:
             self._channel = grpc.aio.insecure_channel(router, options=options)
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._fleet = router_pb2_grpc.RouterServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
         return self
@@ -223,8 +226,8 @@ class AsyncClient:
         model: str = "",
         request_id: str = "",
         cache_salt: str = "",
-    ) -> list[list[float]]:
-        """A vector for each text, or list of token ids. `pooling`: last or mean; `dimensions` 0: all."""
+    ) -> Embeddings:
+        """As `Client.embed`."""
         request = embed_message(
             inputs,
             pooling=pooling,
@@ -238,7 +241,7 @@ class AsyncClient:
         response: inference_pb2.EmbedResponse = await self._answered(
             self._inference.Embed(request, timeout=self._timeout, metadata=self._metadata)
         )
-        return [list(one.values) for one in response.embeddings]
+        return embeddings_of(response)
 
     async def retain_prefix(self, seconds: float, **prefix: Unpack[PrefixOptions]) -> Prefix:
         """Does what `Client.retain_prefix` does."""
@@ -262,15 +265,17 @@ class AsyncClient:
         response: inference_pb2.PrefixResponse = await self._answered(call)
         return prefix_of(response)
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        request = inference_pb2.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True, model: str = "") -> list[int]:
+        request = inference_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
         response: inference_pb2.TokenizeResponse = await self._answered(
             self._inference.Tokenize(request, timeout=self._timeout, metadata=self._metadata)
         )
         return list(response.token_ids)
 
-    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        request = inference_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str = "") -> str:
+        request = inference_pb2.DetokenizeRequest(
+            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
         response: inference_pb2.DetokenizeResponse = await self._answered(
             self._inference.Detokenize(request, timeout=self._timeout, metadata=self._metadata)
         )
@@ -282,6 +287,13 @@ class AsyncClient:
             self._inference.ListModels(request, timeout=self._timeout, metadata=self._metadata)
         )
         return [ModelCard(model.id, model.max_model_len) for model in response.models]
+
+    async def fleet(self) -> list[FleetWorker]:
+        """As `Client.fleet`."""
+        response: router_pb2.GetFleetResponse = await self._answered(
+            self._fleet.GetFleet(router_pb2.GetFleetRequest(), timeout=self._timeout, metadata=self._metadata)
+        )
+        return [fleet_worker(worker) for worker in response.workers]
 
     async def _answered(self, call: Awaitable[Response]) -> Response:
         try:

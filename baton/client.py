@@ -23,7 +23,7 @@ from baton.call_errors import to_baton_error
 from baton.fleet import fleet_worker
 from baton.messages import Tool
 from baton.received import Received
-from baton.report import Chunk, FleetWorker, ModelCard, Prefix, Result
+from baton.report import Chunk, Embeddings, FleetWorker, ModelCard, Prefix, Result
 from baton.requests import (
     Messages,
     PrefixOptions,
@@ -31,6 +31,7 @@ from baton.requests import (
     chat_messages,
     choices_message,
     embed_message,
+    embeddings_of,
     num_answers,
     prefix_message,
     prefix_of,
@@ -225,8 +226,9 @@ class Client:
         model: str = "",
         request_id: str = "",
         cache_salt: str = "",
-    ) -> list[list[float]]:
-        """A vector for each text, or list of token ids. `pooling`: last or mean; `dimensions` 0: all."""
+    ) -> Embeddings:
+        """A vector for each text, or list of token ids, and their `usage`. `pooling`: last or mean; `dimensions` 0:
+        all."""
         request = embed_message(
             inputs,
             pooling=pooling,
@@ -237,7 +239,7 @@ class Client:
             request_id=request_id,
             cache_salt=cache_salt,
         )
-        return [list(one.values) for one in self._ask(self._inference.Embed, request).embeddings]
+        return embeddings_of(self._ask(self._inference.Embed, request))
 
     def retain_prefix(self, seconds: float, **prefix: Unpack[PrefixOptions]) -> Prefix:
         """Has all workers that have a prompt's KV evict it after others, for so long; 0: no longer. Which prompt:
@@ -256,12 +258,14 @@ class Client:
         request = inference_pb2.PrefetchPrefixRequest(prefix=prefix_message(prefix))
         return prefix_of(self._ask(self._inference.PrefetchPrefix, request, call_hints(session, explain=False)))
 
-    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        request = inference_pb2.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+    def tokenize(self, text: str, *, add_special_tokens: bool = True, model: str = "") -> list[int]:
+        request = inference_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
         return list(self._ask(self._inference.Tokenize, request).token_ids)
 
-    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        request = inference_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str = "") -> str:
+        request = inference_pb2.DetokenizeRequest(
+            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
         return self._ask(self._inference.Detokenize, request).text
 
     def models(self) -> list[ModelCard]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from baton.messages import ToolCall, ToolCallDelta
@@ -13,6 +14,7 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens whose KV was found in a prefix cache
+    reasoning_tokens: int = 0  # completion tokens that are reasoning
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -112,6 +114,14 @@ class FleetWorker:
 class ModelCard:
     id: str
     max_model_len: int  # tokens, prompt and answer together
+
+
+class Embeddings(list[list[float]]):
+    """A vector for each input, in their order. `usage` is of all inputs together."""
+
+    def __init__(self, vectors: Iterable[list[float]], usage: Usage) -> None:
+        super().__init__(vectors)
+        self.usage = usage
 
 
 @dataclass(slots=True, frozen=True)

@@ -11,13 +11,14 @@ import msgspec
 from google.protobuf.message import Message as Proto
 
 from baton.messages import Message, Tool, ToolCallDelta
-from baton.report import Chunk, Prefix, PrefixOnWorker
+from baton.report import Chunk, Embeddings, Prefix, PrefixOnWorker, Usage
 from common.cache_hints import MAX_RETAIN_S, Retain, check_retain
 from common.choices import AnswerOptions, ChoiceOptions
 from common.errors import InvalidArgumentError
 from common.sampling import SamplingOptions
 from protos.baton.v1 import embed_pb2, inference_pb2, types_pb2
 from protos.convert import token_of
+from protos.messages import value_of
 
 MessageT = TypeVar("MessageT", bound=Proto)
 
@@ -201,6 +202,10 @@ def embed_message(
         add_special_tokens=add_special_tokens,
         cache_salt=cache_salt,
     )
+
+
+def embeddings_of(message: inference_pb2.EmbedResponse) -> Embeddings:
+    return Embeddings((list(one.values) for one in message.embeddings), value_of(message.usage, Usage))
 
 
 def chunk_of(message: inference_pb2.GenerateResponse) -> Chunk:

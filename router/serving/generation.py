@@ -140,6 +140,7 @@ class _Answer:
         self._progress = progress
         self._text = AnswerText(request.model.tokenizer, request.prompt_token_ids, params, reading)
         self._parser = reading.parser() if reading else None
+        self._num_reasoning_tokens = 0
 
     def outputs(self, new: NewTokens) -> Iterable[Output]:
         """One output for all of `new`, or one for each token if tokens with logprobs have to be assigned to parts."""
@@ -181,6 +182,7 @@ class _Answer:
         if end is None and new.finish_reason is not None:
             end = self._text.add((), new.finish_reason, new.stop_token_id)
             pieces.extend(parser.add(end.text))
+        self._num_reasoning_tokens += num_reasoning_tokens
         if end is None:
             output = Output(text="", tokens=new.tokens, prompt_logprobs=new.prompt_logprobs)
         else:
@@ -194,7 +196,7 @@ class _Answer:
         return output
 
     def _last(self, new: NewTokens, end: NewText) -> Output:
-        _complete(self._request, self._progress, self._text.num_tokens)
+        _complete(self._request, self._progress, self._text.num_tokens, self._num_reasoning_tokens)
         _observe(self._request, self._progress)
         return Output(
             text=end.text,
@@ -248,7 +250,7 @@ def _log_unfinished(how: str, request: GenerationRequest, progress: Progress, re
     log.info(how, extra=extra)
 
 
-def _complete(request: GenerationRequest, progress: Progress, num_tokens: int) -> None:
+def _complete(request: GenerationRequest, progress: Progress, num_tokens: int, num_reasoning_tokens: int) -> None:
     """Adds to the report what only the router knows."""
     now = time.monotonic()
     first = now if progress.first_token_at is None else progress.first_token_at
@@ -260,6 +262,7 @@ def _complete(request: GenerationRequest, progress: Progress, num_tokens: int) -
     timings.tokens_per_second = (num_tokens - 1) / rest_s if num_tokens > 1 and rest_s > 0 else 0.0
     usage.prompt_tokens = len(request.prompt_token_ids)
     usage.completion_tokens = num_tokens
+    usage.reasoning_tokens = num_reasoning_tokens
 
 
 def _observe(request: GenerationRequest, progress: Progress) -> None:

@@ -52,7 +52,10 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
         self.requests.append(request)
         if request.dimensions > 2:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "dimensions: must be at most 2")
-        return inference_pb2.EmbedResponse(embeddings=[inference_pb2.Embedding(values=[1, 0.5])] * len(request.inputs))
+        return inference_pb2.EmbedResponse(
+            embeddings=[inference_pb2.Embedding(values=[1, 0.5])] * len(request.inputs),
+            usage=types_pb2.Usage(prompt_tokens=3 * len(request.inputs), cached_tokens=1),
+        )
 
     def Chat(  # noqa: N802
         self, request: inference_pb2.ChatRequest, context: Context
@@ -96,7 +99,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
             model="m",
             finish_reason=types_pb2.FINISH_REASON_STOP,
             stop_reason="2",
-            usage=types_pb2.Usage(prompt_tokens=5, completion_tokens=len(words), cached_tokens=3),
+            usage=types_pb2.Usage(prompt_tokens=5, completion_tokens=len(words), cached_tokens=3, reasoning_tokens=1),
             report=types_pb2.RequestReport(
                 timings=types_pb2.Timings(prefill_ms=10, total_ms=20, tokens_per_second=50),
                 prefill_worker="p:1",
@@ -149,11 +152,13 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
     def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
+        self.requests.append(request)
         return inference_pb2.TokenizeResponse(token_ids=list(request.text.encode()))
 
     def Detokenize(  # noqa: N802
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
+        self.requests.append(request)
         return inference_pb2.DetokenizeResponse(text=bytes(request.token_ids).decode())
 
     def ListModels(  # noqa: N802

@@ -53,7 +53,7 @@ def test_answer_arrives_in_chunks_and_as_a_whole(client: Client) -> None:
     assert result.logprobs[1] == SampledToken(1, -0.5, (TokenLogprob(1, -0.25),))
     assert (result.request_id, result.model, result.stop_reason) == ("r1", "m", "2")
     assert result.finish_reason is FinishReason.STOP
-    assert result.usage == Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=3)
+    assert result.usage == Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=3, reasoning_tokens=1)
     assert result.report.timings.prefill_ms == 10
     assert (result.report.prefill_worker, result.report.num_blocks_moved) == ("p:1", 2)
 

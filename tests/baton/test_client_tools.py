@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 
 import pytest
 
 from baton import AsyncClient, Client, Message, Tool
 from baton.messages import ToolCall
+from baton.report import Usage
 from common.errors import InvalidArgumentError, UnavailableError
 from common.types import FinishReason
-from protos.baton.v1 import embed_pb2, inference_pb2
+from protos.baton.v1 import embed_pb2, inference_pb2, router_pb2
 from tests.baton.fake_router import FakeRouter, fake_router
 
 TOOL = Tool("f", "Does it", {"type": "object", "properties": {"x": {"type": "integer"}}})
@@ -49,7 +51,8 @@ def test_tools(router: tuple[FakeRouter, str]) -> None:
 def test_embeddings(router: tuple[FakeRouter, str]) -> None:
     servicer, address = router
     with Client(address, timeout=60) as client:
-        assert client.embed(["a", [1, 2]], pooling="mean", normalize=False) == [[1.0, 0.5]] * 2
+        vectors = client.embed(["a", [1, 2]], pooling="mean", normalize=False)
+        assert (vectors, vectors.usage) == ([[1.0, 0.5]] * 2, Usage(prompt_tokens=6, cached_tokens=1))
         with pytest.raises(InvalidArgumentError, match="dimensions"):
             client.embed(["a"], dimensions=3)
         with pytest.raises(InvalidArgumentError, match="pooling"):
@@ -68,7 +71,8 @@ async def test_the_asyncio_client(router: tuple[FakeRouter, str]) -> None:
         called = await client.chat("Do", tools=[TOOL], tool_choice="required").result()
         assert called.tool_calls == (CALL,)
         assert servicer.requests[-1].tool_choice.mode == inference_pb2.ToolChoice.MODE_REQUIRED
-        assert await client.embed(["a"]) == [[1.0, 0.5]]
+        vectors = await client.embed(["a"])
+        assert (vectors, vectors.usage) == ([[1.0, 0.5]], Usage(prompt_tokens=3, cached_tokens=1))
         with pytest.raises(InvalidArgumentError, match="dimensions"):
             await client.embed(["a"], dimensions=3)
         forever = client.generate("forever")
@@ -78,6 +82,22 @@ async def test_the_asyncio_client(router: tuple[FakeRouter, str]) -> None:
     async with AsyncClient("127.0.0.1:1", timeout=5) as nobody:
         with pytest.raises(UnavailableError):
             await nobody.models()
+
+
+async def test_both_clients_have_all_calls(router: tuple[FakeRouter, str]) -> None:
+    servicer, address = router
+    with Client(address, timeout=60) as client:
+        async with AsyncClient(address, timeout=60) as other:
+            assert await other.fleet() == client.fleet()
+            assert await other.models() == client.models()
+            assert await other.tokenize("hé", model="m") == client.tokenize("hé", model="m")
+            assert await other.detokenize([104], model="m") == client.detokenize([104], model="m") == "h"
+    assert [request.model for request in servicer.requests] == ["m"] * 4
+    files = (inference_pb2.DESCRIPTOR, router_pb2.DESCRIPTOR)
+    rpcs = [name for file in files for one in file.services_by_name.values() for name in one.methods_by_name]
+    names = {re.sub(r"(?<=.)(?=[A-Z])", "_", name).lower().removeprefix("list_").removeprefix("get_") for name in rpcs}
+    for kind in (Client, AsyncClient):
+        assert {name for name in vars(kind) if not name.startswith("_")} == {*names, "close"}
 
 
 async def test_what_one_reader_left_of_an_answer_is_there_for_the_next(router: tuple[FakeRouter, str]) -> None:

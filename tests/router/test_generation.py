@@ -84,7 +84,7 @@ class Answered:
             ["".join(call.arguments for call in calls if call.index == index) for index in range(2)],
             [token for output in self.outputs for token in output.tokens],
             (last.finish_reason, last.stop_reason, last.usage and last.usage.completion_tokens),
-            sum(output.num_reasoning_tokens for output in self.outputs),
+            (sum(output.num_reasoning_tokens for output in self.outputs), last.usage and last.usage.reasoning_tokens),
             (self.chat["choices"], self.chat["usage"]),
             (self.response["output"], self.response["usage"]),
         )

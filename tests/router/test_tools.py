@@ -272,6 +272,7 @@ async def test_over_grpc(router: RunningRouter, worker: FakeWorker) -> None:
     assert [delta.name for delta in deltas if delta.id] == ["f", "f"]
     assert "".join(delta.arguments for delta in deltas if delta.index == 1) == '{"x": 2}'
     assert responses[-1].finish_reason == types_pb2.FINISH_REASON_TOOL_CALLS
+    assert responses[-1].usage.reasoning_tokens == len(ids_of("hm"))
     for change, field in (
         (inference_pb2.ChatRequest(tools=[inference_pb2.Tool(name="f", parameters="[]")]), "tools[0].parameters"),
         (inference_pb2.ChatRequest(tool_choice=inference_pb2.ToolChoice(name="g")), "tool_choice"),
