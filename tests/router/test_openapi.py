@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ import schemathesis
 
 from common.version import VERSION
 from tests.each_case import each_case
-from tests.router.conftest import RunningRouter
+from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_worker import FakeWorker
 from tests.router.tool_calls import ASK, TOOL, worker
 
@@ -72,14 +73,50 @@ async def checked(router: RunningRouter, method: str, path: str, **asked: Any) -
 
 
 def valid(page: dict[str, Any], schema: dict[str, Any], value: object) -> None:
-    jsonschema.Draft202012Validator({**schema, "components": page["components"]}).validate(value)
+    """`value` has what the page says, and nothing that the page leaves out."""
+    jsonschema.Draft202012Validator(closed({**schema, "components": page["components"]})).validate(value)
+
+
+def closed(schema: Any) -> Any:
+    """`schema` without room for fields that it does not name, unless it says itself that there are more."""
+    if isinstance(schema, list):
+        return [closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {name: closed(value) for name, value in schema.items()}
+    return (
+        {"additionalProperties": False, **inner} if schema.get("type") == "object" and "properties" in inner else inner
+    )
+
+
+async def test_an_answer_with_a_field_that_the_page_leaves_out_is_found(router: RunningRouter) -> None:
+    page, answer = await page_of(router), {"version": "1"}
+    valid(page, {"$ref": "#/components/schemas/Version"}, answer)
+    with pytest.raises(jsonschema.ValidationError, match="extra"):
+        valid(page, {"$ref": "#/components/schemas/Version"}, {**answer, "extra": 1})
+
+
+async def test_which_operations_need_a_key(worker: FakeWorker, start_router: StartRouter, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("k" * 32)
+    router = await start_router(worker, api_keys_file=str(tmp_path / "keys"))
+    headers = {"Authorization": "Bearer " + "k" * 32}
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        page = (await client.get("/openapi.json", headers=headers)).json()
+        (name,) = page["components"]["securitySchemes"]
+        assert {"type": "http", "scheme": "bearer"}.items() <= page["components"]["securitySchemes"][name].items()
+        for path, item in page["paths"].items():
+            for method, operation in item.items():
+                needs_key = (await client.request(method, path)).status_code == 401
+                assert ({name: []} in operation.get("security", page["security"])) is needs_key, path
 
 
 CASES: list[tuple[str, str, dict[str, object] | None, int]] = [
     ("POST", "/v1/chat/completions", CHAT, 200),
     ("POST", "/v1/chat/completions", {**CHAT, "logprobs": True, "n": 2}, 200),
+    ("POST", "/v1/chat/completions", {**CHAT, "prompt_logprobs": 1, "stop": ["Y"]}, 200),
     ("POST", "/v1/chat/completions", {"messages": []}, 400),
     ("POST", "/v1/completions", {**PROMPT, "logprobs": 1}, 200),
+    ("POST", "/v1/completions", {**PROMPT, "prompt_logprobs": 1, "n": 2}, 200),
     ("POST", "/v1/completions", {**PROMPT, "model": "other"}, 404),
     ("POST", "/v1/responses", {"input": "Hi", "max_output_tokens": 3}, 200),
     ("POST", "/v1/embeddings", {"input": ["Hi", "Ho"]}, 200),

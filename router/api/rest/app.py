@@ -9,6 +9,7 @@ from starlette.types import ASGIApp
 
 from common.version import VERSION
 from router.api.rest import errors, openapi
+from router.api.rest.auth import OPEN_PATHS
 from router.api.rest.body_types import Body
 from router.api.rest.direct import DirectApp, Endpoint
 from router.api.rest.disconnect import ClientGoneError
@@ -55,7 +56,7 @@ def make_app(front: Front) -> ASGIApp:
             response_model=None,
             response_class=Response,  # the page says of answers what `described` says, and nothing else
             summary=summary,
-            openapi_extra=described,
+            openapi_extra=described | ({"security": []} if path in OPEN_PATHS else {}),
         )
 
     def post(path: str, handler: Endpoint, summary: str, body: type[Body], answer: openapi.Json) -> None:
@@ -102,7 +103,9 @@ def make_app(front: Front) -> ASGIApp:
     )
     get("/decisions", information.decisions, "Where the last requests went, and why", decisions, limit)
     page = app.openapi()
-    page.setdefault("components", {}).setdefault("schemas", {}).update({**components, **openapi.COMPONENTS})
+    parts = page.setdefault("components", {})
+    parts.setdefault("schemas", {}).update({**components, **openapi.COMPONENTS})
+    parts["securitySchemes"], page["security"] = openapi.SECURITY_SCHEMES, openapi.SECURITY
     return DirectApp(app, direct)
 
 

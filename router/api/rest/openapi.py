@@ -1,7 +1,7 @@
 """What the OpenAPI page says of parameters and answers. Bodies of requests are described by `sampling_fields.schemas`.
 
 Answers are plain mappings in the code, so their schemas are written here; tests hold real answers against them. Each
-names what an answer always has: more may be in it.
+requires what an answer always has, and names what else may be in it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ INTEGER: Json = {"type": "integer"}
 NUMBER: Json = {"type": "number"}
 OBJECT: Json = {"type": "object"}
 OPTIONAL_TEXT: Json = {"type": ["string", "null"]}
+OPTIONAL_OBJECT: Json = {"type": ["object", "null"]}
 
 
 def ref(name: str) -> Json:
@@ -42,38 +43,81 @@ def _generated(kind: str, choice: Json) -> Json:
     return _with_optional(head, usage={"anyOf": [ref("Usage"), {"type": "null"}]}, baton=ref("BatonReport"))
 
 
-_ENDED = {"finish_reason": OPTIONAL_TEXT}
-_LOGPROBS = {"logprobs": {"type": ["object", "null"]}}
+def _choice(**properties: Json) -> Json:
+    head = _object(index=INTEGER, **properties, logprobs=OPTIONAL_OBJECT, finish_reason=OPTIONAL_TEXT)
+    stopped_by = "the stop string, or the stop token's id, that ended the answer"
+    return _with_optional(head, stop_reason={"type": ["string", "integer", "null"], "description": stopped_by})
+
+
 _CALL = _with_optional(_object(function=OBJECT), id=STRING, type=STRING, index=INTEGER)
 _MESSAGE = _with_optional(
-    _object(role=STRING, content=OPTIONAL_TEXT), reasoning_content=STRING, tool_calls=_list(_CALL)
+    _object(role=STRING, content=OPTIONAL_TEXT),
+    refusal=OPTIONAL_TEXT,
+    reasoning_content=STRING,
+    tool_calls=_list(_CALL),
 )
 _DELTA = {
     "type": "object",
     "properties": {"role": STRING, "content": STRING, "reasoning_content": STRING, "tool_calls": _list(_CALL)},
+}
+_PROMPT_LOGPROBS: Json = {
+    **_list(OPTIONAL_OBJECT),
+    "description": "for each prompt token, by token id: logprob, rank and decoded_token; null for the first one",
 }
 _MODEL_LIST = _object(object={"const": "list"}, data=_list(ref("Model")))
 _EMBEDDING = _object(object={"const": "embedding"}, index=INTEGER, embedding={"anyOf": [_list(NUMBER), STRING]})
 
 COMPONENTS: dict[str, Json] = {
     "Error": _object(error=_object(message=STRING, type=STRING, param=OPTIONAL_TEXT, code=OPTIONAL_TEXT)),
-    "Usage": _object(prompt_tokens=INTEGER, total_tokens=INTEGER),
+    "Usage": _with_optional(
+        _object(prompt_tokens=INTEGER, completion_tokens=INTEGER, total_tokens=INTEGER),
+        prompt_tokens_details=_object(cached_tokens=INTEGER),
+        completion_tokens_details=_object(reasoning_tokens=INTEGER),
+    ),
+    "EmbeddingsUsage": _object(
+        prompt_tokens=INTEGER, total_tokens=INTEGER, prompt_tokens_details=_object(cached_tokens=INTEGER)
+    ),
+    "ResponseUsage": _object(
+        input_tokens=INTEGER,
+        input_tokens_details=_object(cached_tokens=INTEGER, cache_write_tokens=INTEGER),
+        output_tokens=INTEGER,
+        output_tokens_details=_object(reasoning_tokens=INTEGER),
+        total_tokens=INTEGER,
+    ),
     "BatonReport": {
         **_object(request_id=STRING, timings=OBJECT),
         "description": "What Baton did for the request: RequestReport of protos/baton/v1/types.proto.",
+        "additionalProperties": True,
     },
-    "ChatCompletion": _generated("chat.completion", _object(index=INTEGER, message=_MESSAGE, **_LOGPROBS, **_ENDED)),
-    "ChatCompletionChunk": _generated(
-        "chat.completion.chunk", _object(index=INTEGER, delta=_DELTA, **_LOGPROBS, **_ENDED)
+    "ChatCompletion": _with_optional(
+        _generated("chat.completion", _choice(message=_MESSAGE)), prompt_logprobs=_PROMPT_LOGPROBS
     ),
-    "Completion": _generated("text_completion", _object(index=INTEGER, text=STRING, **_LOGPROBS, **_ENDED)),
-    "Response": _with_optional(
-        _object(id=STRING, object={"const": "response"}, created_at=INTEGER, status=STRING, output=_list(OBJECT)),
-        error={"type": ["object", "null"]},
-        usage={"type": ["object", "null"]},
-    ),
-    "ResponseEvent": _object(type=STRING, sequence_number=INTEGER),
-    "Embeddings": _object(object={"const": "list"}, data=_list(_EMBEDDING), model=STRING, usage=ref("Usage")),
+    "ChatCompletionChunk": _generated("chat.completion.chunk", _choice(delta=_DELTA)),
+    "Completion": _generated("text_completion", _with_optional(_choice(text=STRING), prompt_logprobs=_PROMPT_LOGPROBS)),
+    "Response": {
+        **_with_optional(
+            _object(
+                id=STRING,
+                object={"const": "response"},
+                created_at=INTEGER,
+                status=STRING,
+                model=STRING,
+                output=_list(OBJECT),
+                error=OPTIONAL_OBJECT,
+                incomplete_details=OPTIONAL_OBJECT,
+                usage={"anyOf": [ref("ResponseUsage"), {"type": "null"}]},
+            ),
+            baton=ref("BatonReport"),
+        ),
+        "description": "Further fields repeat what the request says.",
+        "additionalProperties": True,
+    },
+    "ResponseEvent": {
+        **_object(type=STRING, sequence_number=INTEGER),
+        "description": "Further fields depend on the type, as OpenAI has them.",
+        "additionalProperties": True,
+    },
+    "Embeddings": _object(object={"const": "list"}, data=_list(_EMBEDDING), model=STRING, usage=ref("EmbeddingsUsage")),
     "Model": _object(id=STRING, object={"const": "model"}, created=INTEGER, owned_by=STRING, max_model_len=INTEGER),
     "ModelList": _MODEL_LIST,
     "PrefixHinted": _object(num_tokens=INTEGER, num_blocks=INTEGER, workers=_list(OBJECT)),
@@ -86,6 +130,18 @@ COMPONENTS: dict[str, Json] = {
     "Health": _with_optional(_object(status=STRING), reason=STRING),
     "Decisions": _object(decisions=_list(OBJECT)),
 }
+
+
+KEY = "ApiKey"
+SECURITY_SCHEMES: dict[str, Json] = {
+    KEY: {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "Authorization: Bearer KEY. Only a router with --api-keys-file asks for one.",
+    }
+}
+SECURITY: list[Json] = [{}, {KEY: []}]
+"""Of all operations but those that never ask for a key. Which routers do is no matter of the API."""
 
 
 def _answer(description: str, content: dict[str, Json]) -> Json:
