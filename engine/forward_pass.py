@@ -22,6 +22,8 @@ from engine.speculation.speculation import count_draft
 
 log = logging.getLogger(__name__)
 
+_BANS = ("bad_words", "bad_words_ids", "min_tokens")  # parameters that ban tokens, those that may ban many first
+
 
 class Runner(Protocol):
     """The model on its device. `engine.model_runner.ModelRunner`, or a fake in tests."""
@@ -146,10 +148,13 @@ class ForwardPass:
     def _end_without_token(self, request: Request) -> None:
         """Fails the request because its parameters allow no token."""
         guide, params = request.guide, request.sampling_params
-        field, reason = "sampling_params", "they ban every token"
         if guide is not None or params.allowed_token_ids:
-            field += ".allowed_token_ids" if guide is None else ".guided"
+            name = "allowed_token_ids" if guide is None else "guided"
             reason = (guide and guide.failure) or "what it allows next is banned by other parameters"
+        else:
+            name = next((name for name in _BANS if getattr(params, name)), "")
+            reason = "every token is banned"
+        field = f"sampling_params.{name}" if name else ""
         self._fail(request, "INVALID_ARGUMENT", f"the answer cannot go on: {reason}", field)
 
     def _fail(self, request: Request, grpc_code: str, reason: str, field: str = "") -> None:

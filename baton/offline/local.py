@@ -226,7 +226,7 @@ class LocalEngine:
             arrived_at=time.monotonic(),
             choices=Choices(n=ask.params.num_candidates),
         )
-        _done(self._preparation.check_guided(request.sampling_params, str))
+        _done(self._preparation.check_guided(request.sampling_params, request.sampling_field, prompt.guided_by))
         return request
 
     def _prompt(self, prompt: str | list[int], name: str, *, has_answer: bool = True) -> Prompt:

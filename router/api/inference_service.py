@@ -244,7 +244,7 @@ class InferenceService:
             choices_name=_choices_field,
             is_whole=choices.are_compared,
         )
-        await self._front.preparation.check_guided(first.sampling_params, first.sampling_field)
+        await self._front.preparation.check_guided(first.sampling_params, first.sampling_field, prompt.guided_by)
         requests = candidates([first], choices)
         shows_logprobs = request.sampling_params.HasField("logprobs")
         with (

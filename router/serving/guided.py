@@ -3,6 +3,7 @@ valid."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +12,8 @@ from common.guided import Guided, check_grammar
 from common.sampling import FieldName, Given
 from router.serving.threads import SHORT, TextThreads
 from router.text.answer_parts import Reading
+from router.text.conversation import Tools
+from router.text.forced_calls import closed_schema
 
 MAX_GOOD_GRAMMARS = 64
 
@@ -22,17 +25,34 @@ class Grammars:
         self._threads = threads
         self._good: dict[Guided, None] = {}  # the last ones
 
-    async def check(self, guided: Guided | None, name: FieldName) -> None:
-        """Raises `InvalidArgumentError`."""
+    async def check(self, guided: Guided | None, name: FieldName, tools: Tools | None = None) -> None:
+        """`tools`: whose schemas `guided` is made of. Raises `InvalidArgumentError`."""
         if guided is None or guided in self._good:
             return
-        try:
-            await self._threads.run(SHORT + 1, partial(check_grammar, guided))
-        except ValueError as error:
-            raise InvalidArgumentError(name("guided"), str(error)) from error
+        await self._threads.run(SHORT + 1, partial(_check, guided, name, tools))
         self._good[guided] = None
         while len(self._good) > MAX_GOOD_GRAMMARS:
             del self._good[next(iter(self._good))]
+
+
+def _check(guided: Guided, name: FieldName, tools: Tools | None) -> None:
+    try:
+        check_grammar(guided)
+    except ValueError as error:
+        if tools is not None:
+            _check_each(tools)
+        raise InvalidArgumentError(name("guided"), str(error)) from error
+
+
+def _check_each(tools: Tools) -> None:
+    """Names the first tool whose schema cannot be kept even alone, of those that the answer is held to."""
+    for index, tool in enumerate(tools.tools):
+        is_held = tools.named in ("", tool.name) if tools.is_forced else tool.strict
+        if is_held:
+            try:
+                check_grammar(Guided(json_schema=json.dumps(closed_schema(tool))))
+            except ValueError as error:
+                raise InvalidArgumentError(f"tools[{index}].parameters", str(error)) from error
 
 
 def with_calls(sampling: Given, guided: Guided, name: FieldName) -> tuple[Given, FieldName]:

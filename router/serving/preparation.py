@@ -37,7 +37,7 @@ from router.serving.prefix_hints import PrefixHint
 from router.serving.request import GenerationRequest, Prompt, SamplingMessages, new_request_id
 from router.serving.sampling_size import check_size
 from router.serving.threads import TextThreads
-from router.text.conversation import Conversation, read_through
+from router.text.conversation import Conversation, Tools, read_through
 from router.text.forced_calls import forced_guide, forced_reading
 
 ONE_ANSWER = Choices()
@@ -127,13 +127,14 @@ class Preparation:
             raise InvalidArgumentError(field if error.field == "messages" else error.field, error.reason) from error
         check_prompt(token_ids, model.limits, field)
         if tools.is_forced:
-            return Prompt(token_ids, field, forced_reading(tools), forced_guide(tools))
-        return Prompt(token_ids, field, None if reader is None else reader.reading(text, tools), guided)
+            return Prompt(token_ids, field, forced_reading(tools), forced_guide(tools), tools)
+        reading = None if reader is None else reader.reading(text, tools)
+        return Prompt(token_ids, field, reading, guided, None if guided is None else tools)
 
-    async def check_guided(self, params: SamplingParams, name: FieldName) -> None:
-        """Parses the grammar of guided text. Raises `InvalidArgumentError`. A worker may still refuse the grammar, for
-        example for a token that its model lacks."""
-        await self._grammars.check(params.guided, name)
+    async def check_guided(self, params: SamplingParams, name: FieldName, tools: Tools | None = None) -> None:
+        """Parses the grammar of guided text; `tools` are the prompt's `guided_by`. Raises `InvalidArgumentError`. A
+        worker may still refuse the grammar, for example for a token that its model lacks."""
+        await self._grammars.check(params.guided, name, tools)
 
     async def tokenize(self, model: ServedModel, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
         if text:

@@ -15,6 +15,7 @@ from protos.baton.v1 import types_pb2
 from protos.messages import message_of
 from router.fleet.served_model import ServedModel
 from router.text.answer_parts import Part, Reading, ToolCallDelta
+from router.text.conversation import Tools
 
 
 @dataclass(slots=True, frozen=True)
@@ -25,6 +26,7 @@ class Prompt:
     field: str
     reading: Reading | None = None  # None if the answer is nothing but text
     guided: Guided | None = None  # the form that the answer must have, because of its tools
+    guided_by: Tools | None = None  # whose schemas `guided` is made of
 
 
 @dataclass(slots=True, eq=False)

@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 from common import metrics
 from common.config import EngineSettings
 from common.guided import Guided
-from common.sampling import SamplingParams
+from common.sampling import SamplingParams, TokenSequence
 from common.types import FinishReason, SampledToken
 from engine import grammars as grammars_module
 from engine import messages as m
@@ -250,6 +250,30 @@ def test_what_the_form_allows_may_be_banned(compiler: GrammarCompiler) -> None:
     (failed,) = [event for event in engine.run() if isinstance(event, m.RequestFailed)]
     assert failed.field == "sampling_params.guided"
     assert "cannot go on" in failed.reason
+    assert_idle(engine.core)
+
+
+ALL = tuple(range(40))
+EACH = tuple(TokenSequence(token_ids=(token_id,)) for token_id in ALL)
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        ({"bad_words_ids": EACH}, "bad_words_ids"),
+        ({"bad_words_ids": EACH, "bad_words": ("a",)}, "bad_words"),  # the router made ids of them
+        ({"min_tokens": 2, "stop_token_ids": ALL}, "min_tokens"),
+    ],
+)
+def test_all_tokens_may_be_banned(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, params: dict[str, object], name: str
+) -> None:
+    monkeypatch.setattr(RandomRunner, "vocab_size", len(ALL))
+    engine = Engine(compiler)
+    engine.add("a", guided=None, params=params)
+    (failed,) = [event for event in engine.run() if isinstance(event, m.RequestFailed)]
+    assert (failed.grpc_code, failed.field) == ("INVALID_ARGUMENT", f"sampling_params.{name}")
+    assert failed.reason == "the answer cannot go on: every token is banned"
     assert_idle(engine.core)
 
 

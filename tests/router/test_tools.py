@@ -200,6 +200,32 @@ def called(**changes: object) -> dict[str, object]:
     return {"messages": [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]}
 
 
+BAD = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+UNKEPT = {"type": "function", "function": {"name": "bad", "parameters": BAD}}
+STRICT = {"type": "function", "function": {**UNKEPT["function"], "strict": True}}  # type: ignore[dict-item]
+GOOD = {"type": "function", "function": {"name": "good", "strict": True}}
+
+
+@each_case(
+    ("body", "param"),
+    [
+        ({"tools": [GOOD, UNKEPT], "tool_choice": "required"}, "tools[1].parameters"),
+        (
+            {"tools": [TOOL, UNKEPT], "tool_choice": {"type": "function", "function": {"name": "bad"}}},
+            "tools[1].parameters",
+        ),
+        ({"tools": [GOOD, TOOL, STRICT]}, "tools[2].parameters"),
+        ({"tools": [{**UNKEPT, "function": {**UNKEPT["function"], "name": "free"}}, STRICT]}, "tools[1].parameters"),  # type: ignore[dict-item]
+    ],
+)
+async def test_the_tool_whose_schema_cannot_be_kept_is_named(
+    router: RunningRouter, body: dict[str, object], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+        await router.openai.chat.completions.create(model="tiny", messages=ASK, extra_body=body)
+    assert caught.value.param == param
+
+
 @each_case(
     ("body", "param"),
     [

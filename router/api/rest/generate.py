@@ -153,7 +153,9 @@ class GenerationHandlers(Handlers):
                 choices=body.choices,
                 is_whole=is_whole,
             )
-            await self._front.preparation.check_guided(requests[0].sampling_params, requests[0].sampling_field)
+            first = requests[0]
+            check = self._front.preparation.check_guided
+            await check(first.sampling_params, first.sampling_field, given[0].guided_by)
             choices = candidates(requests, body.choices)
             places.enter_context(self._front.admission.gate.requests(client.name if client else "", len(choices) - 1))
             field = "prompt" if len(given) > 1 else body.choices.field()
