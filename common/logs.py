@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
+import time
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 LogFormat = Literal["text", "json"]
@@ -59,6 +62,28 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
+
+
+class RareLine:
+    """A log line about something that strangers can do as often as they like: once in `INTERVAL_S` at most, with
+    `num_times`, which counts the times since the line before."""
+
+    INTERVAL_S = 1.0
+
+    def __init__(self, log: logging.Logger, words: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._words = words
+        self._clock = clock
+        self._num_times = 0
+        self._next_at = -math.inf
+
+    def happened(self, extra: Mapping[str, object]) -> None:
+        """`extra` is of this time; those of the times without a line are left out."""
+        self._num_times += 1
+        if (now := self._clock()) >= self._next_at:
+            self._next_at = now + self.INTERVAL_S
+            self._log.info(self._words, extra={**extra, "num_times": self._num_times})
+            self._num_times = 0
 
 
 def setup_logging(process: str, *, level: str = "info", log_format: LogFormat = "text") -> None:

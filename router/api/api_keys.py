@@ -23,6 +23,7 @@ from contextvars import ContextVar
 
 from common import metrics
 from common.errors import StartupError, UnauthenticatedError
+from common.logs import RareLine
 from common.watched_files import WatchedFiles, read_file
 from router.serving.clients import ApiClient
 
@@ -38,6 +39,7 @@ class ApiKeys:
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self._refusals = RareLine(log, "refused: no known API key")
         self._watched = WatchedFiles("api_keys", [path], self._load)
 
     def look(self) -> None:
@@ -56,7 +58,7 @@ class ApiKeys:
                     found = client
         if found is None:
             metrics.router_unauthenticated.labels(interface).inc()
-            log.info("refused: no known API key", extra={"interface": interface, "has_key": bool(authorization)})
+            self._refusals.happened({"interface": interface, "has_key": bool(authorization)})
             if authorization is None:
                 raise UnauthenticatedError("an API key is needed: Authorization: Bearer KEY")
             raise UnauthenticatedError("the API key is not known here")

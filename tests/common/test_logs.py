@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.logs import LogFormat, setup_logging
+from common.logs import LogFormat, RareLine, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +38,12 @@ def test_what_comes_from_others_stays_in_its_line(capsys: pytest.CaptureFixture[
     (line,) = capsys.readouterr().err.splitlines()
     assert line.isprintable()
     assert "forged" in line
+
+
+def test_a_rare_line_is_printed_once_a_second_and_counts_the_rest(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    now = 100.0
+    line = RareLine(logging.getLogger("x"), "refused", lambda: now)
+    for now in (100.0, 100.2, 100.9, 101.0, 101.5, 105.0):
+        line.happened({"at": now})
+    assert [(one.at, one.num_times) for one in caplog.records] == [(100.0, 1), (101.0, 3), (105.0, 2)]  # type: ignore[attr-defined]

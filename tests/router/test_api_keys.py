@@ -75,6 +75,16 @@ def test_nothing_else_is_a_key(path: Path, given: str | None) -> None:
     assert sample("baton_router_unauthenticated_total", interface="rest") == before + 1
 
 
+def test_refusals_do_not_fill_the_log(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    keys, before = ApiKeys(str(path)), sample("baton_router_unauthenticated_total", interface="rest")
+    for _ in range(1000):
+        with pytest.raises(UnauthenticatedError):
+            keys.client(None, "rest")
+    assert sample("baton_router_unauthenticated_total", interface="rest") == before + 1000
+    assert 1 <= sum("refused" in record.message for record in caplog.records) < 10  # one a second
+
+
 def test_a_hash_is_not_itself_a_key(path: Path) -> None:
     with pytest.raises(UnauthenticatedError):
         ApiKeys(str(path)).client(f"Bearer sha256:{hashlib.sha256(CAROL.encode()).hexdigest()}", "rest")

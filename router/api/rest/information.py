@@ -15,6 +15,7 @@ from router.api.api_keys import current_client
 from router.api.rest.docs_page import docs_page
 from router.api.rest.errors import json_response
 from router.api.rest.handlers import Handlers
+from router.api.rest.metrics_page import MetricsPage
 from router.serving.decisions import MAX_DECISIONS
 from router.serving.front import Front
 
@@ -25,6 +26,7 @@ class InformationHandlers(Handlers):
     def __init__(self, front: Front) -> None:
         super().__init__(front)
         self._started = int(time.time())
+        self._metrics_page = MetricsPage(lambda: front.part.metrics_page())
 
     async def models(self, _request: Request) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
@@ -68,4 +70,4 @@ class InformationHandlers(Handlers):
         return Response(docs_page(request.app.openapi()), media_type="text/html")
 
     async def metrics(self, _request: Request) -> Response:
-        return Response(self._front.part.metrics_page(), media_type=CONTENT_TYPE_LATEST)
+        return Response(self._metrics_page.get(), media_type=CONTENT_TYPE_LATEST)
