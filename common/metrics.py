@@ -28,6 +28,11 @@ file_reloads = Counter(
     "baton_file_reloads", "Times that changed certificates or API keys were read, by outcome.", ["what", "outcome"]
 )
 
+process_tasks = _gauge(
+    "baton_process_tasks",
+    "Tasks of the event loop, counted once a second: what requests in flight make, and some more.",
+)
+
 # ------------------------------------------------------------------------------------------------ router
 
 router_requests = Counter("baton_router_requests", "Requests that ended, by how they ended.", ["interface", "outcome"])

@@ -17,9 +17,12 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 
+from common import metrics
 from common.errors import BatonError, InternalError
 
 log = logging.getLogger(__name__)
+
+COUNT_INTERVAL_S = 1.0
 
 
 class VitalTasks:
@@ -88,6 +91,13 @@ class VitalTasks:
             self._failed.set()
             if self._on_failure is not None:
                 self._on_failure(failure)
+
+
+async def count_tasks() -> None:
+    """Keeps the count of the event loop's tasks in the metrics, until cancelled."""
+    while True:
+        metrics.process_tasks.set(len(asyncio.all_tasks()))
+        await asyncio.sleep(COUNT_INTERVAL_S)
 
 
 def end_with_threads() -> None:

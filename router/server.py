@@ -21,7 +21,7 @@ from common.grpc_server import make_server, until_ended
 from common.grpc_transport import Channels
 from common.logs import setup_logging
 from common.open_files import allow_open_files
-from common.tasks import VitalTasks
+from common.tasks import VitalTasks, count_tasks
 from common.tls import serving_files
 from router.api.api_keys import ApiKeys
 from router.api.grpc_auth import KeyInterceptor
@@ -142,6 +142,7 @@ async def serve(
             log.info("router listens", extra={"http": http_url, "grpc": grpc_address})
             on_ready = functools.partial(ready, http_url, grpc_address) if ready else lambda: None
             vital.start(_watch_health(health, front, on_ready), name="health")
+            vital.start(count_tasks(), name="count of tasks")
             if reload is not None:
                 vital.start(_watch_settings(reload), name="settings")
             if not part.is_replacement:

@@ -18,7 +18,7 @@ from common.grpc_health import SERVING, Health
 from common.grpc_server import make_server, until_ended
 from common.grpc_transport import add_port, health_server
 from common.reflection import ReflectionPool
-from common.tasks import VitalTasks
+from common.tasks import VitalTasks, count_tasks
 from common.tls import serving_files
 from common.types import WorkerRole, WorkerState
 from worker.drain import drain
@@ -70,6 +70,7 @@ async def serve(
         await worker.wait_ready()
         await server.start()
         vital.start(until_ended(server), name="grpc")
+        vital.start(count_tasks(), name="count of tasks")
         if probed is not None:
             await probed.start()
             vital.start(until_ended(probed), name="health probes")

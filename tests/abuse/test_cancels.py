@@ -20,11 +20,11 @@ GROWTH_MIB = 16.0  # what malloc's pages differ by
 
 
 def test_cancelled_requests_leave_nothing(target: Target, vitals: Vitals) -> None:
-    """Blocks, leases, requests, files and memory of every process are where they were, after a warm-up."""
+    """Blocks, leases, requests, files, tasks and memory of every process are where they were, after a warm-up."""
     vitals.until_at_rest(lambda: cancel(target, WARM_UP))
     warm = vitals.samples()
     cancel(target, ABUSE_CANCELS)
-    vitals.settle()  # blocks, leases, requests; files are looked at after each test
+    vitals.settle()  # blocks, leases, requests; files and tasks are looked at after each test
     grown = {name: round(now.memory_mib - warm[name].memory_mib, 1) for name, now in vitals.samples().items()}
     assert all(mib <= GROWTH_MIB for mib in grown.values()), f"MiB more than after the warm-up: {grown}"
 

@@ -1,4 +1,4 @@
-"""What abuse must not change: the processes, their memory and files, and what is in their logs."""
+"""What abuse must not change: the processes, their memory, files and tasks, and what is in their logs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ SETTLE_S = 60.0
 REPEATS = 8
 AT_REST_MIB = 4.0
 MORE_FILES = 4  # a channel to a peer that was not there before, a connection of the quiet client
+MORE_TASKS = 8  # of a channel to a peer, and those that happen to run when they are counted
+TASKS = re.compile(r"^baton_process_tasks (\S+)$", re.MULTILINE)
 RUNNING = re.compile(r"^baton_router_requests_running (\S+)$", re.MULTILINE)
 INTERNAL = re.compile(r'^baton_router_requests_total\{interface="(\w+)",outcome="internal"\} (\S+)$', re.MULTILINE)
 COMPLAINT = re.compile(r"Traceback \(most recent|^\S+ (?:ERROR|CRITICAL) ", re.MULTILINE)
@@ -37,6 +39,7 @@ class Vitals:
         self._logs = {log: log.stat().st_size for log in self._log_files()}
         self._pids = dict(processes(fleet))
         self.before = self.samples()
+        self._tasks_before = self.num_tasks()
 
     def _log_files(self) -> list[Path]:
         return [self._fleet.router.log, *(member.process.log for member in self._fleet.members)]
@@ -59,8 +62,26 @@ class Vitals:
         (number,) = RUNNING.findall(self._metrics())
         return float(number)
 
-    def _metrics(self) -> str:
-        return httpx.get(f"{self._fleet.http}/metrics", timeout=60, trust_env=False).text
+    def _metrics(self, url: str | None = None) -> str:
+        """Of the router, if no other is named."""
+        return httpx.get(f"{url or self._fleet.http}/metrics", timeout=60, trust_env=False).text
+
+    def num_tasks(self) -> dict[str, int]:
+        """Of each event loop, by its process, as of a second ago at most."""
+        pages = {
+            f"{one.name} front": self._metrics(f"http://127.0.0.1:{one.metrics_port}") for one in self._fleet.members
+        }
+        pages["router"] = self._metrics()
+        found = {}
+        for name, page in pages.items():
+            (number,) = TASKS.findall(page)
+            found[name] = int(float(number))
+        return found
+
+    def more_tasks(self) -> dict[str, int]:
+        now = self.num_tasks()
+        more = {name: now[name] - before for name, before in self._tasks_before.items()}
+        return {name: number for name, number in more.items() if number > MORE_TASKS}
 
     def until_at_rest(self, abuse: Callable[[], object]) -> None:
         """Does it again until that leaves no memory behind, which a leak always does. The first times make what stays,
@@ -77,13 +98,15 @@ class Vitals:
         raise AssertionError(f"MiB more each time, at last: {grown}")
 
     def check(self, growth_mib: float) -> None:
-        """The same processes live, hold at most so much more memory and no more files, and complained of nothing."""
+        """The same processes live, hold at most so much more memory, no more files and no more tasks, and complained of
+        nothing."""
         assert dict(processes(self._fleet)) == self._pids, "a process ended"
         self.settle()
         assert not self.complaints(), self.complaints()
         failures = [(interface, number) for interface, number in INTERNAL.findall(self._metrics()) if float(number)]
         assert not failures, failures
         wait_for("files are closed", lambda: not self.more_files(), SETTLE_S)
+        wait_for("tasks have ended", lambda: not self.more_tasks(), SETTLE_S)
         grown = self.growth_mib()
         assert all(mib <= growth_mib for mib in grown.values()), f"MiB more than before: {grown}"
 

@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from prometheus_client import REGISTRY
 
 from common.errors import BatonError, InternalError, StartupError
-from common.tasks import VitalTasks
+from common.tasks import VitalTasks, count_tasks
 
 
 async def returns() -> None:
@@ -87,3 +88,16 @@ time.sleep(60)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 1
     assert "ZeroDivisionError" in done.stderr
+
+
+async def test_tasks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.tasks.COUNT_INTERVAL_S", 0.0)
+    counting = asyncio.create_task(count_tasks())
+    waiting = [asyncio.create_task(asyncio.sleep(60)) for _ in range(3)]
+    for tasks, number in ((waiting, 5), ([], 2)):  # with the test and the one that counts
+        for task in waiting[len(tasks) :]:
+            task.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert REGISTRY.get_sample_value("baton_process_tasks") == number
+    counting.cancel()
