@@ -19,21 +19,22 @@ import torch
 
 from baton import cluster_check, lmcache_server
 from baton.kv_directory import private_parent
-from baton.speed import measure_cpu
+from baton.speed import ROWS, SIZE, measure_cpu
 from baton.stack_plan import usable_cores
-from baton.tuning import measure_products, rules_of
+from baton.tuning import GAIN, measure_products, rules_of
 from common.config import DEFAULT_MODEL, UpSettings
 from common.cpu import read_cpu, read_limits
 from common.errors import BatonError
 from common.model_files import checkpoint_dtype, open_model
 from engine.blocks.host_memory import available_bytes
 from engine.device import DeviceChoice, choose_device
-from engine.dtype import DtypeChoice, resolve_dtype
-from engine.embedded_model import find_model
+from engine.dtype import DtypeChoice, choose_dtype, resolve_dtype
+from engine.embedded_model import ORIGINAL_DTYPE, find_model, is_embedded
 from engine.hub import is_hub_name
 from engine.kernels.choice import AUTO, TORCH, Choice, built_variants, choose, cpu_instruction_sets
-from engine.kernels.table import Rule, Tuned, tuned_file, write_tuned
-from engine.model_runner import weight_bytes
+from engine.kernels.library import DTYPES, choose_kernels
+from engine.kernels.table import Rule, Table, Tuned, load_table, shipped, tuned_file, write_tuned
+from engine.model_runner import QUANTIZED_BYTES, weight_bytes
 from engine.weights import check_files
 from kv_store import registry
 
@@ -62,15 +63,16 @@ def examine(settings: UpSettings, *, tune: bool = False) -> Iterator[Finding]:
     num_threads = len(cores) or os.cpu_count() or 1
     torch.set_num_threads(num_threads)
     yield _cpu(num_threads)
-    kernels, finding = _kernels(settings)
+    device, device_finding = _device(settings)
+    kernels, table, finding = _kernels(settings, device, will_tune=tune)
     yield finding
-    device, finding = _device(settings)
-    yield finding
+    yield device_finding
     model, finding = _model(settings)
     yield finding
     dtype, finding = _dtype(settings, model, device, kernels)
     yield finding
-    yield from _speed(kernels, dtype, model, num_threads)
+    yield from _quantization(settings, device, dtype, kernels)
+    yield from _speed(settings, kernels, dtype, model, num_threads, None if tune else table)
     if tune:
         yield _tune(settings, kernels, num_threads)
     yield from _connectors(settings)
@@ -97,17 +99,34 @@ def _cpu(num_threads: int) -> Finding:
     return Finding("cpu", Level.OK, text, facts=facts)
 
 
-def _kernels(settings: UpSettings) -> tuple[Choice, Finding]:
+def _kernels(settings: UpSettings, device: DeviceChoice, *, will_tune: bool) -> tuple[Choice, Table, Finding]:
+    """The table is what engines on this CPU read."""
     try:
         choice = choose(settings.kernels)
     except BatonError as error:
         fallback = choose(AUTO)
-        return fallback, Finding("kernels", Level.PROBLEM, error.message, f"--kernels {fallback.instruction_set}")
+        advice = f"--kernels {fallback.instruction_set}"
+        return fallback, shipped(TORCH), Finding("kernels", Level.PROBLEM, error.message, advice)
     facts: dict[str, object] = {"kernels": choice.instruction_set, "reason": choice.reason, "built": built_variants()}
-    text = f"{choice.instruction_set}: {choice.reason}"
+    text, table = f"{choice.instruction_set}: {choice.reason}", shipped(choice.instruction_set)
+    try:
+        asked = torch.float32 if settings.dtype == AUTO else getattr(torch, settings.dtype)  # auto has kernels, too
+        used = choose_kernels(settings.kernels, device=torch.device(device.device), dtype=asked)
+    except BatonError as error:
+        return choice, table, Finding("kernels", Level.PROBLEM, error.message, "--kernels auto; or --device cpu", facts)
+    if TORCH not in (choice.instruction_set, used.instruction_set) and not will_tune:  # which writes the table anew
+        try:
+            table = load_table(settings.cache_dir, read_cpu().name, choice.instruction_set)
+        except BatonError as error:
+            file = tuned_file(settings.cache_dir)
+            advice = f"delete {file}, or run baton doctor --tune again"
+            return choice, table, Finding("kernels", Level.PROBLEM, error.message.partition(";")[0], advice, facts)
+    if table.file:
+        facts["tuned_in"] = table.file
+        text += f"; tuned for this CPU: {_describe(table.rules)} ({table.file})"
     if choice.instruction_set != TORCH or settings.kernels == TORCH:
-        return choice, Finding("kernels", Level.OK, text, facts=facts)
-    return choice, Finding("kernels", Level.HINT, text, _kernels_advice(), facts)
+        return choice, table, Finding("kernels", Level.OK, text, facts=facts)
+    return choice, table, Finding("kernels", Level.HINT, text, _kernels_advice(), facts)
 
 
 def _kernels_advice() -> str:
@@ -164,16 +183,22 @@ def _model_advice(settings: UpSettings) -> str:
 def _dtype(
     settings: UpSettings, model: Path | None, device: DeviceChoice, kernels: Choice
 ) -> tuple[DtypeChoice, Finding]:
-    if model is None:
-        # The embedded model's is float32, which is every CPU's.
+    if model is not None:
+        dtype = resolve_dtype(settings.dtype, model, device.device, kernels.instruction_set)
+        checkpoint = checkpoint_dtype(open_model(model))
+    elif is_embedded(settings.model):
+        checkpoint = ORIGINAL_DTYPE
+        dtype = choose_dtype(
+            settings.dtype, checkpoint=checkpoint, device=device.device, cpu=read_cpu(), kernels=kernels
+        )
+    else:
         dtype = DtypeChoice("float32" if settings.dtype == AUTO else settings.dtype, "no model to ask")
         return dtype, Finding("dtype", Level.OK, f"{dtype.dtype}: {dtype.reason}", facts={"dtype": dtype.dtype})
-    dtype = resolve_dtype(settings.dtype, model, device.device, kernels.instruction_set)
     facts: dict[str, object] = {"dtype": dtype.dtype, "reason": dtype.reason}
     text = f"{dtype.dtype}: {dtype.reason}"
     if not dtype.is_checkpoint_slow:
         return dtype, Finding("dtype", Level.OK, text, facts=facts)
-    return dtype, Finding("dtype", Level.HINT, text, _dtype_advice(dtype, checkpoint_dtype(open_model(model))), facts)
+    return dtype, Finding("dtype", Level.HINT, text, _dtype_advice(dtype, checkpoint), facts)
 
 
 def _dtype_advice(dtype: DtypeChoice, checkpoint: str) -> str:
@@ -186,22 +211,71 @@ def _dtype_advice(dtype: DtypeChoice, checkpoint: str) -> str:
     return f"float32 takes twice the memory; --dtype bfloat16 does not, but rounds; {everywhere}"
 
 
-def _speed(kernels: Choice, dtype: DtypeChoice, model: Path | None, num_threads: int) -> Iterator[Finding]:
+def _quantization(settings: UpSettings, device: DeviceChoice, dtype: DtypeChoice, kernels: Choice) -> Iterator[Finding]:
+    """Whether workers would start with it. Nothing if nothing is to be quantised. `kernels`: those that take the place
+    of ones that cannot run here."""
+    kind, name = settings.quantization, "quantization"
+    if kind == "none":
+        return
+    facts: dict[str, object] = {"quantization": kind}
+    try:
+        choose_kernels(
+            settings.kernels if settings.kernels in (AUTO, TORCH) else kernels.instruction_set,
+            device=torch.device(device.device),
+            dtype=getattr(torch, dtype.dtype),
+            quantization=kind,
+        )
+    except BatonError as error:
+        if not device.device.startswith("cpu"):
+            wanted = "--device cpu"
+        elif getattr(torch, dtype.dtype) not in DTYPES:
+            wanted = "--dtype float32"
+        else:
+            wanted = "--kernels auto" if settings.kernels != AUTO else _kernels_advice()
+        yield Finding(name, Level.PROBLEM, error.message, f"take --quantization away; or {wanted}", facts)
+    else:
+        yield Finding(name, Level.OK, f"weights in {kind}", facts=facts)
+
+
+def _decode_bytes(model: Path, dtype: DtypeChoice, quantization: str) -> float:
+    """Of weights, that a step reads."""
+    files, size = open_model(model), QUANTIZED_BYTES.get(quantization)
+    if size is not None:
+        return size * weight_bytes(files, 1, stays_quantised=False)
+    return weight_bytes(files, getattr(torch, dtype.dtype).itemsize)
+
+
+def _speed(
+    settings: UpSettings,
+    kernels: Choice,
+    dtype: DtypeChoice,
+    model: Path | None,
+    num_threads: int,
+    table: Table | None,
+) -> Iterator[Finding]:
+    """`table`: by which engines choose what multiplies; None if it is about to be measured."""
     speed = measure_cpu(kernels, dtype.dtype, num_threads)
     facts: dict[str, object] = {"read_gb_s": round(speed.read_gb_s, 2)}
     text = f"{speed.read_gb_s:.1f} GB/s read"
     if model is not None:
-        itemsize = getattr(torch, dtype.dtype).itemsize
-        most = speed.read_gb_s * 1e9 / weight_bytes(open_model(model), itemsize)
+        most = speed.read_gb_s * 1e9 / _decode_bytes(model, dtype, settings.quantization)
         facts["max_decode_tokens_s"] = round(most, 1)
         text += f": weights let one stream decode {most:.0f} tokens/s on the CPU at most"
     yield Finding("bandwidth", Level.OK, text, facts=facts)
     facts = {"dtype": dtype.dtype, "torch_gflop_s": round(speed.torch_gflop_s, 1), "kernels_gflop_s": None}
     text = f"{speed.torch_gflop_s:.0f} GFLOP/s in {dtype.dtype} with torch"
-    if speed.kernels_gflop_s is not None:
-        facts["kernels_gflop_s"] = round(speed.kernels_gflop_s, 1)
-        text = f"{speed.kernels_gflop_s:.0f} GFLOP/s in {dtype.dtype} with {kernels.instruction_set}, {text}"
-    yield Finding("products", Level.OK, text, facts=facts)
+    if speed.kernels_gflop_s is None:
+        yield Finding("products", Level.OK, text, facts=facts)
+        return
+    facts["kernels_gflop_s"] = round(speed.kernels_gflop_s, 1)
+    text = f"{speed.kernels_gflop_s:.0f} GFLOP/s in {dtype.dtype} with {kernels.instruction_set}, {text}"
+    torch_from = None if table is None else table.torch_from(dtype.dtype, SIZE * SIZE)
+    is_torch_used = table is None or (torch_from is not None and torch_from <= ROWS)
+    if is_torch_used or settings.quantization != "none" or speed.torch_gflop_s < GAIN * speed.kernels_gflop_s:
+        yield Finding("products", Level.OK, text, facts=facts)
+    else:
+        advice = "baton doctor --tune finds where torch is faster, and engines take it there"
+        yield Finding("products", Level.HINT, text, advice, facts)
 
 
 def _tune(settings: UpSettings, kernels: Choice, num_threads: int) -> Finding:

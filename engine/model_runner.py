@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 GIB = 1 << 30
 _CODES = {"I32": 8, "I8": 1, "F8_E4M3": 1}  # weights that an element of a quantised checkpoint holds
 _MXFP4_CODES = {"_blocks": 2, "_scales": 0}  # the same in experts of mxfp4, which are always widened: by end of name
-_QUANTIZED_BYTES = {"int8": 1.06, "int4": 0.63}  # of a weight with its share of scales, by --quantization
+QUANTIZED_BYTES = {"int8": 1.06, "int4": 0.63}  # of a weight with its share of scales, by --quantization
 WARM_UP_TOKENS = 64
 DEFAULT_CPU_KV_CACHE_GB = 1.0
 _CPU_RESERVE_BYTES = 256 << 20  # activations, workspaces, Python
@@ -258,7 +258,7 @@ class ModelRunner:
     def _free_rows(self, files: ModelFiles, settings: EngineSettings) -> float:
         """How many rows of a step cost no more than reading the weights does. `engine.speculation` asks: a drafted
         token is a row."""
-        size = _QUANTIZED_BYTES.get(settings.quantization)
+        size = QUANTIZED_BYTES.get(settings.quantization)
         if size is None:
             held = weight_bytes(files, self.dtype.itemsize, stays_quantised=self._kernels is not None)
             size = held / weight_bytes(files, 1, stays_quantised=False)

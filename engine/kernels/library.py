@@ -402,24 +402,33 @@ def load_kernels(
 
     `cache_dir` may hold what `baton doctor --tune` measured.
 
-    Logs which and why. Raises `StartupError` if `wanted`, the setting `kernels`, names a variant that cannot run here,
-    or if weights shall be quantised and there are no kernels for that.
+    Logs which and why. Raises `StartupError` as `choose_kernels` does.
+    """
+    choice = choose_kernels(wanted, device=device, dtype=dtype, quantization=quantization)
+    if device.type != "cpu":
+        return None
+    is_used = choice.instruction_set != TORCH
+    table = load_table(cache_dir, read_cpu().name, choice.instruction_set) if is_used else shipped(TORCH)
+    tuned = {"tuned_in": table.file} if table.file else {}
+    log.info("kernels", extra={"kernels": choice.instruction_set, "reason": choice.reason, **tuned})
+    return _kernels(choice, torch.get_num_threads(), quantization, table) if is_used else None
+
+
+def choose_kernels(wanted: str, *, device: torch.device, dtype: torch.dtype, quantization: str = "none") -> Choice:
+    """What computes on this device in this dtype.
+
+    Raises `StartupError` if `wanted`, the setting `kernels`, names a variant that cannot run here, or if weights shall
+    be quantised and there are no kernels for that.
     """
     if device.type != "cpu":
         if quantization != "none":
             raise StartupError(f"--quantization {quantization} needs --device cpu")
         if wanted not in (AUTO, TORCH):
             raise StartupError(f"--kernels {wanted} needs --device cpu: on {device} they would not be used")
-        return None
+        return Choice(TORCH, "the kernels are for CPUs")
     choice = choose(wanted)
     if dtype not in DTYPES:
         choice = Choice(TORCH, f"there are none for {dtype}")
-    is_used = choice.instruction_set != TORCH
-    table = load_table(cache_dir, read_cpu().name, choice.instruction_set) if is_used else shipped(TORCH)
-    tuned = {"tuned_in": table.file} if table.file else {}
-    log.info("kernels", extra={"kernels": choice.instruction_set, "reason": choice.reason, **tuned})
-    if is_used:
-        return _kernels(choice, torch.get_num_threads(), quantization, table)
-    if quantization != "none":
+    if quantization != "none" and choice.instruction_set == TORCH:
         raise StartupError(f"--quantization {quantization} needs the CPU kernels: {choice.reason}")
-    return None
+    return choice

@@ -19,10 +19,12 @@ from baton.speed import CpuSpeed, measure_cpu
 from baton.tuning import Measured, measure_products, rules_of
 from common.cpu import read_cpu
 from common.errors import StartupError
+from common.model_files import open_model
 from engine.device import DeviceChoice
-from engine.dtype import DtypeChoice
+from engine.dtype import DtypeChoice, choose_dtype
 from engine.kernels.choice import TORCH, Choice, choose, choose_among
-from engine.kernels.table import Rule, load_table
+from engine.kernels.table import Rule, Tuned, load_table, tuned_file, write_tuned
+from engine.model_runner import weight_bytes
 from tests.engine.tiny_models import make_model
 
 NAMES = ["cpu", "kernels", "device", "model", "dtype", "bandwidth", "products"]
@@ -85,6 +87,99 @@ def test_ascii_terminals(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr("baton.cli.doctor._encoding", lambda: "ascii")
     assert main(["doctor", "--model", str(model), "--http-port=0", "--grpc-port=0"]) == 0
     assert capsys.readouterr().out.isascii()
+
+
+needs_kernels = pytest.mark.skipif(choose().instruction_set == TORCH, reason="no kernels were built")
+
+
+@needs_kernels
+def test_a_table_that_engines_read_is_named(model: Path, tmp_path: Path) -> None:
+    kernels = choose().instruction_set
+    write_tuned(tuned_file(str(tmp_path)), Tuned(read_cpu().name, kernels, (Rule("bfloat16", 0, 8),)))
+    found = findings(model, cache_dir=str(tmp_path))["kernels"]
+    assert (found.level, found.facts["tuned_in"]) == (Level.OK, str(tmp_path / "kernels.json"))
+    assert f"bfloat16 with torch from 8 tokens on ({tmp_path / 'kernels.json'})" in found.text
+    write_tuned(tuned_file(str(tmp_path)), Tuned("another CPU", kernels, ()))
+    assert "tuned_in" not in findings(model, cache_dir=str(tmp_path))["kernels"].facts
+
+
+@needs_kernels
+def test_a_table_that_stops_engines_is_a_problem(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "kernels.json"
+    file.write_text('{"cpu": 1}')
+    found = findings(model, cache_dir=str(tmp_path))["kernels"]
+    assert found.level is Level.PROBLEM
+    assert found.text.startswith(f"{file}: ")
+    assert found.advice == f"delete {file}, or run baton doctor --tune again"
+    assert findings(model, cache_dir=str(tmp_path), dtype="float16")["kernels"].level is Level.OK  # has no kernels
+    monkeypatch.setattr(doctor, "measure_products", lambda kernels, num_threads: PRODUCTS)
+    settings = UP_SETTINGS.model_validate({"model": str(model), "cache_dir": str(tmp_path)})
+    tuning_now = {one.name: one for one in examine(settings, tune=True)}
+    assert (tuning_now["kernels"].level, tuning_now["tune"].level) == (Level.OK, Level.OK)
+
+
+@needs_kernels
+def test_kernels_beside_a_cuda_device(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "choose_device", lambda _: DeviceChoice("cuda", "for a reason"))
+    (tmp_path / "kernels.json").write_text("{")
+    assert findings(model, cache_dir=str(tmp_path))["kernels"].level is Level.OK  # engines do not read the table
+    found = findings(model, kernels=choose().instruction_set)["kernels"]
+    assert found.level is Level.PROBLEM
+    assert "needs --device cpu" in found.text
+    found = findings(model, quantization="int8")["quantization"]
+    assert (found.level, found.advice) == (Level.PROBLEM, "take --quantization away; or --device cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [({"kernels": "torch"}, "--kernels auto"), ({"dtype": "float16"}, "--dtype float32")],
+)
+@needs_kernels
+def test_quantization_needs_kernels(model: Path, settings: dict[str, str], advice: str) -> None:
+    found = findings(model, quantization="int4", **settings)["quantization"]
+    assert (found.level, found.advice) == (Level.PROBLEM, f"take --quantization away; or {advice}")
+    assert "needs the CPU kernels" in found.text
+    assert findings(model, quantization="int4")["quantization"].level is Level.OK
+    wrong = "avx2" if choose().instruction_set.startswith("neon") else "neon"
+    found_all = findings(model, quantization="int4", kernels=wrong)
+    assert [name for name, one in found_all.items() if one.level is Level.PROBLEM] == ["kernels"]
+
+
+@needs_kernels
+def test_quantised_weights_decode_faster(model: Path) -> None:
+    most = {
+        kind: findings(model, quantization=kind, dtype="bfloat16")["bandwidth"].facts["max_decode_tokens_s"]
+        for kind in ("none", "int8", "int4")
+    }
+    num_weights = weight_bytes(open_model(model), 1)
+    assert most == {
+        kind: round(20e9 / (num_weights * size), 1) for kind, size in {"none": 2, "int8": 1.06, "int4": 0.63}.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("torch_gflop_s", "rules", "level"),
+    [
+        (329.0, (), Level.OK),
+        (331.0, (), Level.HINT),
+        (331.0, (Rule("float32", 0, 1024),), Level.HINT),
+        (331.0, (Rule("float32", 0, 512),), Level.OK),  # engines take torch there
+    ],
+)
+@needs_kernels
+def test_tuning_is_advised_if_torch_is_faster(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    torch_gflop_s: float,
+    rules: tuple[Rule, ...],
+    level: Level,
+) -> None:
+    monkeypatch.setattr(doctor, "measure_cpu", lambda *_: CpuSpeed(20.0, 300.0, torch_gflop_s))
+    if rules:
+        write_tuned(tuned_file(str(tmp_path)), Tuned(read_cpu().name, choose().instruction_set, rules))
+    found = findings(model, cache_dir=str(tmp_path), dtype="float32")["products"]
+    assert (found.level, "--tune" in found.advice) == (level, level is Level.HINT)
 
 
 @pytest.mark.parametrize("cut", [100, -100])
@@ -167,10 +262,14 @@ def test_a_model_that_cannot_be_served(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_converted_yet(tmp_path: Path) -> None:
-    found = findings(Path("smollm2-135m-instruct"), cache_dir=str(tmp_path))["model"]
-    assert found.level is Level.HINT
-    assert str(tmp_path) in found.text
+    found = findings(Path("smollm2-135m-instruct"), cache_dir=str(tmp_path))
+    assert found["model"].level is Level.HINT
+    assert str(tmp_path) in found["model"].text
     assert not list(tmp_path.iterdir())
+    chosen = choose_dtype("auto", checkpoint="bfloat16", device="cpu", cpu=read_cpu(), kernels=choose())
+    assert found["dtype"].facts == {"dtype": chosen.dtype, "reason": chosen.reason}
+    found = findings(Path("smollm2-135m-instruct"), cache_dir=str(tmp_path), kernels="torch", dtype="float32")
+    assert found["dtype"].text.startswith("float32: ")
 
 
 def test_a_model_that_is_not_downloaded_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
