@@ -179,7 +179,7 @@ def values_schema() -> Schema:
         model=obj(
             name={"type": "string", "minLength": 1},
             servedName=STRING,
-            dtype=one_of("bfloat16", "float32", "float16"),
+            dtype=one_of("auto", "bfloat16", "float32", "float16"),
             volume=obj(
                 type=one_of("none", "pvc", "hostPath"),
                 claimName=NAME,

@@ -129,6 +129,7 @@ def test_every_object_is_valid(variant: str, file: str | None, kube: str) -> Non
         ({"prefill.preStopSeconds": 0}, "prefill.preStopSeconds"),
         ({"podSecurity.runAsUser": 0}, "podSecurity.runAsUser"),
         ({"model.volume.type": "s3"}, "model.volume.type"),
+        ({"model.dtype": "float8"}, "model.dtype"),
     ],
 )
 def test_a_bad_value_fails_lint_with_its_path(values: dict[str, object], path: str) -> None:
@@ -149,6 +150,12 @@ def test_what_a_value_needs_is_asked_for_by_name(values: dict[str, object], name
     done = helm("template", "demo", str(CHART), *arguments(values))
     assert done.returncode != 0
     assert names in done.stderr
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_the_dtype_is_named_unless_auto_is_asked_for(role: str) -> None:
+    assert settings_of(render(), f"demo-baton-{role}")["dtype"] == "bfloat16"
+    assert settings_of(render({"model.dtype": "auto"}), f"demo-baton-{role}")["dtype"] == "auto"
 
 
 @pytest.mark.parametrize("mode", ["keda", "planner"])
