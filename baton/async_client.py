@@ -227,7 +227,7 @@ class AsyncClient:
         request_id: str = "",
         cache_salt: str = "",
     ) -> Embeddings:
-        """As `Client.embed`."""
+        """Does what `Client.embed` does."""
         request = embed_message(
             inputs,
             pooling=pooling,
@@ -289,7 +289,7 @@ class AsyncClient:
         return [ModelCard(model.id, model.max_model_len) for model in response.models]
 
     async def fleet(self) -> list[FleetWorker]:
-        """As `Client.fleet`."""
+        """Does what `Client.fleet` does."""
         response: router_pb2.GetFleetResponse = await self._answered(
             self._fleet.GetFleet(router_pb2.GetFleetRequest(), timeout=self._timeout, metadata=self._metadata)
         )

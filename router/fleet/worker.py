@@ -90,5 +90,5 @@ class Worker:
 
     @property
     def incarnation(self) -> tuple[str, str]:
-        """That of its endpoint."""
+        """The incarnation of its endpoint."""
         return (self.address, self.info.epoch if self.info else "")
