@@ -102,6 +102,10 @@ class EngineCore:
         )
         self._integrity = IntegrityReport(self.scheduler.check_integrity, clock)
         self._forward = ForwardPass(runner, self.scheduler.config.eos_token_ids, self.scheduler.stop, self._emit)
+        if not settings.enable_prefix_caching:
+            log.warning(
+                "without the prefix cache each of n answers computes its whole prompt, and beams whole sequences"
+            )
         if drafter is None and settings.speculation == "ngram":
             drafter = NgramDrafter()
         if drafter is None and settings.speculation != "none":

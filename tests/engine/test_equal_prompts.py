@@ -102,6 +102,25 @@ def test_no_one_waits_without_a_prefix_cache() -> None:
     assert len(core.prepare().num_tokens) == 2
 
 
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_without_a_prefix_cache_each_answer_costs_its_prompt_as_the_log_says(
+    caplog: pytest.LogCaptureFixture, is_cached: bool
+) -> None:
+    core, runner = make_core(enable_prefix_caching=is_cached, num_blocks=128)
+    for name in "abc":
+        add(core, name, PROMPT, max_tokens=2)
+    answers, most = run_and_count(core)
+    assert answers == {name: reference(PROMPT, 2) for name in "abc"}
+    num_prompt_tokens = sum(runner.num_tokens_per_step) - 3  # each second token takes the first one's KV
+    if is_cached:
+        assert (num_prompt_tokens, most) == (len(PROMPT) + 2 * 2, PROMPT_BLOCKS + 2)
+        assert "prefix cache" not in caplog.text
+    else:
+        assert (num_prompt_tokens, most) == (3 * len(PROMPT), 3 * PROMPT_BLOCKS)
+        assert "without the prefix cache each of n answers computes its whole prompt" in caplog.text
+    assert_idle(core)
+
+
 def test_across_two_workers_too() -> None:
     pair, slow = make_slow_pair(decode_blocks=256)
     names = [str(number) for number in range(8)]
