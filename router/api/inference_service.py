@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 
 import grpc
 
@@ -42,30 +43,15 @@ class InferenceService:
     def __init__(self, front: Front) -> None:
         self._front = front
 
-    async def Generate(  # noqa: N802
+    def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        arrived_at = time.monotonic()
-        with self._front.admission.running("grpc", context.time_remaining(), current_client.get()):
-            model = await self._front.admission.serving()
-            check_model(request.model, model.limits)
-            prompt = await self._prompt(model, request)
-            async with aclosing(self._answer(model, prompt, request, context, arrived_at)) as responses:
-                async for response in responses:
-                    yield response
+        return self._answer(request, partial(self._prompt, request=request), context)
 
-    async def Chat(  # noqa: N802
+    def Chat(  # noqa: N802
         self, request: inference_pb2.ChatRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        arrived_at = time.monotonic()
-        with self._front.admission.running("grpc", context.time_remaining(), current_client.get()):
-            model = await self._front.admission.serving()
-            check_model(request.model, model.limits)
-            check_messages(len(request.messages), model.limits, "messages")
-            prompt = await self._front.preparation.chat_prompt(model, conversation(request))
-            async with aclosing(self._answer(model, prompt, request, context, arrived_at)) as responses:
-                async for response in responses:
-                    yield response
+        return self._answer(request, partial(self._chat_prompt, request=request), context)
 
     async def Embed(  # noqa: N802
         self, request: inference_pb2.EmbedRequest, context: Context
@@ -213,49 +199,58 @@ class InferenceService:
         special = _adds_special_tokens(request)
         return (await self._front.preparation.prompts(model, [given], field, add_special_tokens=special))[0]
 
+    async def _chat_prompt(self, model: ServedModel, request: inference_pb2.ChatRequest) -> Prompt:
+        check_messages(len(request.messages), model.limits, "messages")
+        return await self._front.preparation.chat_prompt(model, conversation(request))
+
     async def _answer(
         self,
-        model: ServedModel,
-        prompt: Prompt,
         request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
+        make_prompt: Callable[[ServedModel], Awaitable[Prompt]],
         context: Context,
-        arrived_at: float,
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        choices, client = value_of(request.choices, Choices), current_client.get()
-        sampling = given_fields(request.sampling_params)
-        choices.check(_choices_field)
-        if choices.are_compared:
-            sampling.setdefault("logprobs", 0)  # they decide which are the best
-        (first,) = self._front.preparation.requests(
-            model,
-            [prompt],
-            sampling,
-            model_name=request.model,
-            request_id=request.request_id,
-            cache_salt=request.cache_salt,
-            retain=_retain(request),
-            priority=request.priority,
-            arrived_at=arrived_at,
-            timeout_s=context.time_remaining(),
-            name=_field_name,
-            client=client,
-            hints=call_hints(_metadata(context)),
-            choices=choices,
-            choices_name=_choices_field,
-            is_whole=choices.are_compared,
-        )
-        await self._front.preparation.check_guided(first.sampling_params, first.sampling_field, prompt.guided_by)
-        requests = candidates([first], choices)
-        shows_logprobs = request.sampling_params.HasField("logprobs")
-        with (
-            self._front.admission.gate.requests(client.name if client else "", len(requests) - 1),
-            self._front.generation.allowed(requests, _choices_field(choices.field())),
-            self._front.admission.gate.bytes_held() as held,
-        ):
-            outputs = merged(self._front.generation, requests, held.grow)
-            async with aclosing(likeliest(outputs, choices, held.grow) if choices.are_compared else outputs) as given:
-                async for index, output in given:
-                    yield _response(first, index, output, shows_logprobs=shows_logprobs)
+        arrived_at, front, client = time.monotonic(), self._front, current_client.get()
+        with front.admission.running("grpc", context.time_remaining(), client):
+            model = await front.admission.serving()
+            check_model(request.model, model.limits)
+            prompt = await make_prompt(model)
+            choices = value_of(request.choices, Choices)
+            sampling = given_fields(request.sampling_params)
+            choices.check(_choices_field)
+            if choices.are_compared:
+                sampling.setdefault("logprobs", 0)  # they decide which are the best
+            (first,) = front.preparation.requests(
+                model,
+                [prompt],
+                sampling,
+                model_name=request.model,
+                request_id=request.request_id,
+                cache_salt=request.cache_salt,
+                retain=_retain(request),
+                priority=request.priority,
+                arrived_at=arrived_at,
+                timeout_s=context.time_remaining(),
+                name=_field_name,
+                client=client,
+                hints=call_hints(_metadata(context)),
+                choices=choices,
+                choices_name=_choices_field,
+                is_whole=choices.are_compared,
+            )
+            await front.preparation.check_guided(first.sampling_params, first.sampling_field, prompt.guided_by)
+            requests = candidates([first], choices)
+            shows_logprobs = request.sampling_params.HasField("logprobs")
+            with (
+                front.admission.gate.requests(client.name if client else "", len(requests) - 1),
+                front.generation.allowed(requests, _choices_field(choices.field())),
+                front.admission.gate.bytes_held() as held,
+            ):
+                outputs = merged(front.generation, requests, held.grow)
+                if choices.are_compared:
+                    outputs = likeliest(outputs, choices, held.grow)
+                async with aclosing(outputs):
+                    async for index, output in outputs:
+                        yield _response(first, index, output, shows_logprobs=shows_logprobs)
 
 
 def _adds_special_tokens(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -219,7 +220,7 @@ def test_chunks_of_nothing_but_text_are_as_all_others(
             wants_usage_so_far=wants[2],
         )
         answer._created = 1
-        return [event async for event in answer.events()]
+        return [event async for event in answer.events(contextlib.nullcontext())]
 
     found = asyncio.run(events())
     with pytest.MonkeyPatch.context() as patch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -149,35 +149,37 @@ class Answer:
             kept += [group[index] for index in self._wanted.likeliest([(one.logprob, one.num_tokens) for one in group])]
         return kept
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, within: AbstractContextManager[object]) -> AsyncGenerator[bytes, None]:
         """Server-sent events. An error before the first token is raised, so that it can be a status; one after it is
-        an event, since the status has been sent."""
+        an event, since the status has been sent. `within` is left after the last event, or when this is closed: a
+        generator around this one would cost each token more."""
         started = False
-        try:
-            async with aclosing(merged(self._generation, self._requests, self._hold)) as outputs:
-                async for index, output in outputs:
-                    if not started:
-                        for event in self._opening():
+        with within:
+            try:
+                async with aclosing(merged(self._generation, self._requests, self._hold)) as outputs:
+                    async for index, output in outputs:
+                        if not started:
+                            for event in self._opening():
+                                yield event
+                            started = True
+                        if event := self._event(index, output):
                             yield event
-                        started = True
-                    if event := self._event(index, output):
-                        yield event
-        except Exception as error:
-            if not started:
-                raise
-            self.failure = as_baton(error)
-            yield _sse(error_body(self.failure))
-            return
-        if self._wants_usage_chunk:
-            yield _sse(
-                {
-                    **self._head(self._format.chunk_object),
-                    "choices": [],
-                    "usage": self._usage(),
-                    "baton": self._report(),
-                }
-            )
-        yield DONE
+            except Exception as error:
+                if not started:
+                    raise
+                self.failure = as_baton(error)
+                yield _sse(error_body(self.failure))
+                return
+            if self._wants_usage_chunk:
+                yield _sse(
+                    {
+                        **self._head(self._format.chunk_object),
+                        "choices": [],
+                        "usage": self._usage(),
+                        "baton": self._report(),
+                    }
+                )
+            yield DONE
 
     def _opening(self) -> list[bytes]:
         openings = (self._format.opening(index) for index in range(len(self._choices)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from functools import partial
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -34,6 +34,7 @@ TextBody = ChatBody | CompletionBody | ResponsesBody
 
 Prompts = Callable[[ServedModel], Awaitable[list[Prompt]]]
 AnswerMaker = Callable[[Sequence[GenerationRequest], str, Hold], Answer | ResponseAnswer]
+Ask = Callable[[contextlib.ExitStack], Awaitable[Answer | ResponseAnswer]]
 
 
 class GenerationHandlers(Handlers):
@@ -109,17 +110,14 @@ class GenerationHandlers(Handlers):
     ) -> Response:
         request_id = request_id_of(request, body.request_id)
         hints = call_hints(request.headers, body.session())
-        events = self._run(body, prompts, make_answer, request_id, arrived_at, hints)
+        ask = partial(self._answer, body, prompts, make_answer, request_id, arrived_at, hints)
+        headers = {"X-Request-Id": request_id}
         if not body.stream:
-            return await json_answer(request, events, {"X-Request-Id": request_id})
-        try:
-            first = await unless_gone(request, anext(events))
-        except BaseException:
-            await events.aclose()
-            raise
-        return EventStream(first, events, {"X-Request-Id": request_id})
+            return await json_answer(request, _whole(ask), headers)
+        first, events = await unless_gone(request, _streamed(ask))
+        return EventStream(first, events, headers)
 
-    async def _run(
+    async def _answer(
         self,
         body: TextBody,
         prompts: Prompts,
@@ -127,47 +125,61 @@ class GenerationHandlers(Handlers):
         request_id: str,
         arrived_at: float,
         hints: CallHints,
-    ) -> AsyncGenerator[bytes, None]:
-        """The answer's bytes: parts of one JSON object, or server-sent events."""
-        client = current_client.get()
-        with self._front.admission.running("rest", client=client) as ending, contextlib.ExitStack() as places:
-            model = await self._front.admission.serving()
-            check_model(body.model or "", model.limits)
-            body.check()
-            sampling = body.sampling()
-            is_whole = not body.stream or isinstance(body, ResponsesBody)  # whose last events repeat all that it said
-            given = await prompts(model)
-            requests = self._front.preparation.requests(
-                model,
-                given,
-                sampling,
-                request_id=request_id,
-                cache_salt=body.cache_salt or "",
-                retain=None if body.retain is None else body.retain.value(),
-                priority=body.priority or 0,
-                arrived_at=arrived_at,
-                default_max_tokens=DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionBody) else None,
-                name=body.field_name,
-                client=client,
-                hints=hints,
-                choices=body.choices,
-                is_whole=is_whole,
-            )
-            first = requests[0]
-            check = self._front.preparation.check_guided
-            await check(first.sampling_params, first.sampling_field, given[0].guided_by)
-            choices = candidates(requests, body.choices)
-            places.enter_context(self._front.admission.gate.requests(client.name if client else "", len(choices) - 1))
-            field = "prompt" if len(given) > 1 else body.choices.field()
-            places.enter_context(self._front.generation.allowed(choices, field))
-            hold = places.enter_context(self._front.admission.gate.bytes_held()).grow
-            answer = make_answer(choices, request_id, hold)
-            if not body.stream:
-                for part in json_parts(await answer.whole()):
-                    yield part
-                return
-            async with aclosing(answer.events()) as events:
-                async for event in events:
-                    yield event
+        within: contextlib.ExitStack,
+    ) -> Answer | ResponseAnswer:
+        """`within` has to stay open until the answer's end."""
+        client, admission = current_client.get(), self._front.admission
+        ending = within.enter_context(admission.running("rest", client=client))
+        model = await admission.serving()
+        check_model(body.model or "", model.limits)
+        body.check()
+        sampling = body.sampling()
+        is_whole = not body.stream or isinstance(body, ResponsesBody)  # whose last events repeat all that it said
+        given = await prompts(model)
+        requests = self._front.preparation.requests(
+            model,
+            given,
+            sampling,
+            request_id=request_id,
+            cache_salt=body.cache_salt or "",
+            retain=None if body.retain is None else body.retain.value(),
+            priority=body.priority or 0,
+            arrived_at=arrived_at,
+            default_max_tokens=DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionBody) else None,
+            name=body.field_name,
+            client=client,
+            hints=hints,
+            choices=body.choices,
+            is_whole=is_whole,
+        )
+        check = self._front.preparation.check_guided
+        await check(requests[0].sampling_params, requests[0].sampling_field, given[0].guided_by)
+        choices = candidates(requests, body.choices)
+        within.enter_context(admission.gate.requests(client.name if client else "", len(choices) - 1))
+        field = "prompt" if len(given) > 1 else body.choices.field()
+        within.enter_context(self._front.generation.allowed(choices, field))
+        hold = within.enter_context(admission.gate.bytes_held()).grow
+        answer = make_answer(choices, request_id, hold)
+
+        def count_failure() -> None:
             if answer.failure is not None:
                 ending.failed(answer.failure)
+
+        within.callback(count_failure)
+        return answer
+
+
+async def _whole(ask: Ask) -> AsyncGenerator[bytes, None]:
+    """Parts of one JSON object."""
+    with contextlib.ExitStack() as within:
+        answer = await ask(within)
+        for part in json_parts(await answer.whole()):
+            yield part
+
+
+async def _streamed(ask: Ask) -> tuple[bytes, AsyncGenerator[bytes, None]]:
+    """The first of the server-sent events, and the others."""
+    with contextlib.ExitStack() as within:
+        answer = await ask(within)
+        events = answer.events(within.pop_all())
+    return await anext(events), events  # it has begun: from here on it closes `within` itself

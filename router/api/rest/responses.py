@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 
 from common.errors import BatonError
@@ -87,32 +87,33 @@ class ResponseAnswer:
                     pass  # the same as if it was streamed
         return self._response(self._status())
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events. An error before the first token is raised, so that it can be a status."""
+    async def events(self, within: AbstractContextManager[object]) -> AsyncGenerator[bytes, None]:
+        """As `Answer.events`."""
         started = False
-        try:
-            async with aclosing(self._generation.generate(self._request)) as outputs:
-                async for _, output in outputs:
-                    if not started:
-                        started = True
-                        for name in ("response.created", "response.in_progress"):
-                            for part in self._event(name, {"response": self._response("in_progress")}):
+        with within:
+            try:
+                async with aclosing(self._generation.generate(self._request)) as outputs:
+                    async for _, output in outputs:
+                        if not started:
+                            started = True
+                            for name in ("response.created", "response.in_progress"):
+                                for part in self._event(name, {"response": self._response("in_progress")}):
+                                    yield part
+                        for name, content in self._take(output):
+                            for part in self._event(name, content):
                                 yield part
-                    for name, content in self._take(output):
-                        for part in self._event(name, content):
-                            yield part
-        except Exception as error:
-            if not started:
-                raise
-            self.failure = as_baton(error)
-            for item in self._items[-1:]:
-                item.is_whole = False
-            for part in self._event("response.failed", {"response": self._response("failed")}):
+            except Exception as error:
+                if not started:
+                    raise
+                self.failure = as_baton(error)
+                for item in self._items[-1:]:
+                    item.is_whole = False
+                for part in self._event("response.failed", {"response": self._response("failed")}):
+                    yield part
+                return
+            status = self._status()
+            for part in self._event(f"response.{status}", {"response": self._response(status)}):
                 yield part
-            return
-        status = self._status()
-        for part in self._event(f"response.{status}", {"response": self._response(status)}):
-            yield part
 
     def _event(self, name: str, content: JsonObject) -> Iterator[bytes]:
         data = {"type": name, "sequence_number": self._num_events, **content}
