@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tests.each_case import each_case
-from tests.router.conftest import RunningRouter, sample
+from tests.router.conftest import RunningRouter, reaches, sample
 from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.tiny_tokenizer import byte_ids, eos_id, ids_of
 
@@ -478,6 +478,8 @@ async def test_a_client_that_leaves_ends_its_request(router: RunningRouter, work
 async def test_an_error_after_the_first_token_is_an_event(router: RunningRouter, worker: FakeWorker) -> None:
     worker.hang_after = 3
     received: list[str] = []
+    failed = {"interface": "rest", "outcome": "unavailable"}
+    before = sample("baton_router_requests_total", **failed)
 
     async def read() -> None:
         stream = await router.openai.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
@@ -490,6 +492,7 @@ async def test_an_error_after_the_first_token_is_an_event(router: RunningRouter,
         await read()
     assert "".join(received)
     assert ANSWER.startswith("".join(received))
+    await reaches("baton_router_requests_total", before + 1, **failed)
 
 
 @each_case("stream", [False, True])
