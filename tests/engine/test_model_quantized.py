@@ -6,10 +6,13 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from common.errors import StartupError
 from common.model_files import open_model
@@ -112,20 +115,25 @@ def test_quantised_activations_are_left_and_said(path: Path, caplog: pytest.LogC
 
 
 def test_square_blocks_of_fp8(tmp_path: Path) -> None:
-    """As transformers' own fp8 has them; a last block may be smaller."""
+    """As transformers' own code packs them. A last block may be smaller, as in DeepSeek's checkpoints: transformers
+    packs whole blocks alone, so it gets zeros behind the weights, which are cut off again."""
     path = make_model(tmp_path / "model", {"hidden_size": 160, "intermediate_size": 256})
+    settings = FineGrainedFP8Config(weight_block_size=(128, 128))
+    quantizer = SimpleNamespace(quantization_config=settings)
+    pack, unpack = Fp8Quantize(quantizer), Fp8Dequantize(quantizer)
     tensors, plain = load_file(path / "model.safetensors"), {}
     for name in [name for name in tensors if "proj" in name]:
-        weight = tensors[name]
-        rows, columns = (-(-size // 128) for size in weight.shape)
-        scale = torch.rand(rows, columns) * 1e-3 + 1e-3
-        factors = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
-        codes = (weight / factors).clamp(-448, 448).to(torch.float8_e4m3fn)
-        tensors |= {name: codes, f"{name}_scale_inv": scale}
-        plain[name] = codes.float() * factors
+        rows, columns = tensors[name].shape
+        whole = torch.nn.functional.pad(tensors[name], (0, -columns % 128, 0, -rows % 128))
+        packed = pack.convert({name: whole})
+        codes, scale = packed[name], packed[f"{name}_scale_inv"]
+        assert codes.dtype is torch.float8_e4m3fn
+        tensors |= {name: codes[:rows, :columns].contiguous(), f"{name}_scale_inv": scale}
+        plain[name] = unpack._dequantize_one(codes, scale)[:rows, :columns]
     save_file(tensors, path / "model.safetensors")
-    edit_config(path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    edit_config(path, quantization_config=settings.to_dict())
     found = matrices(path)
+    assert len(plain) == 7 * 3
     for name, weight in plain.items():
         assert torch.equal(dequantized(found[name]), weight)
 
