@@ -37,8 +37,11 @@ NUM_NEW = 32
 TIE = 1e-3  # float32 logprobs this close may come in either order
 
 
-# Windows of some layers or of all, soft caps, norms of Q and K, norms behind layers, experts.
-CUDA_FAMILIES = ("llama", "mistral", "qwen2_windows", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3_moe")
+# Windows of some layers or of all, biases, fused projections, soft caps, norms of Q and K or behind layers, experts.
+CUDA_FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen2_windows", "qwen3", "gemma2", "gemma3", "phi3"),
+    *("mixtral", "qwen3_moe"),
+)
 
 
 @pytest.fixture(scope="module", params=CUDA_FAMILIES)
