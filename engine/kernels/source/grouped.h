@@ -111,7 +111,11 @@ inline Floats widen_halves(Halves values) {
 inline Floats int4_values(Words quants) {
 #if defined(__AVX512F__)
     const Floats values = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#if defined(__clang__)
+    return (Floats)_mm512_permutexvar_ps((__m512i)quants, (__m512)values);
+#else
     return __builtin_shuffle(values, (Ints)quants);  // looks at no more than these bits
+#endif
 #else
     return __builtin_convertvector((Ints)(quants & 15), Floats);
 #endif

@@ -116,9 +116,19 @@ inline Floats larger(Floats a, Floats b) { return either(a > b, a, b); }
 inline Floats smaller(Floats a, Floats b) { return either(a < b, a, b); }
 #endif
 
+// Lanes number `I` of a and b together: those of b follow those of a.
+template <int... I>
+inline Floats shuffled(Floats a, Floats b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, I...);
+#else  // GCC knows the other name only since its version 12
+    return __builtin_shuffle(a, b, Ints{I...});
+#endif
+}
+
 template <int STEP, size_t... I>
 inline Floats rotated_by(Floats value, std::index_sequence<I...>) {
-    return __builtin_shuffle(value, Ints{int((I + STEP) % LANES)...});
+    return shuffled<int((I + STEP) % LANES)...>(value, value);
 }
 template <int STEP>
 inline Floats rotated(Floats value) {
@@ -179,22 +189,22 @@ inline Floats exponential(Floats x) { return decay(smaller(broadcast(88.0f), x))
 // Lanes 0, 1, ... of a and b in turn: the first half of both, and the second.
 template <size_t... I>
 inline Floats interleave_low(Floats a, Floats b, std::index_sequence<I...>) {
-    return __builtin_shuffle(a, b, Ints{int(I / 2 + (I % 2) * LANES)...});
+    return shuffled<int(I / 2 + (I % 2) * LANES)...>(a, b);
 }
 template <size_t... I>
 inline Floats interleave_high(Floats a, Floats b, std::index_sequence<I...>) {
-    return __builtin_shuffle(a, b, Ints{int(LANES / 2 + I / 2 + (I % 2) * LANES)...});
+    return shuffled<int(LANES / 2 + I / 2 + (I % 2) * LANES)...>(a, b);
 }
 inline Floats low(Floats a, Floats b) { return interleave_low(a, b, std::make_index_sequence<LANES>()); }
 inline Floats high(Floats a, Floats b) { return interleave_high(a, b, std::make_index_sequence<LANES>()); }
 
 // Of neighbouring lanes of a and b together: the first of each two, and the second. `low` and `high` put them back.
-template <size_t... I>
-inline Floats every_second(Floats a, Floats b, int from, std::index_sequence<I...>) {
-    return __builtin_shuffle(a, b, Ints{int(2 * I)...} + from);
+template <int FROM, size_t... I>
+inline Floats every_second(Floats a, Floats b, std::index_sequence<I...>) {
+    return shuffled<int(2 * I + FROM)...>(a, b);
 }
-inline Floats firsts(Floats a, Floats b) { return every_second(a, b, 0, std::make_index_sequence<LANES>()); }
-inline Floats seconds(Floats a, Floats b) { return every_second(a, b, 1, std::make_index_sequence<LANES>()); }
+inline Floats firsts(Floats a, Floats b) { return every_second<0>(a, b, std::make_index_sequence<LANES>()); }
+inline Floats seconds(Floats a, Floats b) { return every_second<1>(a, b, std::make_index_sequence<LANES>()); }
 
 // With as many rows as lanes: lane i of the result is the sum of all lanes of `rows[i]`. Fewer give part of that: those
 // number j, j + N, j + 2 * N, ... of the rows first, then the results of all j.
