@@ -56,6 +56,16 @@ extern "C" __attribute__((visibility("default"))) int baton_cpu_has(int feature)
 
 namespace {
 
+// NEON on a core of Arm's version 8.1 or later. The libraries are compiled for 8.2, so atomic instructions stand in them
+// that a Cortex-A72 lacks.
+bool has_neon() {
+#if defined(__linux__)
+    return getauxval(AT_HWCAP) >> 8 & 1;  // HWCAP_ATOMICS
+#else
+    return true;  // all of Apple's have them
+#endif
+}
+
 bool has_neon_bf16() {
 #if defined(__linux__)
     return getauxval(AT_HWCAP2) >> 14 & 1;  // HWCAP2_BF16, which old headers lack
@@ -68,7 +78,7 @@ bool has_neon_bf16() {
 
 extern "C" int baton_cpu_has(int feature) {
     switch (feature) {
-        case 4: return 1;  // NEON
+        case 4: return has_neon();
         case 5: return has_neon_bf16();
         default: return 0;
     }

@@ -1,6 +1,6 @@
 // Calls every kernel over odd sizes in buffers of exactly the size that it may touch, for the address and
-// undefined-behaviour sanitizers, and for instruction sets that only an emulator runs. Products are compared roughly;
-// the tests in Python compare everything. Exit status 0: nothing was found.
+// undefined-behaviour sanitizers, and for instruction sets that only an emulator runs. Products, whole layers and attention
+// are compared roughly; the tests in Python compare everything. Exit status 0: nothing was found.
 
 #include "kernels.cpp"
 
@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <memory>
 #include <random>
+#include <string>
 
 namespace {
 
@@ -26,7 +27,9 @@ struct Packed {
     std::vector<float> bias, weight;
     Linear linear;
 
-    Packed(Team* team, Kind kind, int64_t n, int64_t k) : bias(numbers<float>(n)), weight(numbers<float>(n * k)) {
+    Packed(Team* team, Kind kind, int64_t n, int64_t k, float scale = 1)
+        : bias(numbers<float>(n)), weight(numbers<float>(n * k)) {
+        for (float& one : weight) one *= scale;
         memory = std::make_unique<uint8_t[]>(packed_bytes(kind, n, k));
         baton_pack(team, kind, weight.data(), 0, n, k, memory.get());
         linear = {memory.get(), bias.data(), n, k, kind, 0};
@@ -97,6 +100,129 @@ void products(Team* team) {
             }
 }
 
+// What a layer computes, one token at a time and in double.
+using Doubles = std::vector<double>;
+double widen(double value) { return value; }
+
+Doubles product(const Packed& packed, const Doubles& x) {
+    Doubles out(packed.bias.begin(), packed.bias.end());
+    for (size_t row = 0; row < out.size(); row++)
+        for (size_t i = 0; i < x.size(); i++) out[row] += x[i] * packed.weight[row * x.size() + i];
+    return out;
+}
+
+Doubles normed(const double* x, size_t size, const float* weight, double eps) {
+    Doubles out(x, x + size);
+    if (weight == nullptr) return out;
+    double squares = 0;
+    for (double one : out) squares += one * one;
+    for (size_t i = 0; i < size; i++) out[i] *= weight[i] / std::sqrt(squares / double(size) + eps);
+    return out;
+}
+
+Doubles activated(int activation, const Doubles& gate_up) {
+    Doubles out(gate_up.size() / 2);
+    for (size_t i = 0; i < out.size(); i++) {
+        const double gate = gate_up[i], inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate);
+        const double opened = activation == SILU ? gate / (1 + std::exp(-gate)) : gate / 2 * (1 + std::tanh(inner));
+        out[i] = opened * gate_up[out.size() + i];
+    }
+    return out;
+}
+
+// One query of one head.
+template <class T>
+Doubles attended(const AttentionShape& shape, const T* cache, const Batch& batch, int layer, int sequence, int position,
+                 int head, const double* q) {
+    const int64_t dim = shape.head_dim, plane = shape.block_size * dim;
+    const int64_t key = layer * shape.layer_stride + head / (shape.num_heads / shape.num_kv_heads) * plane;
+    const int64_t value = key + shape.num_kv_heads * plane;
+    Doubles out(dim);
+    double total = shape.sinks == nullptr ? 0 : std::exp(double(shape.sinks[head]));
+    for (int token = shape.window > 0 ? std::max(0, position + 1 - shape.window) : 0; token <= position; token++) {
+        const int64_t at = slot(shape, batch, sequence, token);
+        double score = 0;
+        for (int64_t d = 0; d < dim; d++) score += q[d] * widen(cache[at + key + d]) * shape.scale;
+        if (shape.soft_cap > 0) score = shape.soft_cap * std::tanh(score / shape.soft_cap);
+        total += std::exp(score);
+        for (int64_t d = 0; d < dim; d++) out[d] += std::exp(score) * widen(cache[at + value + d]);
+    }
+    for (double& one : out) one /= total;
+    return out;
+}
+
+// K and V of one token, `heads` after each other, into the cache.
+template <class T>
+void keep(const AttentionShape& shape, T* cache, const Batch& batch, int layer, int sequence, int position,
+          const double* heads) {
+    T* to = cache + slot(shape, batch, sequence, position) + layer * shape.layer_stride;
+    for (int i = 0; i < 2 * shape.num_kv_heads; i++)
+        for (int d = 0; d < shape.head_dim; d++)
+            narrow(to + int64_t(i) * shape.block_size * shape.head_dim + d, float(heads[i * shape.head_dim + d]));
+}
+
+// Calls `token(row, sequence, position)` for each new token, one after the other.
+template <class Token>
+void each_token(const Batch& batch, const Token& token) {
+    for (int s = 0, row = 0; s < batch.num_sequences; s++)
+        for (int i = 0; i < batch.num_new[s]; i++) token(row++, s, batch.num_before[s] + i);
+}
+
+// `num_layers` of the same weights over `hidden`; `weights` are those of `layer`, in its order.
+template <class T>
+Doubles layers_in_double(const Layer& layer, const Packed (&weights)[4], const AttentionShape& shape, T* cache,
+                         const Batch& batch, int num_layers, const float* cos, const float* sin,
+                         const std::vector<float>& hidden) {
+    const Packed &qkv = weights[0], &out = weights[1], &gate_up = weights[2], &down = weights[3];
+    const int64_t size = out.linear.n, dim = shape.head_dim, half = layer.rotary_dim / 2;
+    Doubles x(hidden.begin(), hidden.end());
+    for (int index = 0; index < num_layers; index++) {
+        std::vector<Doubles> heads(batch.num_tokens);
+        each_token(batch, [&](int row, int sequence, int position) {
+            Doubles& own = heads[row] = product(qkv, normed(&x[row * size], size, layer.input_norm, layer.eps));
+            for (int i = 0; i < shape.num_heads + shape.num_kv_heads; i++) {
+                double* head = &own[i * dim];
+                const Doubles from = normed(head, dim, i < shape.num_heads ? layer.q_norm : layer.k_norm, layer.eps);
+                std::copy(from.begin(), from.end(), head);
+                for (int64_t d = 0; d < half; d++) {
+                    const double c = cos[position * half + d], s = sin[position * half + d];
+                    head[d] = from[d] * c - from[half + d] * s;
+                    head[half + d] = from[half + d] * c + from[d] * s;
+                }
+            }
+            keep(shape, cache, batch, index, sequence, position, &own[shape.num_heads * dim]);
+        });
+        each_token(batch, [&](int row, int sequence, int position) {
+            Doubles all;
+            for (int head = 0; head < shape.num_heads; head++) {
+                const Doubles one = attended(shape, cache, batch, index, sequence, position, head, &heads[row][head * dim]);
+                all.insert(all.end(), one.begin(), one.end());
+            }
+            double* own = &x[row * size];
+            const Doubles given = normed(product(out, all).data(), size, layer.out_norm, layer.eps);
+            for (int64_t i = 0; i < size; i++) own[i] += given[i];
+            const Doubles gates = product(gate_up, normed(own, size, layer.mlp_norm, layer.eps));
+            const Doubles inner = activated(layer.activation, gates);
+            const Doubles added = normed(product(down, inner).data(), size, layer.down_norm, layer.eps);
+            for (int64_t i = 0; i < size; i++) own[i] += added[i];
+        });
+    }
+    return x;
+}
+
+template <class T, class U>
+void compare(const std::string& what, const std::vector<T>& actual, const std::vector<U>& expected, double most) {
+    double error = 0, size = 0;
+    for (size_t i = 0; i < expected.size(); i++) {
+        const double wanted = widen(expected[i]), difference = widen(actual[i]) - wanted;
+        error += difference * difference;
+        size += wanted * wanted;
+    }
+    if (actual.size() == expected.size() && std::sqrt(error) <= most * std::sqrt(size)) return;
+    std::printf("%s: error %g\n", what.c_str(), std::sqrt(error / size));
+    std::exit(1);
+}
+
 template <class T>
 void layers(Team* team, int heads, int kv_heads, int dim, int block_size, int window, float soft_cap) {
     const int hidden = 37, inner = 51, num_blocks = 40;
@@ -106,8 +232,12 @@ void layers(Team* team, int heads, int kv_heads, int dim, int block_size, int wi
     const auto sinks = numbers<float>(heads);
     const AttentionShape shape{heads, kv_heads, dim, block_size, 2 * layer_stride, layer_stride, 0.2f, soft_cap, window,
                                sizeof(T) == 2, cache.data(), window > 0 ? sinks.data() : nullptr};
-    Packed qkv(team, kind, (heads + 2 * kv_heads) * dim, hidden), out(team, kind, hidden, heads * dim);
-    Packed gate_up(team, kind, 2 * inner, hidden), down(team, kind, hidden, inner), head(team, kind, 77, hidden);
+    // As small as in a model, so that scores stay in a range in which an error of bfloat16 changes little.
+    auto packed = [&](int64_t n, int64_t k) { return Packed(team, kind, n, k, 1 / std::sqrt(float(k))); };
+    const Packed weights[] = {packed((heads + 2 * kv_heads) * dim, hidden), packed(hidden, heads * dim),
+                              packed(2 * inner, hidden), packed(hidden, inner)};
+    const Packed &qkv = weights[0], &out = weights[1], &gate_up = weights[2], &down = weights[3];
+    const Packed head(team, kind, 77, hidden);
     const auto norm = numbers<float>(hidden), cos = numbers<float>(700 * dim), sin = numbers<float>(700 * dim);
     const auto head_norm = numbers<float>(dim);
     const bool is_gemma = window > 0;
@@ -125,12 +255,19 @@ void layers(Team* team, int heads, int kv_heads, int dim, int block_size, int wi
     auto x = numbers<float>(28 * hidden);
     const LayerCall call{&layer, &shape, cos.data(), sin.data()}, calls[] = {call, call};
     auto y = x;
+    const double most = sizeof(T) == 2 ? 2e-2 : 1e-5;
+    const std::string of = " of " + std::to_string(heads) + " heads of " + std::to_string(dim) + " in blocks of " +
+                           std::to_string(block_size) + (sizeof(T) == 2 ? ", bfloat16" : ", float32");
+    auto own_cache = cache;
+    const Doubles expected = layers_in_double(layer, weights, shape, own_cache.data(), batch, 2, cos.data(), sin.data(), x);
     baton_layers(team, calls, &batch, 0, 2, x.data());
     for (int index : {0, 1}) baton_layers(team, calls, &batch, index, 1, y.data());
     if (x != y) {
         std::puts("two layers in one call");
         std::exit(1);
     }
+    compare("layers" + of, x, expected, most);
+    compare("K and V" + of, cache, own_cache, most);
     std::vector<float> logits(28 * 77), kept(28 * 77);
     baton_head(team, &head.linear, norm.data(), 1e-5f, x.data(), 28, logits.data());
     std::vector<int64_t> tokens(28);
@@ -146,8 +283,26 @@ void layers(Team* team, int heads, int kv_heads, int dim, int block_size, int wi
         }
     const int64_t stride = (heads + 2 * kv_heads) * dim;
     const auto rows = numbers<T>(28 * stride);
-    std::vector<T> attended(28 * heads * dim);
-    baton_attention(team, &shape, &batch, 0, rows.data(), rows.data() + heads * dim, stride, sizeof(T) == 2, attended.data());
+    std::vector<T> given(28 * heads * dim);
+    own_cache = cache;
+    baton_attention(team, &shape, &batch, 0, rows.data(), rows.data() + heads * dim, stride, sizeof(T) == 2, given.data());
+    Doubles values, all;
+    for (T value : rows) values.push_back(widen(value));
+    each_token(batch, [&](int row, int sequence, int position) {
+        keep(shape, own_cache.data(), batch, 0, sequence, position, &values[row * stride + heads * dim]);
+    });
+    if (cache != own_cache) {
+        std::puts("K and V of attention alone");
+        std::exit(1);
+    }
+    each_token(batch, [&](int row, int sequence, int position) {
+        for (int i = 0; i < heads; i++) {
+            const double* q = &values[row * stride + i * dim];
+            const Doubles one = attended(shape, own_cache.data(), batch, 0, sequence, position, i, q);
+            all.insert(all.end(), one.begin(), one.end());
+        }
+    });
+    compare("attention" + of, given, all, sizeof(T) == 2 ? 1e-2 : 1e-5);
 }
 
 }  // namespace
