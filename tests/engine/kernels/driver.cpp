@@ -305,6 +305,65 @@ void layers(Team* team, int heads, int kv_heads, int dim, int block_size, int wi
     compare("attention" + of, given, all, sizeof(T) == 2 ? 1e-2 : 1e-5);
 }
 
+// MLPs of different numbers of rows, and none, in one call.
+void mlps(Team* team) {
+    const int64_t hidden = 70, inner = 45;
+    const std::vector<int64_t> num_rows{3, 0, 1, 30};
+    for (int kind = 0; kind < NUM_KINDS; kind++) {
+        std::vector<Packed> gate_ups, downs;
+        std::vector<Linear> gate_up_linears, down_linears;
+        for (size_t i = 0; i < num_rows.size(); i++) {
+            gate_ups.emplace_back(team, Kind(kind), 2 * inner, hidden, 1 / std::sqrt(float(hidden)));
+            downs.emplace_back(team, Kind(kind), hidden, inner, 1 / std::sqrt(float(inner)));
+            gate_up_linears.push_back(gate_ups.back().linear), down_linears.push_back(downs.back().linear);
+        }
+        const auto x = numbers<float>(34 * hidden);
+        std::vector<float> out(34 * hidden);
+        baton_mlps(team, gate_up_linears.data(), down_linears.data(), SILU, num_rows.data(), 4, x.data(), out.data());
+        Doubles expected;
+        for (size_t i = 0, row = 0; i < num_rows.size(); i++)
+            for (int64_t end = row + num_rows[i]; int64_t(row) < end; row++) {
+                const Doubles own(&x[row * hidden], &x[row * hidden] + hidden);
+                const Doubles one = product(downs[i], activated(SILU, product(gate_ups[i], own)));
+                expected.insert(expected.end(), one.begin(), one.end());
+            }
+        compare("MLPs of kind " + std::to_string(kind), out, expected, KIND_ERROR[kind] / 2);
+    }
+}
+
+// A head of two parts of unlike kinds gives what each of them gives.
+void parts(Team* team) {
+    const int64_t k = 130, m = 28, split = 45, n = split + 33;
+    const Packed first(team, F32, split, k), second(team, INT8, n - split, k);
+    const Linear both[] = {first.linear, second.linear}, head{both, nullptr, n, k, PARTS, 2};
+    const auto norm = numbers<float>(k), x = numbers<float>(m * k);
+    std::vector<float> left(m * split), right(m * (n - split)), linear(m * n), logits(m * n), kept(m * n);
+    auto joined = [&] {
+        std::vector<float> rows;
+        for (int64_t row = 0; row < m; row++) {
+            rows.insert(rows.end(), &left[row * split], &left[row * split] + split);
+            rows.insert(rows.end(), &right[row * (n - split)], &right[row * (n - split)] + n - split);
+        }
+        return rows;
+    };
+    baton_linear(team, &both[0], x.data(), k, 0, m, left.data(), 0);
+    baton_linear(team, &both[1], x.data(), k, 0, m, right.data(), 0);
+    baton_linear(team, &head, x.data(), k, 0, m, linear.data(), 0);
+    bool is_right = linear == joined();
+    baton_head(team, &both[0], norm.data(), 1e-5f, x.data(), m, left.data());
+    baton_head(team, &both[1], norm.data(), 1e-5f, x.data(), m, right.data());
+    baton_head(team, &head, norm.data(), 1e-5f, x.data(), m, logits.data());
+    std::vector<int64_t> tokens(m), alone(m);
+    baton_best_tokens(team, &head, norm.data(), 1e-5f, x.data(), m, tokens.data(), kept.data());
+    baton_best_tokens(team, &head, norm.data(), 1e-5f, x.data(), m, alone.data(), nullptr);
+    is_right &= logits == joined() && kept == logits && tokens == alone;
+    for (int64_t row = 0; row < m; row++) is_right &= best_of(&logits[row * n], n).column == tokens[row];
+    if (!is_right) {
+        std::puts("a head of two parts");
+        std::exit(1);
+    }
+}
+
 }  // namespace
 
 // Every format of grouped weights: each row that is looked up against products with unit vectors, and against what its
@@ -395,6 +454,8 @@ int main() {
         Team* team = baton_team(threads);
         grouped(team);
         samples(team);
+        mlps(team);
+        parts(team);
         products<float>(team);
         products<bf16>(team);
         for (int dim : {2, 10, 64, 80})
