@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from common.config import EngineSettings
@@ -175,23 +176,24 @@ class ModelRunner:
         # Decodes first, by length: attention then sees neighbours that it can compute together.
         order = sorted(range(len(sequences)), key=lambda i: _attention_order(sequences[i]))
         token_ids: list[int] = []
-        positions: list[int] = []
+        starts: list[int] = []
+        counts: list[int] = []
         wanted: list[int] = []
         last_tokens: list[int] = []
         ends: dict[int, int] = {}
         for index in order:
             sequence = sequences[index]
             self._check(sequence)
-            start = sequence.num_computed_tokens
             token_ids += sequence.token_ids
-            positions += range(start, start + len(sequence.token_ids))
+            starts.append(sequence.num_computed_tokens)
+            counts.append(len(sequence.token_ids))
             if sequence.num_pooled or sequence.score is not None:
                 ends[index] = len(token_ids)
             if sequence.sample is not None:
                 wanted.append(index)
                 last_tokens.append(len(token_ids) - 1)
         step = self._attention.prepare([sequences[index] for index in order])
-        inputs = (to_device(token_ids, self.device), to_device(positions, self.device))
+        inputs = (to_device(token_ids, self.device), to_device(_positions(starts, counts), self.device))
         hidden = self._model.forward(*inputs, step, between_layers)
         pooled: dict[int, torch.Tensor] = {}
         scores: dict[int, list[SampledToken]] = {}
@@ -336,6 +338,15 @@ def weight_bytes(files: ModelFiles, itemsize: int, *, stays_quantised: bool = Tr
 
 def _attention_order(sequence: SequenceInput) -> tuple[bool, int]:
     return len(sequence.token_ids) > 1, sequence.num_computed_tokens
+
+
+def _positions(starts: list[int], counts: list[int]) -> list[int] | torch.Tensor:
+    """Of each new token in its own sequence: `counts` of them from `starts` on."""
+    if max(counts) == 1:
+        return starts  # of single tokens a list is the fastest
+    first, count = np.array(starts), np.array(counts)
+    ends = count.cumsum()
+    return torch.from_numpy(np.arange(ends[-1]) + np.repeat(first + count - ends, count))
 
 
 def _device(name: str) -> torch.device:

@@ -86,20 +86,23 @@ def first_seen(num_before: int, window: int) -> int:
 
 
 class KVWriter:
-    """Writes one step's K and V: the rows are worked out once, each layer is one scatter."""
+    """Writes K and V of a step's new tokens, each layer in one scatter. A backend keeps one from step to step."""
 
-    def __init__(self, backend: AttentionBackend, tables: StepTables) -> None:
+    def __init__(self, backend: AttentionBackend) -> None:
         spec = backend.spec
-        self._rows = backend.cache.view(-1, spec.head_dim)
         num_planes = spec.num_planes * spec.num_kv_heads
+        self._device = backend.device
+        self._all_rows = backend.cache.view(-1, spec.head_dim)
         self._rows_per_layer = num_planes * spec.block_size
-        rows_per_block = spec.num_layers * self._rows_per_layer
-        blocks, offsets = map(torch.from_numpy, tables.slots())
-        planes = torch.arange(num_planes) * spec.block_size
-        index = (blocks.long() * rows_per_block + offsets)[:, None] + planes
-        self._index = to_device(index, backend.device)
+        self._rows_per_block = spec.num_layers * self._rows_per_layer
+        self._planes = torch.arange(num_planes) * spec.block_size
 
-    def write(self, layer: int, kv: torch.Tensor) -> None:
-        # Row numbers are those of layer 0; the same numbers in a view that starts later are those of a later layer.
-        rows = self._rows[layer * self._rows_per_layer :]
-        rows.index_put_((self._index,), kv.flatten(1, 2))
+    def rows(self, tables: StepTables) -> torch.Tensor:
+        """The rows of layer 0 that each new token's K and V take, `[num_tokens, num_planes * num_kv_heads]` int64."""
+        blocks, offsets = map(torch.from_numpy, tables.slots())
+        return to_device((blocks.long() * self._rows_per_block + offsets)[:, None] + self._planes, self._device)
+
+    def write(self, layer: int, rows: torch.Tensor, kv: torch.Tensor) -> None:
+        """`rows` as above, whichever the layer is."""
+        # The same numbers in a view that starts later are those of a later layer.
+        self._all_rows[layer * self._rows_per_layer :].index_put_((rows,), kv.flatten(1, 2))

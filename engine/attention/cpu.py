@@ -33,6 +33,7 @@ _GROUP_BYTES = 32 << 20  # of gathered K and V in one batched product; bounds th
 class TorchBackend(AttentionBackend):
     def __init__(self, cache: torch.Tensor, spec: KVCacheSpec, shape: AttentionShape) -> None:
         super().__init__(cache, spec, shape)
+        self.writer = KVWriter(self)
         self.group = shape.num_heads // spec.num_kv_heads
         # A plane is one head's K or V in one block. Plane numbers of layer 0 serve all layers, as KVWriter's rows do.
         self.planes = cache.view(-1, spec.block_size * spec.head_dim)
@@ -50,7 +51,7 @@ class TorchBackend(AttentionBackend):
         tables = StepTables(sequences, self.spec.block_size)
         runs = {window: self._runs(tables, window) for window in self.shape.distinct_windows()}
         layers = [runs[self.shape.window(layer)] for layer in range(self.spec.num_layers)]
-        return _TorchStep(KVWriter(self, tables), layers)
+        return _TorchStep(self.writer, self.writer.rows(tables), layers)
 
     def _runs(self, tables: StepTables, window: int) -> list[_Run]:
         runs: list[_Run] = []
@@ -124,13 +125,13 @@ class _Run(ABC):
 
 
 class _TorchStep(StepAttention):
-    def __init__(self, writer: KVWriter, runs: list[list[_Run]]) -> None:
-        """`runs` by layer."""
-        self._writer = writer
+    def __init__(self, writer: KVWriter, rows: torch.Tensor, runs: list[list[_Run]]) -> None:
+        """`rows` for the writer, `runs` by layer."""
+        self._writer, self._rows = writer, rows
         self._runs = runs
 
     def forward(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        self._writer.write(layer, kv)
+        self._writer.write(layer, self._rows, kv)
         runs = self._runs[layer]
         if len(runs) == 1:
             return runs[0].attend(layer, q, kv)

@@ -43,6 +43,7 @@ def import_flashinfer() -> ModuleType:
 class FlashInferBackend(AttentionBackend):
     def __init__(self, cache: torch.Tensor, spec: KVCacheSpec, shape: AttentionShape) -> None:
         super().__init__(cache, spec, shape)
+        self.writer = KVWriter(self)
         flashinfer = import_flashinfer()
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         prefill_workspace = torch.empty_like(workspace)
@@ -90,7 +91,7 @@ class _FlashInferStep(StepAttention):
     def __init__(self, backend: FlashInferBackend, tables: StepTables, *, num_decodes: int, num_chunks: int) -> None:
         self._cache = backend.cache
         self._shape = backend.shape
-        self._writer = KVWriter(backend, tables)
+        self._writer, self._rows = backend.writer, backend.writer.rows(tables)
         self._decode = backend.decode if num_decodes else {}
         self._prefill = backend.prefill if num_chunks else {}
         self._num_decodes = num_decodes
@@ -99,7 +100,7 @@ class _FlashInferStep(StepAttention):
             self._order = to_device(_decodes_first(tables), backend.device)
 
     def forward(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        self._writer.write(layer, kv)
+        self._writer.write(layer, self._rows, kv)
         cache = self._cache[:, layer]
         q = q.contiguous() if self._order is None else q[self._order]
         parts: list[torch.Tensor] = []
