@@ -39,7 +39,7 @@ class EngineSettings(ModelSettings):
         "auto", description="instruction set of the CPU kernels; auto: the best that this CPU has; torch: none"
     )
     quantization: Literal["none", "int8", "int4"] = Field(
-        "none", description="of weights, when they are loaded; needs the CPU kernels"
+        "none", description="of weights, when they are loaded; refused on CUDA and where the CPU kernels do not run"
     )
     block_size: Positive = Field(16, description="tokens per KV block")
     num_blocks: Positive | None = Field(None, description="KV blocks; from --kv-cache-memory-gb if unset")

@@ -72,6 +72,32 @@ def test_build_refuses_an_image_that_is_not_there() -> None:
     assert "no image rocm" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "tag", "warns"), [("cpu", "any", True), ("cpu", "linux_x86_64", False), ("router", "any", False)]
+)
+def test_build_warns_if_the_wheel_has_no_kernels(name: str, tag: str, warns: bool, tmp_path: Path) -> None:
+    build = tmp_path / "images" / "build"
+    build.parent.mkdir()
+    shutil.copy(IMAGES / "build", build)
+    python, builder = tmp_path / "python", tmp_path / "builder"
+    python.write_text(  # pip of the one wheel that counts; anything else it is asked for is the version
+        f'#!/bin/sh\n[ "$2" = pip ] || {{ echo 3.12; exit; }}\ntouch "$6/baton_serve-1.0-py3-none-{tag}.whl"\n'
+    )
+    builder.write_text("#!/bin/sh\n")
+    for one in (python, builder):
+        one.chmod(0o755)
+    done = subprocess.run(
+        [str(build), name],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHON": str(python), "BUILDER": str(builder), "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.glob(f"build/images/{name}/wheels/baton_serve-*-{tag}.whl"))
+    assert ("no CPU kernels were compiled" in done.stderr) == warns
+
+
 def test_build_says_when_nothing_can_build() -> None:
     done = subprocess.run(
         [str(IMAGES / "build"), "router"],

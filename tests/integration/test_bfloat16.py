@@ -7,6 +7,7 @@ to fall, and the ratio of four positions alone is anything from 0.6 to 1.6 (5th 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from common.config import EngineSettings
 from engine.batch import SequenceInput
 from engine.model_runner import ModelRunner
+from tests.engine.kernels.variants import best_and_slow_others
 from tests.integration.prompts import BY_NAME
 
 pytestmark = pytest.mark.timeout(600)
@@ -55,12 +57,26 @@ def error(exact: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) 
     return torch.cat([(found[name] - one).square().mean(-1) for name, one in exact.items()]).mean().sqrt().item()
 
 
-def test_logprobs(model_dir: Path) -> None:
-    settings = EngineSettings.model_validate({"dtype": "bfloat16", "num_blocks": 32, "num_threads": 1})
-    runner = ModelRunner(model_dir, settings)
+@dataclass(slots=True, frozen=True)
+class Reference:
+    """What transformers computes."""
+
+    token_ids: dict[str, list[int]]
+    exact: dict[str, torch.Tensor]  # log probabilities in float32
+    bfloat16_error: float
+
+
+@pytest.fixture(scope="module")
+def theirs(model_dir: Path) -> Reference:
     token_ids = prompts(model_dir)
     exact = transformers_logprobs(model_dir, token_ids, torch.float32)
-    theirs = error(exact, transformers_logprobs(model_dir, token_ids, torch.bfloat16))
-    ours = error(exact, {name: logprobs(runner, ids) for name, ids in token_ids.items()})
-    print(f"{ours / theirs:.3f} of transformers' error")
-    assert ours < 1.1 * theirs
+    return Reference(token_ids, exact, error(exact, transformers_logprobs(model_dir, token_ids, torch.bfloat16)))
+
+
+@pytest.mark.parametrize("kernels", best_and_slow_others)
+def test_logprobs(kernels: str, model_dir: Path, theirs: Reference) -> None:
+    settings = {"device": "cpu", "dtype": "bfloat16", "kernels": kernels, "num_blocks": 32, "num_threads": 1}
+    runner = ModelRunner(model_dir, EngineSettings.model_validate(settings))
+    ours = error(theirs.exact, {name: logprobs(runner, ids) for name, ids in theirs.token_ids.items()})
+    print(f"{kernels}: {ours / theirs.bfloat16_error:.3f} of transformers' error")
+    assert ours < 1.1 * theirs.bfloat16_error
