@@ -106,7 +106,10 @@ class Vitals:
         failures = [(interface, number) for interface, number in INTERNAL.findall(self._metrics()) if float(number)]
         assert not failures, failures
         wait_for("files are closed", lambda: not self.more_files(), SETTLE_S)
-        wait_for("tasks have ended", lambda: not self.more_tasks(), SETTLE_S)
+        try:
+            wait_for("tasks have ended", lambda: not self.more_tasks(), SETTLE_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; more than before: {self.more_tasks()}") from None
         grown = self.growth_mib()
         assert all(mib <= growth_mib for mib in grown.values()), f"MiB more than before: {grown}"
 
