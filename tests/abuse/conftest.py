@@ -15,6 +15,7 @@ from tests.abuse.rude import RUDE_KEY, Target
 from tests.abuse.stalls import Stalls, loops_of
 from tests.abuse.vitals import Vitals
 from tests.chaos.tiny_model import write_tiny_model
+from tests.faults.disk import Disk
 from tests.integration.stack import RUNNING, ClientOptions, Fleet, running
 
 QUIET_KEY = "quiet" * 8
@@ -35,11 +36,21 @@ left each time again is found by doing it again (`Vitals.until_at_rest`). A test
 
 class Guarded(Fleet):
     client_options = ClientOptions(api_key=QUIET_KEY)
+    keys_file: Path
 
 
 @pytest.fixture(scope="session")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
+    """The fleet's store has it for itself."""
+    disk = Disk(tmp_path_factory.mktemp("store") / "kv", megabytes=256)
+    yield disk
+    disk.close()
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory, disk: Disk) -> Iterator[Guarded]:
     folder = tmp_path_factory.mktemp("abuse")
+    (folder / "kv").symlink_to(disk.path)
     write_tiny_model(folder / "model")
     keys = folder / "keys"
     keys.write_text(
@@ -52,6 +63,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         folder,
         f"--model={folder / 'model'}",
         "--num-blocks=2048",
+        "--kv-dir-size-gb=0.2",
         prefill=1,
         decode=1,
         router_flags=(
@@ -62,6 +74,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             "--min-remote-tokens=1",
         ),
     )
+    guarded.keys_file = keys
     with running(guarded):
         quiet = QuietClient(guarded.grpc, guarded.http, QUIET_KEY)  # what the first requests make is there from now on
         assert not quiet.stop().failures

@@ -35,14 +35,14 @@ class Vitals:
     """How a fleet is when this is made, and whether it is so again."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+        self.fleet = fleet
         self._logs = {log: log.stat().st_size for log in self._log_files()}
         self._pids = dict(processes(fleet))
         self.before = self.samples()
         self._tasks_before = self.num_tasks()
 
     def _log_files(self) -> list[Path]:
-        return [self._fleet.router.log, *(member.process.log for member in self._fleet.members)]
+        return [self.fleet.router.log, *(member.process.log for member in self.fleet.members)]
 
     def samples(self) -> dict[str, Sample]:
         """Of each process, by name."""
@@ -55,7 +55,7 @@ class Vitals:
 
     def settle(self) -> None:
         """Waits until nothing is in flight anywhere. Raises AssertionError."""
-        self._fleet.settle()
+        self.fleet.settle()
         wait_for("the router has no request", lambda: self.num_running() == 0, SETTLE_S)
 
     def num_running(self) -> float:
@@ -64,12 +64,12 @@ class Vitals:
 
     def _metrics(self, url: str | None = None) -> str:
         """Of the router, if no other is named."""
-        return httpx.get(f"{url or self._fleet.http}/metrics", timeout=60, trust_env=False).text
+        return httpx.get(f"{url or self.fleet.http}/metrics", timeout=60, trust_env=False).text
 
     def num_tasks(self) -> dict[str, int]:
         """Of each event loop, by its process, as of a second ago at most."""
         pages = {
-            f"{one.name} front": self._metrics(f"http://127.0.0.1:{one.metrics_port}") for one in self._fleet.members
+            f"{one.name} front": self._metrics(f"http://127.0.0.1:{one.metrics_port}") for one in self.fleet.members
         }
         pages["router"] = self._metrics()
         found = {}
@@ -100,7 +100,7 @@ class Vitals:
     def check(self, growth_mib: float) -> None:
         """The same processes live, hold at most so much more memory, no more files and no more tasks, and complained of
         nothing."""
-        assert dict(processes(self._fleet)) == self._pids, "a process ended"
+        assert dict(processes(self.fleet)) == self._pids, "a process ended"
         self.settle()
         assert not self.complaints(), self.complaints()
         failures = [(interface, number) for interface, number in INTERNAL.findall(self._metrics()) if float(number)]
