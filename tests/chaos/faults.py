@@ -41,7 +41,7 @@ class StoreServer:
 
     def kill(self) -> None:
         pid = self.process.popen.pid
-        _signal({pid} | descendants(pid), signal.SIGKILL)
+        signal_all({pid} | descendants(pid), signal.SIGKILL)
         self.process.popen.wait()
 
 
@@ -139,23 +139,23 @@ class Faults:
         return True
 
     def _kill_worker(self, member: Member) -> None:
-        _signal(member.pids, signal.SIGKILL)
+        signal_all(member.pids, signal.SIGKILL)
         self._after(self._rng.uniform(1.0, 3.0), member, lambda: self._restart(member))
 
     def _kill_engine(self, member: Member) -> None:
-        _signal(descendants(member.process.popen.pid), signal.SIGKILL)
+        signal_all(descendants(member.process.popen.pid), signal.SIGKILL)
         self._after(self._rng.uniform(1.0, 3.0), member, lambda: self._restart(member))
 
     def _stop_worker(self, member: Member) -> None:
         pids = member.pids
-        _signal(pids, signal.SIGSTOP)
+        signal_all(pids, signal.SIGSTOP)
         self._stopped.add(member.address)
         self._after(self._rng.uniform(0.5, 9.0), member, lambda: self._resume(member, pids))
 
     def _stop_engine(self, member: Member) -> None:
         """For less than --engine-timeout, or until the front has ended it."""
         engine = descendants(member.process.popen.pid)
-        _signal(engine, signal.SIGSTOP)
+        signal_all(engine, signal.SIGSTOP)
         self._stopped.add(member.address)
         self._after(self._rng.uniform(0.5, 9.0), member, lambda: self._resume(member, engine))
 
@@ -185,10 +185,10 @@ class Faults:
         self._after(self._rng.uniform(0.5, 9.0), member, heal)
 
     def _resume(self, member: Member, pids: set[int]) -> None:
-        _signal(pids, signal.SIGCONT)
+        signal_all(pids, signal.SIGCONT)
 
     def _restart(self, member: Member) -> None:
-        _signal(alive(member.pids), signal.SIGKILL)
+        signal_all(alive(member.pids), signal.SIGKILL)
         member.process.popen.wait()
         self._start_again(member)
 
@@ -272,7 +272,8 @@ class Faults:
         ]
 
 
-def _signal(pids: set[int], signum: signal.Signals) -> None:
+def signal_all(pids: set[int], signum: signal.Signals) -> None:
+    """Those that are gone are left out."""
     for pid in pids:
         try:
             os.kill(pid, signum)
