@@ -10,35 +10,37 @@ import pytest
 
 from baton.report import Result
 from common.sampling import SamplingOptions
-from tests.chaos.tiny_model import random_prompt
+from tests.chaos.tiny_model import random_prompt, write_tiny_model
 from tests.integration.ask import Salt
-from tests.integration.stack import running, wait_for
-from tests.integration.tiny import tiny_fleet
+from tests.integration.stack import Fleet, running, wait_for
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 # In the order in which they come. A step of priority is worth ten seconds, all come within a few.
 PRIORITIES = {"later": 50, "first": 0, "second": 0, "soon": -50}
+NUM_TOKENS = 1000  # of each answer, so that one ends long after the other
+MAX_LEN = 32_000  # the answer that all wait for cannot end by itself
 OPTIONS: SamplingOptions = {"temperature": 0.0, "ignore_eos": True}
 
 
 def test_the_queue_is_in_the_order_of_priority(tmp_path: Path, salt: Salt) -> None:
-    flags = ("--queue-policy=priority", "--max-num-seqs=1")
-    fleet = tiny_fleet(tmp_path, *flags, prefill=1, decode=1, router_flags=("--min-remote-tokens=1",))
+    write_tiny_model(tmp_path / "model", max_len=MAX_LEN)
+    flags = (f"--model={tmp_path / 'model'}", "--num-blocks=4096", "--queue-policy=priority", "--max-num-seqs=1")
+    fleet = Fleet(tmp_path, *flags, prefill=1, decode=1, router_flags=("--min-remote-tokens=1",))
     ended: list[str] = []
     with running(fleet), fleet.client() as client, ThreadPoolExecutor(len(PRIORITIES)) as pool:
 
         def ask(name: str) -> Result:
             prompt = random_prompt(random.Random(name), 50)
-            answer = client.generate(prompt, priority=PRIORITIES[name], max_tokens=200, cache_salt=salt(), **OPTIONS)
-            result = answer.result()
+            options = OPTIONS | {"max_tokens": NUM_TOKENS}
+            result = client.generate(prompt, priority=PRIORITIES[name], cache_salt=salt(), **options).result()
             ended.append(name)
             return result
 
         def num_waiting() -> int:
             return sum(worker.num_requests_waiting for worker in fleet.workers() if worker.role.value == "decode")
 
-        running_one = client.generate(random_prompt(random.Random(1), 50), max_tokens=4000, **OPTIONS)
+        running_one = client.generate(random_prompt(random.Random(1), 50), **OPTIONS | {"max_tokens": MAX_LEN - 100})
         next(iter(running_one))
         futures = []
         for name in PRIORITIES:
@@ -49,5 +51,5 @@ def test_the_queue_is_in_the_order_of_priority(tmp_path: Path, salt: Salt) -> No
         results = [future.result() for future in futures]
     assert ended == ["soon", "first", "second", "later"]
     for result in results:
-        assert len(result.token_ids) == 200
+        assert len(result.token_ids) == NUM_TOKENS
         assert result.report.prefill_worker
