@@ -133,7 +133,7 @@ class Soak:
         return self._save(record, load, faults, best, [*problems, *faults.problems])
 
     def _hold_up(self, fleet: Fleet, traffic: Traffic) -> list[str]:
-        """All clients ask while the workers that may be killed stand still, and the other prefill worker's engine too. The
+        """All clients ask while the workers that may be killed stand still, and the engine of the other prefill worker. The
         problems that clients had."""
         kept, stopped = set(NEVER_KILLED), set[int]()
         for member in fleet.members:
