@@ -4,7 +4,7 @@
     python -m tools.verified_models olmo2 bloom        says whether these are listed as they are now
 
 Of each model type a small random model is built. Whole prompts, chunks and single tokens have to give transformers'
-logits.
+logits, and a greedy answer transformers' tokens.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ ROOT = Path(__file__).parents[1]
 CODE = ROOT / "engine" / "models" / "verified.py"
 DOCS = ROOT / "docs" / "models.md"
 NUM_TOKENS = 60
+NUM_ANSWER_TOKENS = 16
+BLOCK_IDS = [9, 3, 11, 5, 14]  # of the sequence that is compared
 TOLERANCE = 2e-3  # of float32 logprobs, which spread over tens
 TIMEOUT_S = 90
 
@@ -56,6 +58,15 @@ REASONS: dict[str, str] = {
     "lfm2": "layers of type conv in the published checkpoints",
     "lfm2_moe": "layers of type conv in the published checkpoints",
     "minimax_m3_vl_text": "layers of type minimax_m3_sparse in the published checkpoints",
+}
+
+# Types that are served, but not as their best known checkpoints are published.
+PUBLISHED: dict[str, str] = {
+    "deepseek_v3": "in fp8",
+    "mimo_v2_flash": "in fp8",
+    "minicpm3": "with rope type longrope",
+    "minimax_m2": "in fp8",
+    "phimoe": "with rope type longrope",
 }
 
 
@@ -71,6 +82,20 @@ def candidates() -> dict[str, str]:
         # Else checkpoints name another type.
         and CONFIG_MAPPING[model_type].model_type == model_type
     }
+
+
+def other_names() -> dict[str, str]:
+    """Model types that are other names of an architecture which is compared, or which Baton's own decoder computes."""
+    found = {}
+    for model_type, name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()):
+        if not isinstance(name, str) or name in COMPOSITES or model_type not in CONFIG_MAPPING:
+            continue
+        config = CONFIG_MAPPING[model_type]
+        if config.model_type != model_type or (
+            name in FAMILIES and MODEL_FOR_CAUSAL_LM_MAPPING[config].config_class is not config
+        ):
+            found[model_type] = name
+    return found
 
 
 class RefusedError(Exception):
@@ -160,7 +185,10 @@ def compare(model_type: str, folder: Path, variation: Mapping[str, object]) -> N
         mock.patch.object(registry, "REFUSED", {}),
     ):
         for sizes in ((NUM_TOKENS,), (23, 17, 1, 1, 9, 1, 7, 1)):
-            _check(_runner(folder), token_ids, sizes, expected)
+            runner = _runner(folder)
+            _check(runner, token_ids, sizes, expected)
+        answer = _greedy(runner, token_ids)
+    _check_answer(answer, _expected(folder, token_ids + answer))
 
 
 def _runner(folder: Path) -> ModelRunner:
@@ -183,7 +211,7 @@ def _check(runner: ModelRunner, token_ids: list[int], sizes: Sequence[int], expe
     for size in sizes:
         end, end_of_others = start + size, min(start_of_others + min(size, 3), len(others))
         step = [
-            _input(token_ids, start, end, [9, 3, 11, 5]),
+            _input(token_ids, start, end, BLOCK_IDS),
             _input(others, start_of_others, end_of_others, [20, 21, 22]),
         ]
         logprobs = _logprobs(runner.execute(step)[0])
@@ -193,6 +221,27 @@ def _check(runner: ModelRunner, token_ids: list[int], sizes: Sequence[int], expe
         if logprobs.argmax() != expected[end - 1].argmax():
             raise DifferentError("another token than that of transformers")
         start, start_of_others = end, end_of_others
+
+
+def _greedy(runner: ModelRunner, token_ids: list[int]) -> list[int]:
+    """The answer to a prompt whose KV is there, token by token. Computes the prompt's last token again."""
+    ids = list(token_ids)
+    for _ in range(NUM_ANSWER_TOKENS):
+        (output,) = runner.execute([_input(ids, len(ids) - 1, len(ids), BLOCK_IDS)])
+        if not isinstance(output, SampledToken):
+            raise DifferentError("no token")
+        ids.append(output.token_id)
+    return ids[len(token_ids) :]
+
+
+def _check_answer(answer: list[int], expected: torch.Tensor) -> None:
+    """`expected`: logprobs of transformers for the prompt and the answer. Tokens that are equally likely may come in
+    either order."""
+    for position, token_id in enumerate(answer, NUM_TOKENS - 1):
+        if not expected[position].max() - expected[position, token_id] < TOLERANCE:
+            raise DifferentError(
+                f"another token than that of transformers, {position - NUM_TOKENS + 1} after the first"
+            )
 
 
 def _input(token_ids: list[int], start: int, end: int, blocks: list[int]) -> SequenceInput:
@@ -260,6 +309,10 @@ def docs(results: Mapping[str, str], names: Mapping[str, str]) -> str:
     table = f"With transformers {transformers.__version__}, {len(good)} are served:\n\n"
     table += "| architecture | model type |\n| --- | --- |\n"
     table += "".join(f"| `{names[each]}` | {each} |\n" for each in good)
+    others = ", ".join(f"`{each}` of `{name}`" for each, name in other_names().items())
+    table += f"\nOther names of model types that are served: {others}.\n"
+    published = ", ".join(f"{each} ({how})" for each, how in PUBLISHED.items() if each in good)
+    table += f"\nCheckpoints that are refused although their type is served, as they are published: {published}.\n"
     table += f"\n{len(results) - len(good)} are refused:\n\n| model type | why |\n| --- | --- |\n"
     table += "".join(f"| {each} | {reason.replace('|', '/')} |\n" for each, reason in results.items() if reason)
     return before + start + table + end + after

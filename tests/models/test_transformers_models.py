@@ -16,16 +16,21 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from common.config import EngineSettings
 from common.errors import StartupError
 from common.model_files import open_model
 from common.sampling import SamplingParams
+from common.types import SampledToken
 from engine import messages as m
+from engine.batch import SequenceInput, StepOutput
 from engine.core import EngineCore
 from engine.model_runner import ModelRunner, weight_bytes
+from engine.models.families import FAMILIES
 from engine.models.own_layers import Calls, OwnEmbedding, OwnLinear, own_linears
 from engine.models.registry import max_positions
+from engine.models.text_part import COMPOSITES
 from engine.models.transformers_model import TransformersModel
 from engine.models.verified import COMPARED_WITH, REFUSED, VERIFIED
 from kv_store.base import ConnectorConfig
@@ -34,7 +39,15 @@ from tests.engine.fakes import add, assert_idle, run, tokens_of
 from tests.engine.kernels.variants import VARIANTS, best_and_slow_others
 from tests.engine.tiny_models import Progress, advance, edit_config, make_model, make_runner
 from tools.small_models import VARIATIONS, build, save, small_config
-from tools.verified_models import candidates, compare, examine
+from tools.verified_models import (
+    NUM_ANSWER_TOKENS,
+    PUBLISHED,
+    DifferentError,
+    candidates,
+    compare,
+    examine,
+    other_names,
+)
 
 NAMES = candidates()
 SERVED = sorted(VERIFIED)
@@ -51,6 +64,27 @@ def test_equal_to_transformers(tmp_path: Path, model_type: str) -> None:
     assert examine(model_type, tmp_path) == ""
 
 
+@pytest.mark.parametrize("at", [0, NUM_ANSWER_TOKENS - 1])
+def test_another_answer_than_that_of_transformers_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Also if all logprobs of the prompt are equal: here the sampler takes another token, once."""
+    execute, num = ModelRunner.execute, 0
+
+    def taking_another(self: ModelRunner, inputs: list[SequenceInput]) -> list[StepOutput]:
+        nonlocal num
+        outputs = execute(self, inputs)
+        if len(inputs) == 1 and isinstance(outputs[0], SampledToken):  # of a free answer
+            if num == at:
+                outputs = [replace(outputs[0], token_id=outputs[0].token_id ^ 1)]
+            num += 1
+        return outputs
+
+    monkeypatch.setattr(ModelRunner, "execute", taking_another)
+    with pytest.raises(DifferentError, match=f"another token than that of transformers, {at} after the first"):
+        compare("olmo2", tmp_path, VARIATIONS[0])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", [each for each in SERVED if each not in QUICK])
 def test_all_that_are_served_are_equal(tmp_path: Path, model_type: str) -> None:
@@ -65,6 +99,17 @@ def test_each_type_is_served_or_refused() -> None:
     assert {model_type: NAMES[model_type] for model_type in VERIFIED} == VERIFIED
 
 
+def test_no_type_of_transformers_is_left_out() -> None:
+    """Each is compared, another name of one that is, or computed by Baton's own decoder."""
+    others = other_names()
+    for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        assert model_type in NAMES or model_type in others or name in FAMILIES or name in COMPOSITES, model_type
+    assert not NAMES.keys() & others.keys()
+    assert others["gpt-sw3"] == "GPT2LMHeadModel"
+    assert others["internlm3"] == "LlamaForCausalLM"
+    assert "llama" not in others
+
+
 def test_the_docs_say_what_the_code_says() -> None:
     text = (Path(__file__).parents[2] / "docs/models.md").read_text()
     survey = text.partition("<!-- survey: begin -->")[2].partition("<!-- survey: end -->")[0]
@@ -73,6 +118,12 @@ def test_the_docs_say_what_the_code_says() -> None:
     assert dict(re.findall(r"^\| `(\w+)` \| ([\w-]+) \|$", served, re.M)) == {
         name: model_type for model_type, name in VERIFIED.items()
     }
+    for model_type, name in other_names().items():
+        assert f"`{model_type}` of `{name}`" in served
+        assert name in FAMILIES or name in VERIFIED.values()
+    assert PUBLISHED.keys() <= VERIFIED.keys()
+    for model_type, how in PUBLISHED.items():
+        assert f"{model_type} ({how})" in served
     rows = dict(re.findall(r"^\| ([\w-]+) \| (.+) \|$", refused, re.M))
     assert rows.pop("---") == "---"
     assert rows == {model_type: reason.replace("|", "/") for model_type, reason in REFUSED.items()}
