@@ -28,9 +28,9 @@ MOST = {Codes.BITS4: 16, Codes.BITS5: 32, Codes.BITS6: 64, Codes.BITS8: 256, Cod
 
 
 class Random(QuantizedTensor):
-    def __init__(self, layout: Layout, n: int, k: int) -> None:
+    def __init__(self, layout: Layout, n: int, k: int, seed: int = 0) -> None:
         self.shape, self.layout = (n, k), layout
-        generator = torch.Generator().manual_seed(n * k)
+        generator = torch.Generator().manual_seed(n * k + seed)
         codes = torch.randint(MOST[layout.codes], (n, k), generator=generator, dtype=torch.uint8)
         if layout.codes is Codes.FP8:
             codes[(codes & 127) == 127] = 0  # not a number

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kernels.library import Activation, PackedMLPs, WeightKind
+from engine.kernels.grouped import Layout, PackedGrouped, PackedParts
+from engine.kernels.library import Activation, PackedLinear, PackedMLPs, WeightKind
+from tests.engine.kernels.test_grouped import Random, each_layout
 from tests.engine.kernels.test_linear import KIND_ERROR, KINDS, error
 from tests.engine.kernels.variants import each_variant, kernels
 
@@ -50,6 +52,29 @@ def test_each_takes_its_rows(variant: str, kind: WeightKind, weights: list[tuple
         alone[number] = count
         assert torch.equal(mlps(x[start : start + count], alone), given[start : start + count])
         start += count
+
+
+@each_variant
+@each_layout
+@pytest.mark.parametrize("are_apart", [False, True])
+def test_weights_that_stay_as_a_file_has_them(variant: str, layout: Layout, are_apart: bool) -> None:
+    """Gates and what they gate are one weight, or two that follow each other, as in checkpoints of mixtures."""
+    library, hidden, inner = kernels(variant), 512, 256
+    gate_ups: list[PackedLinear] = []
+    downs: list[PackedLinear] = []
+    weights = []
+    for number in range(NUM_MLPS):
+        parts = [Random(layout, inner, hidden, 3 * number + index) for index in range(2)]
+        whole, down = Random(layout, 2 * inner, hidden, number), Random(layout, hidden, inner, 3 * number + 2)
+        packed_parts: list[PackedLinear] = [PackedGrouped(library, part) for part in parts]
+        gate_ups.append(PackedParts(library, packed_parts) if are_apart else PackedGrouped(library, whole))
+        downs.append(PackedGrouped(library, down))
+        gate_up = torch.cat([part.all.dequantize() for part in parts]) if are_apart else whole.all.dequantize()
+        weights.append((gate_up, down.all.dequantize()))
+    x = torch.randn(int(NUM_ROWS.sum()), hidden, generator=torch.Generator().manual_seed(2))
+    given = PackedMLPs(library, gate_ups, downs, Activation.SILU)(x, NUM_ROWS)
+    wanted = expected(x, weights)
+    assert (given - wanted).norm() < 1e-5 * wanted.norm()
 
 
 @each_variant
