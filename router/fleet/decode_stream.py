@@ -24,6 +24,7 @@ from google.rpc import code_pb2, status_pb2
 from common.call_window import MAX_EVENTS, MAX_TOKENS, STARTS_KEY
 from common.grpc_options import REQUEST_OTHER_BYTES, REQUEST_TOKEN_BYTES
 from common.grpc_status import DETAILS_KEY
+from common.grpc_streams import end_call
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc
 from router.fleet.call_outbox import START_BYTES, CallOutbox
 from router.fleet.decode_call import CallFailedError, DecodeCall, SingleCall
@@ -161,6 +162,7 @@ class _Stream:
             failure = CallFailedError("UNAVAILABLE", "the connection was closed")
         finally:
             self._end(failure, is_unknown=is_unknown)
+            await end_call(self._rpc)
 
     def _take_in(self, message: decode_pb2.DecodeManyResponse) -> None:
         """Takes in one message. Ignores answers to calls that nobody waits for any more."""

@@ -39,6 +39,16 @@ class Server(decode_pb2_grpc.DecodeServiceServicer):
             self.ended.put_nowait("cancelled")
             raise
 
+    async def DecodeMany(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[decode_pb2.DecodeManyRequest],
+        context: grpc.aio.ServicerContext[object, object],
+    ) -> AsyncIterator[decode_pb2.DecodeManyResponse]:
+        await context.send_initial_metadata(())
+        for _ in range(3):
+            yield decode_pb2.DecodeManyResponse(call_ids=[1], token_ids=[1])
+        self.ended.put_nowait("by itself")
+
 
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
@@ -220,3 +230,31 @@ async def test_a_failure_comes_after_the_messages_before_it() -> None:
     with pytest.raises(ValueError, match="broken"):
         await take()
     assert len(got) == 40
+
+
+def num_open_calls() -> int:
+    """Of this event loop's clients: gRPC waits for the status of each."""
+    names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
+    return names.count("_AioCall._handle_status_once_received")
+
+
+async def test_a_call_that_its_peer_ended_before_it_took_our_message_is_not_kept(
+    server: Server, stub: decode_pb2_grpc.DecodeServiceAsyncStub
+) -> None:
+    call = stub.DecodeMany()
+    await call.initial_metadata()
+    assert num_open_calls() == 1, "grpcio has another name for what waits"
+    assert await server.ended.get() == "by itself"
+    await asyncio.sleep(0.2)  # until the status is here, behind messages that were not read
+    with pytest.raises(grpc.aio.AioRpcError):
+        await call.write(decode_pb2.DecodeManyRequest())
+    stream = MessageStream(call, decode_pb2.DecodeManyResponse)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await anext(stream)
+    assert num_open_calls() == 1, "what is guarded against does not happen any more"
+    await stream.aclose()
+    for _ in range(1000):
+        if not num_open_calls():
+            break
+        await asyncio.sleep(0.01)
+    assert num_open_calls() == 0
