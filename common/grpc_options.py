@@ -64,8 +64,8 @@ def _server(
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.server_handshake_timeout_ms", 20_000),
-        # Endless headers and rapid resets cost as much with a settings_timeout of 2 s, a max_requests_per_read of 4 and a
-        # ping_on_rst_stream_percent of 100. A short settings_timeout would cut off clients that are slow to connect.
+        # Endless headers and rapid resets cost as much with a settings_timeout of 2 s, a max_requests_per_read of 4 and
+        # a ping_on_rst_stream_percent of 100. A short settings_timeout would cut off clients that are slow to connect.
         ("grpc.max_metadata_size", 8 * 2**10),  # beyond it calls are refused more and more often,
         ("grpc.absolute_max_metadata_size", 16 * 2**10),  # and beyond this one always
         ("grpc.http2.min_ping_interval_without_data_ms", min_ping_ms),

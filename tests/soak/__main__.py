@@ -133,8 +133,8 @@ class Soak:
         return self._save(record, load, faults, best, [*problems, *faults.problems])
 
     def _hold_up(self, fleet: Fleet, traffic: Traffic) -> list[str]:
-        """All clients ask while the workers that may be killed stand still, and so does the engine of the prefill worker
-        that may not. The problems that clients had."""
+        """All clients ask while those workers stand still that may be killed, and the engine of the prefill worker that
+        may not. The problems that clients had."""
         kept, stopped = set(NEVER_KILLED), set[int]()
         for member in fleet.members:
             if member.name not in kept:
