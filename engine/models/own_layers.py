@@ -64,17 +64,23 @@ class OwnLinear(nn.Module):
 
 
 def own_linears(modules: Sequence[nn.Module], kernels: Kernels | None, *, is_head: bool = False) -> list[OwnLinear]:
-    """Layers of ours for torch's linear layers, or transformers' Conv1D, that are given the same tensor."""
+    """Layers of ours for torch's linear layers, or transformers' Conv1D, that are given the same tensor. Those lose their
+    weights, which would otherwise be in memory three times while they are packed."""
     weights, biases = [], []
     for module in modules:
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
         weights.append(weight if isinstance(module, nn.Linear) else weight.T.contiguous())
         biases.append(module.bias)
+    shapes = [torch.empty_like(weight, device="meta") for weight in weights]
     product = _Product(weights, biases)  # type: ignore[arg-type]
+    weights.clear()
+    for module in modules:
+        del module.weight
+    del weight
     product.linear.finish(kernels, is_head=is_head)
     return [
         OwnLinear(product, index, weight, bias)  # type: ignore[arg-type]
-        for index, (weight, bias) in enumerate(zip(weights, biases, strict=True))
+        for index, (weight, bias) in enumerate(zip(shapes, biases, strict=True))
     ]
 
 

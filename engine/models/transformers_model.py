@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from common.allocator import give_back_freed
 from common.errors import StartupError
 from common.model_files import ModelFiles
 from engine.attention.base import StepAttention
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 log = logging.getLogger(__name__)
+
+GIVE_BACK_BYTES = 8 * 2**20  # of weights that were packed, before their memory is given back
 
 # Their masks have the window of config.json, which attention is not told.
 _WINDOW_IN_MASK = frozenset({"phimoe"})
@@ -223,12 +226,19 @@ class TransformersModel(CausalLM):
             swapping = with_progress(groups, f"quantising weights to {kernels.quantization}")
         else:
             swapping = iter(groups)
+        num_freed_bytes = 0  # since memory was given back
         for parent, names in swapping:
             modules = [getattr(parent, name) for name in names]
             num_swapped += sum(module.weight.numel() for module in modules)
+            num_freed_bytes += sum(module.weight.nbytes for module in modules)
             for name, own in zip(names, own_linears(modules, kernels), strict=True):
                 setattr(parent, name, own)
+            del modules
+            if num_freed_bytes >= GIVE_BACK_BYTES:
+                give_back_freed()
+                num_freed_bytes = 0
         num_swapped += swap_heads(self._heads, self._base, kernels)
+        give_back_freed()
         if quantises:
             self._say_what_is_not_quantised(num_swapped)
         self._look_at_layers()  # with what was put in

@@ -75,7 +75,11 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_peak_memory(tmp_path: Path, large: Path, dtype: str, itemsize: int, kernels: str) -> None:
-    small = make_model(tmp_path / "small")
+    check_peak_memory(make_model(tmp_path / "small"), large, dtype, itemsize, kernels)
+
+
+def check_peak_memory(small: Path, large: Path, dtype: str, itemsize: int, kernels: str) -> None:
+    """`small`: a model of the same type, which shows what is taken once."""
     num_elements = sum(tensor.numel() for tensor in load_file(large / "model.safetensors").values())
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(small), str(large), dtype, kernels],
@@ -95,7 +99,16 @@ def test_peak_memory_of_a_tied_model(tmp_path: Path) -> None:
     """Its embedding is a third of it, and is the head's weight in the kernels' layout."""
     tied = {**SHAPE, "num_hidden_layers": 4, "vocab_size": 24000, "tie_word_embeddings": True}
     path = make_model(tmp_path / "tied", tied, dtype=torch.bfloat16)
-    test_peak_memory(tmp_path, path, "bfloat16", 2, "auto")
+    check_peak_memory(make_model(tmp_path / "small"), path, "bfloat16", 2, "auto")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float32", 4)])
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_peak_memory_on_transformers_code(tmp_path: Path, dtype: str, itemsize: int, kernels: str) -> None:
+    small = make_model(tmp_path / "small", {"model_type": "olmo2"})
+    large = make_model(tmp_path / "large", {**SHAPE, "model_type": "olmo2"}, dtype=torch.bfloat16)
+    check_peak_memory(small, large, dtype, itemsize, kernels)
 
 
 def sharded(path: Path) -> list[Path]:

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import time
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -448,7 +449,7 @@ def test_layers_that_are_given_the_same_tensor_are_one_product(tmp_path: Path, k
 def test_parts_of_a_product_are_those_of_what_each_was_given() -> None:
     torch.manual_seed(2)
     modules = [nn.Linear(16, 24, bias=False), nn.Linear(16, 8), nn.Linear(16, 32)]
-    first, second, third = own_linears(modules, None)
+    first, second, third = own_linears(deepcopy(modules), None)
     x, y = torch.randn(1, 5, 16), torch.randn(3, 16)
     for own, module, given in zip(
         (first, second, first, third, second, second), (0, 1, 0, 2, 1, 1), (x, y, x, x, x, y), strict=True
@@ -458,7 +459,7 @@ def test_parts_of_a_product_are_those_of_what_each_was_given() -> None:
 
 def test_parts_of_a_product_for_no_rows() -> None:
     modules = [nn.Linear(16, 24), nn.Linear(16, 8)]
-    for own, module in zip(own_linears(modules, None), modules, strict=True):
+    for own, module in zip(own_linears(deepcopy(modules), None), modules, strict=True):
         assert own(torch.empty(1, 0, 16)).shape == module(torch.empty(1, 0, 16)).shape
 
 
