@@ -106,6 +106,11 @@ ROWS: dict[str, list[Panel]] = {
                 (rate("baton_file_reloads_total", ROUTER, "what, outcome"), "{{what}}: {{outcome}}"),
             ),
         ),
+        Panel(
+            "Tasks of routers' and workers' event loops",
+            "short",
+            ((total("baton_process_tasks", ROUTER, "pod"), "{{pod}}"),),
+        ),
     ],
     "Prefill": [
         Panel(

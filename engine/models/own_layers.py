@@ -64,8 +64,8 @@ class OwnLinear(nn.Module):
 
 
 def own_linears(modules: Sequence[nn.Module], kernels: Kernels | None, *, is_head: bool = False) -> list[OwnLinear]:
-    """Layers of ours for torch's linear layers, or transformers' Conv1D, that are given the same tensor. Those lose their
-    weights, which would otherwise be in memory three times while they are packed."""
+    """Layers of ours for torch's linear layers, or transformers' Conv1D, that are given the same tensor. Those lose
+    their weights, which would otherwise be in memory three times while they are packed."""
     weights, biases = [], []
     for module in modules:
         weight: torch.Tensor = module.weight  # type: ignore[assignment]

@@ -30,6 +30,7 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
+        self.tokenizing: list[Any] = []
         self.metadata: list[dict[str, Any]] = []  # of calls for answers
         self.ended = Event()  # set when the last request has, however it did
         self.knows_beams = True  # else it answers a beam search as any request, as older ones do
@@ -152,13 +153,13 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
     def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        self.requests.append(request)
+        self.tokenizing.append(request)
         return inference_pb2.TokenizeResponse(token_ids=list(request.text.encode()))
 
     def Detokenize(  # noqa: N802
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        self.requests.append(request)
+        self.tokenizing.append(request)
         return inference_pb2.DetokenizeResponse(text=bytes(request.token_ids).decode())
 
     def ListModels(  # noqa: N802

@@ -92,7 +92,7 @@ async def test_both_clients_have_all_calls(router: tuple[FakeRouter, str]) -> No
             assert await other.models() == client.models()
             assert await other.tokenize("hé", model="m") == client.tokenize("hé", model="m")
             assert await other.detokenize([104], model="m") == client.detokenize([104], model="m") == "h"
-    assert [request.model for request in servicer.requests] == ["m"] * 4
+    assert [request.model for request in servicer.tokenizing] == ["m"] * 4
     files = (inference_pb2.DESCRIPTOR, router_pb2.DESCRIPTOR)
     rpcs = [name for file in files for one in file.services_by_name.values() for name in one.methods_by_name]
     names = {re.sub(r"(?<=.)(?=[A-Z])", "_", name).lower().removeprefix("list_").removeprefix("get_") for name in rpcs}

@@ -407,8 +407,8 @@ async def test_a_named_tool(router: RunningRouter, worker: FakeWorker) -> None:
 @each_case(
     ("body", "param"),
     [
-        ({"tools": tools(strict=True, parameters={"type": "object", "not": {}})}, "tools"),
-        ({"tool_choice": "required", "tools": tools(parameters={"type": "object", "not": {}})}, "tools"),
+        ({"tools": tools(strict=True, parameters={"type": "object", "not": {}})}, "tools[0].parameters"),
+        ({"tool_choice": "required", "tools": tools(parameters={"type": "object", "not": {}})}, "tools[0].parameters"),
         (
             {"tool_choice": "required", "tools": [TOOL], "response_format": {"type": "json_object"}},
             "response_format",
