@@ -77,7 +77,7 @@ test: $(STAMP) kernels ## Run the quick tests: all pure ones, and one real stack
 test-slow: $(STAMP) kernels ## Run the slow ones of what Baton does at its core: real processes in every way a request can go
 	@$(PYTEST) --numprocesses=3 -m "(slow or integration) and $(TIERS) and $(OTHER_TARGETS)" $(NOT_READ) --ignore=tests/engine/kernels --ignore=tests/models tests
 
-test-all: test test-slow ## Both (12 minutes on two cores)
+test-all: test test-slow ## Both (12 minutes on two cores); kernels, models and features have targets of their own
 
 test-kernels: $(STAMP) kernels ## Test the CPU kernels: every variant that this CPU runs, and under sanitizers
 	@$(call tier,kernels)

@@ -8,8 +8,8 @@ limit is what this machine's memory bandwidth and its fastest library's products
 (weights, KV and attention counted), measured before and after each repetition. `limit` takes the bandwidth of the best
 moment, and is what bars are held to; `sustained` takes the mean of half a second, which is how long a row takes. Two
 models: SmolLM2-135M, and Llama 3.2 1B's shape with random weights. Quantised weights stand beside bfloat16 for Baton
-alone. `--kernels` (or BATON_KERNELS) takes another variant
-of Baton's kernels than the best one; the limit stays that of the machine. Run it on an idle machine.
+alone. `--kernels` (or BATON_KERNELS) takes another variant of Baton's kernels than the best one; the limit stays that
+of the machine. Run it on an idle machine.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ class OwnProcess:
         self._pool.shutdown()
 
 
-class _OtherLanguage:
+class _OtherProcess:
     """A system that answers a JSON object per line with one."""
 
     def __init__(self, name: str, command: Sequence[str], env: dict[str, str]) -> None:
@@ -264,7 +264,7 @@ class _OtherLanguage:
         raise RuntimeError(f"{self._name} ended with status {self._process.wait()}")
 
 
-class LlamaCpp(_OtherLanguage):
+class LlamaCpp(_OtherProcess):
     """llama.cpp's prebuilt libraries of node-llama-cpp, with weights of the same dtype; KV is float16, its default."""
 
     def __init__(self, folder: Path, model_dir: Path, dtype: str, threads: int) -> None:
@@ -281,7 +281,7 @@ class LlamaCpp(_OtherLanguage):
         self._scratch.cleanup()
 
 
-class Vllm(_OtherLanguage):
+class Vllm(_OtherProcess):
     """vLLM's engine for CPUs, of an environment of its own, as it comes: its model compiled, prefixes not cached."""
 
     def __init__(self, python: Path, model_dir: Path, dtype: str, threads: int, rows: Sequence[Row]) -> None:

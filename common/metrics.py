@@ -30,7 +30,7 @@ file_reloads = Counter(
 
 process_tasks = _gauge(
     "baton_process_tasks",
-    "Tasks of the event loop, counted once a second: what requests in flight make, and some more.",
+    "Tasks of a router's or worker's event loop, counted once a second: what requests in flight make, and some more.",
 )
 
 # ------------------------------------------------------------------------------------------------ router

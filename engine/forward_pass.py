@@ -154,7 +154,7 @@ class ForwardPass:
         else:
             name = next((name for name in _BANS if getattr(params, name)), "")
             reason = "every token is banned"
-        field = f"sampling_params.{name}" if name else ""
+        field = f"sampling_params.{name}" if name else "sampling_params"
         self._fail(request, "INVALID_ARGUMENT", f"the answer cannot go on: {reason}", field)
 
     def _fail(self, request: Request, grpc_code: str, reason: str, field: str = "") -> None:

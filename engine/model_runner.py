@@ -341,7 +341,7 @@ def _attention_order(sequence: SequenceInput) -> tuple[bool, int]:
 
 
 def _positions(starts: list[int], counts: list[int]) -> list[int] | torch.Tensor:
-    """Of each new token in its own sequence: `counts` of them from `starts` on."""
+    """The position of each new token in its own sequence, of which `counts` begin at `starts`."""
     if max(counts) == 1:
         return starts  # of single tokens a list is the fastest
     first, count = np.array(starts), np.array(counts)

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-clock = time.monotonic  # of the machine: the same in every process of a run
+clock = time.monotonic
 LEFT_OUT = "the sample's time is over"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sample", "a sample of tests that takes only so long")
-    group.addoption("--at-most-seconds", type=float, metavar="S", help="begin no test S seconds after the start")
+    group.addoption("--at-most-seconds", type=float, metavar="S", help="begin no test S seconds after the first could")
     group.addoption(
         "--seed", type=int, metavar="N", help="what decides the order then; chosen and printed if not given"
     )
@@ -33,23 +33,23 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError("--seed is for --at-most-seconds")
         return
     if hasattr(config, "workerinput"):  # one of xdist's processes
-        seed, ends = config.workerinput["sample"]
+        seed = config.workerinput["seed"]
     else:
         seed = random.SystemRandom().randrange(10**6) if option.seed is None else option.seed
-        ends = clock() + option.at_most_seconds
         option.loadscopereorder = False  # xdist would begin with the file that has most tests
-    config.pluginmanager.register(Sample(seed, ends, option.at_most_seconds))
+    config.pluginmanager.register(Sample(seed, option.at_most_seconds))
 
 
 class Sample:
-    def __init__(self, seed: int, ends: float, seconds: float) -> None:
-        self._seed, self._ends, self._seconds = seed, ends, seconds
+    def __init__(self, seed: int, seconds: float) -> None:
+        self._seed, self._seconds = seed, seconds
+        self._ends = 0.0
         self._begun: set[str] = set()
         self._left_out: set[str] = set()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        node.workerinput["sample"] = self._seed, self._ends
+        node.workerinput["seed"] = self._seed
 
     def pytest_report_header(self) -> str:
         return f"sample: begun within {self._seconds:g} s, --seed={self._seed}"
@@ -64,6 +64,9 @@ class Sample:
         rng.shuffle(files)
         firsts = [rng.randrange(len(tests)) for tests in files]
         items[:] = [test for tests, first in zip(files, firsts, strict=True) for test in tests[first:] + tests[:first]]
+
+    def pytest_collection_finish(self) -> None:
+        self._ends = clock() + self._seconds  # to import what the tests need takes long on a busy machine
 
     @pytest.hookimpl(tryfirst=True)  # before its fixtures
     def pytest_runtest_setup(self, item: pytest.Item) -> None:

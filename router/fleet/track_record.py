@@ -6,9 +6,9 @@ time comes in.
        │                                 └── it fails: longer ──────┤
        └──────────────────────────── it succeeds ───────────────────┘
 
-A worker whose time between tokens, or for a token of a prompt, is far above that of the others is taken out in the same
-way, and begins anew afterwards; at most a third of those that do the same work at a time. A worker is used all the same
-if there is no other: `router.policy.routing`.
+A worker whose time between tokens, or for prompts, is far above that of the others is taken out in the same way, and
+begins anew afterwards; at most a third of those that do the same work at a time. A decode worker is used all the same
+if there is no other; without a prefill worker prompts are computed in place: `router.policy.routing`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ OPEN_S = 5.0  # the first time; twice as long each time that a probe fails
 MAX_OPEN_S = 60.0
 SLOW_FACTOR = 3.0  # times the median of all workers
 SLOW_MARGIN_S = 0.02  # above it at least, for one token of an answer
-SLOW_PROMPT_MARGIN_S = 1e-4  # likewise, for one token of a prompt
 SLOW_S = 10.0
 MIN_ANSWERS = 5  # before a worker's pace counts
 MIN_TOKENS = 8  # of an answer whose pace counts
@@ -62,9 +61,13 @@ class Traffic:
 class _Pace:
     """How fast a worker does one kind of work."""
 
-    pace_s: float = 0.0  # for one token
+    pace: float = 0.0  # seconds for one token of an answer; for prompts, times what is usual
     num: int = 0  # times, since it began anew
     slow_until: float = -math.inf
+
+    def is_known(self, now: float) -> bool:
+        """Whether the worker does this kind of work, so that it counts among those that do."""
+        return self.num > 0 or now < self.slow_until
 
 
 @dataclass(slots=True)
@@ -72,7 +75,7 @@ class _Answers(_Pace):
     """Their mean: each answer has many tokens."""
 
     def came(self, pace_s: float) -> None:
-        self.pace_s += (pace_s - self.pace_s) * max(PACE_WEIGHT, 1 / (self.num + 1))
+        self.pace += (pace_s - self.pace) * max(PACE_WEIGHT, 1 / (self.num + 1))
         self.num += 1
 
 
@@ -81,11 +84,11 @@ class _Prompts(_Pace):
     """The middle one of the last: a prompt of which less was cached than the router thought takes many times what its
     cost says, and that is no fault."""
 
-    latest_s: deque[float] = field(default_factory=lambda: deque(maxlen=MIN_ANSWERS))
+    latest: deque[float] = field(default_factory=lambda: deque(maxlen=MIN_ANSWERS))
 
-    def came(self, pace_s: float) -> None:
-        self.latest_s.append(pace_s)
-        self.pace_s = statistics.median(self.latest_s)
+    def came(self, times_usual: float) -> None:
+        self.latest.append(times_usual)
+        self.pace = statistics.median(self.latest)
         self.num += 1
 
 
@@ -173,11 +176,11 @@ class TrackRecord:
         record.answers.came(elapsed_s / (num_tokens - 1))
         self._leave_alone_if_slow(record.answers, lambda one: one.answers, SLOW_MARGIN_S, now)
 
-    def prefilled(self, worker: Incarnation, now: float, pace_s: float) -> None:
-        """Counts a prompt that took the prefill worker so long for each token of its cost."""
+    def prefilled(self, worker: Incarnation, now: float, times_usual: float) -> None:
+        """Counts a prompt that took the prefill worker so many times as long as others of its size."""
         prompts = self._records.setdefault(worker, _Record()).prompts
-        prompts.came(pace_s)
-        self._leave_alone_if_slow(prompts, lambda one: one.prompts, SLOW_PROMPT_MARGIN_S, now)
+        prompts.came(times_usual)
+        self._leave_alone_if_slow(prompts, lambda one: one.prompts, 0.0, now)
 
     def answered(self, worker: Incarnation, now: float, *, prompt: int, cached: int, output: int) -> None:
         """Counts the tokens of one answer."""
@@ -189,17 +192,18 @@ class TrackRecord:
         record = self._records.get(worker)
         return Traffic() if record is None else record.traffic.faded(now)
 
-    def _leave_alone_if_slow(self, pace: _Pace, pace_of: _PaceOf, margin_s: float, now: float) -> None:
-        """`pace` is one worker's, `pace_of` finds the like of each worker."""
+    def _leave_alone_if_slow(self, pace: _Pace, pace_of: _PaceOf, margin: float, now: float) -> None:
+        """`pace` is one worker's, `pace_of` finds the like of each worker. Who does this work and is left alone for
+        another kind counts, too: it is the same worker."""
         if pace.num < MIN_ANSWERS:
             return
-        known = [pace_of(record) for record in self._records.values()]
-        paces = [one.pace_s for one in known if one.num >= MIN_ANSWERS]
-        num_slow = sum(now < one.slow_until for one in known)
-        if len(paces) < MIN_WORKERS or 3 * (num_slow + 1) > len(paces) + num_slow:
+        known = [record for record in self._records.values() if pace_of(record).is_known(now)]
+        paces = [pace_of(record).pace for record in known if pace_of(record).num >= MIN_ANSWERS]
+        num_slow = sum(now < record.slow_until for record in known)
+        if len(paces) < MIN_WORKERS or 3 * (num_slow + 1) > len(known):
             return
         median = statistics.median(paces)
-        if pace.pace_s > max(SLOW_FACTOR * median, median + margin_s):
+        if pace.pace > max(SLOW_FACTOR * median, median + margin):
             pace.slow_until = now + SLOW_S
             pace.num = 0
 

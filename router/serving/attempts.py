@@ -29,7 +29,7 @@ from router.policy.base import RoutingDecision
 from router.serving.decode_events import DecodeEvents, FalseEventError
 from router.serving.fair_queue import name_of
 from router.serving.prefill_blame import PrefillBlame
-from router.serving.prefill_times import PrefillTimes, pace_s
+from router.serving.prefill_times import LikePrompts, PrefillTimes
 from router.serving.progress import NewTokens, Progress
 from router.serving.request import GenerationRequest
 from router.serving.routes import load_of
@@ -83,7 +83,7 @@ class Attempts:
         self._registry = registry
         self._budget = budget
         self._clock = clock
-        self._prefill_times = PrefillTimes()
+        self._prefill_times, self._like_prompts = PrefillTimes(), LikePrompts()
         self._streams = DecodeStreams()
 
     async def run(
@@ -230,7 +230,9 @@ class Attempts:
             if endpoint.address == report.prefill_worker:
                 track.succeeded(endpoint.incarnation, now)
                 if endpoint is decision.prefill[0] and elapsed_s:
-                    track.prefilled(endpoint.incarnation, now, pace_s(decision.prefill_cost, elapsed_s))
+                    times = self._like_prompts.times_usual(decision.prefill_cost, num_prompt_tokens, elapsed_s)
+                    if times is not None:
+                        track.prefilled(endpoint.incarnation, now, times)
             elif report.fallback_reason.startswith(f"prefill worker {endpoint.address}: "):
                 track.failed(endpoint.incarnation, now)
 

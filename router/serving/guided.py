@@ -4,6 +4,7 @@ valid."""
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +17,7 @@ from router.text.conversation import Tools
 from router.text.forced_calls import closed_schema
 
 MAX_GOOD_GRAMMARS = 64
+CHECK_EACH_S = 0.5
 
 
 class Grammars:
@@ -45,8 +47,12 @@ def _check(guided: Guided, name: FieldName, tools: Tools | None) -> None:
 
 
 def _check_each(tools: Tools) -> None:
-    """Names the first tool whose schema cannot be kept even alone, of those that the answer is held to."""
+    """Names the first tool whose schema cannot be kept even alone, of those that the answer is held to; none if that
+    takes longer than `CHECK_EACH_S`."""
+    give_up = time.monotonic() + CHECK_EACH_S
     for index, tool in enumerate(tools.tools):
+        if time.monotonic() > give_up:
+            return
         is_held = tools.named in ("", tool.name) if tools.is_forced else tool.strict
         if is_held:
             try:

@@ -1,4 +1,6 @@
-"""Decides when a prefill worker is late: it takes much longer than prompts lately took for the same work. Pure.
+"""Decides when a prefill worker is late, and how long a prompt took beside others like it. Pure.
+
+A worker is late if it takes much longer than prompts lately took for the same work.
 
 What a prompt costs is counted in tokens (`router.policy.routing`): those in the worker's queue and its own. Its time is
 the prefill worker's own account, from its request to its first token. A worker that has not even given a block by then
@@ -7,6 +9,7 @@ is late.
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 
 FIXED_TOKENS = 256  # of work that each prompt costs beside its own tokens
@@ -16,11 +19,9 @@ SHARE = 0.95  # percentile of the seconds per token that counts as usual
 LATE_FACTOR = 2.0  # times what is usual
 MIN_LATE_S = 0.25
 SORT_EVERY = 16  # prompts
-
-
-def pace_s(cost: float, elapsed_s: float) -> float:
-    """Seconds for one token of a prompt that cost so many tokens."""
-    return elapsed_s / (cost + FIXED_TOKENS)
+LIKE_WINDOW = 64  # prompts of one size
+MIN_LIKE = 8  # before anything is known of that size
+SLOW_MARGIN_S = 0.05  # what a prompt may take longer than others without being slow
 
 
 class PrefillTimes:
@@ -31,7 +32,7 @@ class PrefillTimes:
 
     def came(self, cost: float, elapsed_s: float) -> None:
         """Notes that a prompt that cost so many tokens took so long."""
-        self._times.append(pace_s(cost, elapsed_s))
+        self._times.append(elapsed_s / (cost + FIXED_TOKENS))
         self._num_unsorted += 1
         if len(self._times) == MIN_PROMPTS or self._num_unsorted >= SORT_EVERY:
             self._num_unsorted = 0
@@ -42,3 +43,22 @@ class PrefillTimes:
         if len(self._times) < MIN_PROMPTS:
             return None
         return max(LATE_FACTOR * self._usual_s * (cost + FIXED_TOKENS), MIN_LATE_S)
+
+
+class LikePrompts:
+    """Prompts of one size have about the same cost and the same length: what a token costs grows with what comes before
+    it, and what every prompt costs beside its tokens is more on one machine than on another."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[int, int], deque[float]] = {}
+
+    def times_usual(self, cost: float, num_tokens: int, elapsed_s: float) -> float | None:
+        """Notes a prompt of `num_tokens` that took so long: how many times as long as the middle one of the last of its
+        size, on whichever worker they were. None while nobody knows, 1 if it took hardly longer."""
+        size = int(cost).bit_length(), num_tokens.bit_length()
+        times = self._times.setdefault(size, deque(maxlen=LIKE_WINDOW))
+        times.append(elapsed_s / max(cost, 1.0))
+        if len(times) < MIN_LIKE:
+            return None
+        usual_s = statistics.median(times) * max(cost, 1.0)
+        return 1.0 if elapsed_s < usual_s + SLOW_MARGIN_S else elapsed_s / usual_s

@@ -45,7 +45,7 @@ class Vitals:
         return [self.fleet.router.log, *(member.process.log for member in self.fleet.members)]
 
     def samples(self) -> dict[str, Sample]:
-        """Of each process, by name."""
+        """A sample of each process, by its name."""
         found = {}
         for name, pid in self._pids.items():
             memory_mib = anonymous_mb(pid)
@@ -67,7 +67,7 @@ class Vitals:
         return httpx.get(f"{url or self.fleet.http}/metrics", timeout=60, trust_env=False).text
 
     def num_tasks(self) -> dict[str, int]:
-        """Of each event loop, by its process, as of a second ago at most."""
+        """How many tasks each event loop had a second ago at most, by its process."""
         pages = {
             f"{one.name} front": self._metrics(f"http://127.0.0.1:{one.metrics_port}") for one in self.fleet.members
         }

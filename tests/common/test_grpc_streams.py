@@ -245,9 +245,14 @@ async def test_a_call_that_its_peer_ended_before_it_took_our_message_is_not_kept
     await call.initial_metadata()
     assert num_open_calls() == 1, "grpcio has another name for what waits"
     assert await server.ended.get() == "by itself"
-    await asyncio.sleep(0.2)  # until the status is here, behind messages that were not read
+
+    async def write_until_the_status_is_here() -> None:  # it is behind messages that were not read
+        for _ in range(1000):
+            await call.write(decode_pb2.DecodeManyRequest())
+            await asyncio.sleep(0.01)
+
     with pytest.raises(grpc.aio.AioRpcError):
-        await call.write(decode_pb2.DecodeManyRequest())
+        await write_until_the_status_is_here()
     stream = MessageStream(call, decode_pb2.DecodeManyResponse)
     with pytest.raises(grpc.aio.AioRpcError):
         await anext(stream)

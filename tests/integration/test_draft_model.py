@@ -6,7 +6,7 @@ The model is the draft model with layers that change nothing: it costs more, and
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from baton.client import Answer
+from baton.report import Result
 from common.sampling import SamplingOptions
 from tests.chaos.tiny_model import random_prompt, reference_answer, write_tiny_model
 from tests.faults import watch
@@ -39,6 +40,19 @@ class Place:
 
     def num_counted(self, outcome: str, role: str = "decode") -> float:
         return watch.total(watch.worker_metrics(self.member(role)), NAME, outcome=outcome)
+
+    def counts(self) -> dict[str, float]:
+        return {outcome: self.num_counted(outcome) for outcome in ("accepted", "refused")}
+
+    def wait_for_counts(self, before: dict[str, float], answers: Sequence[Result]) -> None:
+        """Until the guesses of all these answers are counted: the engine tells its front a little later."""
+        num_accepted = sum(one.report.num_accepted_tokens for one in answers)
+        num_drafted = sum(one.report.num_drafted_tokens for one in answers)
+        wanted = {
+            "accepted": before["accepted"] + num_accepted,
+            "refused": before["refused"] + num_drafted - num_accepted,
+        }
+        wait_for("all guesses are counted", lambda: self.counts() == wanted)
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +80,9 @@ def write_longer(draft_dir: Path, model_dir: Path) -> LlamaForCausalLM:
 
 
 def test_greedy_answers_are_the_model_s_and_guesses_are_counted(place: Place, salt: Salt) -> None:
-    before = {outcome: place.num_counted(outcome) for outcome in ("accepted", "refused")}
+    before = place.counts()
     options: SamplingOptions = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-    num_drafted = num_accepted = 0
+    answers = []
     with place.fleet.client() as client:
         for prompt in PROMPTS:
             guessed, plain = (
@@ -83,17 +97,13 @@ def test_greedy_answers_are_the_model_s_and_guesses_are_counted(place: Place, sa
             assert guessed.report.num_blocks_moved
             assert guessed.report.num_drafted_tokens >= guessed.report.num_accepted_tokens > NUM_TOKENS // 3
             assert plain.report.num_drafted_tokens == 0
-            num_drafted += guessed.report.num_drafted_tokens
-            num_accepted += guessed.report.num_accepted_tokens
-    wanted_counts = {"accepted": num_accepted, "refused": num_drafted - num_accepted}
-    wait_for(
-        "all guesses are counted",  # the engine tells its front a little later
-        lambda: {outcome: place.num_counted(outcome) - before[outcome] for outcome in before} == wanted_counts,
-    )
+            answers.append(guessed)
+    place.wait_for_counts(before, answers)
     assert place.num_counted("accepted", "prefill") == 0
 
 
 def test_drawn_answers_are_the_same_side_by_side(place: Place, salt: Salt) -> None:
+    before = place.counts()
     options: SamplingOptions = {"temperature": 0.8, "top_k": 2, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     with place.fleet.client() as client:
 
@@ -109,3 +119,4 @@ def test_drawn_answers_are_the_same_side_by_side(place: Place, salt: Salt) -> No
     assert [one.token_ids for one in guessed_too] == wanted
     assert sum(one.report.num_accepted_tokens for one in guessed) > 0
     assert sum(one.report.num_drafted_tokens for one in plain) == 0
+    place.wait_for_counts(before, [*guessed, *guessed_too])

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 # In the order in which they come. A step of priority is worth ten seconds, all come within a few.
 PRIORITIES = {"later": 50, "first": 0, "second": 0, "soon": -50}
 NUM_TOKENS = 1000  # of each answer, so that one ends long after the other
-MAX_LEN = 32_000  # the answer that all wait for cannot end by itself
+MAX_LEN = 32_000  # the answer that all wait for does not end while the test lasts
 OPTIONS: SamplingOptions = {"temperature": 0.0, "ignore_eos": True}
 
 

@@ -1,10 +1,19 @@
-"""When a prefill worker is late."""
+"""When a prefill worker is late, and when a prompt took long."""
 
 from __future__ import annotations
 
 import pytest
 
-from router.serving.prefill_times import FIXED_TOKENS, LATE_FACTOR, MIN_LATE_S, MIN_PROMPTS, WINDOW, PrefillTimes
+from router.serving.prefill_times import (
+    FIXED_TOKENS,
+    LATE_FACTOR,
+    MIN_LATE_S,
+    MIN_LIKE,
+    MIN_PROMPTS,
+    WINDOW,
+    LikePrompts,
+    PrefillTimes,
+)
 
 COST = 1000.0
 
@@ -40,3 +49,16 @@ def test_what_was_usual_long_ago_counts_no_more() -> None:
 
 def test_nobody_is_late_at_once() -> None:
     assert after(*[0.0] * MIN_PROMPTS).late_s(COST) == MIN_LATE_S
+
+
+def test_prompts_are_compared_with_those_of_their_size() -> None:
+    prompts = LikePrompts()
+    for _ in range(MIN_LIKE - 1):
+        assert prompts.times_usual(100, 100, 0.2) is None, "nobody knows yet"
+    assert prompts.times_usual(100, 100, 0.2) == 1
+    for _ in range(MIN_LIKE):
+        prompts.times_usual(2000, 2000, 20.0)  # ten times the time for a token of a short one
+    assert prompts.times_usual(1900, 1900, 19.0) == 1
+    assert prompts.times_usual(1900, 1900, 76.0) == pytest.approx(4)
+    assert prompts.times_usual(100, 8000, 9.0) is None, "few tokens after a long prefix are another size"
+    assert prompts.times_usual(100, 100, 0.24) == 1, "some milliseconds say nothing"

@@ -18,6 +18,7 @@ from router.fleet.track_record import MIN_ANSWERS, SLOW_S
 from router.policy.registry import create_policy
 from router.serving.decisions import Decisions
 from router.serving.dispatch import Dispatcher
+from router.serving.prefill_times import MIN_LIKE
 from router.serving.progress import Progress
 from router.serving.request import Siblings
 from tests.router.test_answer import requests
@@ -145,13 +146,27 @@ async def test_a_prefill_worker_that_is_slow_is_left_alone_for_a_while(monkeypat
     slow = PREFILL[-1]
     fleet.prompt_s[slow] = 1.0
     assert sorted(await fleet.ask_often(4)) == sorted(PREFILL), "a few prompts say nothing"
-    await fleet.ask_often(4 * MIN_ANSWERS)
+    await fleet.ask_often(4 * MIN_ANSWERS + MIN_LIKE)
     assert fleet.states() == ["closed"] * 7 + ["slow"]
     until = fleet.now + SLOW_S
     assert slow not in await fleet.ask_often(8)
     fleet.now, fleet.prompt_s[slow] = until, 0.1
     assert slow in await fleet.ask_often(4)
     await fleet.ask_often(4 * MIN_ANSWERS)
+    assert fleet.states() == ["closed"] * 8
+
+
+async def test_who_is_given_the_long_prompts_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(monkeypatch, PREFILL)
+    short, long = replace(fleet.request, prompt_token_ids=[1] * 20), replace(fleet.request, prompt_token_ids=[1] * 200)
+    theirs = set()
+    for number in range(16 * MIN_ANSWERS):  # round robin: each fourth prompt goes to the same worker
+        fleet.request = long if number % len(PREFILL) == 3 else short
+        fleet.prompt_s = dict.fromkeys(PREFILL, 6.0 if fleet.request is long else 0.3)
+        address = await fleet.ask()
+        if fleet.request is long:
+            theirs.add(address)
+    assert len(theirs) == 1
     assert fleet.states() == ["closed"] * 8
 
 
