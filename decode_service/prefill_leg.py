@@ -177,15 +177,14 @@ class PrefillLeg:
 
     def _close(self, stream: PrefillStream, deadline: float | None) -> None:
         """Acts on the end of a stream. Raises an error that is a defect of this process."""
-        try:
-            stream.task.result()
-            if self._is_finished:
-                return
-            raise TransferError("ended its stream before all blocks were here")
-        except (grpc.aio.AioRpcError, TransferError) as error:
-            if not self._is_over(deadline):  # else it may be no failure of the worker
-                self._note_failure(stream.address, error)
-                self._stream.send(m.PrefillLeaseEnded(self._stream.engine_id, self._failures[-1]))
+        error = stream.task.result()
+        if error is None and self._is_finished:
+            return
+        if error is None:
+            error = TransferError("ended its stream before all blocks were here")
+        if not self._is_over(deadline):  # else it may be no failure of the worker
+            self._note_failure(stream.address, error)
+            self._stream.send(m.PrefillLeaseEnded(self._stream.engine_id, self._failures[-1]))
 
     def _first_missing(self, first_block: int) -> int:
         while first_block in self._arrived:
@@ -242,8 +241,7 @@ class PrefillLeg:
         """Ends the loan: at once if the worker ended the stream itself, since it then ignores what arrives later; else
         after the time in which a worker notices a broken stream."""
         if self._borrower is stream:
-            is_ended = not stream.task.cancelled() and stream.task.exception() is None
-            self._stream.end_loan(0.0 if is_ended else lease_grace_s(self._worker.settings))
+            self._stream.end_loan(0.0 if stream.is_complete else lease_grace_s(self._worker.settings))
 
     def _start(self, first_block: int, peer: bytes) -> prefill_pb2.PrefillStart:
         request, worker = self._request, self._worker

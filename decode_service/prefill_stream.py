@@ -11,6 +11,9 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 
+import grpc
+
+from common.errors import TransferError
 from common.grpc_streams import MessageStream
 from decode_service.prefill_events import PrefillEvents
 from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc
@@ -22,8 +25,8 @@ END_WAIT_S = 2.0  # for a prefill worker to end the stream; it does so at once
 
 
 class PrefillStream:
-    """`task` ends when the stream ends. It fails with `grpc.aio.AioRpcError` if the call failed, and with
-    `TransferError` if the worker broke a rule. Call all methods from the same event loop."""
+    """`task` ends when the stream ends. Its result is an error if the call failed or the worker broke a rule. Call all
+    methods from the same event loop."""
 
     def __init__(
         self,
@@ -57,6 +60,12 @@ class PrefillStream:
             self.send(prefill_pb2.PrefillRequest(release=prefill_pb2.ReleaseBlocks()))
             self._outbox.put_nowait(None)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the worker has ended the stream itself."""
+        task = self.task
+        return task.done() and not task.cancelled() and task.exception() is None and task.result() is None
+
     async def end(self) -> None:
         """Call after `release`. Returns once the stream has ended; cancels it if that takes too long."""
         done, _ = await asyncio.wait((self.task,), timeout=END_WAIT_S)
@@ -66,9 +75,18 @@ class PrefillStream:
             self.task.cancel()
             await asyncio.wait((self.task,))
         if not self.task.cancelled():
-            self.task.exception()  # as nobody else asks for it
+            self.task.exception()  # as nobody else may ask for it
 
-    async def _run(self, timeout: float | None) -> None:
+    async def _run(self, timeout: float | None) -> grpc.aio.AioRpcError | TransferError | None:
+        try:
+            await self._receive(timeout)
+        except (grpc.aio.AioRpcError, TransferError) as error:
+            # Raised, its traceback would hold this stream, and so the task that holds the traceback: all of it, and the
+            # whole leg, would wait for the garbage collector.
+            return error.with_traceback(None)
+        return None
+
+    async def _receive(self, timeout: float | None) -> None:
         with self._worker.channels.calling(self.address) as channel:
             call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(self._messages(), timeout=timeout)
             try:

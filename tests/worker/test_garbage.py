@@ -12,6 +12,7 @@ from tests.garbage import left_of_requests, old_objects_are_left_out, only_colle
 from tests.worker.conftest import RunningWorker, StartWorker, decode_request
 from tests.worker.fake_engine import Script, answer_to
 from tests.worker.fronts import Front, read, request_of
+from tests.worker.test_hedges import Prefill, serving
 from tests.worker.test_many_calls import Stream
 from tests.worker.words import ANSWER, VOCAB_SIZE
 
@@ -75,7 +76,31 @@ async def too_late(decode: Front, prefill: Front) -> None:
     await stream.rpc.done_writing()
 
 
-@pytest.mark.parametrize("ask", [answered_alone, answered_among_others, cancelled, too_late])
+async def failed_before(decode: Front, prefill: Front) -> None:
+    async with serving(Prefill()) as (failing,):
+        failing.fails()
+        told = await read(decode.decode.Decode(request_of(PROMPT, [failing, prefill])))
+    assert (told.report.num_retries, told.report.prefill_worker) == (1, prefill.address)
+
+
+async def unreachable_before(decode: Front, prefill: Front) -> None:
+    request = request_of(PROMPT, [prefill])
+    request.prefill_addresses.insert(0, "127.0.0.1:1")
+    told = await read(decode.decode.Decode(request))
+    assert (told.report.num_retries, told.report.prefill_worker) == (1, prefill.address)
+
+
+async def broke_a_rule(decode: Front, prefill: Front) -> None:
+    async with serving(Prefill()) as (lying,):
+        lying.gives(99)
+        told = await read(decode.decode.Decode(request_of(PROMPT, [lying, prefill])))
+    assert (told.report.num_retries, told.report.prefill_worker) == (1, prefill.address)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [answered_alone, answered_among_others, cancelled, too_late, failed_before, unreachable_before, broke_a_rule],
+)
 async def test_nothing_of_a_request_is_left(
     decode: Front, prefill: Front, ask: Callable[[Front, Front], Awaitable[None]]
 ) -> None:
