@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -65,25 +66,41 @@ class JsonFormatter(logging.Formatter):
 
 
 class RareLine:
-    """A log line about something that strangers can do as often as they like: once in `INTERVAL_S` at most, with
-    `num_times`, which counts the times since the line before."""
+    """A log line about something that may happen as often as others like: once in `interval_s` at most, with the number
+    of times since the line before as `number`. Any thread may use it."""
 
     INTERVAL_S = 1.0
 
-    def __init__(self, log: logging.Logger, words: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        log: logging.Logger,
+        words: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        level: int = logging.INFO,
+        number: str = "num_times",
+        interval_s: float = INTERVAL_S,
+    ) -> None:
         self._log = log
         self._words = words
         self._clock = clock
-        self._num_times = 0
+        self._level = level
+        self._number = number
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._num_times = 0  # not logged yet
         self._next_at = -math.inf
 
-    def happened(self, extra: Mapping[str, object]) -> None:
+    def happened(self, extra: Mapping[str, object], num_times: int = 1) -> None:
         """`extra` is of this time; those of the times without a line are left out."""
-        self._num_times += 1
-        if (now := self._clock()) >= self._next_at:
-            self._next_at = now + self.INTERVAL_S
-            self._log.info(self._words, extra={**extra, "num_times": self._num_times})
-            self._num_times = 0
+        now = self._clock()
+        with self._lock:
+            self._num_times += num_times
+            if now < self._next_at:
+                return
+            self._next_at = now + self._interval_s
+            num_times, self._num_times = self._num_times, 0
+        self._log.log(self._level, self._words, extra={**extra, self._number: num_times})
 
 
 def setup_logging(process: str, *, level: str = "info", log_format: LogFormat = "text") -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
+
+from common.logs import RareLine
 
 log = logging.getLogger(__name__)
 
@@ -16,18 +16,7 @@ class Failures:
     use it."""
 
     def __init__(self, message: str, number: str) -> None:
-        self._message = message
-        self._number = number
-        self._lock = threading.Lock()
-        self._num_failed = 0  # not logged yet
-        self._next_log = 0.0  # time.monotonic()
+        self._line = RareLine(log, message, level=logging.WARNING, number=number, interval_s=LOG_INTERVAL_S)
 
     def add(self, num_failed: int, reason: str) -> None:
-        now = time.monotonic()
-        with self._lock:
-            self._num_failed += num_failed
-            if now < self._next_log:
-                return
-            self._next_log = now + LOG_INTERVAL_S
-            num_failed, self._num_failed = self._num_failed, 0
-        log.warning(self._message, extra={self._number: num_failed, "reason": reason})
+        self._line.happened({"reason": reason}, num_failed)

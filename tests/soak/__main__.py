@@ -44,7 +44,7 @@ from tests.faults.network import Network
 from tests.integration.stack import Fleet, OneHost, descendants, router_names
 from tests.soak.picture import draw
 from tests.soak.record import Record
-from tests.soak.traffic import NUM_CLIENTS, Latencies, MixedClient, OpenLoop, Traffic, goodput
+from tests.soak.traffic import NUM_CLIENTS, Latencies, OpenLoop, Traffic, closed_loop, goodput
 
 LOAD_SHARE = 0.7
 FAULT_INTERVAL_S = 10.0
@@ -141,17 +141,10 @@ class Soak:
                 stopped |= member.pids
             elif member.role == "prefill":
                 stopped |= descendants(member.process.popen.pid)
-        tally, end_at = Tally(), time.monotonic() + HOLD_UP_S
-
-        def arrival() -> float | None:
-            now = time.monotonic()
-            return now if now < end_at else None
-
-        clients = [MixedClient(traffic, tally, Latencies(), self.seed + n, arrival) for n in range(NUM_CLIENTS)]
+        tally = Tally()
         signal_all(stopped, signal.SIGSTOP)
         try:
-            for client in clients:
-                client.start()
+            clients = closed_loop(traffic, tally, Latencies(), NUM_CLIENTS, HOLD_UP_S, self.seed)
             time.sleep(HOLD_UP_S)
         finally:
             signal_all(stopped, signal.SIGCONT)

@@ -197,6 +197,22 @@ class OpenLoop:
             self._due.put(None)
 
 
+def closed_loop(
+    traffic: Traffic, tally: Tally, latencies: Latencies, num_clients: int, seconds: float, seed: int
+) -> list[MixedClient]:
+    """Clients that have started, of which each asks its next when it has its answer, for so many seconds."""
+    end_at = time.monotonic() + seconds
+
+    def arrival() -> float | None:
+        now = time.monotonic()
+        return now if now < end_at else None
+
+    clients = [MixedClient(traffic, tally, latencies, seed + n, arrival) for n in range(num_clients)]
+    for client in clients:
+        client.start()
+    return clients
+
+
 def goodput(traffic: Traffic, seconds: float, seed: int) -> tuple[float, dict[int, float]]:
     """Requests a second that came to their right end within SLO_S: the best, and by the number of clients, of which
     each asks its next when it has its answer. Each number is tried for `seconds`. Raises `AssertionError` for a wrong
@@ -205,14 +221,7 @@ def goodput(traffic: Traffic, seconds: float, seed: int) -> tuple[float, dict[in
     for num_clients in (2, 4, 8, 16):
         tally, latencies = Tally(), Latencies()
         begin = time.monotonic()
-
-        def arrival(end_at: float = begin + seconds) -> float | None:
-            now = time.monotonic()
-            return now if now < end_at else None
-
-        clients = [MixedClient(traffic, tally, latencies, seed + n, arrival) for n in range(num_clients)]
-        for client in clients:
-            client.start()
+        clients = closed_loop(traffic, tally, latencies, num_clients, seconds, seed)
         for client in clients:
             client.join(REQUEST_TIMEOUT_S + seconds)
         took = time.monotonic() - begin
