@@ -37,10 +37,10 @@ class Limit:
 
     def seconds(self, row: Row, config: dict[str, int], itemsize: int) -> float:
         """The least that the row can take: what it reads, or what it multiplies, whichever is longer."""
-        layers, hidden, inner = config["num_hidden_layers"], config["hidden_size"], config["intermediate_size"]
-        dim, heads, kv_heads = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
-        weights = layers * hidden * (2 * heads * dim + 2 * kv_heads * dim + 3 * inner)
-        head = config["vocab_size"] * hidden
+        *weights_of_layers, head = [n * k * times for (n, k), times in shapes_of(config)]
+        weights = sum(weights_of_layers)
+        layers, dim = config["num_hidden_layers"], config["head_dim"]
+        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         kv = 2 * layers * kv_heads * dim  # elements of a token
         seen = row.context / 2 if not row.steps else row.context + row.steps / 2  # tokens that a token sees
         tokens = row.batch if row.steps else row.context
