@@ -130,7 +130,7 @@ def _convert(gguf: Path, target: Path, report: Callable[[str], None]) -> None:
     transformers_logging.disable_progress_bar()
 
     report(f"converting the embedded model: weights from {gguf.name}")
-    config, tensors = read_gguf_llama(gguf)
+    config, tensors = read_gguf_llama(gguf, ORIGINAL_DTYPE)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     (target / "model.safetensors").chmod(0o644)  # it comes out private, and a cache may be shared
     _write_json(target / "config.json", config)

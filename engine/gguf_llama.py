@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import StartupError
-from engine.embedded_model import ORIGINAL_DTYPE
 
 _TENSORS = {
     "token_embd": "model.embed_tokens",
@@ -29,8 +28,8 @@ _LAYER_TENSORS = {
 }
 
 
-def read_gguf_llama(file: Path) -> tuple[dict[str, object], dict[str, npt.NDArray[np.float32]]]:
-    """The config and the dequantised float32 tensors, by their Hugging Face names."""
+def read_gguf_llama(file: Path, dtype: str) -> tuple[dict[str, object], dict[str, npt.NDArray[np.float32]]]:
+    """The config, which names `dtype`, and the dequantised float32 tensors, by their Hugging Face names."""
     reader = gguf.GGUFReader(file)
     fields = {name: field.contents() for name, field in reader.fields.items() if not _is_long(name)}
     if fields.get("general.architecture") != "llama":
@@ -64,7 +63,7 @@ def read_gguf_llama(file: Path) -> tuple[dict[str, object], dict[str, npt.NDArra
         "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
         "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
         "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
-        "dtype": ORIGINAL_DTYPE,
+        "dtype": dtype,
     }
     return config, tensors
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import sys
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -14,12 +13,10 @@ import uvicorn
 
 from common.allocator import keep_few_arenas
 from common.config import RouterSettings
-from common.errors import StartupError
 from common.grpc_health import NOT_SERVING, SERVING, Health
 from common.grpc_options import client_server_options
 from common.grpc_server import make_server, until_ended
 from common.grpc_transport import Channels
-from common.logs import setup_logging
 from common.open_files import allow_open_files
 from common.tasks import VitalTasks, count_tasks
 from common.tls import serving_files
@@ -185,21 +182,8 @@ async def _discover(settings: RouterSettings, registry: Registry) -> None:
     await asyncio.Event().wait()  # every worker is fixed
 
 
-def run(
-    settings: RouterSettings,
-    ready: Ready | None = None,
-    file: SettingsFile | None = None,
-    part: Part | None = None,
-) -> None:
-    """`serve`, on the fastest event loop there is; in several processes if the settings say so and this is not `part`
-    of them."""
-    if part is None and settings.processes > 1:
-        if sys.platform != "linux":
-            raise StartupError("processes: more than one needs Linux, which shares a port's connections between them")
-        from router.processes import parent  # it starts processes that do what this module does
-
-        parent.run(settings, ready, file)
-        return
+def run(settings: RouterSettings, ready: Ready, file: SettingsFile | None = None, part: Part | None = None) -> None:
+    """`serve` in this process, on the fastest event loop there is."""
     keep_few_arenas()
     allow_open_files(2 * settings.max_connections + OTHER_OPEN_FILES)
     try:
@@ -275,14 +259,3 @@ async def _drain(front: Front, health: Health, grpc_server: grpc.aio.Server, tim
     closing.cancel()  # streams that never end by themselves, as of load or health, are not waited for
     # The last answers' bytes are still on their way out of this process.
     await asyncio.sleep(0.05)
-
-
-def main(settings: RouterSettings) -> int:
-    """The `baton router` process: prints `ready http=URL grpc=ADDRESS` once the first request can be served."""
-    setup_logging("router", level=settings.log_level, log_format=settings.log_format)
-
-    def print_ready(http_url: str, grpc_address: str) -> None:
-        print(f"ready http={http_url} grpc={grpc_address}", flush=True)  # noqa: T201 (for who started this process)
-
-    run(settings, print_ready)
-    return 0

@@ -79,7 +79,7 @@ def worker(settings: WorkerSettings, *, role: WorkerRole) -> int:
 
 def router(settings: RouterSettings, *, file: tuple[str, Callable[[], RouterSettings]] | None) -> int:
     from router.reload import SettingsFile
-    from router.server import run
+    from router.run import run
 
     setup_logging("router", level=settings.log_level, log_format=settings.log_format)
 

@@ -20,7 +20,7 @@ router.fleet.registry.RECONNECT_WAIT_S = 30.0  # the machine may be slow
 """
 NO_TORCH = """
 import sys
-import router.server
+import router.run
 sys.exit("torch" in sys.modules or "transformers" in sys.modules)
 """
 

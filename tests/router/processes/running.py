@@ -19,11 +19,11 @@ CODE = """
 import json, sys
 import common.restarts, router.processes.parent
 from common.config import RouterSettings
-from router.server import main
+from baton.cli import serve
 if __name__ == "__main__":
     try:
         exec(sys.argv[2])
-        sys.exit(main(RouterSettings(**json.loads(sys.argv[1]))))
+        sys.exit(serve.router(RouterSettings(**json.loads(sys.argv[1])), file=None))
     except Exception as error:
         sys.exit(f"{type(error).__name__}: {error}")
 """
