@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from common.allocator import give_back_freed
+from common.allocator import freeing_at_once, give_back_freed
 from common.errors import StartupError
 from common.model_files import ModelFiles
 from engine.attention.base import StepAttention
@@ -38,6 +38,7 @@ from engine.models.attention_interface import (
 from engine.models.base import CausalLM
 from engine.models.latent import keep_latents
 from engine.models.leftovers import is_leftover
+from engine.models.own_experts import experts_of, is_experts, own_experts
 from engine.models.own_layers import Calls, own_linears, swap_heads
 from engine.models.positions import GivenPositions, first_position
 from engine.models.verified import COMPARED_WITH
@@ -117,15 +118,16 @@ class TransformersModel(CausalLM):
             log.warning("the mxfp4 weights are widened at load", extra={"memory_of_the_file": f"{times} times"})
             widening["quantization_config"] = Mxfp4Config(dequantize=True)
         try:
-            top, found = AutoModelForCausalLM.from_pretrained(
-                Path(files.path),
-                dtype=self._dtype,
-                attn_implementation="eager" if self._config.model_type in ADAPTED else INTERFACE,
-                local_files_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are told apart below, by name
-                **widening,
-            )
+            with freeing_at_once():
+                top, found = AutoModelForCausalLM.from_pretrained(
+                    Path(files.path),
+                    dtype=self._dtype,
+                    attn_implementation="eager" if self._config.model_type in ADAPTED else INTERFACE,
+                    local_files_only=True,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # they are told apart below, by name
+                    **widening,
+                )
         except Exception as error:  # of many kinds, by as many models
             raise StartupError(f"model {files.path}: transformers cannot load it: {_line(error)}") from error
         # transformers would go on with random numbers.
@@ -213,27 +215,26 @@ class TransformersModel(CausalLM):
         return layers, sinks
 
     def finish(self, kernels: Kernels | None) -> None:
-        """Linear layers become Baton's, with kernels one for all that are given the same tensor."""
+        """Linear layers become Baton's, with kernels one for all that are given the same tensor, and experts do."""
         import transformers
 
         quantises = kernels is not None and kernels.quantization != "none"
-        num_swapped = 0  # elements
         # Torch is slower with parts of a product that lie apart than with products of their own.
         groups = (
-            self._linears if kernels is not None else [(top, [name]) for top, names in self._linears for name in names]
+            [*experts_of(self._base), *self._linears]
+            if kernels is not None
+            else [(top, [name]) for top, names in self._linears for name in names]
         )
         if kernels is not None and quantises:
             swapping = with_progress(groups, f"quantising weights to {kernels.quantization}")
         else:
             swapping = iter(groups)
+        num_swapped = 0  # elements
         num_freed_bytes = 0  # since memory was given back
         for parent, names in swapping:
-            modules = [getattr(parent, name) for name in names]
-            num_swapped += sum(module.weight.numel() for module in modules)
-            num_freed_bytes += sum(module.weight.nbytes for module in modules)
-            for name, own in zip(names, own_linears(modules, kernels), strict=True):
-                setattr(parent, name, own)
-            del modules
+            weights = _swap(parent, names, kernels)
+            num_swapped += sum(weight.numel() for weight in weights)
+            num_freed_bytes += sum(weight.nbytes for weight in weights)
             if num_freed_bytes >= GIVE_BACK_BYTES:
                 give_back_freed()
                 num_freed_bytes = 0
@@ -304,6 +305,22 @@ class TransformersModel(CausalLM):
             yield
         finally:
             current_step.reset(token)
+
+
+def _swap(parent: nn.Module, names: Sequence[str], kernels: Kernels | None) -> list[torch.Tensor]:
+    """Swaps linear layers that are given the same tensor, or a module of experts. Returns the weights that went, on the
+    meta device."""
+    modules = [getattr(parent, name) for name in names]
+    if kernels is not None and is_experts(modules[0]):
+        both = (modules[0].gate_up_proj, modules[0].down_proj)
+        weights = [torch.empty_like(weight, device="meta") for weight in both]
+        del both
+        setattr(parent, names[0], own_experts(modules[0], kernels))
+        return weights
+    weights = [torch.empty_like(module.weight, device="meta") for module in modules]
+    for name, own in zip(names, own_linears(modules, kernels), strict=True):
+        setattr(parent, name, own)
+    return weights
 
 
 def _cache_shape(layers: Sequence[LayerShape]) -> dict[str, int]:

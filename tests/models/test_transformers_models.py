@@ -53,10 +53,10 @@ from tools.verified_models import (
 NAMES = candidates()
 SERVED = sorted(VERIFIED)
 # Parallel blocks and scaled logits, windows of some layers, latents and a linear layer that is never called, experts,
-# sinks, learned positions, partial rotation, a head that asks the decoder inside its model; positions after padding's
-# and a head below another module, positions that the model counts itself, layers that attend twice, attention that is
-# made to ask for ours.
-QUICK = ["cohere", "cohere2", "longcat_flash", "granitemoe", "gpt_oss", "gpt2", "gpt_neox", "olmo2", "opt"]
+# experts whose weights are transposed, sinks, learned positions, partial rotation, a head that asks the decoder inside
+# its model; positions after padding's and a head below another module, positions that the model counts itself, layers
+# that attend twice, attention that is made to ask for ours.
+QUICK = ["cohere", "cohere2", "longcat_flash", "granitemoe", "aria_text", "gpt_oss", "gpt2", "gpt_neox", "olmo2", "opt"]
 QUICK += ["roberta", "bart", "diffllama", "falcon", "gpt_neo"]
 
 
@@ -498,9 +498,11 @@ def test_a_tied_weight_is_kept_once(tmp_path: Path, model_type: str, looks_up: b
 @pytest.mark.parametrize(
     ("model_type", "left"),
     [
-        ("gpt2", "Embedding: "),
-        ("granitemoe", "Embedding: 6144, GraniteMoeExperts: "),
-    ],  # Conv1D and a tied head; experts
+        ("gpt2", "Embedding: "),  # Conv1D and a tied head
+        ("granitemoe", "Embedding: 6144, GraniteMoeTopKRouter: 1024"),  # experts
+        # Experts of a form of their own.
+        ("longcat_flash", "Embedding: 6144, LatentAttention: 24576, Linear: 1536, LongcatFlashExperts: "),
+    ],
 )
 def test_what_is_not_quantised_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, model_type: str, left: str
