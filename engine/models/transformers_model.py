@@ -36,6 +36,7 @@ from engine.models.attention_interface import (
     current_step,
 )
 from engine.models.base import CausalLM
+from engine.models.fixed_rope import fix_frequencies, longrope_variant
 from engine.models.latent import keep_latents
 from engine.models.leftovers import is_leftover
 from engine.models.own_experts import experts_of, is_experts, own_experts
@@ -93,8 +94,11 @@ class _Given(nn.Module):
 
 
 class TransformersModel(CausalLM):
-    def __init__(self, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Knows its sizes when it was loaded. Raises `StartupError` if the architecture cannot be served."""
+    def __init__(
+        self, config: PreTrainedConfig, *, num_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """For sequences up to `num_positions`. Knows its sizes when it was loaded. Raises `StartupError` if the
+        architecture cannot be served."""
         import transformers
 
         self._config, self._dtype, self._device = config, dtype, device
@@ -102,6 +106,10 @@ class TransformersModel(CausalLM):
         self.kv_variant = f"transformers {transformers.__version__}"
         if position := first_position(config):
             self.kv_variant += f" from position {position}"
+        self._num_positions, self._longrope = num_positions, longrope_variant(config, num_positions)
+        if self._longrope:
+            self.kv_variant += f" {self._longrope}"
+            log.info("rotary frequencies", extra={"rope": self._longrope, "max_model_len": num_positions})
 
     def load(self, files: ModelFiles, kernels: Kernels | None) -> None:  # noqa: ARG002
         from transformers import AttentionInterface, AutoModelForCausalLM, Mxfp4Config
@@ -174,6 +182,8 @@ class TransformersModel(CausalLM):
             raise UnsupportedAttentionError("a head that cannot be told from its layers")
         adapt_attention(self._config, base)
         keep_latents(base)
+        if self._longrope:
+            fix_frequencies(base, self._num_positions)
         self._base, self._given = base, _Given()
         self._positions, self._first_position = GivenPositions(base), first_position(self._config)
         setattr(self._top, name, self._given)
