@@ -98,10 +98,12 @@ def _with_floats(config: Mapping[str, object]) -> dict[str, object]:
 def _transformers_config(config: Mapping[str, object]) -> PreTrainedConfig:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if config.get("quantization_config") and not is_mxfp4(config):
+    quantized = config.get("quantization_config")
+    if quantized and not is_mxfp4(config):
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
         raise StartupError(
-            "config.json: quantization_config is not supported by an architecture that runs on transformers' code, but "
-            "for mxfp4; take a checkpoint without it"
+            f"config.json: quantization_config of {method or 'an unknown method'} is not supported by an architecture "
+            "that runs on transformers' code, but for mxfp4; take a checkpoint without it"
         )
     try:
         result = CONFIG_MAPPING[str(config["model_type"])].from_dict(_with_floats(config))

@@ -196,7 +196,7 @@ def small(model_type: str, path: Path) -> Path:
 def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
     path = small("olmo2", tmp_path / "model")
     edit_config(path, quantization_config={"quant_method": "gptq"})
-    with pytest.raises(StartupError, match="quantization_config"):
+    with pytest.raises(StartupError, match=r"quantization_config of gptq is not supported by .* transformers' code"):
         make_runner(path)
 
 
