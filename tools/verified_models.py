@@ -64,9 +64,7 @@ REASONS: dict[str, str] = {
 PUBLISHED: dict[str, str] = {
     "deepseek_v3": "in fp8",
     "mimo_v2_flash": "in fp8",
-    "minicpm3": "with rope type longrope",
     "minimax_m2": "in fp8",
-    "phimoe": "with rope type longrope",
 }
 
 

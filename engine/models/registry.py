@@ -31,9 +31,12 @@ def architecture_of(files: ModelFiles) -> str:
     (engine/models/verified.py). Raises `StartupError` that says why another one is refused."""
     names = files.config.get("architectures")
     model_type = str(files.config.get("model_type"))
+    served = VERIFIED.get(model_type, "")
     for name in names if isinstance(names, list) else []:
-        if name in FAMILIES or name == VERIFIED.get(model_type):
+        if name in FAMILIES:
             return str(name)
+        if served and str(name).lower() == served.lower():  # Phi-3.5-MoE says PhiMoEForCausalLM
+            return served
     if is_composite(files.config):
         return text_architecture(files.config)
     if model_type in REFUSED:
@@ -70,11 +73,12 @@ def build_model(files: ModelFiles, *, num_positions: int, dtype: torch.dtype, de
     """The model, its weights still to be loaded."""
     architecture = architecture_of(files)
     if architecture not in FAMILIES:
-        return TransformersModel(_transformers_config(files.config), dtype=dtype, device=device)
+        config = _transformers_config(files.config)
+        return TransformersModel(config, num_positions=num_positions, dtype=dtype, device=device)
     if is_composite(files.config):
         log.info("the text part of the model is served, without images", extra={"architecture": architecture})
-    config = describe(architecture, read_family_config(architecture, _family_config(files)), num_positions)
-    return Decoder(config, num_positions=num_positions, dtype=dtype, device=device)
+    description = describe(architecture, read_family_config(architecture, _family_config(files)), num_positions)
+    return Decoder(description, num_positions=num_positions, dtype=dtype, device=device)
 
 
 def _family_config(files: ModelFiles) -> Mapping[str, object]:
@@ -94,16 +98,15 @@ def _with_floats(config: Mapping[str, object]) -> dict[str, object]:
 def _transformers_config(config: Mapping[str, object]) -> PreTrainedConfig:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if config.get("quantization_config") and not is_mxfp4(config):
+    quantized = config.get("quantization_config")
+    if quantized and not is_mxfp4(config):
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
         raise StartupError(
-            "config.json: quantization_config is not supported by an architecture that runs on transformers' code, but "
-            "for mxfp4; take a checkpoint without it"
+            f"config.json: quantization_config of {method or 'an unknown method'} is not supported by an architecture "
+            "that runs on transformers' code, but for mxfp4; take a checkpoint without it"
         )
     try:
         result = CONFIG_MAPPING[str(config["model_type"])].from_dict(_with_floats(config))
     except Exception as error:  # of many classes, some of them private
         raise StartupError(f"config.json: {' '.join(str(error).split())}") from error
-    # Frequencies that change with the length of a call would give equal tokens another KV.
-    if "longrope" in str(getattr(result, "rope_parameters", "")):
-        raise StartupError("config.json: rope type longrope is not supported by this architecture")
     return result

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from common.allocator import give_back_freed
+from common.allocator import freeing_at_once, give_back_freed
 from common.errors import StartupError
 from common.model_files import ModelFiles
 from engine.attention.base import StepAttention
@@ -36,8 +36,10 @@ from engine.models.attention_interface import (
     current_step,
 )
 from engine.models.base import CausalLM
+from engine.models.fixed_rope import fix_frequencies, longrope_variant
 from engine.models.latent import keep_latents
 from engine.models.leftovers import is_leftover
+from engine.models.own_experts import experts_of, is_experts, own_experts
 from engine.models.own_layers import Calls, own_linears, swap_heads
 from engine.models.positions import GivenPositions, first_position
 from engine.models.verified import COMPARED_WITH
@@ -92,8 +94,11 @@ class _Given(nn.Module):
 
 
 class TransformersModel(CausalLM):
-    def __init__(self, config: PreTrainedConfig, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Knows its sizes when it was loaded. Raises `StartupError` if the architecture cannot be served."""
+    def __init__(
+        self, config: PreTrainedConfig, *, num_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """For sequences up to `num_positions`. Knows its sizes when it was loaded. Raises `StartupError` if the
+        architecture cannot be served."""
         import transformers
 
         self._config, self._dtype, self._device = config, dtype, device
@@ -101,6 +106,10 @@ class TransformersModel(CausalLM):
         self.kv_variant = f"transformers {transformers.__version__}"
         if position := first_position(config):
             self.kv_variant += f" from position {position}"
+        self._num_positions, self._longrope = num_positions, longrope_variant(config, num_positions)
+        if self._longrope:
+            self.kv_variant += f" {self._longrope}"
+            log.info("rotary frequencies", extra={"rope": self._longrope, "max_model_len": num_positions})
 
     def load(self, files: ModelFiles, kernels: Kernels | None) -> None:  # noqa: ARG002
         from transformers import AttentionInterface, AutoModelForCausalLM, Mxfp4Config
@@ -117,15 +126,16 @@ class TransformersModel(CausalLM):
             log.warning("the mxfp4 weights are widened at load", extra={"memory_of_the_file": f"{times} times"})
             widening["quantization_config"] = Mxfp4Config(dequantize=True)
         try:
-            top, found = AutoModelForCausalLM.from_pretrained(
-                Path(files.path),
-                dtype=self._dtype,
-                attn_implementation="eager" if self._config.model_type in ADAPTED else INTERFACE,
-                local_files_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are told apart below, by name
-                **widening,
-            )
+            with freeing_at_once():
+                top, found = AutoModelForCausalLM.from_pretrained(
+                    Path(files.path),
+                    dtype=self._dtype,
+                    attn_implementation="eager" if self._config.model_type in ADAPTED else INTERFACE,
+                    local_files_only=True,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # they are told apart below, by name
+                    **widening,
+                )
         except Exception as error:  # of many kinds, by as many models
             raise StartupError(f"model {files.path}: transformers cannot load it: {_line(error)}") from error
         # transformers would go on with random numbers.
@@ -172,6 +182,8 @@ class TransformersModel(CausalLM):
             raise UnsupportedAttentionError("a head that cannot be told from its layers")
         adapt_attention(self._config, base)
         keep_latents(base)
+        if self._longrope:
+            fix_frequencies(base, self._num_positions)
         self._base, self._given = base, _Given()
         self._positions, self._first_position = GivenPositions(base), first_position(self._config)
         setattr(self._top, name, self._given)
@@ -213,27 +225,26 @@ class TransformersModel(CausalLM):
         return layers, sinks
 
     def finish(self, kernels: Kernels | None) -> None:
-        """Linear layers become Baton's, with kernels one for all that are given the same tensor."""
+        """Linear layers become Baton's, with kernels one for all that are given the same tensor, and experts do."""
         import transformers
 
         quantises = kernels is not None and kernels.quantization != "none"
-        num_swapped = 0  # elements
         # Torch is slower with parts of a product that lie apart than with products of their own.
         groups = (
-            self._linears if kernels is not None else [(top, [name]) for top, names in self._linears for name in names]
+            [*experts_of(self._base), *self._linears]
+            if kernels is not None
+            else [(top, [name]) for top, names in self._linears for name in names]
         )
         if kernels is not None and quantises:
             swapping = with_progress(groups, f"quantising weights to {kernels.quantization}")
         else:
             swapping = iter(groups)
+        num_swapped = 0  # elements
         num_freed_bytes = 0  # since memory was given back
         for parent, names in swapping:
-            modules = [getattr(parent, name) for name in names]
-            num_swapped += sum(module.weight.numel() for module in modules)
-            num_freed_bytes += sum(module.weight.nbytes for module in modules)
-            for name, own in zip(names, own_linears(modules, kernels), strict=True):
-                setattr(parent, name, own)
-            del modules
+            weights = _swap(parent, names, kernels)
+            num_swapped += sum(weight.numel() for weight in weights)
+            num_freed_bytes += sum(weight.nbytes for weight in weights)
             if num_freed_bytes >= GIVE_BACK_BYTES:
                 give_back_freed()
                 num_freed_bytes = 0
@@ -304,6 +315,22 @@ class TransformersModel(CausalLM):
             yield
         finally:
             current_step.reset(token)
+
+
+def _swap(parent: nn.Module, names: Sequence[str], kernels: Kernels | None) -> list[torch.Tensor]:
+    """Swaps linear layers that are given the same tensor, or a module of experts. Returns the weights that went, on the
+    meta device."""
+    modules = [getattr(parent, name) for name in names]
+    if kernels is not None and is_experts(modules[0]):
+        both = (modules[0].gate_up_proj, modules[0].down_proj)
+        weights = [torch.empty_like(weight, device="meta") for weight in both]
+        del both
+        setattr(parent, names[0], own_experts(modules[0], kernels))
+        return weights
+    weights = [torch.empty_like(module.weight, device="meta") for module in modules]
+    for name, own in zip(names, own_linears(modules, kernels), strict=True):
+        setattr(parent, name, own)
+    return weights
 
 
 def _cache_shape(layers: Sequence[LayerShape]) -> dict[str, int]:

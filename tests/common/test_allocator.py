@@ -1,4 +1,4 @@
-"""What `common.allocator` says of arenas holds for a process with threads."""
+"""What `common.allocator` says holds for a process of its own."""
 
 from __future__ import annotations
 
@@ -36,3 +36,39 @@ def num_arenas(how: str) -> int:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's own setting")
 def test_threads_share_few_arenas() -> None:
     assert num_arenas("few") <= NUM_ARENAS < num_arenas("as by default")
+
+
+FREEING = """
+import sys
+from contextlib import nullcontext
+from common.allocator import freeing_at_once
+
+def resident():
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
+    return int(line.split()[1]) / 1024
+
+def work():
+    \"\"\"MiB that stay, of 256 in pieces of 2, each with a small one behind it that is kept.\"\"\"
+    pieces, kept = [], []
+    for _ in range(128):
+        pieces.append(bytearray(2 << 20))
+        pieces[-1][::4096] = b"x" * 512
+        kept.append(bytearray(20_000))
+    pieces.clear()
+    return resident() - before
+
+bytearray(30 << 20)  # gone at once: from now on glibc keeps pieces up to this size
+before = resident()
+with freeing_at_once() if sys.argv[1] == "at once" else nullcontext():
+    print(work())
+"""
+
+
+def stays(how: str) -> float:
+    told = subprocess.run([sys.executable, "-c", FREEING, how], check=True, capture_output=True, text=True).stdout
+    return float(told)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's own setting")
+def test_pieces_between_those_that_stay_are_given_back() -> None:
+    assert stays("at once") < 16 < 128 < stays("as by default")

@@ -17,12 +17,13 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from common.errors import StartupError
 from common.model_files import open_model
 from engine.checkpoints.hf_quantized import quantized_tensors, scheme_of
-from engine.kernels.grouped import PackedGrouped, QuantizedTensor
+from engine.kernels.grouped import PackedGrouped, PackedParts, QuantizedTensor
 from engine.model_runner import weight_bytes
+from engine.models.decoder import Decoder
 from tests.engine.kernels.variants import VARIANTS, best_and_slow_others, kernels
 from tests.engine.quantized.make import probes
 from tests.engine.test_model_families import check
-from tests.engine.tiny_models import advance, edit_config, make_model, make_runner, random_sequences
+from tests.engine.tiny_models import FAMILIES, advance, edit_config, make_model, make_runner, random_sequences
 
 FIXTURES = Path(__file__).parent / "quantized"
 NAMES = sorted(path.name for path in FIXTURES.iterdir() if (path / "config.json").exists())
@@ -114,15 +115,13 @@ def test_quantised_activations_are_left_and_said(path: Path, caplog: pytest.LogC
     assert "quantised activations; they stay in full precision" in caplog.text
 
 
-def test_square_blocks_of_fp8(tmp_path: Path) -> None:
-    """As transformers' own code packs them. A last block may be smaller, as in DeepSeek's checkpoints: transformers
-    packs whole blocks alone, so it gets zeros behind the weights, which are cut off again."""
-    path = make_model(tmp_path / "model", {"hidden_size": 160, "intermediate_size": 256})
+def pack_fp8(path: Path) -> dict[str, torch.Tensor]:
+    """Quantises a checkpoint's projections as transformers' own code does. Returns what it says that they mean."""
     settings = FineGrainedFP8Config(weight_block_size=(128, 128))
     quantizer = SimpleNamespace(quantization_config=settings)
     pack, unpack = Fp8Quantize(quantizer), Fp8Dequantize(quantizer)
     tensors, plain = load_file(path / "model.safetensors"), {}
-    for name in [name for name in tensors if "proj" in name]:
+    for name in [name for name in tensors if "proj" in name or ".experts." in name]:
         rows, columns = tensors[name].shape
         whole = torch.nn.functional.pad(tensors[name], (0, -columns % 128, 0, -rows % 128))
         packed = pack.convert({name: whole})
@@ -130,12 +129,47 @@ def test_square_blocks_of_fp8(tmp_path: Path) -> None:
         assert codes.dtype is torch.float8_e4m3fn
         tensors |= {name: codes[:rows, :columns].contiguous(), f"{name}_scale_inv": scale}
         plain[name] = unpack._dequantize_one(codes, scale)[:rows, :columns]
-    save_file(tensors, path / "model.safetensors")
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     edit_config(path, quantization_config=settings.to_dict())
+    return plain
+
+
+def test_square_blocks_of_fp8(tmp_path: Path) -> None:
+    """As transformers' own code packs them. A last block may be smaller, as in DeepSeek's checkpoints: transformers
+    packs whole blocks alone, so it gets zeros behind the weights, which are cut off again."""
+    path = make_model(tmp_path / "model", {"hidden_size": 160, "intermediate_size": 256})
+    plain = pack_fp8(path)
     found = matrices(path)
     assert len(plain) == 7 * 3
     for name, weight in plain.items():
         assert torch.equal(dequantized(found[name]), weight)
+
+
+@pytest.mark.parametrize("backend", best_and_slow_others)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_that_are_quantised(tmp_path: Path, family: str, backend: str) -> None:
+    """They stay so on the kernels, and give what the dequantised ones give."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    if family == "qwen3_moe":
+        sizes |= {"intermediate_size": 128, "moe_intermediate_size": 256}
+    path = make_model(tmp_path / "model", {**FAMILIES[family], **sizes})
+    plain = shutil.copytree(path, tmp_path / "plain")
+    meant = pack_fp8(path)
+    tensors = load_file(plain / "model.safetensors")
+    assert sum(".experts." in name for name in meant) > sum("self_attn" in name for name in meant) > 0
+    save_file({**tensors, **{name: each.contiguous() for name, each in meant.items()}}, plain / "model.safetensors")
+    runner = make_runner(path, kernels=backend)
+    decoder = runner._model
+    assert isinstance(decoder, Decoder)
+    experts = [layer.experts.mlps for layer in decoder.layers if layer.experts is not None]
+    assert len(experts) == (3 if family == "mixtral" else 2)
+    for linear in (each for mlps in experts for each in (*mlps.gate_ups, *mlps.downs)):
+        assert (linear.packed is None) == (backend == "torch")
+        assert linear.packed is None or isinstance(linear.packed, PackedGrouped | PackedParts)
+    (sequence,) = random_sequences([50])
+    for size in (30, 1, 1, 18):
+        advance(runner, [sequence], [size])
+    check(plain, sequence)
 
 
 def refusal(path: Path) -> str:

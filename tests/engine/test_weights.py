@@ -111,6 +111,21 @@ def test_peak_memory_on_transformers_code(tmp_path: Path, dtype: str, itemsize: 
     check_peak_memory(small, large, dtype, itemsize, kernels)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_peak_memory_of_experts_on_transformers_code(tmp_path: Path, kernels: str) -> None:
+    shape = {
+        "model_type": "olmoe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "pad_token_id": 0,
+    }
+    small = make_model(tmp_path / "small", shape)
+    sizes = {**SHAPE, **shape, "intermediate_size": 512, "num_hidden_layers": 12}
+    large = make_model(tmp_path / "large", sizes, dtype=torch.bfloat16)
+    check_peak_memory(small, large, "bfloat16", 2, kernels)
+
+
 def sharded(path: Path) -> list[Path]:
     """The same model in three files with an index."""
     file = path / "model.safetensors"

@@ -30,7 +30,7 @@ from engine.core import EngineCore
 from engine.model_runner import ModelRunner, weight_bytes
 from engine.models.families import FAMILIES
 from engine.models.own_layers import Calls, OwnEmbedding, OwnLinear, own_linears
-from engine.models.registry import max_positions
+from engine.models.registry import architecture_of, max_positions
 from engine.models.text_part import COMPOSITES
 from engine.models.transformers_model import TransformersModel
 from engine.models.verified import COMPARED_WITH, REFUSED, VERIFIED
@@ -38,7 +38,7 @@ from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 from tests.engine.fakes import add, assert_idle, run, tokens_of
 from tests.engine.kernels.variants import VARIANTS, best_and_slow_others
-from tests.engine.tiny_models import Progress, advance, edit_config, make_model, make_runner
+from tests.engine.tiny_models import Progress, advance, edit_config, expected_logprobs, make_model, make_runner
 from tools.small_models import VARIATIONS, build, save, small_config
 from tools.verified_models import (
     NUM_ANSWER_TOKENS,
@@ -53,10 +53,10 @@ from tools.verified_models import (
 NAMES = candidates()
 SERVED = sorted(VERIFIED)
 # Parallel blocks and scaled logits, windows of some layers, latents and a linear layer that is never called, experts,
-# sinks, learned positions, partial rotation, a head that asks the decoder inside its model; positions after padding's
-# and a head below another module, positions that the model counts itself, layers that attend twice, attention that is
-# made to ask for ours.
-QUICK = ["cohere", "cohere2", "longcat_flash", "granitemoe", "gpt_oss", "gpt2", "gpt_neox", "olmo2", "opt"]
+# experts whose weights are transposed, sinks, learned positions, partial rotation, a head that asks the decoder inside
+# its model; positions after padding's and a head below another module, positions that the model counts itself, layers
+# that attend twice, attention that is made to ask for ours.
+QUICK = ["cohere", "cohere2", "longcat_flash", "granitemoe", "aria_text", "gpt_oss", "gpt2", "gpt_neox", "olmo2", "opt"]
 QUICK += ["roberta", "bart", "diffllama", "falcon", "gpt_neo"]
 
 
@@ -154,7 +154,7 @@ def test_a_refused_one_is_told_why(tmp_path: Path, model_type: str) -> None:
     assert f"model type {model_type} is not supported: {REFUSED[model_type]}" in caught.value.message
 
 
-LATENT = {"deepseek_v2", "deepseek_v3"}
+LATENT = {"deepseek_v2", "deepseek_v3", "minicpm3"}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -196,7 +196,7 @@ def small(model_type: str, path: Path) -> Path:
 def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
     path = small("olmo2", tmp_path / "model")
     edit_config(path, quantization_config={"quant_method": "gptq"})
-    with pytest.raises(StartupError, match="quantization_config"):
+    with pytest.raises(StartupError, match=r"quantization_config of gptq is not supported by .* transformers' code"):
         make_runner(path)
 
 
@@ -239,6 +239,60 @@ def test_mxfp4_is_widened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     torch.testing.assert_close(sequence.logprobs[len(prompt) - 1], expected, atol=1e-4, rtol=1e-4)
     (said,) = [record for record in caplog.records if "mxfp4 weights are widened" in record.message]
     assert vars(said)["memory_of_the_file"] == "8 times"  # four bits become a float32
+
+
+LONGROPE = {
+    "type": "longrope",  # as published checkpoints spell it
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 2.0, 2.5, 2.6, 2.7],
+    "long_factor": [2.0, 2.5, 3.0, 4.0, 6.0, 9.0, 9.5, 10.0],
+    "original_max_position_embeddings": 64,
+}
+
+
+def with_longrope(model_type: str, path: Path) -> Path:
+    small(model_type, path)
+    scales = {"short_mscale": 1.1, "long_mscale": 1.4} if model_type == "phimoe" else {}
+    edit_config(path, rope_parameters=None, rope_theta=10000.0, rope_scaling={**LONGROPE, **scales})
+    return path
+
+
+@pytest.mark.parametrize("model_type", ["minicpm3", "phimoe", "olmo2"])
+def test_longrope_is_chosen_by_the_longest_sequence(tmp_path: Path, model_type: str) -> None:
+    """As transformers chooses for a sequence of that length; whole, in chunks and token by token."""
+    path = with_longrope(model_type, tmp_path / "model")
+    prints = set()
+    for max_model_len, length in ((256, 90), (64, 60)):
+        runner = make_runner(path, max_model_len=max_model_len)
+        prints.add(runner.spec.fingerprint())
+        token_ids = [3 + i * i * 7 % 90 for i in range(length)]
+        for sizes in ((length,), (40, 13, 1, 1, length - 55)):
+            sequence = Progress(token_ids, [4, 2, 7, 1, 9, 3])
+            for size in sizes:
+                advance(runner, [sequence], [size])
+            expected = expected_logprobs(path, token_ids)
+            for position, logprobs in sequence.logprobs.items():
+                torch.testing.assert_close(logprobs, expected[position], atol=2e-4, rtol=0)
+    assert len(prints) == 2
+
+
+def test_long_and_short_frequencies_differ(tmp_path: Path) -> None:
+    """What the test above compares would differ if the other set were taken."""
+    path = with_longrope("olmo2", tmp_path / "model")
+    results = []
+    for max_model_len in (256, 64):
+        sequence = Progress(list(range(3, 53)), [4, 2, 7, 1])
+        advance(make_runner(path, max_model_len=max_model_len), [sequence], [50])
+        results.append(sequence.logprobs[49])
+    assert (results[0] - results[1]).abs().max() > 0.1
+
+
+def test_longrope_without_its_limit_is_refused(tmp_path: Path) -> None:
+    path = small("olmo2", tmp_path / "model")
+    given = {key: value for key, value in LONGROPE.items() if key != "type"}
+    given |= {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": "many"}
+    edit_config(path, rope_parameters=given)
+    with pytest.raises(StartupError, match="original_max_position_embeddings"):
+        make_runner(path)
 
 
 def test_a_model_type_of_another_architecture_is_refused(tmp_path: Path) -> None:
@@ -355,6 +409,12 @@ def test_a_pair_is_told_which_part_is_served(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_variants_of_a_type(tmp_path: Path, model_type: str, flags: dict[str, object]) -> None:
     compare(model_type, tmp_path, flags)
+
+
+def test_a_name_in_other_letters(tmp_path: Path) -> None:
+    path = small("phimoe", tmp_path / "model")
+    edit_config(path, architectures=["PhiMoEForCausalLM"])
+    assert architecture_of(open_model(path)) == "PhimoeForCausalLM"
 
 
 @pytest.mark.parametrize(
@@ -498,9 +558,11 @@ def test_a_tied_weight_is_kept_once(tmp_path: Path, model_type: str, looks_up: b
 @pytest.mark.parametrize(
     ("model_type", "left"),
     [
-        ("gpt2", "Embedding: "),
-        ("granitemoe", "Embedding: 6144, GraniteMoeExperts: "),
-    ],  # Conv1D and a tied head; experts
+        ("gpt2", "Embedding: "),  # Conv1D and a tied head
+        ("granitemoe", "Embedding: 6144, GraniteMoeTopKRouter: 1024"),  # experts
+        # Experts of a form of their own.
+        ("longcat_flash", "Embedding: 6144, LatentAttention: 24576, Linear: 1536, LongcatFlashExperts: "),
+    ],
 )
 def test_what_is_not_quantised_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, model_type: str, left: str

@@ -1,0 +1,97 @@
+"""Baton's experts in the place of transformers', in models that run on transformers' code. Routers stay transformers'.
+
+transformers computes most mixtures through one interface (`transformers.integrations.moe`): a module has all experts'
+weights in two tensors, and flags that say how they lie there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from common.allocator import give_back_freed
+from engine.kernels.library import Activation, Kernels
+from engine.layers import Linear
+from engine.models.experts import ExpertMLPs, Gate
+
+_INTERFACE = "transformers.integrations.moe"
+
+
+class OwnExperts(nn.Module):
+    """Stands in the place of a module of that interface."""
+
+    def __init__(self, mlps: ExpertMLPs) -> None:
+        super().__init__()
+        self.mlps = mlps
+        self.num_experts = len(mlps.downs)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        return self.mlps(hidden_states, top_k_index, top_k_weights)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether the module is one of the interface that `own_experts` takes: with gates, and no norm behind experts."""
+    flags = vars(module)
+    return (
+        flags.get("has_gate") is True
+        and flags.get("has_post_expert_norm") is False
+        and {"has_bias", "is_transposed", "is_concatenated"} <= flags.keys()
+        and hasattr(module, "_apply_gate")
+        and all(_weight(module, name).dim() == 3 for name in ("gate_up_proj", "down_proj"))
+    )
+
+
+def experts_of(base: nn.Module) -> list[tuple[nn.Module, list[str]]]:
+    """Those that `own_experts` takes, each by its parent and its name there, in a list."""
+    return [
+        (parent, [name]) for parent in base.modules() for name, child in parent.named_children() if is_experts(child)
+    ]
+
+
+def own_experts(module: nn.Module, kernels: Kernels) -> OwnExperts:
+    """Experts of ours for a module that `is_experts`. It loses its weights, one tensor after the other, so that no more
+    than one is in memory twice."""
+    gate_ups, downs = (_packed(module, name, kernels) for name in ("gate_up_proj", "down_proj"))
+    mlps = ExpertMLPs(gate_ups, downs, _gate(module))
+    mlps.finish(kernels)
+    return OwnExperts(mlps)
+
+
+def _weight(module: nn.Module, name: str) -> torch.Tensor:
+    weight = getattr(module, name, None)
+    return weight.detach() if isinstance(weight, torch.Tensor) else torch.empty(0)
+
+
+def _packed(module: nn.Module, name: str, kernels: Kernels) -> list[Linear]:
+    weights = _weight(module, name)
+    delattr(module, name)
+    biases = _weight(module, f"{name}_bias") if module.has_bias else [None] * len(weights)
+    linears = []
+    for weight, bias in zip(weights, biases, strict=True):
+        linear = Linear.of(weight.T.contiguous() if module.is_transposed else weight, bias)
+        linear.finish(kernels)
+        linears.append(linear)
+    del weights, weight
+    give_back_freed()
+    return linears
+
+
+def _gate(module: nn.Module) -> Activation | Gate:
+    """An activation if that is all there is between the products, and the kernels know it; else the module's code,
+    which asks for none of its weights."""
+    gate = module._apply_gate
+    is_default = getattr(gate, "__module__", None) == _INTERFACE
+    activation = _activation(getattr(module, "act_fn", None))
+    if is_default and module.is_concatenated and not module.has_bias and activation is not None:
+        return activation
+    return gate  # type: ignore[return-value]
+
+
+def _activation(function: object) -> Activation | None:
+    from transformers.activations import GELUTanh, SiLUActivation
+
+    if isinstance(function, nn.SiLU | SiLUActivation):
+        return Activation.SILU
+    return Activation.GELU_TANH if isinstance(function, GELUTanh) else None
