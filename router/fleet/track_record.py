@@ -13,7 +13,6 @@ if there is no other; without a prefill worker prompts are computed in place: `r
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
 from collections import deque
@@ -150,10 +149,10 @@ class TrackRecord:
         if (record := self._records.get(worker)) is not None:
             record.num_probes = max(record.num_probes - 1, 0)
 
-    def probing(self, *workers: Incarnation) -> contextlib.AbstractContextManager[None]:
+    def probing(self, *workers: Incarnation) -> Probing:
         """While a request runs on workers that have failed before, no other request probes them. Requests that began
         before the failure do not count as probes: they may go on for long."""
-        return _Probing(self, workers)
+        return Probing(self, workers)
 
     def failed(self, worker: Incarnation, now: float) -> None:
         """Counts a failure that was the worker's fault."""
@@ -213,7 +212,7 @@ class TrackRecord:
             del self._records[gone]
 
 
-class _Probing:
+class Probing:
     """See `TrackRecord.probing`. A generator would cost each request more."""
 
     __slots__ = ("_probed", "_record", "_workers")
@@ -222,9 +221,15 @@ class _Probing:
         self._record = record
         self._workers = workers
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Probing:
         self._probed = [worker for worker in self._workers if self._record.began(worker)]
+        return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends it now, if it has not ended."""
         for worker in self._probed:
             self._record.ended(worker)
+        self._probed = []

@@ -7,7 +7,6 @@ note how workers did.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -111,9 +110,8 @@ class Attempts:
         with (
             self._registry.sending(load_of(decision)),
             track.probing(decode.incarnation),
-            contextlib.ExitStack() as until_first_token,
+            track.probing(*[helper.incarnation for helper in helpers]) as until_first_token,
         ):
-            until_first_token.enter_context(track.probing(*(helper.incarnation for helper in helpers)))
             try:
                 async with aclosing(call):
                     async for event in call:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
@@ -111,11 +110,13 @@ class _Allowed:
     def __enter__(self) -> None:
         requests, quotas = self._requests, self._quotas
         key, tenant = requests[0].client, requests[0].tenant
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(self._streams)
+        self._streams.__enter__()
+        try:
             quotas.prompt(key, tenant, sum([len(one.prompt_token_ids) for one in requests]))
             quotas.more_requests(key, tenant, len(requests) - 1)
-            undo.pop_all()
+        except BaseException as error:
+            self._streams.__exit__(type(error), error, error.__traceback__)
+            raise
         for one in requests:
             one.charge.num_tokens = len(one.prompt_token_ids)
             self._demand.prompt(len(one.prompt_token_ids))  # before they get a place: autoscalers make places of it

@@ -65,6 +65,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
+            self._template.globals = {**self._template.globals}  # a chain of dictionaries is slow to read through
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateError as error:
             raise UnavailableError(f"the model's chat template cannot be compiled: {error}") from error

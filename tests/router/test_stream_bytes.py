@@ -13,7 +13,7 @@ import h11
 import pytest
 
 from router.api.rest.disconnect import ClientGoneError, EventStream, unless_gone
-from router.api.rest.protocol import ON_GONE, WRITE_PIECE, _write_piece
+from router.api.rest.protocol import ON_GONE, WRITE_PIECE, _take_body, _write_piece
 from tests.router.conftest import StartRouter
 from tests.router.fake_worker import ANSWER, FakeWorker
 
@@ -55,6 +55,43 @@ async def test_pieces_are_chunks_of_http_1_1(worker: FakeWorker, start_router: S
         assert text_of(got) == ANSWER
         client.start_next_cycle()
     writer.close()
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (0, 40, -1)])
+async def test_a_body_may_come_with_its_head_or_later(
+    worker: FakeWorker, start_router: StartRouter, cuts: tuple[int, ...]
+) -> None:
+    router = await start_router(worker)
+    parts = urlsplit(router.url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    sent = question("1.1")
+    start = len(sent) - len(BODY)
+    ends = [start + cut % len(BODY) for cut in cuts]
+    for begin, end in zip([0, *ends], [*ends, len(sent)], strict=True):
+        writer.write(sent[begin:end])
+        await writer.drain()
+        await asyncio.sleep(0.1)
+    got = await asyncio.wait_for(reader.readuntil(b"data: [DONE]\n\n"), 20)
+    assert got.startswith(b"HTTP/1.1 200 ")
+    writer.close()
+
+
+def test_a_body_is_taken_if_all_of_it_is_there() -> None:
+    def cycle(**others: object) -> Any:
+        event = asyncio.Event()
+        event.set()
+        state = {"more_body": False, "disconnected": False, "waiting_for_100_continue": False}
+        return SimpleNamespace(body=bytearray(b"{}"), message_event=event, **{**state, **others})
+
+    for name in ("more_body", "disconnected", "waiting_for_100_continue"):
+        others = cycle(**{name: True})
+        assert _take_body(others) is None
+        assert others.body == b"{}"
+        assert others.message_event.is_set()  # `receive` gives it
+    whole = cycle()
+    assert _take_body(whole) == b"{}"
+    assert whole.body == b""
+    assert not whole.message_event.is_set()  # the next `receive` waits for what comes next
 
 
 async def test_a_client_of_http_1_0_gets_no_chunks(worker: FakeWorker, start_router: StartRouter) -> None:

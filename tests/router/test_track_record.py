@@ -58,6 +58,15 @@ def test_requests_that_were_there_before_probe_nothing() -> None:
     assert record.suspended(A, OPEN_S) == ""
 
 
+def test_a_probe_that_ends_early_ends_once() -> None:
+    record = tripped()
+    with record.probing(A), record.probing(A) as shorter:
+        shorter.close()
+        shorter.close()
+        assert "probed by another" in record.suspended(A, OPEN_S)
+    assert record.suspended(A, OPEN_S) == ""
+
+
 def answers(record: TrackRecord, paces_ms: dict[str, float], now: float = 0, num: int = MIN_ANSWERS) -> None:
     for _ in range(num):
         for name, pace_ms in paces_ms.items():

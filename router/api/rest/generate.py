@@ -24,8 +24,10 @@ from router.api.rest.responses import ResponseAnswer
 from router.api.rest.responses_body import ResponsesBody
 from router.api.rest.tools import NamedTool
 from router.fleet.served_model import ServedModel
+from router.serving.admission import Ending
 from router.serving.choices import Hold, candidates
 from router.serving.clients import CallHints, call_hints
+from router.serving.gate import HeldBytes
 from router.serving.request import GenerationRequest, Prompt
 
 DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's text completion gives if max_tokens is not set
@@ -110,7 +112,8 @@ class GenerationHandlers(Handlers):
     ) -> Response:
         request_id = request_id_of(request, body.request_id)
         hints = call_hints(request.headers, body.session())
-        ask = partial(self._answer, body, prompts, make_answer, request_id, arrived_at, hints)
+        held: HeldBytes = request.state.held_bytes  # what comes of the body counts like the body
+        ask = partial(self._answer, body, prompts, make_answer, request_id, arrived_at, hints, held.grow)
         headers = {"X-Request-Id": request_id}
         if not body.stream:
             return await json_answer(request, _whole(ask), headers)
@@ -125,6 +128,7 @@ class GenerationHandlers(Handlers):
         request_id: str,
         arrived_at: float,
         hints: CallHints,
+        hold: Hold,
         within: contextlib.ExitStack,
     ) -> Answer | ResponseAnswer:
         """`within` has to stay open until the answer's end."""
@@ -155,18 +159,20 @@ class GenerationHandlers(Handlers):
         check = self._front.preparation.check_guided
         await check(requests[0].sampling_params, requests[0].sampling_field, given[0].guided_by)
         choices = candidates(requests, body.choices)
-        within.enter_context(admission.gate.requests(client.name if client else "", len(choices) - 1))
+        if len(choices) > 1:
+            within.enter_context(admission.gate.requests(client.name if client else "", len(choices) - 1))
         field = "prompt" if len(given) > 1 else body.choices.field()
         within.enter_context(self._front.generation.allowed(choices, field))
-        hold = within.enter_context(admission.gate.bytes_held()).grow
         answer = make_answer(choices, request_id, hold)
-
-        def count_failure() -> None:
-            if answer.failure is not None:
-                ending.failed(answer.failure)
-
-        within.callback(count_failure)
+        if body.stream:
+            within.callback(_count_failure, answer, ending)
         return answer
+
+
+def _count_failure(answer: Answer | ResponseAnswer, ending: Ending) -> None:
+    """A stream tells a failure as an event, and raises nothing."""
+    if answer.failure is not None:
+        ending.failed(answer.failure)
 
 
 async def _whole(ask: Ask) -> AsyncGenerator[bytes, None]:

@@ -30,6 +30,8 @@ WRITE_PIECE = "baton.write_piece"
 message that begins it (without a length) and the one that ends it."""
 ON_GONE = "baton.on_gone"
 """In a request's ASGI scope while it is answered: an `OnGone`."""
+TAKE_BODY = "baton.take_body"
+"""In a request's ASGI scope while it is answered: a `TakeBody`."""
 
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -41,6 +43,8 @@ WritePiece = Callable[[bytes], Awaitable[None] | None]
 OnGone = Callable[[Callable[[], None] | None], None]
 """Sets what is called, soon, if the client disconnects before its answer is complete; None: nothing any more. The
 request's body must have been read."""
+TakeBody = Callable[[], bytes | None]
+"""Takes the request's body, if all of it is there; None if it has to be received."""
 
 
 def _closing(error: BatonError) -> bytes:
@@ -109,6 +113,7 @@ class LimitedProtocol(H11Protocol):
         """The application, with a short way for an answer's pieces."""
         cycle = self.cycle
         scope[ON_GONE] = functools.partial(self._watch, cycle)
+        scope[TAKE_BODY] = functools.partial(_take_body, cycle)
         if scope["http_version"] == "1.1" and scope["method"] != "HEAD":
             scope[WRITE_PIECE] = functools.partial(_write_piece, cycle)
             if _stays_open(scope["headers"]):
@@ -117,7 +122,7 @@ class LimitedProtocol(H11Protocol):
             await self._app(scope, receive, send)
         finally:
             scope.pop(WRITE_PIECE, None)  # it holds the cycle that holds the scope
-            del scope[ON_GONE]
+            del scope[ON_GONE], scope[TAKE_BODY]
 
     async def _send(
         self, cycle: RequestResponseCycle, send: Send, start: list[dict[str, Any]], message: dict[str, Any]
@@ -144,7 +149,7 @@ class LimitedProtocol(H11Protocol):
         """Whether all of the request was read and nothing after it, and the connection takes another one."""
         states = self.conn.our_state, self.conn.their_state
         is_done = states == (h11.SEND_RESPONSE, h11.DONE) and cycle.keep_alive and not cycle.disconnected
-        return is_done and self.conn.next_event() is h11.NEED_DATA  # it is PAUSED if the next request is there
+        return is_done and not self.conn.trailing_data[0]
 
     def _writes_whole(self, cycle: RequestResponseCycle, start: dict[str, Any], body: bytes) -> bool:
         """False if only h11 may say what is wrong with a header. h11 does not hear of the answer, and forgets the
@@ -292,6 +297,15 @@ def _length(headers: Headers) -> bytes | None:
         if name == b"content-length":
             found = value
     return found
+
+
+def _take_body(cycle: RequestResponseCycle) -> bytes | None:
+    """What `cycle.receive` would give without waiting, as most bodies come with their request's head."""
+    if cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
+        return None
+    cycle.message_event.clear()
+    body, cycle.body = bytes(cycle.body), bytearray()
+    return body
 
 
 def _write_piece(cycle: RequestResponseCycle, data: bytes) -> Awaitable[None] | None:
