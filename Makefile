@@ -85,7 +85,7 @@ test-kernels: $(STAMP) kernels ## Test the CPU kernels: every variant that this 
 test-models: $(STAMP) kernels $(PACKAGED) ## Test every family of models: plain, quantised, GGUF, by transformers' own code, and across two workers
 	@$(call tier,models)
 
-test-features: $(STAMP) kernels ## Test guided text, speculation, hedges, beams, second turns, several router processes, across workers
+test-features: $(STAMP) kernels ## Test guided text, speculation, hedges, beams, second turns, several router processes, benchmarks, across workers
 	@$(call tier,features)
 
 survey-models: $(STAMP) kernels ## Compare every decoder of transformers that can be built small; writes the list of those served

@@ -29,6 +29,7 @@ TIERS = {
     "kernels": ("engine/kernels", "engine/test_sampler.py", "integration/test_kernels.py"),
     "models": (
         "engine/test_embeddings.py",
+        "engine/test_model_embedded.py",
         "engine/test_model_engine.py",
         "engine/test_model_families.py",
         "engine/test_model_gguf.py",
@@ -41,8 +42,7 @@ TIERS = {
     ),
     "features": (
         "baton/test_beam_search.py",
-        "bench/test_noisy_tenant.py",
-        "bench/test_router_bench.py",
+        "bench",
         "engine/test_guided_text.py",
         "engine/test_prompt_scores.py",
         "engine/test_speculation_models.py",

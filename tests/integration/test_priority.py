@@ -13,8 +13,9 @@ from common.sampling import SamplingOptions
 from tests.chaos.tiny_model import random_prompt, write_tiny_model
 from tests.integration.ask import Salt
 from tests.integration.stack import Fleet, running, wait_for
+from tests.nixl import needs_nixl
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow, needs_nixl]
 
 # In the order in which they come. A step of priority is worth ten seconds, all come within a few.
 PRIORITIES = {"later": 50, "first": 0, "second": 0, "soon": -50}
@@ -25,8 +26,9 @@ OPTIONS: SamplingOptions = {"temperature": 0.0, "ignore_eos": True}
 
 def test_the_queue_is_in_the_order_of_priority(tmp_path: Path, salt: Salt) -> None:
     write_tiny_model(tmp_path / "model", max_len=MAX_LEN)
+    # Without a store: a request that asks one counts as waiting before it is in the queue.
     flags = (f"--model={tmp_path / 'model'}", "--num-blocks=4096", "--queue-policy=priority", "--max-num-seqs=1")
-    fleet = Fleet(tmp_path, *flags, prefill=1, decode=1, router_flags=("--min-remote-tokens=1",))
+    fleet = Fleet(tmp_path, *flags, "--connector=nixl", prefill=1, decode=1, router_flags=("--min-remote-tokens=1",))
     ended: list[str] = []
     with running(fleet), fleet.client() as client, ThreadPoolExecutor(len(PRIORITIES)) as pool:
 
