@@ -81,25 +81,21 @@ def converter(cache: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.mark.slow
-def test_conversion_survives_a_kill_and_runs_once(cache: Path) -> None:
+def test_conversion_survives_a_kill_and_runs_once(tmp_path: Path) -> None:
     if not embedded_model.package_is_installed():
         pytest.skip("the embedded model's package is not installed")
-    models = cache / "models"
-    killed = converter(cache)
+    models = tmp_path / "models"
+    killed = converter(tmp_path)
     deadline = time.monotonic() + 120
-    while not list(models.glob(".*.partial")) and time.monotonic() < deadline:
+    while not list(models.glob(".*.partial")):
+        assert killed.poll() is None and time.monotonic() < deadline, "no conversion was seen"
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert [path for path in models.iterdir() if not path.name.startswith(".")] == []
 
-    converters = [converter(cache) for _ in range(2)]
+    converters = [converter(tmp_path) for _ in range(2)]
     outputs = [process.communicate(timeout=250) for process in converters]
     assert [process.returncode for process in converters] == [0, 0], outputs
     assert outputs[0][0] == outputs[1][0] != ""
@@ -107,16 +103,16 @@ def test_conversion_survives_a_kill_and_runs_once(cache: Path) -> None:
     left = [path.name for path in models.iterdir()]
     assert [name for name in left if name.endswith(".partial")] == []
 
-    path = ensure_model("HuggingFaceTB/SmolLM2-135M-Instruct", str(cache), silent)
+    path = ensure_model("HuggingFaceTB/SmolLM2-135M-Instruct", str(tmp_path), silent)
     assert str(path) == outputs[0][0].strip()
-    assert ensure_model("SmolLM2-135M-Instruct", str(cache), silent) == path
+    assert ensure_model("SmolLM2-135M-Instruct", str(tmp_path), silent) == path
     with next(models.glob(".*.lock")).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of transformers, about the age of what it loads
-def test_converted_model_is_the_gguf(cache: Path) -> None:
+def test_converted_model_is_the_gguf(tmp_path: Path) -> None:
     if not embedded_model.package_is_installed():
         pytest.skip("the embedded model's package is not installed")
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -126,7 +122,7 @@ def test_converted_model_is_the_gguf(cache: Path) -> None:
     from engine.batch import SampleInput, SequenceInput
     from engine.model_runner import ModelRunner
 
-    path = ensure_model(NAME, str(cache), lambda line: None)
+    path = ensure_model(NAME, str(tmp_path), lambda line: None)
     gguf = embedded_model._gguf_file()
     files = tokenizer_files(path)
     assert {"tokenizer.json", "chat_template.jinja", "generation_config.json"} <= set(files)
