@@ -9,8 +9,11 @@ added, beside what the weights take in that dtype. The page cache is warm: the f
 measured is copying and packing, not the disk. With `--cold` the files leave the page cache before each load, and `dd`
 of them stands beside the others.
 
-`huge` is `readinto` into memory of huge pages, as the kernels' weights have it. In a virtual machine whose host gives
-memory only when it is touched, that alone may take most of the time: huge pages are seldom those that were in use.
+`huge` is `readinto` into memory of huge pages, as the kernels' weights have it.
+
+A virtual machine's host may give memory only when it is touched, and take it back seconds after it became free: the
+first touch of a gigabyte took 0.1 s or 1.5 s by that alone. So each way begins right after its process has touched all
+free memory and let go of it.
 """
 
 from __future__ import annotations
@@ -56,14 +59,25 @@ if way == "baton":
 if way == "transformers":
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-def anonymous():
-    (line,) = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
+def bytes_of(file, name):
+    (line,) = [line for line in open(file) if line.startswith(name)]
     return int(line.split()[1]) * 1024
+
+def touch_free_memory():
+    num_bytes = max(bytes_of("/proc/meminfo", "MemFree") - (1 << 30), 1 << 20)
+    with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        for at in range(0, num_bytes, mmap.PAGESIZE):
+            memory[at] = 1
+
+def anonymous():
+    return bytes_of("/proc/self/status", "RssAnon")
 
 def watch():
     while not done.wait(0.005):
         peaks.append(anonymous())
 
+touch_free_memory()
 before, peaks, done = anonymous(), [0], threading.Event()
 thread = threading.Thread(target=watch)
 thread.start()

@@ -29,9 +29,10 @@ class MatrixPlace(Protocol):
     def plain(self) -> torch.Tensor:
         """Memory to be filled with a matrix that is not quantised, or is widened."""
 
-    def pack(self, tensor: torch.Tensor, kernels: Kernels) -> bool:
-        """Packs a plain matrix for the kernels instead of filling `plain`. Returns False and does nothing if `finish`
-        needs the plain matrix. A checkpoint packs either all its matrices so, or none."""
+    def pack(self, start: int, rows: torch.Tensor, kernels: Kernels) -> bool:
+        """Packs rows of a plain matrix for the kernels, from number `start` on, instead of filling `plain`. `start` is
+        a multiple of any panel. Returns False and does nothing if `finish` needs the plain matrix. A checkpoint packs
+        either all its matrices so, or none."""
 
     def take(self, tensor: QuantizedTensor, kernels: Kernels) -> None:
         """Keeps a quantised matrix as it is, packed for the kernels. In place of filling `plain`."""
@@ -171,8 +172,8 @@ class Rows:
     def plain(self) -> torch.Tensor:
         return self.linear._filled()[self.start : self.stop]
 
-    def pack(self, tensor: torch.Tensor, kernels: Kernels) -> bool:
-        return self.linear.pack(self.start, tensor, kernels)
+    def pack(self, start: int, rows: torch.Tensor, kernels: Kernels) -> bool:
+        return self.linear.pack(self.start + start, rows, kernels)
 
     def take(self, tensor: QuantizedTensor, kernels: Kernels) -> None:
         self.linear.take(self.start, tensor, kernels)
@@ -257,14 +258,16 @@ class Embedding:
             raise RuntimeError("the embedding is packed")
         return self.weight
 
-    def pack(self, tensor: torch.Tensor, kernels: Kernels) -> bool:
+    def pack(self, start: int, rows: torch.Tensor, kernels: Kernels) -> bool:
         if not self._is_head_too or kernels.quantization != "none":
             return False
-        if self.packed is None and _torch_from_rows(self.plain(), kernels) is not None:
-            return False
-        packed = self.packed or PackedLinear.empty(kernels, *self.shape, WeightKind.of(self._dtype))
-        pack_rows(packed, 0, tensor, self._dtype)
-        self.share(packed)
+        packed = self.packed
+        if packed is None:
+            if _torch_from_rows(self.plain(), kernels) is not None:
+                return False
+            packed = PackedLinear.empty(kernels, *self.shape, WeightKind.of(self._dtype))
+            self.share(packed)
+        pack_rows(packed, start, rows, self._dtype)
         return True
 
     def share(self, packed: PackedLinear) -> None:

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
-from typing import Self
 
 import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
 from common.errors import StartupError
-from common.model_files import ModelFiles, read_safetensors_header
+from common.model_files import ModelFiles
 from engine.checkpoints.checkpoint import CheckpointTensor, readable
 from engine.checkpoints.gguf_file import read_gguf
 from engine.checkpoints.gguf_weights import gguf_tensors
 from engine.checkpoints.hf_quantized import quantized_tensors, scheme_of
+from engine.checkpoints.safetensors_file import SafetensorsFile
+from engine.kernels.grouped import QuantizedTensor
 from engine.kernels.library import Kernels
 from engine.layers import Place
 
 log = logging.getLogger(__name__)
 
 _LOG_INTERVAL_S = 5.0
-_AHEAD_BYTES = 128 << 20
-_ASKED_BYTES = 2 << 20  # at a time: the system cuts longer wishes off
 
 
 def load_weights(
@@ -90,16 +86,15 @@ def _fill(place: Place, each: CheckpointTensor, kernels: Kernels | None, *, pack
         raise StartupError(
             f"{each.file}: tensor {each.name} has shape {list(tensor.shape)}, config.json asks for {list(place.shape)}"
         )
-    if isinstance(tensor, torch.Tensor):
-        if not tensor.is_floating_point() or tensor.itemsize < 2:
+    if not isinstance(tensor, QuantizedTensor):
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise StartupError(
                 f"{each.file}: tensor {each.name} is {tensor.dtype}. It looks quantised, but config.json has no "
                 "quantization_config that says how; take another checkpoint of this model"
             )
-        if isinstance(place, torch.Tensor):
-            place.copy_(tensor)
-        elif kernels is None or not packs or not place.pack(tensor, kernels):
-            place.plain().copy_(tensor)
+        with readable(each.file):
+            for start, rows in ((0, tensor),) if isinstance(tensor, torch.Tensor) else tensor.pieces():
+                _put(place, start, rows, kernels if packs else None)
     elif isinstance(place, torch.Tensor):
         raise StartupError(f"{each.file}: tensor {each.name} is quantised as {each.format}, and no matrix")
     elif kernels is not None:
@@ -110,6 +105,17 @@ def _fill(place: Place, each: CheckpointTensor, kernels: Kernels | None, *, pack
         plain = place.plain()
         for start, stop in tensor.pieces():
             plain[start:stop].copy_(tensor.rows(start, stop).dequantize())
+
+
+def _put(place: Place, start: int, rows: torch.Tensor, kernels: Kernels | None) -> None:
+    """Rows of a plain tensor from number `start` on, packed if there are `kernels` and the place packs."""
+    if isinstance(place, torch.Tensor):
+        plain = place
+    elif kernels is None or not place.pack(start, rows, kernels):
+        plain = place.plain()
+    else:
+        return
+    (plain[start : start + rows.shape[0]] if rows.dim() else plain).copy_(rows)
 
 
 def _log_formats(files: ModelFiles, formats: Mapping[str, int], kernels: Kernels | None) -> None:
@@ -153,34 +159,7 @@ def check_files(files: ModelFiles) -> None:
 
 def _safetensors(files: ModelFiles) -> Iterator[CheckpointTensor]:
     """The tensors in the order in which they lie in the files, so that a disk reads front to back."""
-    for file in files.weight_files:
-        with readable(file), safe_open(file, framework="pt") as tensors, _ReadAhead(file) as ahead:
-            position = read_safetensors_header(file)[1]
-            for name in tensors.offset_keys():
-                tensor = tensors.get_tensor(name)
-                position += tensor.nbytes
-                ahead.ask(position + _AHEAD_BYTES)
-                yield CheckpointTensor(file, name, tensor, tensor.nbytes)
-
-
-class _ReadAhead:
-    """Has the system read a file ahead while earlier tensors are packed: by itself the system reads little ahead, and
-    only while a read waits."""
-
-    def __init__(self, file: Path) -> None:
-        self._stream = file.open("rb", buffering=0)
-        self._size = file.stat().st_size
-        self._asked = 0
-
-    def ask(self, end: int) -> None:
-        """Asks for all bytes before `end` that were not asked for yet."""
-        while hasattr(os, "posix_fadvise") and self._asked < min(end, self._size):
-            with suppress(OSError):  # a file system may not take advice
-                os.posix_fadvise(self._stream.fileno(), self._asked, _ASKED_BYTES, os.POSIX_FADV_WILLNEED)
-            self._asked += _ASKED_BYTES
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stream.close()
+    for path in files.weight_files:
+        with readable(path), SafetensorsFile(path) as file:
+            for tensor in file.tensors:
+                yield CheckpointTensor(path, tensor.name, tensor, tensor.nbytes)

@@ -11,16 +11,17 @@ import torch
 from safetensors import SafetensorError
 
 from common.errors import StartupError
+from engine.checkpoints.safetensors_file import TensorInFile
 from engine.kernels.grouped import QuantizedTensor
 
 
 @dataclass(slots=True, frozen=True)
 class CheckpointTensor:
-    """A tensor of a checkpoint, under its name in transformers. A quantised tensor is read when it is needed."""
+    """A tensor of a checkpoint, under its name in transformers. Only a plain one of GGUF is read already."""
 
     file: Path
     name: str
-    tensor: torch.Tensor | QuantizedTensor
+    tensor: torch.Tensor | TensorInFile | QuantizedTensor
     num_bytes: int  # in the file
     format: str = ""  # of a quantised one
 

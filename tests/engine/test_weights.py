@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import StartupError
-from common.model_files import open_model, read_safetensors_header
+from common.model_files import open_model
 from engine import weights
+from engine.checkpoints import safetensors_file
+from engine.checkpoints.safetensors_file import SafetensorsFile
 from engine.weights import load_weights
 from tests.engine.test_model_families import check
 from tests.engine.tiny_models import advance, make_model, make_runner, random_sequences
@@ -181,32 +182,72 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     assert "lacks tensor model.layers.2.block_sparse_moe.experts.3.w2.weight" in refusal(path)
 
 
-def test_a_file_is_read_front_to_back_and_asked_for_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wider dtypes lie first in it, so names are in another order."""
+def test_a_file_is_read_front_to_back_a_piece_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_file, "_PIECE_BYTES", 6000)
+    tensors = {
+        "matrix": torch.randn(900, 5),
+        "cube": torch.randn(1100, 2, 2).bfloat16(),
+        "number": torch.tensor(3.0, dtype=torch.float64),
+        "nothing": torch.empty(0, 4),
+        "row": torch.randn(7),
+    }
+    save_file(tensors, tmp_path / "file")
+    begun: list[int] = []
+    with SafetensorsFile(tmp_path / "file") as file:
+        read_into = file._read_into
+        monkeypatch.setattr(file, "_read_into", lambda number: (begun.append(number), read_into(number))[1])
+        rows: dict[str, list[int]] = {}
+        for tensor in file.tensors:
+            pieces = [(row, piece.clone()) for row, piece in tensor.pieces()]
+            rows[tensor.name] = [row for row, _ in pieces]
+            whole = [piece for _, piece in pieces] or [torch.empty(0, 4)]
+            assert torch.equal(torch.cat(whole) if tensor.shape else whole[0], tensors[tensor.name])
+    assert rows == {"number": [0], "matrix": [0, 256, 512, 768], "row": [0], "cube": [0, 750], "nothing": []}
+    assert begun == list(range(8))
+
+
+def test_tensors_that_nobody_asks_for_are_left_out(tmp_path: Path) -> None:
+    tensors = {name: torch.full((3,), float(number)) for number, name in enumerate("abcdef")}
+    save_file(tensors, tmp_path / "file")
+    with SafetensorsFile(tmp_path / "file") as file:
+        for tensor in file.tensors[1::2]:
+            ((_, piece),) = tensor.pieces()
+            assert torch.equal(piece, tensors[tensor.name])
+
+
+def test_the_next_piece_is_read_while_one_is_used(tmp_path: Path) -> None:
+    save_file({"a": torch.randn(4), "b": torch.randn(4)}, tmp_path / "file")
+    with SafetensorsFile(tmp_path / "file") as file:
+        pieces = file.tensors[0].pieces()
+        next(pieces)
+        assert file._next is not None
+        number, read = file._next
+        assert number == 1
+        read.result(timeout=60)  # though nobody has asked for it
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_model(tmp_path / "model")
     (file,) = open_model(path).weight_files
-    tensors = load_file(file)
-    first = "model.norm.weight"
-    assert first == max(tensors)
-    save_file({name: each if name == first else each.bfloat16() for name, each in tensors.items()}, file)
-    asked: list[int] = []
+    places = {name: torch.empty_like(tensor) for name, tensor in load_file(file).items()}
+    real = safetensors_file.SafetensorsFile.read
 
-    def advise(_: int, start: int, length: int, advice: int) -> None:
-        assert (length, advice) == (4096, os.POSIX_FADV_WILLNEED)
-        assert start == len(asked) * 4096
-        asked.append(start)
+    def cut(self: SafetensorsFile, number: int) -> tuple[bytearray, int]:
+        file.write_bytes(file.read_bytes()[:-100])
+        return real(self, number)
 
-    monkeypatch.setattr(os, "posix_fadvise", advise)
-    monkeypatch.setattr(weights, "_AHEAD_BYTES", 20_000)
-    monkeypatch.setattr(weights, "_ASKED_BYTES", 4096)
-    (_, header_bytes) = read_safetensors_header(file)
-    names, position = [], header_bytes
-    for each in weights._safetensors(open_model(path)):
-        names.append(each.name)
-        position += each.num_bytes
-        assert min(position + 20_000, file.stat().st_size) <= 4096 * len(asked) < position + 20_000 + 4096
-    assert names[0] == first
-    assert sorted(names) == sorted(tensors)
+    monkeypatch.setattr(SafetensorsFile, "read", cut)
+    with pytest.raises(StartupError, match="it ends before byte") as caught:
+        load_weights(open_model(path), places)
+    assert str(file) in caught.value.message
+
+
+def test_a_type_that_torch_lacks_is_named(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "model")
+    (file,) = open_model(path).weight_files
+    header = json.dumps({"odd": {"dtype": "U16", "shape": [2], "data_offsets": [0, 4]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    assert f"{file}: tensor odd is U16, which is not supported" in refusal(path)
 
 
 def test_progress_is_logged_if_nobody_watches(

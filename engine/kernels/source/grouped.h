@@ -69,12 +69,12 @@ inline void pack_codes(Codes kind, const uint8_t* codes, int column, uint8_t* wo
 inline void pack_grouped(Team& team, const Layout& layout, const uint8_t* codes, const uint8_t* heads,
                          const uint8_t* blocks, int64_t n, int64_t k, uint8_t* to) {
     const int64_t bytes = layout.panel_bytes(k), width = layout.head_width(), groups = k / layout.group;
-    team.run(int((n + PANEL - 1) / PANEL), [&](int panel, int) {
+    write_panels(team, n, bytes, [&](int64_t panel) {
         uint8_t* group = to + panel * bytes;
         std::memset(group, 0, bytes);
         for (int64_t g = 0; g < groups; g++, group += layout.group_bytes())
             for (int column = 0; column < PANEL && panel * PANEL + column < n; column++) {
-                const int64_t row = int64_t(panel) * PANEL + column;
+                const int64_t row = panel * PANEL + column;
                 const uint8_t* head = heads + (row * groups + g) * width;
                 for (int64_t word = 0; word < width; word += 4) {
                     const int64_t size = std::min<int64_t>(4, width);

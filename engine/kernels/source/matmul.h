@@ -83,21 +83,47 @@ inline int8_t nearest(float value, int lowest, int highest) {
     return int8_t(rounded < lowest ? lowest : rounded > highest ? highest : rounded);
 }
 
-// Words of 4 bytes, `word(row, i)` the i-th of a row: those of equal number become neighbours. A line of the cache of
-// each row at a time, so that what is read and written stays there.
-template <class Row, class Word>
-void transpose(int64_t words, const Row& row, uint8_t* to, const Word& word) {
-    for (int64_t start = 0; start < words; start += 16) {
-        const int64_t stop = std::min<int64_t>(start + 16, words);
-        for (int column = 0; column < PANEL; column++) {
-            const auto* from = row(column);
-            for (int64_t i = start; i < stop; i++) {
-                const auto value = from ? word(from, i) : decltype(word(from, i)){};
-                static_assert(sizeof value == 4);
-                std::memcpy(to + (i * PANEL + column) * 4, &value, 4);
+// Words of 4 bytes, `word(row, i)` the i-th of a row, `LANES` of them from there on `vector(row, i)`: those of equal
+// number become neighbours. Some lines of the cache of each row at a time, so that what is read and written stays there
+// and the memory of each row is read ahead.
+template <class Row, class Word, class Vector>
+void transpose(int64_t words, const Row& row, uint8_t* to, const Word& word, const Vector& vector) {
+    constexpr int64_t BLOCK = 64;
+    static_assert(BLOCK % LANES == 0);
+    const int64_t whole = words / LANES * LANES;
+    for (int64_t block = 0; block < whole; block += BLOCK) {
+        const int64_t stop = std::min(block + BLOCK, whole);
+        for (int first = 0; first < PANEL; first += LANES) {
+            for (int64_t start = block; start < stop; start += LANES) {
+                Floats square[LANES];
+                for (int i = 0; i < LANES; i++) square[i] = row(first + i) ? vector(row(first + i), start) : Floats{};
+                transpose(square);
+                for (int i = 0; i < LANES; i++) std::memcpy(to + ((start + i) * PANEL + first) * 4, &square[i], 4 * LANES);
             }
         }
     }
+    for (int64_t i = whole; i < words; i++) {
+        for (int column = 0; column < PANEL; column++) {
+            const auto* from = row(column);
+            const auto value = from ? word(from, i) : decltype(word(from, i)){};
+            static_assert(sizeof value == 4);
+            std::memcpy(to + (i * PANEL + column) * 4, &value, 4);
+        }
+    }
+}
+
+// Pairs of bfloat16, each a word: the `i`-th of a row, and `LANES` of them from there on.
+inline std::array<bf16, 2> pair_of(const bf16* from, int64_t i) { return {from[2 * i], from[2 * i + 1]}; }
+inline std::array<bf16, 2> pair_of(const float* from, int64_t i) {
+    std::array<bf16, 2> pair;
+    for (int half = 0; half < 2; half++) narrow(&pair[half], from[2 * i + half]);
+    return pair;
+}
+inline Floats pairs_of(const bf16* from, int64_t i) { return load_as<Floats>(from + 2 * i); }
+inline Floats pairs_of(const float* from, int64_t i) {
+    bf16 pairs[2 * LANES];
+    for (int half = 0; half < 2; half++) store(pairs + half * LANES, load(from + 2 * i + half * LANES));
+    return load_as<Floats>(pairs);
 }
 
 // Which four bits of a word hold the i-th of its eight weights. Neighbours that are multiplied as a pair stand in the two
@@ -109,20 +135,13 @@ template <class T, class Row>
 void pack_panel(Kind kind, int64_t k, const Row& row, uint8_t* to) {
     auto at = [&](int column, int64_t i) { return i < k && row(column) ? widen(row(column)[i]) : 0.0f; };
     if (kind == F32) {
-        transpose(k, row, to, [](const T* from, int64_t i) { return widen(from[i]); });
+        auto one = [](const T* from, int64_t i) { return widen(from[i]); };
+        transpose(k, row, to, one, [](const T* from, int64_t i) { return load(from + i); });
         return;
     }
     if (kind == BF16) {
-        transpose(k / 2, row, to, [](const T* from, int64_t i) {
-            std::array<bf16, 2> pair;
-            if constexpr (std::is_same_v<T, bf16>) {
-                std::memcpy(&pair, from + 2 * i, sizeof pair);
-            } else {
-                narrow(&pair[0], from[2 * i]);
-                narrow(&pair[1], from[2 * i + 1]);
-            }
-            return pair;
-        });
+        auto pair = [](const T* from, int64_t i) { return pair_of(from, i); };
+        transpose(k / 2, row, to, pair, [](const T* from, int64_t i) { return pairs_of(from, i); });
         for (int column = 0; k % 2 && column < PANEL; column++) {
             bf16 pair[2];
             narrow(&pair[0], at(column, k - 1));
@@ -167,12 +186,24 @@ void pack_panel(Kind kind, int64_t k, const Row& row, uint8_t* to) {
     }
 }
 
+// Calls `task(panel)` for each of `n` rows' panels, neighbours by one thread: memory comes in huge pages when it is touched
+// first, and each of the threads that do so together clears the page, of which one is used.
+template <class Task>
+void write_panels(Team& team, int64_t n, int64_t bytes, const Task& task) {
+    constexpr int64_t HUGE_PAGE = 2 << 20;
+    const int64_t panels = (n + PANEL - 1) / PANEL, share = panels / (4 * team.num_threads());
+    const int64_t together = std::max(share, (HUGE_PAGE + bytes - 1) / bytes);
+    team.run(int((panels + together - 1) / together), [&](int part, int) {
+        for (int64_t panel = part * together; panel < std::min(panels, (part + 1) * together); panel++) task(panel);
+    });
+}
+
 template <class T>
 void pack(Team& team, Kind kind, const T* weight, int64_t n, int64_t k, uint8_t* to) {
     const int64_t bytes = panel_bytes(kind, k);
-    team.run(int((n + PANEL - 1) / PANEL), [&](int panel, int) {
+    write_panels(team, n, bytes, [&](int64_t panel) {
         auto row = [&](int column) {
-            const int64_t index = int64_t(panel) * PANEL + column;
+            const int64_t index = panel * PANEL + column;
             return index < n ? weight + index * k : nullptr;
         };
         pack_panel<T>(kind, k, row, to + panel * bytes);

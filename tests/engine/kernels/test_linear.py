@@ -114,7 +114,7 @@ def test_a_layer_packed_part_by_part_is_the_layer_packed_whole(
         parts = [part_by_part.rows(0, first), part_by_part.rows(first, n)]
         for part in reversed(parts):
             piece = weight[part.start : part.stop]
-            assert part.pack(piece, used) == (first % used.panel == 0 and not has_onednn)
+            assert part.pack(0, piece, used) == (first % used.panel == 0 and not has_onednn)
             part.plain().copy_(piece)
         whole.whole().plain().copy_(weight)
         for layer in (part_by_part, whole):
