@@ -46,14 +46,23 @@ _PACKED_ROWS = 1024  # that are converted and packed at a time; a multiple of an
 class Linear:
     """`x @ weight.T + bias`, `x` `[num_tokens, in_features]`.
 
-    `weight` `[out_features, in_features]` can be filled until `finish()`, which may repack and drop it.
+    `weight` `[out_features, in_features]` can be filled until `finish()`, which may repack and drop it. `is_head`: it
+    decides between tokens, or between experts.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        is_head: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.weight: torch.Tensor | None = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias: torch.Tensor | None = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+        self._is_head = is_head
         self._kernel: LinearKernel | None = None
         self._starts: set[int] = set()  # of the parts that are filled apart
         self._taken: dict[int, PackedGrouped] = {}  # rows that came quantised, by their first
@@ -61,9 +70,9 @@ class Linear:
         self.packed_below: float = math.inf  # tokens; from so many on another implementation is faster
 
     @classmethod
-    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_head: bool = False) -> Linear:
         """A layer on tensors that are filled already, and may belong to another layer too, as a tied embedding's."""
-        linear = cls(0, 0, bias=False, dtype=weight.dtype, device=weight.device)
+        linear = cls(0, 0, bias=False, is_head=is_head, dtype=weight.dtype, device=weight.device)
         linear.weight, linear.bias = weight, bias
         return linear
 
@@ -86,17 +95,16 @@ class Linear:
     def pack(self, start: int, tensor: torch.Tensor, kernels: Kernels) -> bool:
         """Packs the rows from `start` on as they come, if none are needed plain and each part begins a panel."""
         weight = self._filled()
-        if (
-            kernels.quantization != "none"
-            or _torch_from_rows(weight, kernels) is not None
-            or any(each % kernels.panel for each in self._starts)
-        ):
+        if _torch_from_rows(weight, kernels) is not None or any(each % kernels.panel for each in self._starts):
             return False
         if self.packed is None:
             n, k = weight.shape
-            self.packed = PackedLinear.empty(kernels, n, k, WeightKind.of(weight.dtype))
+            self.packed = PackedLinear.empty(kernels, n, k, self._kind(weight, kernels))
         pack_rows(self.packed, start, tensor, weight.dtype)
         return True
+
+    def _kind(self, weight: torch.Tensor, kernels: Kernels) -> WeightKind:
+        return kernels.kind_of(weight, is_head=self._is_head)
 
     def take(self, start: int, tensor: QuantizedTensor, kernels: Kernels) -> None:
         self._taken[start] = PackedGrouped(kernels, tensor)
@@ -115,7 +123,7 @@ class Linear:
                 places[f"{name}.bias"] = self.bias if part is None else self.bias[slice(*part)]
         return places
 
-    def finish(self, kernels: Kernels | None, *, is_head: bool = False) -> None:
+    def finish(self, kernels: Kernels | None) -> None:
         if self.weight is None:
             return
         if self.packed is not None:
@@ -123,8 +131,7 @@ class Linear:
         elif self._taken and kernels is not None:
             self.packed = self._joined(kernels, self.weight)
         elif kernels is not None:
-            kind = kernels.kind_of(self.weight, is_head=is_head)
-            self.packed = kernels.pack(self.weight, self.bias, kind)
+            self.packed = kernels.pack(self.weight, self.bias, self._kind(self.weight, kernels))
             from_rows = _torch_from_rows(self.weight, kernels)
             if from_rows is not None:
                 self.packed_below = from_rows
@@ -181,6 +188,9 @@ class Rows:
 
 def pack_rows(packed: PackedLinear, start: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     """Fills the rows of `packed` from `start` on with those of `tensor`, rounded to `dtype`."""
+    if tensor.dtype == torch.bfloat16 and dtype == torch.float32:
+        packed.fill(start, tensor)  # which widens
+        return
     for first in range(0, tensor.shape[0], _PACKED_ROWS):
         packed.fill(start + first, tensor[first : first + _PACKED_ROWS].to(dtype))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from mmap import mmap
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,8 +48,8 @@ class SafetensorsFile:
         self.tensors = [self._tensor(path, name, header[name], start) for name in names]
         self._stream = path.open("rb", buffering=0)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._buffers = [bytearray(), bytearray()]  # for pieces of even number, and of odd
-        self._next: tuple[int, Future[bytearray]] | None = None  # what is read ahead
+        self._buffers = [mmap(-1, 1), mmap(-1, 1)]  # for pieces of even number, and of odd; the system gets them back
+        self._next: tuple[int, Future[mmap]] | None = None  # what is read ahead
 
     def _tensor(self, path: Path, name: str, described: Any, start: int) -> TensorInFile:
         dtype = _DTYPES.get(described["dtype"])
@@ -59,7 +60,7 @@ class SafetensorsFile:
         self._places += [(at, min(tensor.piece_bytes, end - at)) for at in range(begin, end, tensor.piece_bytes)]
         return tensor
 
-    def read(self, number: int) -> tuple[bytearray, int]:
+    def read(self, number: int) -> tuple[mmap, int]:
         """(memory that begins with the piece of that number, its bytes), until another piece is asked for."""
         if self._next is None or self._next[0] != number:
             self._next = number, self._begin(number)
@@ -68,13 +69,13 @@ class SafetensorsFile:
         self._next = (following, self._begin(following)) if following < len(self._places) else None
         return buffer, self._places[number][1]
 
-    def _begin(self, number: int) -> Future[bytearray]:
+    def _begin(self, number: int) -> Future[mmap]:
         return self._thread.submit(self._read_into, number)
 
-    def _read_into(self, number: int) -> bytearray:
+    def _read_into(self, number: int) -> mmap:
         begin, num_bytes = self._places[number]
         if len(self._buffers[number % 2]) < num_bytes:
-            self._buffers[number % 2] = bytearray(num_bytes)
+            self._buffers[number % 2] = mmap(-1, num_bytes)
         buffer, at = self._buffers[number % 2], 0
         self._stream.seek(begin)
         while at < num_bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
@@ -16,7 +16,6 @@ from engine.models.description import DecoderConfig
 from engine.models.layer import DecoderLayer
 from engine.models.native import NativeDecoder
 from engine.models.text_part import is_composite, text_name
-from engine.progress import with_progress
 from engine.weights import load_weights
 
 
@@ -46,9 +45,11 @@ class Decoder(CausalLM):
         self.layers = [DecoderLayer(config, index, dtype, device) for index in range(self.num_layers)]
         self.norm = RMSNorm(config.hidden_size, config.eps, from_one=config.norms_from_one, dtype=dtype, device=device)
         if config.tie_word_embeddings:
-            self.head = Linear.of(self.embedding.plain())
+            self.head = Linear.of(self.embedding.plain(), is_head=True)
         else:
-            self.head = Linear(config.hidden_size, self.vocab_size, bias=False, dtype=dtype, device=device)
+            self.head = Linear(
+                config.hidden_size, self.vocab_size, bias=False, is_head=True, dtype=dtype, device=device
+            )
         self.ropes = [
             RotaryEmbedding(rope.inv_freq, rope.scale, num_positions, dtype=dtype, device=device)
             for rope in config.ropes
@@ -82,13 +83,10 @@ class Decoder(CausalLM):
         return name.endswith(".rotary_emb.inv_freq")
 
     def finish(self, kernels: Kernels | None) -> None:
-        layers: Iterable[DecoderLayer] = self.layers
-        if kernels is not None and kernels.quantization != "none":
-            layers = with_progress(self.layers, f"quantising weights to {kernels.quantization}")
-        for layer in layers:
+        for layer in self.layers:
             layer.finish(kernels)
         self.norm.finish()
-        self.head.finish(kernels, is_head=True)
+        self.head.finish(kernels)
         is_exact = kernels is not None and kernels.quantization == "none"
         if self.config.tie_word_embeddings and self.head.packed is not None and is_exact:
             self.embedding.share(self.head.packed)

@@ -107,7 +107,7 @@ class Experts:
         device: torch.device,
     ) -> None:
         self._config = config
-        self.router = Linear(hidden_size, config.num_experts, bias=False, dtype=dtype, device=device)
+        self.router = Linear(hidden_size, config.num_experts, bias=False, is_head=True, dtype=dtype, device=device)
         inner = config.inner_size
         sizes = ((hidden_size, 2 * inner), (inner, hidden_size))
         if device.type != "cpu":
@@ -141,5 +141,5 @@ class Experts:
         return places
 
     def finish(self, kernels: Kernels | None) -> None:
-        self.router.finish(kernels, is_head=True)
+        self.router.finish(kernels)
         self.mlps.finish(kernels)

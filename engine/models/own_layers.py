@@ -17,14 +17,17 @@ _NOTHING = torch.empty(0)
 class _Product:
     """One linear layer for several that are given the same tensor, such as Q, K and V."""
 
-    def __init__(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> None:
+    def __init__(
+        self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], *, is_head: bool
+    ) -> None:
         self.sizes = [len(weight) for weight in weights]
         bias = None
         if any(each is not None for each in biases):
             bias = torch.cat(
                 [weights[0].new_zeros(n) if b is None else b for n, b in zip(self.sizes, biases, strict=True)]
             )
-        self.linear = Linear.of(weights[0] if len(weights) == 1 else torch.cat(list(weights)), bias)
+        whole = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        self.linear = Linear.of(whole, bias, is_head=is_head)
         self._in_features = weights[0].shape[1]
         self._starts = [0, *accumulate(self.sizes)]
         self._x: torch.Tensor | None = None  # what `_out` was computed of; None if all parts of that were taken
@@ -72,12 +75,12 @@ def own_linears(modules: Sequence[nn.Module], kernels: Kernels | None, *, is_hea
         weights.append(weight if isinstance(module, nn.Linear) else weight.T.contiguous())
         biases.append(module.bias)
     shapes = [torch.empty_like(weight, device="meta") for weight in weights]
-    product = _Product(weights, biases)  # type: ignore[arg-type]
+    product = _Product(weights, biases, is_head=is_head)  # type: ignore[arg-type]
     weights.clear()
     for module in modules:
         del module.weight
     del weight
-    product.linear.finish(kernels, is_head=is_head)
+    product.linear.finish(kernels)
     return [
         OwnLinear(product, index, weight, bias)  # type: ignore[arg-type]
         for index, (weight, bias) in enumerate(zip(shapes, biases, strict=True))

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from mmap import mmap
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def watch():
 
 def load(model):
     settings = {"dtype": sys.argv[3], "num_blocks": 16, "kernels": sys.argv[4], "num_threads": 1}
+    settings["quantization"] = sys.argv[5]
     return ModelRunner(Path(model), EngineSettings.model_validate(settings))
 
 kept = load(sys.argv[1])  # what is imported and allocated once
@@ -82,15 +84,38 @@ def test_peak_memory(tmp_path: Path, large: Path, dtype: str, itemsize: int, ker
 def check_peak_memory(small: Path, large: Path, dtype: str, itemsize: int, kernels: str) -> None:
     """`small`: a model of the same type, which shows what is taken once."""
     num_elements = sum(tensor.numel() for tensor in load_file(large / "model.safetensors").values())
+    peak, kept = memory_of_loading(small, large, dtype, kernels)
+    size = num_elements * itemsize / MIB
+    assert size * 0.9 < kept < size * 1.1 + 8
+    assert peak < size * 1.1 + 8
+
+
+def memory_of_loading(
+    small: Path, large: Path, dtype: str, kernels: str, quantization: str = "none"
+) -> tuple[float, float]:
+    """(the most that loading took, what it keeps) of anonymous memory, in MiB."""
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(small), str(large), dtype, kernels],
+        [sys.executable, "-c", SCRIPT, str(small), str(large), dtype, kernels, quantization],
         capture_output=True,
         text=True,
         timeout=300,
         check=True,
     )
     peak, kept = map(float, result.stdout.split())
-    size = num_elements * itemsize / MIB
+    return peak, kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("quantization", "itemsize"), [("int8", 1 + 4 / 64), ("int4", 1 / 2 + 4 / 32)])
+def test_peak_memory_of_weights_that_are_quantised_as_they_come(
+    tmp_path: Path, large: Path, quantization: str, itemsize: float
+) -> None:
+    small = make_model(tmp_path / "small")
+    peak, kept = memory_of_loading(small, large, "bfloat16", "auto", quantization)
+    shapes = {name: tensor.numel() for name, tensor in load_file(large / "model.safetensors").items()}
+    size = shapes.pop("model.embed_tokens.weight") * 2 / MIB
+    size += shapes.pop("lm_head.weight") * (1 + 4 / 64) / MIB
+    size += sum(shapes.values()) * itemsize / MIB
     assert size * 0.9 < kept < size * 1.1 + 8
     assert peak < size * 1.1 + 8
 
@@ -232,7 +257,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path, monkeypat
     places = {name: torch.empty_like(tensor) for name, tensor in load_file(file).items()}
     real = safetensors_file.SafetensorsFile.read
 
-    def cut(self: SafetensorsFile, number: int) -> tuple[bytearray, int]:
+    def cut(self: SafetensorsFile, number: int) -> tuple[mmap, int]:
         file.write_bytes(file.read_bytes()[:-100])
         return real(self, number)
 

@@ -10,7 +10,8 @@ import threading
 import pytest
 import torch
 
-from engine.kernels.library import WeightKind
+from engine.kernels.choice import Choice
+from engine.kernels.library import Kernels, WeightKind
 from engine.layers import Linear
 from tests.engine.kernels.variants import VARIANTS, each_variant, kernels
 
@@ -122,6 +123,29 @@ def test_a_layer_packed_part_by_part_is_the_layer_packed_whole(
             layer.bias.copy_(bias)
             layer.finish(used)
         assert torch.equal(part_by_part(x), whole(x))
+
+
+@each_variant
+@pytest.mark.parametrize(("quantization", "is_head"), [("int8", False), ("int4", False), ("int4", True)])
+def test_a_layer_quantised_piece_by_piece_is_the_layer_quantised_whole(
+    variant: str, quantization: str, is_head: bool
+) -> None:
+    used = Kernels(Choice(variant, "a test"), 2, quantization)
+    n, k = 600, 129
+    weight, x = torch.randn(n, k).bfloat16(), torch.randn(5, k)
+    by_pieces, whole = (
+        Linear(k, n, bias=False, is_head=is_head, dtype=weight.dtype, device=x.device) for _ in range(2)
+    )
+    for start in (0, 256, 512):
+        assert by_pieces.whole().pack(start, weight[start : start + 256], used)
+    whole.whole().plain().copy_(weight)
+    for layer in (by_pieces, whole):
+        layer.finish(used)
+        assert layer.packed is not None
+        assert layer.packed.struct.kind == (
+            WeightKind.INT4 if quantization == "int4" and not is_head else WeightKind.INT8
+        )
+    assert torch.equal(by_pieces(x), whole(x))
 
 
 @each_variant
