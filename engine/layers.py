@@ -40,8 +40,6 @@ class MatrixPlace(Protocol):
 
 Place = torch.Tensor | MatrixPlace
 
-_PACKED_ROWS = 1024  # that are converted and packed at a time; a multiple of any panel
-
 
 class Linear:
     """`x @ weight.T + bias`, `x` `[num_tokens, in_features]`.
@@ -186,13 +184,10 @@ class Rows:
         self.linear.take(self.start, tensor, kernels)
 
 
-def pack_rows(packed: PackedLinear, start: int, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Fills the rows of `packed` from `start` on with those of `tensor`, rounded to `dtype`."""
-    if tensor.dtype == torch.bfloat16 and dtype == torch.float32:
-        packed.fill(start, tensor)  # which widens
-        return
-    for first in range(0, tensor.shape[0], _PACKED_ROWS):
-        packed.fill(start + first, tensor[first : first + _PACKED_ROWS].to(dtype))
+def pack_rows(packed: PackedLinear, start: int, rows: torch.Tensor, dtype: torch.dtype) -> None:
+    """Fills the rows of `packed` from `start` on, rounded to `dtype`."""
+    is_widened = rows.dtype == torch.bfloat16 and dtype == torch.float32  # by `fill`
+    packed.fill(start, rows if is_widened else rows.to(dtype))
 
 
 def _torch_from_rows(weight: torch.Tensor, kernels: Kernels) -> int | None:

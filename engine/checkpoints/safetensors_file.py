@@ -111,12 +111,7 @@ class TensorInFile:
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
         """(number of the first row, rows `[num_rows, ...]`), in order; without dimensions, all of it. A piece has to be
         done with when the next is asked for. Raises `OSError`."""
-        if not self.shape:
-            yield 0, self._piece(0, ())
-            return
-        for number, row in enumerate(range(0, self.shape[0] if self.nbytes else 0, self._num_rows)):
-            yield row, self._piece(number, (min(self._num_rows, self.shape[0] - row), *self.shape[1:]))
-
-    def _piece(self, number: int, shape: tuple[int, ...]) -> torch.Tensor:
-        buffer, num_bytes = self._file.read(self._first_piece + number)
-        return torch.frombuffer(buffer, dtype=self.dtype, count=num_bytes // self.dtype.itemsize).view(shape)
+        for number in range(-(-self.nbytes // self.piece_bytes)):
+            buffer, num_bytes = self._file.read(self._first_piece + number)
+            values = torch.frombuffer(buffer, dtype=self.dtype, count=num_bytes // self.dtype.itemsize)
+            yield number * self._num_rows, values.view(-1, *self.shape[1:]) if self.shape else values.view(())

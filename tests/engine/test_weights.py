@@ -84,16 +84,11 @@ def test_peak_memory(tmp_path: Path, large: Path, dtype: str, itemsize: int, ker
 def check_peak_memory(small: Path, large: Path, dtype: str, itemsize: int, kernels: str) -> None:
     """`small`: a model of the same type, which shows what is taken once."""
     num_elements = sum(tensor.numel() for tensor in load_file(large / "model.safetensors").values())
-    peak, kept = memory_of_loading(small, large, dtype, kernels)
-    size = num_elements * itemsize / MIB
-    assert size * 0.9 < kept < size * 1.1 + 8
-    assert peak < size * 1.1 + 8
+    check_memory(small, large, num_elements * itemsize / MIB, dtype, kernels, "none")
 
 
-def memory_of_loading(
-    small: Path, large: Path, dtype: str, kernels: str, quantization: str = "none"
-) -> tuple[float, float]:
-    """(the most that loading took, what it keeps) of anonymous memory, in MiB."""
+def check_memory(small: Path, large: Path, size: float, dtype: str, kernels: str, quantization: str) -> None:
+    """`size`: MiB that the weights of `large` take."""
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(small), str(large), dtype, kernels, quantization],
         capture_output=True,
@@ -102,7 +97,8 @@ def memory_of_loading(
         check=True,
     )
     peak, kept = map(float, result.stdout.split())
-    return peak, kept
+    assert size * 0.9 < kept < size * 1.1 + 8
+    assert peak < size * 1.1 + 8
 
 
 @pytest.mark.slow
@@ -111,13 +107,11 @@ def test_peak_memory_of_weights_that_are_quantised_as_they_come(
     tmp_path: Path, large: Path, quantization: str, itemsize: float
 ) -> None:
     small = make_model(tmp_path / "small")
-    peak, kept = memory_of_loading(small, large, "bfloat16", "auto", quantization)
     shapes = {name: tensor.numel() for name, tensor in load_file(large / "model.safetensors").items()}
     size = shapes.pop("model.embed_tokens.weight") * 2 / MIB
     size += shapes.pop("lm_head.weight") * (1 + 4 / 64) / MIB
     size += sum(shapes.values()) * itemsize / MIB
-    assert size * 0.9 < kept < size * 1.1 + 8
-    assert peak < size * 1.1 + 8
+    check_memory(small, large, size, "bfloat16", "auto", quantization)
 
 
 @pytest.mark.slow
@@ -207,7 +201,8 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     assert "lacks tensor model.layers.2.block_sparse_moe.experts.3.w2.weight" in refusal(path)
 
 
-def test_a_file_is_read_front_to_back_a_piece_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_read_front_to_back_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wider dtypes lie first in it, so names are in another order."""
     monkeypatch.setattr(safetensors_file, "_PIECE_BYTES", 6000)
     tensors = {
         "matrix": torch.randn(900, 5),
@@ -228,7 +223,9 @@ def test_a_file_is_read_front_to_back_a_piece_ahead(tmp_path: Path, monkeypatch:
             whole = [piece for _, piece in pieces] or [torch.empty(0, 4)]
             assert torch.equal(torch.cat(whole) if tensor.shape else whole[0], tensors[tensor.name])
     assert rows == {"number": [0], "matrix": [0, 256, 512, 768], "row": [0], "cube": [0, 750], "nothing": []}
+    assert next(iter(rows)) == "number"
     assert begun == list(range(8))
+    assert file._places == sorted(file._places)
 
 
 def test_tensors_that_nobody_asks_for_are_left_out(tmp_path: Path) -> None:
@@ -255,7 +252,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path, monkeypat
     path = make_model(tmp_path / "model")
     (file,) = open_model(path).weight_files
     places = {name: torch.empty_like(tensor) for name, tensor in load_file(file).items()}
-    real = safetensors_file.SafetensorsFile.read
+    real = SafetensorsFile.read
 
     def cut(self: SafetensorsFile, number: int) -> tuple[mmap, int]:
         file.write_bytes(file.read_bytes()[:-100])
