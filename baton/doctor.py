@@ -26,15 +26,16 @@ from common.config import DEFAULT_MODEL, UpSettings
 from common.cpu import read_cpu, read_limits
 from common.errors import BatonError
 from common.model_files import checkpoint_dtype, open_model
-from engine.blocks.host_memory import available_bytes
-from engine.device import DeviceChoice, choose_device
+from engine.device_choice import DeviceChoice, choose_device
 from engine.dtype import DtypeChoice, choose_dtype, resolve_dtype
 from engine.embedded_model import ORIGINAL_DTYPE, find_model, is_embedded
 from engine.hub import is_hub_name
 from engine.kernels.choice import AUTO, TORCH, Choice, built_variants, choose, cpu_instruction_sets
 from engine.kernels.library import DTYPES, choose_kernels
 from engine.kernels.table import Rule, Table, Tuned, load_table, shipped, tuned_file, write_tuned
-from engine.model_runner import QUANTIZED_BYTES, weight_bytes
+from engine.local.host_memory import available_bytes
+from engine.local.loading import QUANTIZED_BYTES
+from engine.local.memory import weight_bytes
 from engine.weights import check_files
 from kv_store import registry
 

@@ -19,7 +19,7 @@ from common.types import TokenLogprob
 from engine import messages as m
 from engine.core import EngineCore
 from engine.embedded_model import ensure_model
-from engine.model_runner import ModelRunner
+from engine.local.device import LocalDevice
 from kv_store.no_store import NoStore
 
 
@@ -74,7 +74,7 @@ class Beams:
             output = core.prepare()
             self._most_blocks = max(self._most_blocks, core.blocks.num_blocks - core.blocks.num_available_blocks)
             self._num_computed += sum(output.num_tokens.values())
-            core.execute(output)
+            core.end(core.begin(output))
             for event in core.take_events():
                 if isinstance(event, m.TokensGenerated):
                     last[event.request_id] = event.tokens[-1].top_logprobs
@@ -94,7 +94,7 @@ def main() -> None:
     settings = EngineSettings(
         num_blocks=16384 // given.block_size, block_size=given.block_size, num_threads=given.threads
     )
-    runner = ModelRunner(ensure_model(DEFAULT_MODEL, default_cache_dir(), print), settings)
+    runner = LocalDevice(ensure_model(DEFAULT_MODEL, default_cache_dir(), print), settings)
     runner.warm_up()
     core = EngineCore(settings, runner, NoStore(), time.monotonic, lambda: None)
     beams = Beams(core, given.beams, given.prompt_tokens, given.max_tokens)

@@ -17,7 +17,7 @@ from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
 from engine.embedded_model import ensure_model
-from engine.model_runner import ModelRunner
+from engine.local.device import LocalDevice
 from kv_store.no_store import NoStore
 
 
@@ -55,7 +55,7 @@ class Choices:
             if len(begun) < len(prompts):
                 prompt_blocks = max(prompt_blocks, core.blocks.num_blocks - core.blocks.num_available_blocks)
                 computed += sum(output.num_tokens.values())
-            core.execute(output)
+            core.end(core.begin(output))
             begun |= {event.request_id for event in core.take_events() if isinstance(event, m.TokensGenerated)}
             core.take_block_news()
             if len(begun) == len(prompts) and not prompts_done_s:
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     settings = EngineSettings(num_blocks=1024, num_threads=given.threads)
-    runner = ModelRunner(ensure_model(DEFAULT_MODEL, default_cache_dir(), print), settings)
+    runner = LocalDevice(ensure_model(DEFAULT_MODEL, default_cache_dir(), print), settings)
     runner.warm_up()
     core = EngineCore(settings, runner, NoStore(), time.monotonic, lambda: None)
     choices = Choices(core, given.choices, given.prompt_tokens, given.max_tokens)

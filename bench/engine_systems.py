@@ -30,12 +30,12 @@ from common.errors import BatonError, StartupError
 from common.sampling import SamplingParams
 from common.types import SampledToken
 from engine import messages as m
-from engine.batch import SequenceInput, StepOutput
 from engine.core import EngineCore
 from engine.grammars import GrammarCompiler
 from engine.kernels.choice import AUTO, INSTRUCTION_SETS, TORCH, choose
 from engine.kernels.library import Kernels
-from engine.model_runner import ModelRunner
+from engine.local.device import LocalDevice
+from engine.step import StepOutput, StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 
@@ -78,19 +78,15 @@ class System(Protocol):
     def close(self) -> None: ...
 
 
-class _FillingRunner(ModelRunner):
+class _FillingDevice(LocalDevice):
     """Says that it computed without doing so, as long as contexts are filled."""
 
     is_filling = False
 
-    def execute(
-        self,
-        sequences: Sequence[SequenceInput],
-        between_layers: Callable[[], None] = lambda: None,
-    ) -> list[StepOutput]:
+    def _compute(self, rows: Sequence[StepRow], between_layers: Callable[[], None]) -> StepOutput:
         if self.is_filling:
-            return [SampledToken(100) if sequence.sample else None for sequence in sequences]
-        return super().execute(sequences, between_layers)
+            return StepOutput(tokens=[SampledToken(100) if row.draw else None for row in rows])
+        return super()._compute(rows, between_layers)
 
 
 class BatonEngine:
@@ -119,10 +115,12 @@ class BatonEngine:
                 "num_blocks": num_blocks,
             }
         )
-        self._runner = _FillingRunner(model_dir, settings)
+        self._runner = _FillingDevice(model_dir, settings)
         self._runner.kv_cache.fill_(0.01)  # memory that nobody has written to is faster to read than any other
         connector = MemoryConnector(ConnectorConfig(epoch="bench", worker_id="bench"))
-        compiler = GrammarCompiler(model_dir / "tokenizer.json", self._runner.vocab_size, self._runner.eos_token_ids)
+        compiler = GrammarCompiler(
+            model_dir / "tokenizer.json", self._runner.info.vocab_size, self._runner.info.eos_token_ids
+        )
         self.core = EngineCore(
             settings, self._runner, connector, time.monotonic, lambda: None, compile_grammar=compiler
         )

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engine.blocks.host_memory import available_bytes
+from engine.local.host_memory import available_bytes
 
 SHAPES: dict[str, dict[str, int]] = {
     "135m": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9},
@@ -54,7 +54,7 @@ import torch
 torch.set_num_threads(int(sys.argv[4]))
 if way == "baton":
     from common.config import EngineSettings
-    from engine.model_runner import ModelRunner
+    from engine.local.device import LocalDevice
     from transformers import LlamaConfig  # by which the runner reads config.json
 if way == "transformers":
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -101,7 +101,7 @@ elif way in ("readinto", "huge"):
 elif way == "baton":
     settings = {"device": "cpu", "dtype": dtype, "num_blocks": 16, "max_model_len": 256}
     settings["num_threads"] = int(sys.argv[4])
-    kept.append(ModelRunner(folder, EngineSettings.model_validate(settings)))
+    kept.append(LocalDevice(folder, EngineSettings.model_validate(settings)))
 else:
     kept.append(AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True))
 seconds, cpu_seconds = time.perf_counter() - start, sum(os.times()[:4]) - cpu_start

@@ -34,7 +34,7 @@ from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
 from engine.embedded_model import ensure_model
-from engine.model_runner import ModelRunner
+from engine.local.device import LocalDevice
 from engine.speculation.draft_model import load_draft_model
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
@@ -73,7 +73,7 @@ class Measured:
                 "speculation": args.speculation,
             }
         )
-        runner = ModelRunner(model_dir, settings)
+        runner = LocalDevice(model_dir, settings)
         runner.warm_up()
         connector = MemoryConnector(ConnectorConfig(epoch="bench", worker_id="bench"))
         drafter = load_draft_model(settings, runner)

@@ -24,7 +24,7 @@ from engine import messages as m
 from engine.core import EngineCore
 from engine.dtype import resolve_dtype
 from engine.embedded_model import ensure_model
-from engine.model_runner import ModelRunner
+from engine.local.device import LocalDevice
 from kv_store.base import ConnectorConfig
 from kv_store.shared_storage.connector import SharedStorageConnector
 
@@ -40,7 +40,7 @@ class Bench:
                 "num_blocks": args.prompt_tokens // BLOCK_SIZE + 2, "host_cache_gb": args.host_cache_gb,
             }
         )  # fmt: skip
-        runner = ModelRunner(ensure_model(DEFAULT_MODEL, default_cache_dir(), print), settings)
+        runner = LocalDevice(ensure_model(DEFAULT_MODEL, default_cache_dir(), print), settings)
         runner.warm_up()
         self._wakeup = threading.Event()
         store = SharedStorageConnector(ConnectorConfig(section={"kv_dir": kv_dir}, epoch="bench", worker_id="bench"))

@@ -1,13 +1,14 @@
 """One engine: takes commands, runs steps, gives events. Single-threaded, and ignorant of how messages travel.
 
-A step is `schedule -> execute -> update`. Between steps come commands and the results of KV transfers. The engine
+A step is `schedule -> compute -> update`. Between steps come commands and the results of KV transfers. The engine
 never waits for a transfer: a request that needs remote KV is not scheduled until its blocks are here.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from common import metrics
 from common.block_hash import root_hash
@@ -15,10 +16,9 @@ from common.config import EngineSettings
 from common.types import FinishReason, WorkerLoad
 from engine import messages as m
 from engine.blocks.block_manager import BlockManager
-from engine.blocks.host_cache import allocate_host_cache, copy_blocks
-from engine.blocks.host_tier import BlockCopy
 from engine.cache_hints import CacheHints
-from engine.forward_pass import ForwardPass, Runner
+from engine.device import Device
+from engine.forward_pass import ForwardPass, Pass
 from engine.grammars import Compiler, Grammars
 from engine.intake import Intake
 from engine.integrity import IntegrityReport
@@ -34,13 +34,23 @@ from kv_store.no_store import NoStore
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, frozen=True)
+class BegunStep:
+    """A step between `EngineCore.begin` and `EngineCore.end`."""
+
+    output: SchedulerOutput
+    written: Sequence[int] = ()  # blocks that it writes
+    computed: Pass | None = None  # None: it has nothing to compute
+    is_busy: bool = False  # whether the next step may find something to compute
+
+
 class EngineCore:
     """The engine without process or threads: commands come in, steps compute, events go out."""
 
     def __init__(
         self,
         settings: EngineSettings,
-        runner: Runner,
+        device: Device,
         connector: KVConnector,
         clock: Callable[[], float],
         wake: Callable[[], None],
@@ -54,7 +64,8 @@ class EngineCore:
         now. Without `compile_grammar`, guided requests are refused. `drafter` guesses tokens ahead; if it is None and
         `settings.speculation` is "ngram", an n-gram drafter does."""
         store = store or (connector if connector.is_store else NoStore())
-        self._runner = runner
+        info = device.info
+        self._device = device
         self._connector = connector
         self._connectors = [connector] if store is connector else [connector, store]
         self._clock = clock
@@ -62,13 +73,12 @@ class EngineCore:
         self._read_commands = read_commands
         self._events: list[m.Event] = []
         self._has_newcomers = False  # in the scheduler's queue, since it last admitted any
-        self._host_cache = allocate_host_cache(settings, runner.spec, runner.kv_cache.device)
         self.blocks = BlockManager(
-            runner.num_blocks,
-            runner.spec.block_size,
-            root_hash(runner.spec.fingerprint()),
+            info.num_blocks,
+            info.spec.block_size,
+            root_hash(info.spec.fingerprint()),
             enable_prefix_caching=settings.enable_prefix_caching,
-            num_host_blocks=len(self._host_cache),
+            num_host_blocks=info.num_host_blocks,
             keep_evicted=settings.host_cache_gb > 0,
             has_store=store.keeps_blocks,
             retain_share=settings.retain_share,
@@ -78,8 +88,8 @@ class EngineCore:
         self._intake = Intake(
             self.remote_kv.lookups,
             None if compile_grammar is None else Grammars(compile_grammar, clock, wake),
-            max_model_len=runner.max_model_len,
-            hidden_size=runner.hidden_size,
+            max_model_len=info.max_model_len,
+            hidden_size=info.hidden_size,
             clock=clock,
             emit=self._emit,
         )
@@ -89,9 +99,9 @@ class EngineCore:
                 max_num_seqs=settings.max_num_seqs,
                 max_num_batched_tokens=settings.max_num_batched_tokens,
                 chunk_size=settings.chunk_size,
-                max_model_len=runner.max_model_len,
-                eos_token_ids=frozenset(runner.eos_token_ids),
-                window=runner.window,
+                max_model_len=info.max_model_len,
+                eos_token_ids=frozenset(info.eos_token_ids),
+                window=info.window,
                 queue_policy=settings.queue_policy,
                 preemption_mode=settings.preemption_mode,
                 announce=settings.announce,
@@ -101,7 +111,7 @@ class EngineCore:
             self.remote_kv.room,
         )
         self._integrity = IntegrityReport(self.scheduler.check_integrity, clock)
-        self._forward = ForwardPass(runner, self.scheduler.config.eos_token_ids, self.scheduler.stop, self._emit)
+        self._forward = ForwardPass(device, self.scheduler.config.eos_token_ids, self.scheduler.stop, self._emit)
         if not settings.enable_prefix_caching:
             log.warning(
                 "without the prefix cache each of n answers computes its whole prompt, and beams whole sequences"
@@ -113,25 +123,26 @@ class EngineCore:
         self._speculation = (
             None
             if drafter is None
-            else Speculation(drafter, settings.speculation_tokens, self.scheduler.config, runner.free_rows)
+            else Speculation(drafter, settings.speculation_tokens, self.scheduler.config, info.free_rows)
         )
         for one in self._connectors:
-            one.register_kv_cache(runner.kv_cache, runner.spec, wake)
+            (plane,) = device.planes()
+            one.register_kv_cache(plane.cache, plane.spec, wake)
 
     # ------------------------------------------------------------------------------------------ interface
 
     def ready(self) -> m.EngineReady:
-        runner = self._runner
+        info = self._device.info
         return m.EngineReady(
-            spec=runner.spec,
+            spec=info.spec,
             is_read_from_memory=not self._connector.is_store,
-            num_blocks=runner.num_blocks,
-            max_model_len=runner.max_model_len,
-            vocab_size=runner.vocab_size,
-            eos_token_ids=list(runner.eos_token_ids),
-            dtype_reason=runner.dtype_reason,
-            device=str(runner.device),
-            device_reason=runner.device_reason,
+            num_blocks=info.num_blocks,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_token_ids=list(info.eos_token_ids),
+            dtype_reason=info.dtype_reason,
+            device=info.device,
+            device_reason=info.device_reason,
             peer=self._connector.describe(),
         )
 
@@ -183,13 +194,13 @@ class EngineCore:
         self.remote_kv.all_leases_ended(f"the worker stood still for {seconds:.1f} s")
 
     def step(self) -> bool:
-        """One whole step. Returns False if there was nothing to compute. Loops that send events use the two halves."""
-        return self.execute(self.prepare())
+        """One whole step. Returns False if there was nothing to compute. Loops that send events use its three parts."""
+        return self.end(self.begin(self.prepare()))
 
     def prepare(self) -> SchedulerOutput:
-        """First half: takes in finished transfers, decides the batch, starts transfers.
+        """First part: takes in finished transfers, decides the batch, starts transfers.
 
-        Its events should be sent before the second half, which may take long.
+        Its events should be sent before the step ends, which may take long.
         """
         self._queue_ready()
         self.take_in_transfers()
@@ -200,11 +211,11 @@ class EngineCore:
         self._hints.report(now)
         self.remote_kv.age_stored(now)
         if not self.scheduler.has_work:
-            self.remote_kv.write_back_from_host(self._copy)
+            self.remote_kv.write_back_from_host(self._device.copy)
         drafts = self._speculation.drafts(self.scheduler.decodes) if self._speculation else {}
         output = self.scheduler.schedule(now, drafts)
         self._has_newcomers = False
-        self._copy(output.host_copies)
+        self._device.copy(output.host_copies)
         self.remote_kv.publish(output.publishes)
         self.remote_kv.start()
         for request in output.preempted:
@@ -215,7 +226,7 @@ class EngineCore:
         self.blocks.take_counts().report()
         metrics.worker_kv_retained_blocks.set(len(self.blocks.retention))
         self.take_in_transfers()  # P2P publications are ready at once
-        if self.remote_kv.go_on_prefetching(now, self._copy, may_move=not self.scheduler.num_waiting):
+        if self.remote_kv.go_on_prefetching(now, self._device.copy, may_move=not self.scheduler.num_waiting):
             self._wake()  # the next group comes with the next step, which is not to wait for anything else
         return output
 
@@ -227,35 +238,50 @@ class EngineCore:
             return
         self._has_newcomers = False
         output = self.scheduler.admit_remote(self._clock())
-        self._copy(output.host_copies)
+        self._device.copy(output.host_copies)
         self.remote_kv.start()
 
-    def execute(self, output: SchedulerOutput, between_layers: Callable[[], None] | None = None) -> bool:
-        """Second half: computes the batch. Returns False if there was nothing to compute and the next step would find
-        nothing either, until time passes or a message comes.
+    def begin(self, output: SchedulerOutput) -> BegunStep:
+        """Second part: begins to compute the batch, and holds the blocks that it writes until `end`. If a request gives
+        one up meanwhile, no newcomer gets it.
 
         Commands may have come since `prepare` decided: what they released is not computed.
-
-        `between_layers` is called many times in mid-step and may call `handle`, `take_in_transfers`, `begin_remote` and
-        `take_events`. The blocks that the step writes are held: if a request gives one up there, no newcomer gets it.
         """
         has_ended = output.drop_ended()
         if not output.num_tokens:
-            return has_ended or (bool(output.preempted) and self.scheduler.num_running > 0)
+            return BegunStep(output, is_busy=has_ended or (bool(output.preempted) and self.scheduler.num_running > 0))
         written = output.written_blocks(self.blocks.block_size)
         self.blocks.hold(written)
         try:
-            tokens = self._forward.compute(output, between_layers or self.take_in_transfers)
+            return BegunStep(output, written, self._forward.begin(output), is_busy=True)
+        except BaseException:
+            self._unhold(written)
+            raise
+
+    def end(self, begun: BegunStep, meanwhile: Callable[[], None] | None = None) -> bool:
+        """Third part: waits for what `begin` began, once. Returns False if there was nothing to compute and the next
+        step would find nothing either, until time passes or a message comes.
+
+        `meanwhile` is called many times in mid-step and may call `handle`, `take_in_transfers`, `begin_remote` and
+        `take_events`.
+        """
+        if begun.computed is None:
+            return begun.is_busy
+        try:
+            tokens = self._forward.end(begun.computed, meanwhile or self.take_in_transfers)
         finally:
-            for block_id in written:
-                self.blocks.unhold(block_id)
-        result = self.scheduler.update(output, tokens)
+            self._unhold(begun.written)
+        result = self.scheduler.update(begun.output, tokens)
         self.remote_kv.publish(result.publishes)
         for new in result.tokens:
             self._report_token(new)
-        self._report_embeddings(output)
+        self._report_embeddings(begun.output)
         self.take_in_transfers()
         return True
+
+    def _unhold(self, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            self.blocks.unhold(block_id)
 
     def take_in_transfers(self) -> None:
         """Takes in the results of transfers. May be called at any time between two other calls, also in mid-step."""
@@ -319,9 +345,6 @@ class EngineCore:
             values = embedding(request, request.embed)
             self._events.append(m.Embedded(request.request_id, values, request.num_cached_tokens, queue_s))
             self.scheduler.release(request.request_id)
-
-    def _copy(self, copies: list[BlockCopy]) -> None:
-        copy_blocks(copies, self._runner.kv_cache, self._host_cache)
 
     def _report_token(self, new: NewToken, *, is_relayed: bool = False) -> None:
         request, reason = new.request, new.finish_reason

@@ -1,78 +1,102 @@
-"""What `--device auto` means: a CUDA device if there is one that torch can use, else the CPU.
+"""The door between the engine and what computes: values go in, values come out.
 
-torch is loaded only if the driver has a device, so that `baton up` on a machine without one starts in a moment.
+Behind it stand the model on this process's own device (`engine.local`), and the tests' fake. The engine's core knows no
+more of a device than this file says, and no torch.
 """
 
 from __future__ import annotations
 
-import ctypes
-import logging
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-AUTO = "auto"
-_DRIVER = "libcuda.so.1"
+from common.errors import InternalError
+from common.types import KVCacheSpec, SampledToken
+from engine.blocks.host_tier import BlockCopy
+from engine.step import StepInput, StepOutput, StepRow
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    import torch  # connectors read the cache; the engine only hands it on
+
+
+def do_nothing() -> None:
+    """Default of `meanwhile`."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DeviceInfo:
+    """What the engine has to know of a model on its device. Never changes."""
+
+    spec: KVCacheSpec
+    num_blocks: int
+    num_host_blocks: int = 0  # of host memory, for what the device evicts and what swapped requests leave
+    max_model_len: int  # tokens, prompt and answer
+    vocab_size: int
+    hidden_size: int
+    window: int = 0  # tokens that the layer which sees the most sees, the new one included; 0: all
+    eos_token_ids: tuple[int, ...]
+    dtype_reason: str
+    device: str  # as torch names it
+    device_reason: str
+    free_rows: float  # that a step multiplies while it reads the weights: engine/speculation/step_cost.py
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class KVPlane:
+    """One shard of the KV cache, which a connector reads and writes beside the device."""
+
+    spec: KVCacheSpec
+    cache: torch.Tensor  # [num_blocks, *spec.block_shape]
 
 
 @dataclass(slots=True, frozen=True)
-class DeviceChoice:
-    device: str  # "cpu", "cuda" or "cuda:N"; as it was asked for, if it was, and not checked
-    reason: str  # for people: log lines and `baton status`
-    is_cuda_unusable: bool = False  # there is a CUDA device, and torch cannot use it
+class Ticket:
+    """A step that has begun."""
+
+    number: int  # of the step
 
 
-def num_driver_devices() -> int:
-    """CUDA devices that the driver shows to this process; 0 without a driver."""
-    count = ctypes.c_int(0)
-    try:
-        driver = ctypes.CDLL(_DRIVER)
-    except OSError:
-        return 0
-    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    return 0 if failed else count.value
+class Device(ABC):
+    """Only the engine's thread may call it."""
 
+    info: DeviceInfo
 
-def torch_problem() -> str:
-    """Why torch cannot use the CUDA device that the driver has; empty if it can."""
-    import torch
+    @abstractmethod
+    def begin(self, step: StepInput) -> Ticket:
+        """Begins a step; does not wait for it. Steps are computed in the order in which they begin, after the copies
+        that were asked for before. Raises `InternalError` if the step is not valid: nothing has begun then."""
 
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} was built without CUDA"
-    return "" if torch.cuda.is_available() else f"torch {torch.__version__} cannot use it: its driver may be too old"
+    @abstractmethod
+    def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:
+        """Waits for the step, once. `meanwhile` is called many times until then; it may not touch this device.
 
+        What the device cannot compute is told in `failures`; then the KV of those rows' new tokens is not written.
+        """
 
-def has_driver() -> bool:
-    """Whether CUDA's driver is installed. Initialises nothing."""
-    try:
-        ctypes.CDLL(_DRIVER)
-    except OSError:
-        return False
-    return True
+    @abstractmethod
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copies whole blocks between device and host in the order given: one copy may read a block that a later copy
+        fills. Steps that begin later see them done, and so does who reads the cache by `planes`."""
 
+    @abstractmethod
+    def planes(self) -> list[KVPlane]:
+        """The KV cache, shard by shard."""
 
-def choose_device(
-    asked: str,
-    num_devices: Callable[[], int] = num_driver_devices,
-    problem: Callable[[], str] = torch_problem,
-    driver: Callable[[], bool] = has_driver,
-) -> DeviceChoice:
-    """`asked` is --device. If a device was asked for, it is taken, and the reason names auto's choice if that differs.
-    So a device that one process chose for all others keeps its reason. With cpu no device is looked for: that would
-    initialise CUDA."""
-    if asked == "cpu":
-        return DeviceChoice("cpu", "as set" if driver() else "there is no CUDA device")
-    auto = _auto(num_devices, problem)
-    if asked in (AUTO, auto.device):
-        return auto
-    return DeviceChoice(asked, f"as set; auto would be {auto.device}: {auto.reason}", auto.is_cuda_unusable)
+    def execute(self, rows: Sequence[StepRow], meanwhile: Callable[[], None] = do_nothing) -> list[SampledToken | None]:
+        """One step at once: the tokens that its rows drew. Raises `InternalError` if one of them failed."""
+        output = self.compute(rows, meanwhile)
+        if output.failures:
+            raise InternalError(next(iter(output.failures.values())))
+        return output.tokens
 
+    def compute(self, rows: Sequence[StepRow], meanwhile: Callable[[], None] = do_nothing) -> StepOutput:
+        """One step at once."""
+        return self.end(self.begin(StepInput(number=self.next_number(), rows=rows)), meanwhile)
 
-def _auto(num_devices: Callable[[], int], problem: Callable[[], str]) -> DeviceChoice:
-    if not num_devices():
-        return DeviceChoice("cpu", "there is no CUDA device")
-    if why := problem():
-        log.warning("the CUDA device stays unused", extra={"reason": why})
-        return DeviceChoice("cpu", f"there is a CUDA device, but {why}", is_cuda_unusable=True)
-    return DeviceChoice("cuda", "there is a CUDA device")
+    _number = 0
+
+    def next_number(self) -> int:
+        """For the next step's `StepInput`."""
+        self._number += 1
+        return self._number

@@ -1,144 +1,157 @@
-"""One step's forward pass: the rows that the model computes, and the results that each request gets."""
+"""One step's forward pass: the rows that the device computes, and the results that each request gets."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
-import torch
-
-from common.types import KVCacheSpec, SampledToken
+from common.types import SampledToken
 from engine import messages as m
-from engine.batch import SampleInput, Scored, SequenceInput, StepOutput
-from engine.guide_state import GuideError
-from engine.pooling import take_pooled
+from engine.device import Device, Ticket
+from engine.draws import draw
+from engine.guide import Guide, GuideError, make_masks
+from engine.pooling import add_pooled
 from engine.prompt_scores import MAX_EVENT_TOKENS, next_scores
 from engine.request import Request, RequestStatus
 from engine.schedule import SchedulerOutput
-from engine.speculation.checks import accepted_tokens, check_rows
+from engine.speculation.checks import DraftedToken, accepted_tokens, checked_tokens
 from engine.speculation.speculation import count_draft
+from engine.step import StepInput, StepOutput, StepRow
 
 log = logging.getLogger(__name__)
 
 _BANS = ("bad_words", "bad_words_ids", "min_tokens")  # parameters that ban tokens, those that may ban many first
 
 
-class Runner(Protocol):
-    """The model on its device. `engine.model_runner.ModelRunner`, or a fake in tests."""
+@dataclass(slots=True, frozen=True)
+class Pass:
+    """A step that the device computes. Its rows are those of `requests`, then those of their drafts."""
 
-    spec: KVCacheSpec
-    kv_cache: torch.Tensor  # [num_blocks, *spec.block_shape]
-    num_blocks: int
-    max_model_len: int
-    vocab_size: int
-    hidden_size: int
-    window: int  # tokens that the layer which sees the most sees; 0: all
-    eos_token_ids: list[int]
-    dtype_reason: str
-    device: torch.device
-    device_reason: str
-    free_rows: float  # that a step multiplies while it reads the weights: engine/speculation/step_cost.py
-
-    def execute(
-        self, sequences: Sequence[SequenceInput], between_layers: Callable[[], None] = ...
-    ) -> list[StepOutput]: ...
+    ticket: Ticket
+    requests: list[Request]
+    strays: dict[Request, GuideError]  # whose tokens their grammar does not allow or cannot follow
+    checks: dict[Request, list[DraftedToken]]
 
 
 class ForwardPass:
     def __init__(
         self,
-        runner: Runner,
+        device: Device,
         eos_token_ids: frozenset[int],
         stop: Callable[[str], None],
         emit: Callable[[m.Event], None],
     ) -> None:
         """`stop` gets the id of each request that computes no more. `emit` takes failures, and scores of prompts."""
-        self._runner = runner
+        self._device = device
         self._eos_token_ids = eos_token_ids
         self._stop = stop
         self._emit = emit
 
-    def compute(self, output: SchedulerOutput, between_layers: Callable[[], None]) -> list[list[SampledToken]]:
-        """Computes the new tokens of each request of `output.num_tokens`, in order. If the pass fails, all these
-        requests fail."""
-        strays = self._follow_grammars(output)
-        sequences = [self._sequence(request, num_new) for request, num_new in output.num_tokens.items()]
-        checks = {request: check_rows(request, draft, self._eos_token_ids) for request, draft in output.drafts.items()}
-        rows = [*sequences, *(row for each in checks.values() for row in each)]
-        try:
-            results = self._runner.execute(rows, between_layers=between_layers)
-        except Exception:
-            # One batch is lost, not the worker: its requests fail with their ids, all others go on.
-            log.exception("a step failed", extra={"num_requests": len(sequences)})
-            for request in list(output.num_tokens):
+    def begin(self, output: SchedulerOutput) -> Pass:
+        """Begins to compute the new tokens of each request of `output.num_tokens`."""
+        last = {request for request, num_new in output.num_tokens.items() if num_new == request.num_missing_tokens}
+        strays = self._follow_grammars(request for request in output.num_tokens if request in last)
+        checks = {
+            request: checked_tokens(request, draft, self._eos_token_ids) for request, draft in output.drafts.items()
+        }
+        drafted = [(request, one) for request, ones in checks.items() for one in ones]
+        guides = [
+            *(request.guide for request in last if request.guide),
+            *(one.guide for _, one in drafted if one.guide),
+        ]
+        masks = dict(zip(guides, make_masks(guides), strict=True)) if guides else {}
+        rows = [
+            *(self._row(request, num_new, masks) for request, num_new in output.num_tokens.items()),
+            *(self._drafted_row(request, one, masks) for request, one in drafted),
+        ]
+        for request in last:
+            request.num_pending = 1 + len(checks.get(request, ()))
+        ticket = self._device.begin(StepInput(number=self._device.next_number(), rows=rows))
+        return Pass(ticket, list(output.num_tokens), strays, checks)
+
+    def end(self, begun: Pass, meanwhile: Callable[[], None]) -> list[list[SampledToken]]:
+        """Waits for the pass: the tokens of each of its requests, in order. A request whose row failed fails."""
+        output = self._device.end(begun.ticket, meanwhile)
+        drawn = iter(range(len(begun.requests), len(output.tokens)))  # the rows of drafts
+        rows = {request: list(islice(drawn, len(ones))) for request, ones in begun.checks.items()}
+        tokens: list[list[SampledToken]] = []
+        for row, request in enumerate(begun.requests):
+            is_drawing, request.num_pending = request.num_pending > 0, 0
+            of_drafts = rows.get(request, [])
+            if any(place in output.failures for place in (row, *of_drafts)):
+                # One batch is lost, not the worker: its requests fail with their ids, all others go on.
                 self._fail(request, "INTERNAL", "the engine failed to compute this request")
-            return [[] for _ in sequences]
-        drawn = iter(results[len(sequences) :])
-        further = {request: list(islice(drawn, len(each))) for request, each in checks.items()}
-        tokens = []
-        for request, sequence, result in zip(output.num_tokens, sequences, results, strict=False):
-            token = self._take(request, result)
+                tokens.append([])
+                continue
+            self._take(request, row, output)
+            token = output.tokens[row]
             tokens.append([] if token is None else [token])
-            if request in strays:
-                self._fail_stray(request, strays[request])
-            elif token is None and sequence.sample is not None:
+            if request in begun.strays:
+                self._fail_stray(request, begun.strays[request])
+            elif token is None and is_drawing and request.embed is None:
                 self._end_without_token(request)
-            elif token is not None and checks.get(request):
-                tokens[-1] = accepted_tokens(token, checks[request], further[request])
-                count_draft(request, len(checks[request]), len(tokens[-1]) - 1)
+            elif token is not None and of_drafts:
+                ones = begun.checks[request]
+                tokens[-1] = accepted_tokens(token, ones, [output.tokens[place] for place in of_drafts])
+                count_draft(request, len(ones), len(tokens[-1]) - 1)
         return tokens
 
-    def _follow_grammars(self, output: SchedulerOutput) -> dict[Request, GuideError]:
+    def _follow_grammars(self, requests: Iterable[Request]) -> dict[Request, GuideError]:
         """Lets guides take in the tokens that came. Returns the requests whose tokens their grammar does not allow or
         cannot follow, and the reason for each."""
         strays = {}
-        for request, num_new in output.num_tokens.items():
-            if request.guide is not None and num_new == request.num_missing_tokens:
+        for request in requests:
+            if request.guide is not None:
                 try:
                     request.guide.follow(request.token_ids, request.num_prompt_tokens)
                 except GuideError as error:
                     strays[request] = error
         return strays
 
-    def _sequence(self, request: Request, num_new: int) -> SequenceInput:
+    def _row(self, request: Request, num_new: int, masks: Mapping[Guide, bytes]) -> StepRow:
         start = request.num_computed_tokens
         token_ids = request.token_ids[start : start + num_new]
         is_last = num_new == request.num_missing_tokens
         if request.embed is not None:
-            return SequenceInput(
+            return StepRow(
                 token_ids=token_ids,
                 num_computed_tokens=start,
                 block_ids=request.block_ids,
                 num_pooled=num_new if request.embed.pooling is m.Pooling.MEAN else int(is_last),
             )
-        return SequenceInput(
+        changes = request.logit_changes(self._eos_token_ids) if is_last else None
+        mask = masks[request.guide] if is_last and request.guide else b""
+        return StepRow(
             token_ids=token_ids,
             num_computed_tokens=start,
             block_ids=request.block_ids,
-            sample=self._sample(request) if is_last else None,
+            draw=draw(request.sampling_params, request.num_output_tokens, changes, mask) if is_last else None,
             score=next_scores(request, num_new),
         )
 
-    def _sample(self, request: Request) -> SampleInput:
-        return SampleInput(
-            params=request.sampling_params,
-            num_output_tokens=request.num_output_tokens,
-            changes=request.logit_changes(self._eos_token_ids),
-            guide=request.guide,
+    @staticmethod
+    def _drafted_row(request: Request, one: DraftedToken, masks: Mapping[Guide, bytes]) -> StepRow:
+        mask = masks[one.guide] if one.guide else b""
+        num_output_tokens = request.num_output_tokens + one.place + 1
+        return StepRow(
+            token_ids=[one.token_id],
+            num_computed_tokens=request.num_tokens + one.place,
+            block_ids=request.block_ids,
+            draw=draw(request.sampling_params, num_output_tokens, one.changes, mask),
         )
 
-    def _take(self, request: Request, result: StepOutput) -> SampledToken | None:
-        """Returns the token if there is one. Keeps other results with the request, or reports them."""
-        if not isinstance(result, Scored):
-            return take_pooled(request, result)
-        if request.status is RequestStatus.RUNNING:  # else it was aborted in mid-step
-            for start in range(0, len(result.scores), MAX_EVENT_TOKENS):
-                self._emit(m.PromptScored(request.request_id, result.scores[start : start + MAX_EVENT_TOKENS]))
-            request.num_unscored_tokens -= len(result.scores)
+    def _take(self, request: Request, row: int, output: StepOutput) -> None:
+        """Keeps with the request what came beside its token, or reports it."""
+        if row in output.pooled:
+            add_pooled(request, output.pooled[row])
+        if row in output.scores and request.status is RequestStatus.RUNNING:  # else it was aborted in mid-step
+            scores = output.scores[row]
+            for start in range(0, len(scores), MAX_EVENT_TOKENS):
+                self._emit(m.PromptScored(request.request_id, scores[start : start + MAX_EVENT_TOKENS]))
+            request.num_unscored_tokens -= len(scores)
             request.needs_every_token = request.num_unscored_tokens > 0
-        return result.token
 
     def _fail_stray(self, request: Request, error: GuideError) -> None:
         """Fails the request as its own fault, so that no other worker is asked: the request would fail there, too."""

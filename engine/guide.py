@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cache
 
-import torch
+import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-from engine.device_copies import to_device
-from engine.guide_state import GuideError
+
+class GuideError(Exception):
+    """The answer cannot go on in its grammar; the reason is one line.
+
+    Every worker would come to the same end, since a guide depends on the grammar and the tokens alone. Either the
+    grammar takes too much work to follow, or it refuses a token that its own mask allowed; the matcher's message does
+    not tell which.
+    """
 
 
 class Guide:
-    """`GuideState`, on llguidance's matcher."""
+    """Where one answer is in its grammar. It follows from the answer's tokens alone, so that a request that continues
+    elsewhere replays them there."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
         """`matcher` is at the beginning, and this guide's own. `tokenizer` is the one that it was made with."""
@@ -33,6 +41,10 @@ class Guide:
         return guide
 
     def follow(self, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        """Takes in the output tokens that came since the last call. `token_ids`: prompt, then output.
+
+        Raises `GuideError` if one of them is not in the grammar.
+        """
         new = list(token_ids[num_prompt_tokens + self._num_seen :])
         if new and not self.matcher.consume_tokens(new):
             raise GuideError(f"the answer so far is not in its grammar: {self.failure}")
@@ -42,14 +54,6 @@ class Guide:
             self._next_forced = end
         else:
             self._forced, self._next_forced = (), 0
-
-    def allows(self, token_id: int) -> bool:
-        """Whether the grammar allows this token, without the cost of a mask. False may be wrong for an end token: only
-        the mask tells."""
-        forced = self.forced()
-        if self.matcher.is_error():
-            return False
-        return self._takes(token_id) if forced is None else forced == token_id
 
     def forced(self) -> int | None:
         """The token that comes next if the grammar leaves only one text. (Shorter tokens of the same text would be in
@@ -73,15 +77,17 @@ class Guide:
 
     @property
     def failure(self) -> str:
+        """Why no token is allowed; empty if one is. Known once the mask was made."""
         if not self.matcher.is_error():
             return ""
         return " ".join(self.matcher.get_error().partition("<state>")[0].split())[:500]
 
 
-def make_masks(guides: Sequence[Guide]) -> torch.Tensor:
-    """`[num_guides, bytes]` uint8: a bit for each token that may come next, lowest first, in whole words of 32; none if
-    the grammar has failed. All masks are made in parallel."""
-    masks = torch.zeros(len(guides), -(-guides[0].tokenizer.vocab_size // 32) * 4, dtype=torch.uint8)
+def make_masks(guides: Sequence[Guide]) -> list[bytes]:
+    """For each guide a bit for each token that may come next, lowest first, in whole words of 32; none if the grammar
+    has failed. All masks are made in parallel. The guides are of one tokenizer."""
+    size = -(-guides[0].tokenizer.vocab_size // 32) * 4
+    masks = np.zeros((len(guides), size), np.uint8)
     free = []
     for index, guide in enumerate(guides):
         if (token := guide.forced()) is None:
@@ -89,36 +95,14 @@ def make_masks(guides: Sequence[Guide]) -> torch.Tensor:
         else:
             masks[index, token // 8] = 1 << token % 8
     if free:
-        _executor().unsafe_compute_mask_ptr(free, masks.data_ptr(), masks.shape[1], len(guides))
+        _executor().unsafe_compute_mask_ptr(free, masks.ctypes.data, size, len(guides))
     for index, guide in enumerate(guides):
         if guide.failure:  # its mask would end the answer as if it were whole
             masks[index] = 0
-    return masks
-
-
-def mask_logits(logits: torch.Tensor, rows: Sequence[int], masks: torch.Tensor) -> None:
-    """Writes minus infinity for tokens that the grammars of these rows do not allow, in place and in one pass.
-
-    `logits` `[num_rows, vocab_size]` float32, maybe fewer columns than the tokenizer has tokens. `masks` has one for
-    each of `rows`.
-    """
-    if logits.device.type == "cpu":  # row by row, each within the processor's cache
-        table, allowed, values = _addends(logits.device).numpy(), masks.numpy(), logits.numpy()
-        for index, row in enumerate(rows):
-            values[row] += table.take(allowed[index], axis=0).reshape(-1)[: logits.shape[-1]]
-        return
-    addends = _addends(logits.device)[to_device(masks, logits.device).int()].view(len(rows), -1)
-    logits[to_device(rows, logits.device)] += addends[:, : logits.shape[-1]]
-
-
-@cache
-def _addends(device: torch.device) -> torch.Tensor:
-    """`[256, 8]` float32: what each byte of a mask adds to the logits of its eight tokens, lowest bit first."""
-    bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
-    return to_device(torch.zeros(256, 8).masked_fill(bits == 0, float("-inf")), device)
+    return [mask.tobytes() for mask in masks]
 
 
 @cache
 def _executor() -> LLExecutor:
     # Some tens of microseconds a mask: more threads wait for each other longer than they save.
-    return LLExecutor(num_threads=max(1, torch.get_num_threads() // 2))
+    return LLExecutor(num_threads=max(1, len(os.sched_getaffinity(0)) // 2))

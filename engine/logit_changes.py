@@ -1,7 +1,7 @@
 """How one request's parameters and past tokens change its next logits.
 
-Kept from token to token, so that a step costs what is new since the last one, however long the prompt is. No torch
-here: the arrays are read by the sampler, without a copy.
+Kept from token to token, so that a step costs what is new since the last one, however long the prompt is. `edits` gives
+the changes of one token by value.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from common.sampling import SamplingParams
+from engine.step import LogitEdits, no_ids
 
 
 class LogitChanges:
@@ -83,3 +84,19 @@ class LogitChanges:
                 self.counts.append(0.0)
             self.counts[place] += 1
             self._num_seen += 1
+
+    def edits(self, num_output_tokens: int) -> LogitEdits:
+        """The changes for the token after so many of the answer. What grows with later tokens is copied."""
+        params, has_penalties = self.params, self.params.has_penalties
+        return LogitEdits(
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            seen_ids=self.seen_ids[:] if has_penalties else self.seen_ids,
+            counts=self.counts[:] if has_penalties else self.counts,
+            bias_ids=self.bias_ids,
+            bias=self.bias,
+            allowed_ids=self.allowed_ids,
+            banned_ids=self.banned_ids if num_output_tokens < params.min_tokens else no_ids(),
+            bad_ids=self.bad_ids,
+        )

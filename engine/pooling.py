@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 
-from common.types import SampledToken
-from engine.batch import Pooled
 from engine.messages import Embed, Pooling
 from engine.request import Request
 
 
-def take_pooled(request: Request, result: SampledToken | Pooled | None) -> SampledToken | None:
-    """Adds hidden states to what the request has; a token is returned as it is."""
-    if not isinstance(result, Pooled):
-        return result
+def add_pooled(request: Request, total: list[float]) -> None:
+    """Adds a chunk's sum of hidden states `[hidden_size]` to what the request has."""
     if request.num_computed_tokens == 0 or not request.pooled:  # a preempted request begins anew
-        request.pooled = result.total
+        request.pooled = total
     else:
-        request.pooled = [a + b for a, b in zip(request.pooled, result.total, strict=True)]
-    return None
+        request.pooled = [a + b for a, b in zip(request.pooled, total, strict=True)]
 
 
 def embedding(request: Request, embed: Embed) -> list[float]:

@@ -120,7 +120,7 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     """Loads the model, then: commands in, one step, events out, for ever."""
     from engine.core import EngineCore
     from engine.grammars import GrammarCompiler
-    from engine.model_runner import ModelRunner
+    from engine.local.device import LocalDevice
     from engine.speculation.draft_model import load_draft_model
     from kv_store.base import ConnectorConfig
     from kv_store.registry import create_connector, create_store
@@ -135,26 +135,26 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     )
     connector = create_connector(settings.connector, config)
     store = create_store(settings.connector, settings.store, config)
-    runner = ModelRunner(Path(bootstrap.model_dir), settings)
+    device = LocalDevice(Path(bootstrap.model_dir), settings)
     compile_grammar = GrammarCompiler(
-        Path(bootstrap.model_dir) / "tokenizer.json", runner.vocab_size, runner.eos_token_ids
+        Path(bootstrap.model_dir) / "tokenizer.json", device.info.vocab_size, device.info.eos_token_ids
     )
     with ThreadPoolExecutor(1) as beside:  # later it would hold up the loop below, whatever thread it is on
         loading = beside.submit(compile_grammar.load)
-        runner.warm_up()
+        device.warm_up()
     if (error := loading.exception()) is not None:
         log.info("no guided text from this model", extra={"reason": str(error)})
     commands = _Commands(socket)
     core = EngineCore(
         settings,
-        runner,
+        device,
         connector,
         time.monotonic,
         wakeup.set,
         store,
         read_commands=lambda: commands.hand_to(core),
         compile_grammar=compile_grammar,
-        drafter=load_draft_model(settings, runner),
+        drafter=load_draft_model(settings, device),
     )
     socket.send(m.encode([core.ready()]))
     loop = _Loop(core, commands, socket, wakeup)
@@ -206,7 +206,7 @@ class _Loop:
         self._commands.hand_to(self._core)
         output = self._core.prepare()
         self._send()
-        self._is_busy = self._core.execute(output, self._pass_messages)
+        self._is_busy = self._core.end(self._core.begin(output), self._pass_messages)
         load = self._reporter.due(self._core.load, time.monotonic())
         self._send([*([m.LoadChanged(load)] if load is not None else []), *self._metrics.due(time.monotonic())])
 

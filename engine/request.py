@@ -6,14 +6,17 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from common.cache_hints import Retain
 from common.sampling import SamplingParams
 from common.types import PRIORITY_S, FinishReason
-from engine.guide_state import GuideState
 from engine.logit_changes import LogitChanges
 from engine.messages import Embed, RequestMode
 from engine.speculation.record import DraftRecord
+
+if TYPE_CHECKING:
+    from engine.guide import Guide
 
 
 class RequestStatus(StrEnum):
@@ -59,6 +62,7 @@ class Request:
     min_remote_tokens: int = 0  # REMOTE: see `common.prefill_place`
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
+    num_pending: int = 0  # tokens that the step on the device draws for it: none of them is known yet
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache or store when first admitted
     block_ids: array[int] = field(default_factory=block_table)  # int32, as attention reads it
     host_block_ids: list[int] = field(default_factory=list)  # while SWAPPED
@@ -77,7 +81,7 @@ class Request:
     needs_every_token: bool = False  # computes the whole prompt, whatever is cached
     num_unscored_tokens: int = 0  # at the prompt's end, whose logprobs are asked for and are not known yet
     changes: LogitChanges | None = None  # made when its first token is sampled
-    guide: GuideState | None = None  # of a guided request, once its grammar is compiled
+    guide: Guide | None = None  # of a guided request, once its grammar is compiled
     drafts: DraftRecord = field(default_factory=DraftRecord)
 
     @property

@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
 
-from common.sampling import MAX_LOGPROBS, SamplingParams
+from common.sampling import MAX_LOGPROBS
 from common.types import SampledToken, TokenLogprob
-from engine.batch import SampleInput
 from engine.device_copies import read, to_device
-from engine.guide import Guide, make_masks, mask_logits
 from engine.kernels.library import Kernels
 from engine.kernels.sampling import sample_rows
-from engine.logit_changes import LogitChanges
+from engine.step import Draw, LogitEdits
 
 _NO_IDS = (0, 0, 0)
 _IDS = [("ids", "u8"), ("numbers", "u8"), ("count", "i8")]
@@ -44,61 +43,43 @@ _KERNEL_ROW = np.dtype(
 _FIRST_CANDIDATES = 1024  # most nuclei lie within these; sorting the whole vocabulary is 20 times slower
 
 
-def sample(
-    logits: torch.Tensor,
-    inputs: Sequence[SampleInput],
-    kernels: Kernels | None = None,
-    likeliest: Sequence[int] | None = None,
-) -> list[SampledToken | None]:
+def sample(logits: torch.Tensor, draws: Sequence[Draw], kernels: Kernels | None = None) -> list[SampledToken | None]:
     """One token per row of `logits` `[num_rows, vocab_size]`, any float dtype; None for a row in which none is allowed.
-    `logits` itself is left as it is. `likeliest` are the rows' argmax, known if `wants_likeliest` holds for all.
+    `logits` itself is left as it is.
 
-    Penalties, bias, bans and grammars change the logits of greedy rows too. Logprobs are of the model's own
-    distribution, before any of that and before temperature.
+    Penalties, bias, bans and masks change the logits of greedy rows too. Logprobs are of the model's own distribution,
+    before any of that and before temperature.
     """
     raw = logits.float()
-    guides = {row: item.guide for row, item in enumerate(inputs) if isinstance(item.guide, Guide)}
-    greedy = {row: guides.pop(row) for row in list(guides) if inputs[row].params.is_greedy}
-    if likeliest is None:
-        tokens = _sample(raw, inputs, kernels, guides)
-    else:
-        tokens = [SampledToken(token_id) for token_id in likeliest]
-    # A mask takes tokens away and changes no other: if it leaves the likeliest of all, that is the likeliest it leaves.
-    refused = [row for row, guide in greedy.items() if (one := tokens[row]) is None or not guide.allows(one.token_id)]
-    if refused:
-        masked = {index: greedy[row] for index, row in enumerate(refused)}
-        rows = raw[to_device(refused, raw.device)]
-        for row, token in zip(refused, _sample(rows, [inputs[row] for row in refused], kernels, masked), strict=True):
-            tokens[row] = token
-    return tokens
-
-
-def _sample(
-    raw: torch.Tensor, inputs: Sequence[SampleInput], kernels: Kernels | None, guides: Mapping[int, Guide]
-) -> list[SampledToken | None]:
-    """`sample`, for float32; only the rows of `guides` are guided."""
-    masks = make_masks(list(guides.values())) if guides else None
+    masked = [row for row, item in enumerate(draws) if item.mask]
+    masks = join_masks([draws[row].mask for row in masked]) if masked else None
     if kernels is not None:
-        return _sample_with(kernels, raw.contiguous(), inputs, list(guides), masks)
-    return _choose(raw, _adjust(raw, inputs, list(guides), masks), inputs, _FIRST_CANDIDATES)
+        return _sample_with(kernels, raw.contiguous(), draws, masked, masks)
+    return _choose(raw, _adjust(raw, draws, masked, masks), draws, _FIRST_CANDIDATES)
+
+
+def join_masks(masks: Sequence[bytes]) -> torch.Tensor:
+    """`[num_masks, bytes]` uint8, of masks that are equally long."""
+    joined = bytearray().join(masks)
+    return torch.frombuffer(joined, dtype=torch.uint8).view(len(masks), -1)
 
 
 def _choose(
-    raw: torch.Tensor, adjusted: torch.Tensor, inputs: Sequence[SampleInput], num_candidates: int
+    raw: torch.Tensor, adjusted: torch.Tensor, draws: Sequence[Draw], num_candidates: int
 ) -> list[SampledToken | None]:
     """One token for each row of `adjusted`, with logprobs of `raw`. Waits for a device once, unless a nucleus turns out
     to be larger than `num_candidates`: such a row is drawn again, from its whole vocabulary."""
-    device, num_rows = raw.device, len(inputs)
-    random = [row for row, item in enumerate(inputs) if not item.params.is_greedy]
-    mortal = [row for row, item in enumerate(inputs) if item.guide is not None or item.changes is not None]
-    asking = [row for row, item in enumerate(inputs) if item.params.logprobs is not None]
-    most_top = _most_top([inputs[row].params.logprobs or 0 for row in asking], raw.shape[-1])
+    device, num_rows = raw.device, len(draws)
+    random = [row for row, item in enumerate(draws) if not item.is_greedy]
+    mortal = [row for row, item in enumerate(draws) if item.mask or item.edits is not None]
+    asking = [row for row, item in enumerate(draws) if item.num_top is not None]
+    most_top = _most_top([draws[row].num_top or 0 for row in asking], raw.shape[-1])
     tokens = adjusted.argmax(dim=-1)
     nothing = tokens[:0]
     best, is_deep, logprobs = nothing, nothing, (nothing, nothing, nothing)
     if random:
         index = to_device(random, device)
-        tokens[index], is_deep = _draw(adjusted[index], [inputs[row] for row in random], num_candidates)
+        tokens[index], is_deep = _draw(adjusted[index], [draws[row] for row in random], num_candidates)
     if mortal:
         best = adjusted[to_device(mortal, device)].amax(-1)
     if asking:
@@ -107,21 +88,15 @@ def _choose(
     came, best_of, deep, *scores = read([tokens, best, is_deep, *logprobs])
     result: list[SampledToken | None] = [SampledToken(int(token_id)) for token_id in came]
     for place, row in enumerate(asking):
-        result[row] = _with_logprobs(int(came[row]), place, inputs[row].params.logprobs or 0, most_top, scores)
+        result[row] = _with_logprobs(int(came[row]), place, draws[row].num_top or 0, most_top, scores)
     dead = {row for row, value in zip(mortal, best_of, strict=True) if value == float("-inf")}
     again = [row for row, flag in zip(random, deep, strict=False) if flag and row not in dead]
     if again:
         index = to_device(again, device)
-        whole = _choose(raw[index], adjusted[index], [inputs[row] for row in again], raw.shape[-1])
+        whole = _choose(raw[index], adjusted[index], [draws[row] for row in again], raw.shape[-1])
         for row, token in zip(again, whole, strict=True):
             result[row] = token
     return [None if row in dead else result[row] for row in range(num_rows)]
-
-
-def wants_likeliest(item: SampleInput) -> bool:
-    """Whether the request only asks for the argmax of the unchanged logits, if a grammar allows that token."""
-    params = item.params
-    return params.is_greedy and params.logprobs is None and item.changes is None
 
 
 def uniform(seed: int, index: int) -> float:
@@ -134,50 +109,53 @@ def uniform(seed: int, index: int) -> float:
 def _sample_with(
     kernels: Kernels,
     logits: torch.Tensor,
-    inputs: Sequence[SampleInput],
-    guided: Sequence[int],
+    draws: Sequence[Draw],
+    masked: Sequence[int],
     masks: torch.Tensor | None,
 ) -> list[SampledToken | None]:
-    """`masks` has one for each row of `guided`."""
+    """`masks` has one for each row of `masked`."""
     addresses = {}
     if masks is not None:
-        addresses = dict(zip(guided, (mask.data_ptr() for mask in masks), strict=True))
-    most_top = min(max((item.params.logprobs or 0 for item in inputs), default=0), logits.shape[-1])
-    rows = [_kernel_row(item, addresses.get(row, 0), most_top) for row, item in enumerate(inputs)]
+        addresses = dict(zip(masked, (mask.data_ptr() for mask in masks), strict=True))
+    most_top = min(max((item.num_top or 0 for item in draws), default=0), logits.shape[-1])
+    rows = [_kernel_row(item, addresses.get(row, 0), most_top) for row, item in enumerate(draws)]
     sampled = sample_rows(kernels, logits, np.array(rows, dtype=_KERNEL_ROW), most_top)
     result = [None if token_id < 0 else SampledToken(token_id) for token_id in sampled.tokens]
-    for row, item in enumerate(inputs):
-        if item.params.logprobs is not None and result[row] is not None:
+    for row, item in enumerate(draws):
+        if item.num_top is not None and result[row] is not None:
             logprob, *values = sampled.logprobs[row].tolist()
-            top = zip(sampled.top_ids[row, : item.params.logprobs].tolist(), values, strict=False)
+            top = zip(sampled.top_ids[row, : item.num_top].tolist(), values, strict=False)
             result[row] = SampledToken(sampled.tokens[row], logprob, tuple(TokenLogprob(*one) for one in top))
     return result
 
 
-def _kernel_row(item: SampleInput, mask: int, most_top: int) -> tuple[object, ...]:
+def _kernel_row(item: Draw, mask: int, most_top: int) -> tuple[object, ...]:
     """The fields of `_KERNEL_ROW`. `mask`: its address, or 0."""
-    params, changes = item.params, item.changes
+    edits = item.edits
     penalised = biased = allowed = banned = bad = _NO_IDS
-    if changes is not None:
-        penalised = _addresses(changes.seen_ids, changes.counts)
-        biased = _addresses(changes.bias_ids, changes.bias)
-        allowed = _addresses(changes.allowed_ids)
-        banned = _addresses(changes.banned_ids) if item.num_output_tokens < params.min_tokens else _NO_IDS
-        bad = _addresses(changes.bad_ids)
+    repetition, presence, frequency = 1.0, 0.0, 0.0
+    if edits is not None:
+        penalised = _addresses(edits.seen_ids, edits.counts)
+        biased = _addresses(edits.bias_ids, edits.bias)
+        allowed = _addresses(edits.allowed_ids)
+        banned = _addresses(edits.banned_ids)
+        bad = _addresses(edits.bad_ids)
+        repetition, presence = edits.repetition_penalty, edits.presence_penalty
+        frequency = edits.frequency_penalty
     return (
         *(penalised, biased, allowed, banned, bad, mask),
-        0.0 if params.is_greedy else uniform(params.seed, item.num_output_tokens),
-        *(params.top_p, _temperature(params), params.min_p),
-        *(params.repetition_penalty, params.presence_penalty, params.frequency_penalty),
-        params.top_k,
-        -1 if params.logprobs is None else min(params.logprobs, most_top),
+        0.0 if item.is_greedy else uniform(item.seed, item.index),
+        *(item.top_p, _temperature(item), item.min_p),
+        *(repetition, presence, frequency),
+        item.top_k,
+        -1 if item.num_top is None else min(item.num_top, most_top),
     )
 
 
-def _temperature(params: SamplingParams) -> float:
+def _temperature(item: Draw) -> float:
     """The temperature, within bounds in which it and its reciprocal are finite and not 0 in float32. Beyond them draws
     are the same."""
-    return min(max(params.temperature, 1e-30), 1e30)
+    return min(max(item.temperature, 1e-30), 1e30)
 
 
 def _addresses(ids: array[int], numbers: array[float] | None = None) -> tuple[int, int, int]:
@@ -187,44 +165,65 @@ def _addresses(ids: array[int], numbers: array[float] | None = None) -> tuple[in
 
 
 def _adjust(
-    raw: torch.Tensor, inputs: Sequence[SampleInput], guided: Sequence[int], masks: torch.Tensor | None
+    raw: torch.Tensor, draws: Sequence[Draw], masked: Sequence[int], masks: torch.Tensor | None
 ) -> torch.Tensor:
     """Penalties, bias, bans, grammars, in this order, each for all rows at once; `raw` itself if no row asks. `masks`
-    has one for each row of `guided`."""
-    changes = [(row, item.changes) for row, item in enumerate(inputs) if item.changes is not None]
-    if not changes and masks is None:
+    has one for each row of `masked`."""
+    edits = [(row, item.edits) for row, item in enumerate(draws) if item.edits is not None]
+    if not edits and masks is None:
         return raw
     adjusted = raw.clone()
     flat = adjusted.view(-1)
     size = raw.shape[-1]
-    if penalised := [(row * size, changed) for row, changed in changes if changed.seen_ids]:
+    if penalised := [(row * size, edit) for row, edit in edits if edit.seen_ids]:
         _penalise(flat, penalised)
-    if biased := [(row * size, changed) for row, changed in changes if changed.bias_ids]:
-        bias = torch.cat([_floats(changed.bias) for _, changed in biased])
-        at = _joined([(start, changed.bias_ids) for start, changed in biased], raw.device)
+    if biased := [(row * size, edit) for row, edit in edits if edit.bias_ids]:
+        bias = torch.cat([_floats(edit.bias) for _, edit in biased])
+        at = _joined([(start, edit.bias_ids) for start, edit in biased], raw.device)
         flat[at] += to_device(bias, raw.device)
-    if allowing := [(row, changed.allowed_ids) for row, changed in changes if changed.allowed_ids]:
+    if allowing := [(row, edit.allowed_ids) for row, edit in edits if edit.allowed_ids]:
         at = _joined([(row * size, ids) for row, ids in allowing], raw.device)
         kept = flat[at]
         adjusted[to_device([row for row, _ in allowing], raw.device)] = float("-inf")
         flat[at] = kept
-    is_early = [item.num_output_tokens < item.params.min_tokens for item in inputs]
-    banned = [(row * size, changed.banned_ids) for row, changed in changes if is_early[row] and changed.banned_ids]
-    banned += [(row * size, changed.bad_ids) for row, changed in changes if changed.bad_ids]
+    banned = [(row * size, edit.banned_ids) for row, edit in edits if edit.banned_ids]
+    banned += [(row * size, edit.bad_ids) for row, edit in edits if edit.bad_ids]
     if banned:
         flat[_joined(banned, raw.device)] = float("-inf")
     if masks is not None:
-        mask_logits(adjusted, guided, masks)
+        mask_logits(adjusted, masked, masks)
     return adjusted
 
 
-def _penalise(flat: torch.Tensor, rows: Sequence[tuple[int, LogitChanges]]) -> None:
+def mask_logits(logits: torch.Tensor, rows: Sequence[int], masks: torch.Tensor) -> None:
+    """Writes minus infinity for tokens that the masks of these rows do not allow, in place and in one pass.
+
+    `logits` `[num_rows, vocab_size]` float32, maybe fewer columns than a mask has bits. `masks` has one for each of
+    `rows`.
+    """
+    if logits.device.type == "cpu":  # row by row, each within the processor's cache
+        table, allowed, values = _addends(logits.device).numpy(), masks.numpy(), logits.numpy()
+        for index, row in enumerate(rows):
+            values[row] += table.take(allowed[index], axis=0).reshape(-1)[: logits.shape[-1]]
+        return
+    addends = _addends(logits.device)[to_device(masks, logits.device).int()].view(len(rows), -1)
+    logits[to_device(rows, logits.device)] += addends[:, : logits.shape[-1]]
+
+
+@cache
+def _addends(device: torch.device) -> torch.Tensor:
+    """`[256, 8]` float32: what each byte of a mask adds to the logits of its eight tokens, lowest bit first."""
+    bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+    return to_device(torch.zeros(256, 8).masked_fill(bits == 0, float("-inf")), device)
+
+
+def _penalise(flat: torch.Tensor, rows: Sequence[tuple[int, LogitEdits]]) -> None:
     """Takes the rows' penalties from `flat`, in place. `rows`: where each row starts in `flat`."""
     device = flat.device
-    at = _joined([(start, changed.seen_ids) for start, changed in rows], device)
-    counts = to_device(torch.cat([_floats(changed.counts) for _, changed in rows]), device)
-    penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in (c.params for _, c in rows)]
-    lengths = torch.tensor([len(changed.seen_ids) for _, changed in rows])
+    at = _joined([(start, edit.seen_ids) for start, edit in rows], device)
+    counts = to_device(torch.cat([_floats(edit.counts) for _, edit in rows]), device)
+    penalties = [(e.repetition_penalty, e.presence_penalty, e.frequency_penalty) for _, e in rows]
+    lengths = torch.tensor([len(edit.seen_ids) for _, edit in rows])
     of_each = to_device(torch.tensor(penalties).repeat_interleave(lengths, 0), device)
     repetition, presence, frequency = of_each.unbind(-1)
     values = flat.take(at)
@@ -242,52 +241,46 @@ def _floats(values: array[float]) -> torch.Tensor:
     return torch.frombuffer(values, dtype=torch.float32)
 
 
-def _draw(
-    logits: torch.Tensor, inputs: Sequence[SampleInput], num_candidates: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw(logits: torch.Tensor, draws: Sequence[Draw], num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids `[num_rows]` int64, drawn by each row's own parameters, none of which is greedy; and for which rows
     that is wrong, since top-p keeps more than `num_candidates`: `[num_rows]` bool, or `[0]` if it cannot be."""
     device = logits.device
-    params = [item.params for item in inputs]
-    temperatures = to_device([_temperature(p) for p in params], device, torch.float32)
+    temperatures = to_device([_temperature(item) for item in draws], device, torch.float32)
     # The largest logit becomes 0 before the division: a tiny temperature must not overflow.
     probs = ((logits - logits.amax(-1, keepdim=True)) / temperatures[:, None]).softmax(-1)
-    filtered = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
-    is_deep = torch.zeros(len(inputs) if filtered else 0, dtype=torch.bool, device=device)
+    filtered = [row for row, item in enumerate(draws) if item.top_k > 0 or item.top_p < 1 or item.min_p > 0]
+    is_deep = torch.zeros(len(draws) if filtered else 0, dtype=torch.bool, device=device)
     if filtered:
         index = to_device(filtered, device)
         rows = probs[index]
-        floor, is_deep[index] = _floors(rows, [inputs[row] for row in filtered], num_candidates)
+        floor, is_deep[index] = _floors(rows, [draws[row] for row in filtered], num_candidates)
         probs[index] = rows.masked_fill_(rows < floor[:, None], 0)
     # In vocabulary order, so that tokens of equal probability come in the same order whatever the batch.
     cumulative = probs.double().cumsum(-1)
-    uniforms = [uniform(item.params.seed, item.num_output_tokens) for item in inputs]
+    uniforms = [uniform(item.seed, item.index) for item in draws]
     target = to_device(uniforms, device, torch.float64)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
     return tokens, is_deep
 
 
-def _floors(
-    probs: torch.Tensor, inputs: Sequence[SampleInput], num_candidates: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _floors(probs: torch.Tensor, draws: Sequence[Draw], num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The least probability `[num_rows]` that each row keeps: top-k, then top-p of what is left, and min-p; and whether
     that is lower than all of `num_candidates`, and so not known.
 
     Tokens that tie with the least one kept are kept as well.
     """
     device, vocab_size = probs.device, probs.shape[-1]
-    params = [item.params for item in inputs]
-    num_candidates = min(max([num_candidates, *(p.top_k for p in params)]), vocab_size)
+    num_candidates = min(max([num_candidates, *(item.top_k for item in draws)]), vocab_size)
     ordered = probs.topk(num_candidates, dim=-1).values
-    has_top_k = to_device([p.top_k > 0 for p in params], device)
-    last = to_device([min(p.top_k or num_candidates, num_candidates) - 1 for p in params], device)
-    floors = ordered[:, 0] * to_device([p.min_p for p in params], device, probs.dtype)
+    has_top_k = to_device([item.top_k > 0 for item in draws], device)
+    last = to_device([min(item.top_k or num_candidates, num_candidates) - 1 for item in draws], device)
+    floors = ordered[:, 0] * to_device([item.min_p for item in draws], device, probs.dtype)
     floors = torch.where(has_top_k, torch.maximum(floors, _at(ordered, last)), floors)
     is_deep = torch.zeros_like(has_top_k)
-    nucleus = [row for row, p in enumerate(params) if p.top_p < 1]
+    nucleus = [row for row, item in enumerate(draws) if item.top_p < 1]
     if nucleus:
         rows = to_device(nucleus, device)
-        top_p = to_device([params[row].top_p for row in nucleus], device, torch.float64)
+        top_p = to_device([draws[row].top_p for row in nucleus], device, torch.float64)
         least, reaches = _nucleus_floors(ordered[rows], top_p, has_top_k[rows], last[rows])
         floors[rows] = torch.maximum(floors[rows], least)
         if num_candidates < vocab_size:

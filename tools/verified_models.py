@@ -32,14 +32,15 @@ from common.config import EngineSettings
 from common.errors import StartupError
 from common.sampling import SamplingParams
 from common.types import SampledToken
-from engine.batch import SampleInput, SequenceInput, StepOutput
-from engine.model_runner import ModelRunner
+from engine.draws import draw
+from engine.local.device import LocalDevice
 from engine.models import registry
 from engine.models.adapted_attention import ADAPTED
 from engine.models.attention_interface import UnsupportedAttentionError, check_layer_types
 from engine.models.families import FAMILIES
 from engine.models.text_part import COMPOSITES
 from engine.models.verified import COMPARED_WITH, REFUSED, VERIFIED
+from engine.step import StepRow
 from tools.small_models import VARIATIONS, VOCAB_SIZE, UnbuildableError, build, one_line, save, small_config
 
 ROOT = Path(__file__).parents[1]
@@ -189,12 +190,12 @@ def compare(model_type: str, folder: Path, variation: Mapping[str, object]) -> N
     _check_answer(answer, _expected(folder, token_ids + answer))
 
 
-def _runner(folder: Path) -> ModelRunner:
+def _runner(folder: Path) -> LocalDevice:
     """Its cache holds NaN, so that reading a slot that was never written shows."""
     sizes = {"block_size": 16, "num_blocks": 64, "num_threads": 1}
     settings = EngineSettings.model_validate({"device": "cpu", "dtype": "float32", **sizes})
     try:
-        runner = ModelRunner(folder, settings)
+        runner = LocalDevice(folder, settings)
     except StartupError as error:
         reason = error.message.removeprefix(f"model {folder}: ").removesuffix(", which is not supported")
         raise RefusedError(re.sub(r"^model type \S+ (has )?", "", reason)) from error
@@ -202,7 +203,7 @@ def _runner(folder: Path) -> ModelRunner:
     return runner
 
 
-def _check(runner: ModelRunner, token_ids: list[int], sizes: Sequence[int], expected: torch.Tensor) -> None:
+def _check(runner: LocalDevice, token_ids: list[int], sizes: Sequence[int], expected: torch.Tensor) -> None:
     """Steps of `sizes` tokens, with another sequence of another length in each."""
     others = token_ids[5:45]
     start = start_of_others = 0
@@ -221,12 +222,12 @@ def _check(runner: ModelRunner, token_ids: list[int], sizes: Sequence[int], expe
         start, start_of_others = end, end_of_others
 
 
-def _greedy(runner: ModelRunner, token_ids: list[int]) -> list[int]:
+def _greedy(runner: LocalDevice, token_ids: list[int]) -> list[int]:
     """The answer to a prompt whose KV is there, token by token. Computes the prompt's last token again."""
     ids = list(token_ids)
     for _ in range(NUM_ANSWER_TOKENS):
         (output,) = runner.execute([_input(ids, len(ids) - 1, len(ids), BLOCK_IDS)])
-        if not isinstance(output, SampledToken):
+        if output is None:
             raise DifferentError("no token")
         ids.append(output.token_id)
     return ids[len(token_ids) :]
@@ -242,13 +243,13 @@ def _check_answer(answer: list[int], expected: torch.Tensor) -> None:
             )
 
 
-def _input(token_ids: list[int], start: int, end: int, blocks: list[int]) -> SequenceInput:
-    sample = SampleInput(params=SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE), num_output_tokens=0)
-    return SequenceInput(token_ids=token_ids[start:end], num_computed_tokens=start, block_ids=blocks, sample=sample)
+def _input(token_ids: list[int], start: int, end: int, blocks: list[int]) -> StepRow:
+    sample = draw(params=SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE), num_output_tokens=0)
+    return StepRow(token_ids=token_ids[start:end], num_computed_tokens=start, block_ids=blocks, draw=sample)
 
 
-def _logprobs(output: StepOutput) -> torch.Tensor:
-    if not isinstance(output, SampledToken):
+def _logprobs(output: SampledToken | None) -> torch.Tensor:
+    if output is None:
         raise DifferentError("no token")
     row = torch.full((VOCAB_SIZE,), float("nan"))
     for entry in output.top_logprobs:

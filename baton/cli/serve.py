@@ -14,7 +14,7 @@ from common.config import DEFAULT_MODEL, AutoscalerSettings, RouterSettings, UpS
 from common.garbage import look_rarely
 from common.logs import setup_logging
 from common.types import WorkerRole
-from engine.device import choose_device
+from engine.device_choice import choose_device
 from engine.dtype import resolve_dtype
 
 if TYPE_CHECKING:

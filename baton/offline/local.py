@@ -26,7 +26,7 @@ from engine import messages as m
 from engine.core import EngineCore
 from engine.embedded_model import ensure_model
 from engine.grammars import GrammarCompiler
-from engine.model_runner import ModelRunner
+from engine.local.device import LocalDevice
 from engine.speculation.draft_model import load_draft_model
 from kv_store.no_store import NoStore
 from protos.baton.v1 import inference_pb2
@@ -142,7 +142,7 @@ class LocalEngine:
         """Loads the model. Raises `StartupError`."""
         model_dir = ensure_model(settings.model, settings.cache_dir, log.info)
         tokenizer = load_tokenizer(tokenizer_files(model_dir))
-        runner = ModelRunner(model_dir, settings)
+        runner = LocalDevice(model_dir, settings)
         runner.warm_up()
         self._lock = threading.Lock()
         self._woken = threading.Event()
@@ -152,24 +152,26 @@ class LocalEngine:
             NoStore(),
             time.monotonic,
             self._woken.set,
-            compile_grammar=GrammarCompiler(model_dir / "tokenizer.json", runner.vocab_size, runner.eos_token_ids),
+            compile_grammar=GrammarCompiler(
+                model_dir / "tokenizer.json", runner.info.vocab_size, runner.info.eos_token_ids
+            ),
             drafter=load_draft_model(settings, runner),
         )
         self._has_priorities = settings.queue_policy == "priority"
         limits = ModelLimits(
             model=settings.served_model_name or settings.model,
-            max_model_len=runner.max_model_len,
-            vocab_size=runner.vocab_size,
+            max_model_len=runner.info.max_model_len,
+            vocab_size=runner.info.vocab_size,
             max_token_bytes=tokenizer.max_token_bytes,
         )
         self._model = ServedModel(
             limits,
-            runner.spec.fingerprint(),
-            runner.spec.fingerprint_but_dtype(),
-            runner.spec.dtype,
-            frozenset(runner.eos_token_ids),
+            runner.info.spec.fingerprint(),
+            runner.info.spec.fingerprint_but_dtype(),
+            runner.info.spec.dtype,
+            frozenset(runner.info.eos_token_ids),
             tokenizer,
-            runner.spec.block_size,
+            runner.info.spec.block_size,
         )
         self._preparation = Preparation(
             request_timeout_s=float("inf"), control_tokens=False, threads=_AtOnce(), max_answer_tokens=sys.maxsize

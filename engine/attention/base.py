@@ -20,8 +20,8 @@ import torch
 
 from common.types import KVCacheSpec
 from engine.attention.step_tables import StepTables
-from engine.batch import SequenceInput
 from engine.device_copies import to_device
+from engine.step import StepRow
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class AttentionBackend(ABC):
         return keys, values[..., : self.shape.value_dim or self.spec.head_dim]
 
     @abstractmethod
-    def prepare(self, sequences: Sequence[SequenceInput]) -> StepAttention:
+    def prepare(self, sequences: Sequence[StepRow]) -> StepAttention:
         """`sequences` in the order in which their tokens lie in the step's flat batch."""
 
 

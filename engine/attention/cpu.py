@@ -23,8 +23,8 @@ from common.cpu import read_cpu
 from common.types import KVCacheSpec
 from engine.attention.base import AttentionBackend, AttentionShape, KVWriter, StepAttention, first_seen
 from engine.attention.step_tables import StepTables
-from engine.batch import SequenceInput
 from engine.device_copies import to_device
+from engine.step import StepRow
 
 _TILE = 64  # queries of each head at a time
 _GROUP_BYTES = 32 << 20  # of gathered K and V in one batched product; bounds the workspace
@@ -47,7 +47,7 @@ class TorchBackend(AttentionBackend):
         self._plane_offsets = torch.arange(self.planes_per_layer).view(spec.num_planes, 1, spec.num_kv_heads, 1)
         self._workspace = torch.empty(0, dtype=cache.dtype, device=cache.device)
 
-    def prepare(self, sequences: Sequence[SequenceInput]) -> StepAttention:
+    def prepare(self, sequences: Sequence[StepRow]) -> StepAttention:
         tables = StepTables(sequences, self.spec.block_size)
         runs = {window: self._runs(tables, window) for window in self.shape.distinct_windows()}
         layers = [runs[self.shape.window(layer)] for layer in range(self.spec.num_layers)]

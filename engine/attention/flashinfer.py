@@ -20,8 +20,8 @@ from common.errors import StartupError
 from common.types import KVCacheSpec
 from engine.attention.base import AttentionBackend, AttentionShape, KVWriter, StepAttention
 from engine.attention.step_tables import Int32s, StepTables
-from engine.batch import SequenceInput
 from engine.device_copies import to_device
+from engine.step import StepRow
 
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends for split-KV partial results
 
@@ -58,7 +58,7 @@ class FlashInferBackend(AttentionBackend):
             )
             self.prefill[window] = flashinfer.BatchPrefillWithPagedKVCacheWrapper(prefill_workspace, "HND")
 
-    def prepare(self, sequences: Sequence[SequenceInput]) -> StepAttention:
+    def prepare(self, sequences: Sequence[StepRow]) -> StepAttention:
         """Decodes first, then prefill chunks: the model runner's order. Other orders cost one index each layer."""
         tables = StepTables(sequences, self.spec.block_size)
         decodes, chunks = (np.flatnonzero(each).astype(np.int32) for each in (tables.num_new == 1, tables.num_new != 1))

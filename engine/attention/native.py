@@ -9,8 +9,8 @@ import torch
 from common.types import KVCacheSpec
 from engine.attention.base import AttentionBackend, AttentionShape, StepAttention
 from engine.attention.step_tables import StepTables
-from engine.batch import SequenceInput
 from engine.kernels.library import MAX_HEAD_DIM, AttentionStruct, BatchStruct, Kernels
+from engine.step import StepRow
 
 
 class NativeBackend(AttentionBackend):
@@ -42,12 +42,12 @@ class NativeBackend(AttentionBackend):
     def takes(spec: KVCacheSpec) -> bool:
         return spec.head_dim <= MAX_HEAD_DIM and spec.num_planes == 2
 
-    def prepare(self, sequences: Sequence[SequenceInput]) -> NativeStep:
+    def prepare(self, sequences: Sequence[StepRow]) -> NativeStep:
         return NativeStep(self, sequences)
 
 
 class NativeStep(StepAttention):
-    def __init__(self, backend: NativeBackend, sequences: Sequence[SequenceInput]) -> None:
+    def __init__(self, backend: NativeBackend, sequences: Sequence[StepRow]) -> None:
         self.backend = backend
         tables = StepTables(sequences, backend.spec.block_size)
         self._tables = tables  # the struct holds addresses of its arrays

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engine.batch import SequenceInput
+from engine.step import StepRow
 
 Int32s = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -25,7 +25,7 @@ Int32s = np.ndarray[tuple[int], np.dtype[np.int32]]
 class StepTables:
     """Arrays have one number for each sequence, in the order in which their tokens lie in the flat batch."""
 
-    def __init__(self, sequences: Sequence[SequenceInput], block_size: int) -> None:
+    def __init__(self, sequences: Sequence[StepRow], block_size: int) -> None:
         self.block_size = block_size
         self.num_sequences = len(sequences)
         joined, starts = array("i"), array("i")

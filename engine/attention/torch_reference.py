@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from engine.attention.base import AttentionBackend, StepAttention
-from engine.batch import SequenceInput
+from engine.step import StepRow
 
 
 class ReferenceBackend(AttentionBackend):
-    def prepare(self, sequences: Sequence[SequenceInput]) -> StepAttention:
+    def prepare(self, sequences: Sequence[StepRow]) -> StepAttention:
         return _ReferenceStep(self, sequences)
 
 
 class _ReferenceStep(StepAttention):
-    def __init__(self, backend: ReferenceBackend, sequences: Sequence[SequenceInput]) -> None:
+    def __init__(self, backend: ReferenceBackend, sequences: Sequence[StepRow]) -> None:
         self._backend = backend
         self._sequences = sequences
 

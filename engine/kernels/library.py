@@ -191,16 +191,6 @@ class Kernels:
         self._of_head(self.library.baton_best_tokens, head, norm, eps, hidden, tokens.data_ptr(), None)
         return tokens
 
-    def head_and_best(
-        self, head: PackedLinear, norm: torch.Tensor, eps: float, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `head` and `best_tokens` give, in one pass."""
-        logits = torch.empty(hidden.shape[0], head.out_features)
-        tokens = torch.empty(hidden.shape[0], dtype=torch.int64)
-        out = (tokens.data_ptr(), logits.data_ptr())
-        self._of_head(self.library.baton_best_tokens, head, norm, eps, hidden, *out)
-        return logits, tokens
-
     def _of_head(
         self,
         function: Callable[..., object],

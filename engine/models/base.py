@@ -67,11 +67,6 @@ class CausalLM(ABC):
         """The likeliest token of each row `[num_tokens]` int64, the first of equal ones: for greedy sampling."""
         return self.logits(hidden).argmax(dim=-1)
 
-    def logits_and_best(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `logits` and `best_tokens` give."""
-        logits = self.logits(hidden)
-        return logits, logits.argmax(dim=-1)
-
 
 class ConfigReader:
     """Typed access to config.json; a value that is missing or of the wrong type is a `StartupError` naming its key."""

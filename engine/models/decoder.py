@@ -125,10 +125,6 @@ class Decoder(CausalLM):
         native = self._native_head(hidden)
         return super().best_tokens(hidden) if native is None else native.best_tokens(hidden)
 
-    def logits_and_best(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        native = self._native_head(hidden)
-        return super().logits_and_best(hidden) if native is None else native.logits_and_best(hidden)
-
     def _native_head(self, hidden: torch.Tensor) -> NativeDecoder | None:
         """What finds the best tokens, if their logits are as the head gives them: a soft cap may make equal what was
         not."""

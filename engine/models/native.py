@@ -104,9 +104,6 @@ class NativeDecoder:
     def best_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._kernels.best_tokens(self._head, self._norm, self._config.eps, hidden)
 
-    def logits_and_best(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._kernels.head_and_best(self._head, self._norm, self._config.eps, hidden)
-
 
 def _num_weights(layer: LayerStruct) -> int:
     return sum(int(one.n) * int(one.k) for one in (layer.qkv, layer.out, layer.gate_up, layer.down))

@@ -18,17 +18,20 @@ from common.config import EngineSettings
 from common.errors import StartupError
 from common.model_files import open_model
 from common.sampling import SamplingParams
-from common.types import SampledToken
-from engine.batch import SampleInput, SequenceInput
 from engine.blocks.block_manager import BlockManager
+from engine.device import Device
+from engine.draws import draw
 from engine.embedded_model import ensure_model
-from engine.model_runner import ModelRunner, weight_bytes
+from engine.local.device import LocalDevice
+from engine.local.memory import weight_bytes
 from engine.request import Request, RequestStatus
+from engine.step import StepRow
 
 log = logging.getLogger(__name__)
 
 CATCH_UP_TOKENS = 512
-_LIKELIEST = SampleInput(params=SamplingParams(temperature=0.0), num_output_tokens=0)
+_GREEDY = SamplingParams(temperature=0.0)
+_LIKELIEST = draw(_GREEDY, 0)
 _ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH, RequestStatus.FINISHED_ABORTED)
 
 
@@ -41,13 +44,15 @@ class _Follower:
 
 
 class ModelDrafter:
-    def __init__(self, runner: ModelRunner, vocab_size: int, cost: float) -> None:
+    def __init__(self, device: Device, vocab_size: int, cost: float) -> None:
         """`vocab_size`: that of the model that checks. `cost`: of a step of the draft model, as a share of a step of
         that model."""
         self.cost = cost
-        self._runner = runner
+        self._device = device
         self._vocab_size = vocab_size
-        self._blocks = BlockManager(runner.num_blocks, runner.spec.block_size, root_hash(runner.spec.fingerprint()))
+        self._blocks = BlockManager(
+            device.info.num_blocks, device.info.spec.block_size, root_hash(device.info.spec.fingerprint())
+        )
         self._followers: dict[Request, _Follower] = {}
 
     def draft(self, lengths: Mapping[Request, int]) -> dict[Request, list[int]]:
@@ -69,7 +74,7 @@ class ModelDrafter:
         num_tokens = request.num_tokens + length
         follower = self._followers.get(request)
         new = request.token_ids[follower.request.num_tokens if follower is not None else 0 :]
-        if num_tokens > self._runner.max_model_len or max(new, default=0) >= self._runner.vocab_size:
+        if num_tokens > self._device.info.max_model_len or max(new, default=0) >= self._device.info.vocab_size:
             self._leave(request)
             return None
         if follower is None:
@@ -98,7 +103,7 @@ class ModelDrafter:
             request_id=request.request_id,
             token_ids=list(request.token_ids),
             num_prompt_tokens=request.num_prompt_tokens,
-            sampling_params=_LIKELIEST.params,
+            sampling_params=_GREEDY,
             arrival_time=request.arrival_time,
             extra_keys=request.extra_keys,
         )
@@ -118,7 +123,7 @@ class ModelDrafter:
 
     def _catch_up(self, followers: Mapping[Request, _Follower]) -> dict[Request, list[int]]:
         """Computes tokens of the requests. Returns the first drafted token of each that lacks none then."""
-        rows: list[SequenceInput] = []
+        rows: list[StepRow] = []
         owners: list[tuple[Request, Request, int]] = []
         budget = CATCH_UP_TOKENS
         for request, follower in sorted(followers.items(), key=lambda item: item[1].request.num_missing_tokens):
@@ -147,19 +152,19 @@ class ModelDrafter:
             if token < self._vocab_size:
                 drafts[request].append(token)
 
-    def _execute(self, rows: Sequence[SequenceInput]) -> list[int]:
-        tokens = self._runner.execute(rows) if rows else []
-        return [token.token_id for token in tokens if isinstance(token, SampledToken)]
+    def _execute(self, rows: Sequence[StepRow]) -> list[int]:
+        tokens = self._device.execute(rows) if rows else []
+        return [token.token_id for token in tokens if token is not None]
 
 
-def _row(own: Request, token_ids: list[int], num_computed_tokens: int) -> SequenceInput:
-    return SequenceInput(
-        token_ids=token_ids, num_computed_tokens=num_computed_tokens, block_ids=own.block_ids, sample=_LIKELIEST
+def _row(own: Request, token_ids: list[int], num_computed_tokens: int) -> StepRow:
+    return StepRow(
+        token_ids=token_ids, num_computed_tokens=num_computed_tokens, block_ids=own.block_ids, draw=_LIKELIEST
     )
 
 
-def load_draft_model(settings: EngineSettings, runner: ModelRunner) -> ModelDrafter | None:
-    """What `settings.speculation` names, for the model of `runner`; None if it names none. Raises `StartupError`."""
+def load_draft_model(settings: EngineSettings, device: Device) -> ModelDrafter | None:
+    """What `settings.speculation` names, for the model of `device`; None if it names none. Raises `StartupError`."""
     if settings.speculation in ("none", "ngram"):
         return None
     model = open_model(ensure_model(settings.model, settings.cache_dir, log.info))
@@ -170,12 +175,12 @@ def load_draft_model(settings: EngineSettings, runner: ModelRunner) -> ModelDraf
             f"--speculation {settings.speculation} has another tokenizer than --model {settings.model}: it would guess "
             "other tokens"
         )
-    own = {"num_blocks": runner.num_blocks, "block_size": runner.spec.block_size, "max_model_len": None}
-    drafting = ModelRunner(draft.path, settings.model_copy(update={**own, "model": settings.speculation}))
+    own = {"num_blocks": device.info.num_blocks, "block_size": device.info.spec.block_size, "max_model_len": None}
+    drafting = LocalDevice(draft.path, settings.model_copy(update={**own, "model": settings.speculation}))
     drafting.warm_up()
     cost = weight_bytes(draft, 1) / weight_bytes(model, 1)
     log.info("draft model ready", extra={"model": settings.speculation, "cost": round(cost, 3)})
-    return ModelDrafter(drafting, runner.vocab_size, cost)
+    return ModelDrafter(drafting, device.info.vocab_size, cost)
 
 
 def _vocabulary(file: str) -> dict[str, int]:

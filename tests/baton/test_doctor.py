@@ -20,11 +20,11 @@ from baton.tuning import Measured, measure_products, rules_of
 from common.cpu import read_cpu
 from common.errors import StartupError
 from common.model_files import open_model
-from engine.device import DeviceChoice
+from engine.device_choice import DeviceChoice
 from engine.dtype import DtypeChoice, choose_dtype
 from engine.kernels.choice import TORCH, Choice, choose, choose_among
 from engine.kernels.table import Rule, Tuned, load_table, tuned_file, write_tuned
-from engine.model_runner import weight_bytes
+from engine.local.memory import weight_bytes
 from tests.engine.tiny_models import make_model
 
 NAMES = ["cpu", "kernels", "device", "model", "dtype", "bandwidth", "products"]

@@ -18,10 +18,13 @@ from common.config import EngineSettings
 from common.sampling import SamplingParams
 from common.types import KVCacheSpec, SampledToken
 from engine import messages as m
-from engine.batch import Pooled, Scored, SequenceInput, StepOutput
+from engine.blocks.host_tier import BlockCopy
 from engine.core import EngineCore
+from engine.device import Device, DeviceInfo, KVPlane, Ticket, do_nothing
+from engine.local.host_cache import copy_blocks, num_host_blocks
 from engine.request import Request
 from engine.speculation.speculation import Drafter
+from engine.step import StepInput, StepOutput, StepRow
 from kv_store.base import ConnectorConfig, KVConnector
 from kv_store.memory import MemoryConnector
 
@@ -45,67 +48,86 @@ def reference(prompt: Sequence[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class FakeRunner:
-    spec = SPEC
-    vocab_size = VOCAB_SIZE
-    hidden_size = 2
-    window = 0
-    eos_token_ids = [VOCAB_SIZE - 1]  # noqa: RUF012 (never sampled)
-    dtype_reason = "it is a fake"
-    device = torch.device("cpu")
-    device_reason = "it is a fake"
-    free_rows = 4.0
+class FakeDevice(Device):
+    """Values that a subclass changes are read when the device is made."""
 
-    def __init__(self, num_blocks: int = 64, max_model_len: int = 200) -> None:
-        self.num_blocks = num_blocks
-        self.max_model_len = min(max_model_len, num_blocks * BLOCK_SIZE)
+    vocab_size = VOCAB_SIZE
+    eos_token_id = VOCAB_SIZE - 1  # never drawn
+
+    def __init__(self, num_blocks: int = 64, max_model_len: int = 200, num_host_blocks: int = 0) -> None:
+        self.info = DeviceInfo(
+            spec=SPEC,
+            num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+            max_model_len=min(max_model_len, num_blocks * BLOCK_SIZE),
+            vocab_size=self.vocab_size,
+            hidden_size=2,
+            eos_token_ids=(self.eos_token_id,),
+            dtype_reason="it is a fake",
+            device="cpu",
+            device_reason="it is a fake",
+            free_rows=4.0,
+        )
         self.kv_cache = torch.full((num_blocks, *SPEC.block_shape), -1.0)
+        self.host_cache = torch.full((num_host_blocks, *SPEC.block_shape), -1.0)
         self.num_tokens_per_step: list[int] = []
         self.fail_next = False
         self.requests: Callable[[], Iterable[Request]] = list  # those that are not released
         self.checks_kv = True  # fails the test if one of them reads other KV than its own
+        self._begun: dict[int, StepInput] = {}
 
-    def execute(
-        self,
-        sequences: Sequence[SequenceInput],
-        between_layers: Callable[[], None] = lambda: None,
-    ) -> list[StepOutput]:
+    def begin(self, step: StepInput) -> Ticket:
+        self._begun[step.number] = step
+        return Ticket(step.number)
+
+    def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:
+        rows = self._begun.pop(ticket.number).rows
         if self.fail_next:
             self.fail_next = False
-            raise RuntimeError("the device is on fire")
-        self.num_tokens_per_step.append(sum(len(sequence.token_ids) for sequence in sequences))
-        for sequence in sequences:
-            self._write(sequence)
-            between_layers()  # the hardest moment: half of the batch is written
-        return [self._result(sequence) for sequence in sequences]
+            return StepOutput(tokens=[None] * len(rows), failures=dict.fromkeys(range(len(rows)), "it is on fire"))
+        self.num_tokens_per_step.append(sum(len(row.token_ids) for row in rows))
+        for row in rows:
+            self._write(row)
+            meanwhile()  # the hardest moment: half of the batch is written
+        return self.results(rows)
 
-    def _slot(self, sequence: SequenceInput, position: int) -> torch.Tensor:
-        block = self.kv_cache[sequence.block_ids[position // BLOCK_SIZE]]
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        copy_blocks(copies, self.kv_cache, self.host_cache)
+
+    def planes(self) -> list[KVPlane]:
+        return [KVPlane(spec=SPEC, cache=self.kv_cache)]
+
+    def results(self, rows: Sequence[StepRow]) -> StepOutput:
+        pooled = {}
+        for index, row in enumerate(rows):
+            if row.num_pooled:
+                token_ids = row.token_ids[-row.num_pooled :]
+                pooled[index] = [float(sum(token_ids)), float(len(token_ids))]
+        scores = {
+            index: [SampledToken(token_id, -1.0) for token_id in row.score.token_ids]
+            for index, row in enumerate(rows)
+            if row.score is not None
+        }
+        return StepOutput(tokens=[self._draw(row) for row in rows], scores=scores, pooled=pooled)
+
+    def _slot(self, row: StepRow, position: int) -> torch.Tensor:
+        block = self.kv_cache[row.block_ids[position // BLOCK_SIZE]]
         return block[0, :, 0, position % BLOCK_SIZE, 0]
 
-    def _write(self, sequence: SequenceInput) -> None:
-        for position, token in enumerate(sequence.token_ids, sequence.num_computed_tokens):
-            self._slot(sequence, position).copy_(torch.tensor([float(token), float(position)]))
+    def _write(self, row: StepRow) -> None:
+        for position, token in enumerate(row.token_ids, row.num_computed_tokens):
+            self._slot(row, position).copy_(torch.tensor([float(token), float(position)]))
 
-    def _result(self, sequence: SequenceInput) -> StepOutput:
-        if sequence.num_pooled:
-            pooled = sequence.token_ids[-sequence.num_pooled :]
-            return Pooled([float(sum(pooled)), float(len(pooled))])
-        if sequence.score is not None:
-            scores = [SampledToken(token_id, -1.0) for token_id in sequence.score.token_ids]
-            return Scored(scores, self._sample(sequence))
-        return self._sample(sequence)
-
-    def _sample(self, sequence: SequenceInput) -> SampledToken | None:
-        if sequence.sample is None:
+    def _draw(self, row: StepRow) -> SampledToken | None:
+        if row.draw is None:
             return None
-        num_tokens = sequence.num_computed_tokens + len(sequence.token_ids)
-        seen = [self._slot(sequence, position).tolist() for position in range(num_tokens)]
+        num_tokens = row.num_computed_tokens + len(row.token_ids)
+        seen = [self._slot(row, position).tolist() for position in range(num_tokens)]
         if [position for _, position in seen] != list(range(num_tokens)):
-            if self.checks_kv and any(one.block_ids is sequence.block_ids for one in self.requests()):
-                pytest.fail(f"a sequence of {num_tokens} tokens reads other KV than its own: {seen}")
+            if self.checks_kv and any(one.block_ids is row.block_ids for one in self.requests()):
+                pytest.fail(f"a row of {num_tokens} tokens reads other KV than its own: {seen}")
             # Its request was released in mid-step: the blocks may be another's by now, and nobody reads the token.
-            return SampledToken(self.eos_token_ids[0])
+            return SampledToken(self.eos_token_id)
         return SampledToken(next_token([int(token) for token, _ in seen]))
 
 
@@ -117,22 +139,23 @@ def make_core(
     epoch: str = "e1",
     drafter: Drafter | None = None,
     **settings: object,
-) -> tuple[EngineCore, FakeRunner]:
+) -> tuple[EngineCore, FakeDevice]:
     """An engine on the fake model; `settings` as in `EngineSettings`."""
-    runner = FakeRunner(num_blocks)
+    checked = EngineSettings(block_size=BLOCK_SIZE, **settings)  # type: ignore[arg-type] # keyword by keyword
+    device = FakeDevice(num_blocks, num_host_blocks=num_host_blocks(checked, SPEC))
     connector = connector or MemoryConnector(ConnectorConfig(epoch=epoch, worker_id=f"test-{epoch}"))
     clock = iter(range(10**9))
     core = EngineCore(
-        EngineSettings(block_size=BLOCK_SIZE, **settings),  # type: ignore[arg-type] # keyword by keyword
-        runner,
+        checked,
+        device,
         connector,
         clock=lambda: float(next(clock)),
         wake=lambda: None,
         store=store,
         drafter=drafter,
     )
-    runner.requests = core.scheduler.requests.values
-    return core, runner
+    device.requests = core.scheduler.requests.values
+    return core, device
 
 
 def add(

@@ -14,11 +14,12 @@ import torch
 from common.config import EngineSettings
 from common.sampling import SamplingParams
 from engine import messages as m
-from engine.batch import SampleInput, SequenceInput
 from engine.core import EngineCore
-from engine.model_runner import ModelRunner
+from engine.draws import draw
+from engine.local.device import LocalDevice
 from engine.models.decoder import Decoder
 from engine.models.transformers_model import TransformersModel
+from engine.step import StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 from tests.engine.fakes import run, tokens_of
@@ -60,11 +61,11 @@ def test_after_each_layer(models: Path, name: str, kernels: str) -> None:
     runner = make_runner(model(models, name), kernels=kernels)
     assert isinstance(runner._model, Decoder if name in FAMILY_NAMES else TransformersModel)
     params = SamplingParams(temperature=0.0)
-    step = SequenceInput(
+    step = StepRow(
         token_ids=list(range(3, 19)),
         num_computed_tokens=0,
         block_ids=[5],
-        sample=SampleInput(params=params, num_output_tokens=0),
+        draw=draw(params=params, num_output_tokens=0),
     )
     (expected,) = runner.execute([step])
     runner.kv_cache.fill_(float("nan"))
@@ -76,7 +77,7 @@ def test_after_each_layer(models: Path, name: str, kernels: str) -> None:
         assert written[: num_written[-1]].all()
 
     assert runner.execute([step], between_layers) == [expected]
-    assert num_written == list(range(1, runner.spec.num_layers + 1))
+    assert num_written == list(range(1, runner.info.spec.num_layers + 1))
     assert not torch.isnan(runner.kv_cache[5]).any()
 
 
@@ -85,7 +86,7 @@ def make_core(path: Path, kernels: str) -> EngineCore:
         {"device": "cpu", "dtype": "float32", "num_blocks": 12, "num_threads": 1, "kernels": kernels}
     )
     connector = MemoryConnector(ConnectorConfig(epoch="between", worker_id="between"))
-    return EngineCore(settings, ModelRunner(path, settings), connector, time.monotonic, lambda: None)
+    return EngineCore(settings, LocalDevice(path, settings), connector, time.monotonic, lambda: None)
 
 
 def ask(core: EngineCore, request_id: str) -> None:
@@ -112,7 +113,7 @@ def test_requests_come_and_go_in_mid_step(models: Path, name: str, kernels: str)
             core.handle(m.Release("b"))
             ask(core, "c")
 
-    assert core.execute(core.prepare(), between_layers)
+    assert core.end(core.begin(core.prepare()), between_layers)
     assert num_calls > 2
     assert tokens_of(run(core)) == expected
     assert core.scheduler.check_integrity() == []

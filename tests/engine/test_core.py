@@ -219,7 +219,7 @@ def test_a_release_in_mid_step_disturbs_nobody(
             add(core, "late", [1, 2, 3, 4, 5], 3)
 
     events: list[m.Event] = []
-    while core.execute(core.prepare(), between_layers):
+    while core.end(core.begin(core.prepare()), between_layers):
         events += core.take_events()
         assert core.scheduler.check_integrity() == []
     answers = tokens_of(events + core.take_events())
@@ -245,7 +245,7 @@ def test_a_release_after_the_batch_is_decided_disturbs_nobody(released: list[str
     events = core.take_events()
     for name in released:
         core.handle(m.Release(name))
-    assert core.execute(output), "the third one can start"
+    assert core.end(core.begin(output)), "the third one can start"
     answers = tokens_of([*events, *run(core)])
     for name in prompts.keys() - set(released):
         assert answers[name] == reference(prompts[name], 8)
@@ -267,7 +267,7 @@ def test_a_newcomer_never_gets_a_block_that_the_step_under_way_writes() -> None:
         blocks.extend(core.scheduler.requests["third"].block_ids)
         assert core.scheduler.check_integrity() == []
 
-    core.execute(core.prepare(), between_layers)
+    core.end(core.begin(core.prepare()), between_layers)
     assert not blocks
     core.prepare()
     assert len(core.scheduler.requests["third"].block_ids) == 4
@@ -318,7 +318,7 @@ def test_the_context_ends_an_answer() -> None:
     core, runner = make_core(num_blocks=4)
     add(core, "a", [1, 2, 3], max_tokens=500)
     events = run(core)
-    assert len(tokens_of(events)["a"]) == runner.max_model_len - 3
+    assert len(tokens_of(events)["a"]) == runner.info.max_model_len - 3
     assert events[-1].finish_reason is FinishReason.LENGTH
 
 

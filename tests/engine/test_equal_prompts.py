@@ -7,7 +7,7 @@ import pytest
 from engine import messages as m
 from engine.core import EngineCore
 from engine.schedule import SchedulerOutput
-from tests.engine.fakes import BLOCK_SIZE, FakeRunner, add, assert_idle, make_core, reference, run, tokens_of
+from tests.engine.fakes import BLOCK_SIZE, FakeDevice, add, assert_idle, make_core, reference, run, tokens_of
 from tests.engine.test_shared_fetches import make_slow_pair
 
 PROMPT_BLOCKS = 21
@@ -25,7 +25,7 @@ def run_and_count(core: EngineCore) -> tuple[dict[str, list[int]], int]:
     while core.has_work:
         output = core.prepare()
         most = max(most, used(core))
-        core.execute(output)
+        core.end(core.begin(output))
         assert core.scheduler.check_integrity() == []
         events += core.take_events()
     return tokens_of(events), most
@@ -52,7 +52,7 @@ def test_prompts_with_an_equal_beginning_wait_for_no_more_than_that() -> None:
     for _ in range(4):
         output = core.prepare()
         scheduled.append({request.request_id: num for request, num in output.num_tokens.items()})
-        core.execute(output)
+        core.end(core.begin(output))
     # The second is admitted as soon as the first has done their common four blocks.
     assert scheduled == [{"a": 8}, {"a": 8}, {"a": 8, "b": 8}, {"a": 8, "b": 8}]
     run(core)
@@ -89,7 +89,7 @@ def test_others_go_past_those_that_are_held_back_and_take_no_place_of_theirs() -
         add(core, name, [{"b": 90, "c": 91}[name]] * 30)
     output = core.prepare()
     assert [request.request_id for request in output.num_tokens] == ["a", "b"]  # the third place is for "held"
-    core.execute(output)
+    core.end(core.begin(output))
     events = run(core)
     assert tokens_of(events)["held"] == reference(PROMPT, 8)
     assert_idle(core)
@@ -136,7 +136,7 @@ def test_across_two_workers_too() -> None:
     assert most <= PROMPT_BLOCKS + 7
     assert list(pair.first_blocks) == ["0"]  # one prefill,
     assert slow.num_fetched == PROMPT_BLOCKS  # and each of its blocks came once
-    assert isinstance(pair.prefill._runner, FakeRunner)
-    assert sum(pair.prefill._runner.num_tokens_per_step) == len(PROMPT)
+    assert isinstance(pair.prefill._device, FakeDevice)
+    assert sum(pair.prefill._device.num_tokens_per_step) == len(PROMPT)
     assert pair.received == set(names)
     pair.assert_idle()

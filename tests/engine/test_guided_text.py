@@ -21,19 +21,19 @@ from common.sampling import SamplingParams, TokenSequence
 from common.types import FinishReason, SampledToken
 from engine import grammars as grammars_module
 from engine import messages as m
-from engine import sampler
-from engine.batch import SampleInput, SequenceInput
 from engine.core import EngineCore
+from engine.draws import draw
 from engine.grammars import GrammarCompiler
-from engine.guide import Guide, make_masks, mask_logits
+from engine.guide import Guide, make_masks
+from engine.local.device import LocalDevice
 from engine.logit_changes import LogitChanges
-from engine.model_runner import ModelRunner
-from engine.sampler import sample
+from engine.sampler import join_masks, mask_logits, sample
 from engine.speculation.speculation import Drafter
+from engine.step import StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 from tests.chaos.tiny_model import write_tiny_model
-from tests.engine.fakes import BLOCK_SIZE, FakeRunner, assert_idle, next_token, run, tokens_of
+from tests.engine.fakes import BLOCK_SIZE, FakeDevice, assert_idle, next_token, run, tokens_of
 from tests.integration.schemas import schemas
 from tests.router.tiny_tokenizer import eos_id, tiny_tokenizer, tokenizer_files, vocab_size
 
@@ -51,21 +51,21 @@ GUIDED = Guided(json_schema=json.dumps(SCHEMA))
 PROMPT = list(range(5, 26))
 
 
-class RandomRunner(FakeRunner):
+class RandomDevice(FakeDevice):
     """Logits that depend on every byte of KV, and the real sampler."""
 
     vocab_size = vocab_size()
-    eos_token_ids = [eos_id()]  # noqa: RUF012
+    eos_token_id = eos_id()
 
-    def _sample(self, sequence: SequenceInput) -> SampledToken | None:
-        if sequence.sample is None:
+    def _draw(self, row: StepRow) -> SampledToken | None:
+        if row.draw is None:
             return None
-        num_tokens = sequence.num_computed_tokens + len(sequence.token_ids)
-        seen = [self._slot(sequence, position).tolist() for position in range(num_tokens)]
+        num_tokens = row.num_computed_tokens + len(row.token_ids)
+        seen = [self._slot(row, position).tolist() for position in range(num_tokens)]
         assert [position for _, position in seen] == list(range(num_tokens))
         generator = torch.Generator().manual_seed(next_token([int(token) for token, _ in seen]) + num_tokens * 1000)
         logits = torch.randn(1, self.vocab_size, generator=generator)
-        return sample(logits, [sequence.sample])[0]
+        return sample(logits, [row.draw])[0]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ class Engine:
         self.clock = 0.0
         self.core = EngineCore(
             EngineSettings(block_size=BLOCK_SIZE, **settings),  # type: ignore[arg-type]
-            RandomRunner(num_blocks),
+            RandomDevice(num_blocks),
             MemoryConnector(ConnectorConfig(epoch="e", worker_id="w")),
             clock=lambda: self.clock,
             wake=self.woken.set,
@@ -268,7 +268,7 @@ EACH = tuple(TokenSequence(token_ids=(token_id,)) for token_id in ALL)
 def test_all_tokens_may_be_banned(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, params: dict[str, object], name: str
 ) -> None:
-    monkeypatch.setattr(RandomRunner, "vocab_size", len(ALL))
+    monkeypatch.setattr(RandomDevice, "vocab_size", len(ALL))
     engine = Engine(compiler)
     engine.add("a", guided=None, params=params)
     (failed,) = [event for event in engine.run() if isinstance(event, m.RequestFailed)]
@@ -378,19 +378,19 @@ def test_masks_of_a_vocabulary_that_the_model_cuts_off(compiler: GrammarCompiler
     for size in (vocab_size() - 20, vocab_size() + 100):
         guide = GrammarCompiler(file, size, [eos_id()])(Guided(regex="[0-9]"))
         logits = torch.zeros(3, size)
-        mask_logits(logits, [1], make_masks([guide]))
+        mask_logits(logits, [1], join_masks(make_masks([guide])))
         assert bool(torch.isfinite(logits[[0, 2]]).all())
         allowed = torch.isfinite(logits[1]).nonzero().flatten().tolist()
         assert sorted(text_of([token]) for token in allowed) == list("0123456789")
 
 
 def allowed_by_mask(guide: Guide) -> set[int]:
-    bits = np.unpackbits(make_masks([guide])[0].numpy(), bitorder="little")
+    bits = np.unpackbits(np.frombuffer(make_masks([guide])[0], np.uint8), bitorder="little")
     return set(np.flatnonzero(bits).tolist())
 
 
-def test_what_a_guide_allows_its_mask_allows(compiler: GrammarCompiler) -> None:
-    """And the other way, but for an end after which nothing else could come."""
+def test_a_mask_allows_what_its_matcher_takes(compiler: GrammarCompiler) -> None:
+    """Of a text that has to come, one spelling."""
     rng = random.Random(1)
     guided = [Guided(json_schema=json.dumps(schema)) for schema in schemas()]
     guided += [Guided(regex="(foo|foobar|[a-z]+ [0-9]{2})"), Guided(choice=("yes", "no", "yes please"))]
@@ -399,12 +399,13 @@ def test_what_a_guide_allows_its_mask_allows(compiler: GrammarCompiler) -> None:
         guide, answer = compiler(one), list[int]()
         for _ in range(12):
             allowed = allowed_by_mask(guide.fork())
-            asked = {eos_id(), *rng.choices(range(vocab_size()), k=50), *rng.choices(sorted(allowed), k=10)}
-            claimed = {token_id for token_id in asked if guide.allows(token_id)}
-            is_final = allowed == {eos_id()}
-            assert claimed == allowed & asked or (is_final and not claimed)
+            asked = {*rng.choices(range(vocab_size()), k=50), *rng.choices(sorted(allowed), k=10)} - {eos_id()}
+            taken = {token_id for token_id in asked if guide.matcher.validate_tokens([token_id]) == 1}
+            is_final, is_forced = allowed == {eos_id()}, guide.forced() is not None
+            assert allowed & asked <= taken
+            assert is_forced or taken == allowed & asked
             assert allowed_by_mask(guide) == allowed  # asking changes nothing
-            num_forced += len(allowed) == 1 and not is_final
+            num_forced += is_forced
             num_final += is_final
             answer.append(rng.choice(sorted(allowed)))
             if answer[-1] == eos_id():
@@ -486,7 +487,8 @@ def test_text_that_has_to_come_is_found_once(compiler: GrammarCompiler) -> None:
         fork, of_fork = counting(guide.fork())
         refused = torch.zeros(1, vocab_size())
         params = SamplingParams(temperature=0.0)
-        (token,) = sample(refused, [SampleInput(params=params, num_output_tokens=len(answer), guide=guide)])
+        (mask,) = make_masks([guide])
+        (token,) = sample(refused, [draw(params, len(answer), mask=mask)])
         assert token is not None
         assert fork.forced() == token.token_id
         assert of_fork.num_searches == (0 if answer else 1)
@@ -513,34 +515,22 @@ def test_another_spelling_of_text_that_has_to_come(compiler: GrammarCompiler) ->
 
 
 def test_a_guide_that_failed_allows_nothing(compiler: GrammarCompiler) -> None:
-    assert not compiler(Guided(regex="[0-9]+")).allows(vocab_size() + 5)
     tokenizer = LLTokenizer(tiny_tokenizer().rust.to_str(), eos_token=[eos_id()])
     failed = Guide(LLMatcher(tokenizer, "no grammar"), tokenizer)
     assert failed.failure
-    assert not any(failed.allows(token_id) for token_id in range(vocab_size()))
+    assert not any(make_masks([failed])[0])
 
 
-def test_a_mask_is_made_if_the_likeliest_token_is_refused(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    masked: list[Guide] = []
-
-    def noted(guides: Sequence[Guide]) -> torch.Tensor:
-        masked.extend(guides)
-        return make_masks(guides)
-
-    monkeypatch.setattr(sampler, "make_masks", noted)
+def test_logprobs_of_guided_rows_are_the_models_own(compiler: GrammarCompiler) -> None:
     five, letter = (tiny_tokenizer().rust.token_to_id(text) for text in "5a")
     logits = torch.zeros(4, vocab_size())
     logits[:, letter], logits[0::2, five] = 1.0, 2.0  # digits are likeliest in rows 0 and 2
     logits[1, five] = 0.5
     inputs = []
     for temperature, is_guided in ((0.0, True), (0.0, True), (1.0, True), (0.0, False)):
-        guide = compiler(Guided(regex="[0-9]")) if is_guided else None
-        params = SamplingParams(temperature=temperature, logprobs=1)
-        inputs.append(SampleInput(params=params, num_output_tokens=0, guide=guide))
+        mask = make_masks([compiler(Guided(regex="[0-9]"))])[0] if is_guided else b""
+        inputs.append(draw(SamplingParams(temperature=temperature, logprobs=1), 0, mask=mask))
     tokens = sample(logits, inputs)
-    assert masked == [inputs[2].guide, inputs[1].guide]  # a draw needs its mask
     assert [token and token.token_id for token in tokens][:2] == [five, five]
     assert tokens[3] is not None
     assert tokens[3].token_id == letter
@@ -564,15 +554,17 @@ def test_greedy_tokens_are_those_of_whole_masks(compiler: GrammarCompiler, bias:
         for guide, answer in zip(guides, answers, strict=True):
             guide.follow(answer, 0)
             changes = None if bias is None else LogitChanges(params)
-            inputs.append(SampleInput(params=params, num_output_tokens=len(answer), guide=guide, changes=changes))
+            inputs.append(draw(params, len(answer), changes, *make_masks([guide])))
         for row, guide in enumerate(guides[::2]):  # what is allowed is often likeliest
-            mask = torch.from_numpy(np.unpackbits(make_masks([guide.fork()])[0].numpy(), bitorder="little"))
+            mask = torch.from_numpy(
+                np.unpackbits(np.frombuffer(make_masks([guide.fork()])[0], np.uint8), bitorder="little")
+            )
             logits[2 * row] += 20 * mask[: vocab_size()]
         whole = logits.clone()
         for token_id, value in params.logit_bias.items():
             whole[:, token_id] += value
         likeliest = whole.argmax(-1).tolist()
-        mask_logits(whole, range(len(guides)), make_masks([guide.fork() for guide in guides]))
+        mask_logits(whole, range(len(guides)), join_masks(make_masks([guide.fork() for guide in guides])))
         expected = whole.argmax(-1).tolist()
         assert [token and token.token_id for token in sample(logits, inputs)] == expected
         num_refused += sum(one != other for one, other in zip(likeliest, expected, strict=True))
@@ -589,15 +581,15 @@ def test_greedy_guided_rows_of_a_model(compiler: GrammarCompiler, tmp_path: Path
     """The same alone, with others, and if another row asks for more than the likeliest token."""
     write_tiny_model(tmp_path, num_layers=1, max_len=64)
     settings = EngineSettings(dtype="float32", kernels=chosen, num_threads=1, num_blocks=8)
-    runner = ModelRunner(tmp_path, settings)
+    runner = LocalDevice(tmp_path, settings)
 
     def tokens(*regexes: str | None, **other: int) -> list[str]:
         rows = []
         for number, regex in enumerate(regexes):
             guide = None if regex is None else compiler(Guided(regex=regex))
             params = SamplingParams(temperature=0.0, **(other if number == len(regexes) - 1 else {}))
-            asked = SampleInput(params=params, num_output_tokens=0, guide=guide)
-            rows.append(SequenceInput(token_ids=PROMPT[:12], num_computed_tokens=0, block_ids=[number], sample=asked))
+            asked = draw(params, 0, mask=b"" if guide is None else make_masks([guide])[0])
+            rows.append(StepRow(token_ids=PROMPT[:12], num_computed_tokens=0, block_ids=[number], draw=asked))
         found = runner.execute(rows)
         assert all(isinstance(one, SampledToken) for one in found)
         return [text_of([one.token_id]) for one in found if isinstance(one, SampledToken)]

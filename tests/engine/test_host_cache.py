@@ -7,7 +7,7 @@ import torch
 
 from common.config import EngineSettings
 from common.errors import StartupError
-from engine.blocks.host_cache import allocate_host_cache
+from engine.local.host_cache import allocate_host_cache
 from tests.engine.fakes import SPEC
 
 CPU = torch.device("cpu")

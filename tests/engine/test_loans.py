@@ -91,11 +91,11 @@ class LendingPair(Pair):
         self.run()
         assert self.answers["first"] == FIRST_TURN[len(FIRST_PROMPT) :]
         self.read.clear()
-        self.prefill._runner.num_tokens_per_step.clear()  # type: ignore[attr-defined] # FakeRunner's record
+        self.prefill._device.num_tokens_per_step.clear()  # type: ignore[attr-defined] # FakeDevice's record
 
     @property
     def num_prefilled(self) -> int:
-        return sum(self.prefill._runner.num_tokens_per_step)  # type: ignore[attr-defined] # FakeRunner's record
+        return sum(self.prefill._device.num_tokens_per_step)  # type: ignore[attr-defined] # FakeDevice's record
 
     def end(self, request_id: str) -> None:
         """As the services do when a client has gone."""
@@ -320,7 +320,7 @@ def test_nothing_that_arrives_after_its_end_is_believed(first: str) -> None:
     pair.decode.handle(m.EndLoan("second"))
     assert_idle(pair.decode)
     pair.decode.blocks.reset_prefix_cache()
-    pair.decode._runner.kv_cache.fill_(-7.0)
+    pair.decode._device.kv_cache.fill_(-7.0)
     slow.deliver()
     quiet(pair)
     pair.assert_idle()
@@ -330,8 +330,8 @@ def test_nothing_that_arrives_after_its_end_is_believed(first: str) -> None:
 
 def test_a_prefill_engine_that_stood_still_believes_nothing_of_it() -> None:
     pair, slow = slow_pair(HeedlessMemory)
-    pair.decode._runner.kv_cache.fill_(-7.0)
-    pair.decode._runner.checks_kv = False  # only the prefill engine's token matters
+    pair.decode._device.kv_cache.fill_(-7.0)
+    pair.decode._device.checks_kv = False  # only the prefill engine's token matters
     pair.prefill.stood_still(20.0)
     slow.deliver()
     quiet(pair)

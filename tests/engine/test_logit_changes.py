@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.sampling import SamplingParams
-from engine.batch import SampleInput
+from engine.draws import draw
 from engine.logit_changes import LogitChanges
 from engine.request import Request
 from engine.sampler import sample
@@ -63,9 +63,7 @@ def test_each_token_of_a_batch_is_chosen_by_the_definition(
     for index in range(max(len(output) for _, _, output in rows) + 1):
         logits = torch.randn(len(rows), VOCAB, generator=generator) * 3
         inputs = [
-            SampleInput(
-                params=one.sampling_params, num_output_tokens=one.num_output_tokens, changes=one.logit_changes(EOS)
-            )
+            draw(params=one.sampling_params, num_output_tokens=one.num_output_tokens, changes=one.logit_changes(EOS))
             for one in requests
         ]
         tokens = sample(logits, inputs)

@@ -18,8 +18,8 @@ from engine.attention import cpu
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.flashinfer import FlashInferBackend, import_flashinfer
 from engine.attention.registry import _default_for, attention_backend
-from engine.batch import SequenceInput
 from engine.models.latent import LatentAttention
+from engine.step import StepRow
 from tests.engine.kernels.variants import VARIANTS, kernels
 
 SPEC = KVCacheSpec(model_id="m", num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
@@ -53,14 +53,14 @@ def make_backend(name: str, shape: AttentionShape = SHAPE, spec: KVCacheSpec = S
     return attention_backend(cache, spec, shape, name)
 
 
-def random_step(rng: random.Random, tables: list[list[int]], progress: list[int]) -> list[SequenceInput]:
+def random_step(rng: random.Random, tables: list[list[int]], progress: list[int]) -> list[StepRow]:
     """Some of the sequences, in any order, each with one or several new tokens."""
-    step: list[SequenceInput] = []
+    step: list[StepRow] = []
     for index in rng.sample(range(len(tables)), rng.randint(1, len(tables))):
         size = min(rng.choice([1, 1, 2, 9, 30]), len(tables[index]) * SPEC.block_size - progress[index])
         if size:
             tokens = [0] * size
-            step.append(SequenceInput(token_ids=tokens, num_computed_tokens=progress[index], block_ids=tables[index]))
+            step.append(StepRow(token_ids=tokens, num_computed_tokens=progress[index], block_ids=tables[index]))
             progress[index] += size
     return step
 
@@ -111,7 +111,7 @@ def test_the_reference(shape: AttentionShape) -> None:
     for layer in range(2):
         parts, table = [], list(range(7, 20))
         for start, stop in ((0, 20), (20, 49), (49, 50)):
-            step = SequenceInput(token_ids=[0] * (stop - start), num_computed_tokens=start, block_ids=table)
+            step = StepRow(token_ids=[0] * (stop - start), num_computed_tokens=start, block_ids=table)
             parts.append(backend.prepare([step]).forward(layer, q[start:stop], kv[start:stop]))
         torch.testing.assert_close(torch.cat(parts), by_formula(shape, layer, q, kv), atol=1e-5, rtol=1e-5)
 
@@ -156,7 +156,7 @@ def test_latents_give_what_k_and_v_give(name: str) -> None:
     backend, blocks = make_backend(name, LATENT_SHAPE, LATENT_SPEC), list(range(40, 30, -1))
     absorbed, parts = latent.queries(queries.float()), []
     for start, stop in ((0, 10), (10, 21), (21, 22), (22, 23)):
-        sequence = SequenceInput(token_ids=[0] * (stop - start), num_computed_tokens=start, block_ids=blocks)
+        sequence = StepRow(token_ids=[0] * (stop - start), num_computed_tokens=start, block_ids=blocks)
         kv = rows[start:stop, None, None].float()
         parts.append(latent.results(backend.prepare([sequence]).forward(1, absorbed[start:stop], kv)))
     torch.testing.assert_close(torch.cat(parts), expected.transpose(0, 1).float(), atol=1e-5, rtol=1e-4)
@@ -188,12 +188,12 @@ def test_blocks_before_every_window_are_not_read(name: str, num_new: int, monkey
     qkv = torch.randn(total, 10, SPEC.head_dim)
     q, kv = qkv[:, :6], qkv[:, 6:].view(total, 2, 2, SPEC.head_dim)
     table = list(range(3, 3 + -(-total // SPEC.block_size)))
-    backend.prepare([SequenceInput(token_ids=[0] * 100, num_computed_tokens=0, block_ids=table)]).forward(
+    backend.prepare([StepRow(token_ids=[0] * 100, num_computed_tokens=0, block_ids=table)]).forward(
         0, q[:100], kv[:100]
     )
     freed = (100 + 1 - 9) // SPEC.block_size
     cache[table[:freed]] = float("nan")
-    step = SequenceInput(token_ids=[0] * num_new, num_computed_tokens=100, block_ids=table)
+    step = StepRow(token_ids=[0] * num_new, num_computed_tokens=100, block_ids=table)
     result = backend.prepare([step]).forward(0, q[100:], kv[100:])
     torch.testing.assert_close(result, by_formula(shape, 0, q, kv)[100:], atol=1e-5, rtol=1e-5)
 
@@ -358,7 +358,7 @@ def test_on_a_gpu(name: str, changes: dict[str, object]) -> None:
     progress = [0] * 4
     for sizes in ([40, 1, 17, 100], [1, 30, 1, 100], [1, 1, 1, 1]):
         step = [
-            SequenceInput(token_ids=[0] * size, num_computed_tokens=done, block_ids=table)
+            StepRow(token_ids=[0] * size, num_computed_tokens=done, block_ids=table)
             for size, done, table in zip(sizes, progress, tables, strict=True)
         ]
         progress = [done + size for done, size in zip(progress, sizes, strict=True)]

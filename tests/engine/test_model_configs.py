@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import StartupError
-from engine.model_runner import ModelRunner
+from engine.local.device import LocalDevice
 from tests.engine.test_model_families import check
 from tests.engine.tiny_models import FAMILIES, advance, edit_config, make_model, make_runner, random_sequences
 
@@ -81,7 +81,7 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     check(path, sequence)
 
 
-def long_and_short(tmp_path: Path) -> tuple[Path, ModelRunner, ModelRunner]:
+def long_and_short(tmp_path: Path) -> tuple[Path, LocalDevice, LocalDevice]:
     path = make_model(tmp_path / "phi", {**FAMILIES["phi3_partial"], "original_max_position_embeddings": 64})
     return path, make_runner(path), make_runner(path, max_model_len=64)
 
@@ -101,16 +101,16 @@ def test_longrope_is_chosen_by_the_longest_sequence(tmp_path: Path) -> None:
 
 def test_kv_of_another_longrope_is_another_models(tmp_path: Path) -> None:
     _, long, short = long_and_short(tmp_path)
-    assert long.spec.fingerprint() != short.spec.fingerprint()
+    assert long.info.spec.fingerprint() != short.info.spec.fingerprint()
 
 
 @pytest.mark.parametrize("flag", ["sliding_window", "query_pre_attn_scalar", "rope_parameters"])
 def test_kv_of_another_config_is_another_models(tmp_path: Path, flag: str) -> None:
     path = make_model(tmp_path / "gemma3", FAMILIES["gemma3"])
-    before = make_runner(path).spec.fingerprint()
+    before = make_runner(path).info.spec.fingerprint()
     config = json.loads((path / "config.json").read_text())
     value = config[flag]
     if isinstance(value, dict):
         value["sliding_attention"]["rope_theta"] += 1
     edit_config(path, **{flag: value if isinstance(value, dict) else value + 1})
-    assert make_runner(path).spec.fingerprint() != before
+    assert make_runner(path).info.spec.fingerprint() != before

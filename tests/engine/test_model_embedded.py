@@ -120,8 +120,9 @@ def test_converted_model_is_the_gguf(tmp_path: Path) -> None:
 
     from common.config import EngineSettings
     from common.sampling import SamplingParams
-    from engine.batch import SampleInput, SequenceInput
-    from engine.model_runner import ModelRunner
+    from engine.draws import draw
+    from engine.local.device import LocalDevice
+    from engine.step import StepRow
 
     path = ensure_model(NAME, str(tmp_path), lambda line: None)
     gguf = embedded_model._gguf_file()
@@ -145,10 +146,10 @@ def test_converted_model_is_the_gguf(tmp_path: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     with torch.inference_mode():
         expected = reference(torch.tensor([token_ids])).logits[0, -1].log_softmax(-1)
-    runner = ModelRunner(path, EngineSettings(dtype="float32", num_blocks=8))
-    params = SamplingParams(temperature=0.0, logprobs=runner.vocab_size)
-    sample = SampleInput(params=params, num_output_tokens=0)
-    step = SequenceInput(token_ids=token_ids, num_computed_tokens=0, block_ids=[5, 3, 1], sample=sample)
+    runner = LocalDevice(path, EngineSettings(dtype="float32", num_blocks=8))
+    params = SamplingParams(temperature=0.0, logprobs=runner.info.vocab_size)
+    sample = draw(params=params, num_output_tokens=0)
+    step = StepRow(token_ids=token_ids, num_computed_tokens=0, block_ids=[5, 3, 1], draw=sample)
     (token,) = runner.execute([step])
     assert token is not None
-    torch.testing.assert_close(full_logprobs(token, runner.vocab_size), expected, atol=1e-3, rtol=0)
+    torch.testing.assert_close(full_logprobs(token, runner.info.vocab_size), expected, atol=1e-3, rtol=0)

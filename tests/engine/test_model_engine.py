@@ -11,7 +11,7 @@ from common.config import EngineSettings
 from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
-from engine.model_runner import ModelRunner
+from engine.local.device import LocalDevice
 from engine.speculation.speculation import Drafter
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
@@ -41,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(path: Path, num_blocks: int, *, drafter: Drafter | None = None, **settings: object) -> EngineCore:
     values = {"dtype": "float32", "block_size": BLOCK_SIZE, "num_blocks": num_blocks, "num_threads": 1, **settings}
     checked = EngineSettings.model_validate(values)
-    runner = ModelRunner(path, checked)
+    runner = LocalDevice(path, checked)
     runner.kv_cache.fill_(float("nan"))
     ticks = iter(range(10**9))
     connector = MemoryConnector(ConnectorConfig(epoch="e1", worker_id="test"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.model_runner import ModelRunner
+from engine.local.device import LocalDevice
 from engine.models.decoder import Decoder
 from tests.engine.kernels.variants import best_and_slow_others
 from tests.engine.tiny_models import (
@@ -47,7 +47,7 @@ def model(models: Path, family: str) -> Path:
     return path if path.exists() else make_model(path, FAMILIES[family])
 
 
-def runner_for(models: Path, family: str, kernels: str, **settings: object) -> ModelRunner:
+def runner_for(models: Path, family: str, kernels: str, **settings: object) -> LocalDevice:
     runner = make_runner(model(models, family), kernels=kernels, num_threads=2, **settings)
     decoder = runner._model
     assert isinstance(decoder, Decoder)

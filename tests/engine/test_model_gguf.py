@@ -21,7 +21,8 @@ from engine.checkpoints.gguf_file import GgufFile, GgufTensor, read_gguf
 from engine.checkpoints.gguf_tensors import COMPUTED_AS_THEY_ARE, GgufRows
 from engine.embedded_model import ensure_model, find_model
 from engine.kernels.grouped import PackedGrouped, PackedParts
-from engine.model_runner import ModelRunner, weight_bytes
+from engine.local.device import LocalDevice
+from engine.local.memory import weight_bytes
 from engine.models.decoder import Decoder
 from tests.engine.gguf_files import MODELS, Type, Written, quantized, write_gguf
 from tests.engine.kernels.variants import VARIANTS, best_and_slow_others
@@ -91,7 +92,7 @@ def test_logits_and_greedy_tokens_of_the_dequantised_model(folder: Path, archite
     assert progress.token_ids[41:] == greedy_of_transformers(file.reference, tuple(prompt), 16)
 
 
-def packed_bytes(runner: ModelRunner) -> int:
+def packed_bytes(runner: LocalDevice) -> int:
     """Of all that was packed."""
     decoder = runner._model
     assert isinstance(decoder, Decoder)
@@ -243,7 +244,7 @@ def test_what_is_not_supported_is_named(
     assert says in refusal(tmp_path / "model.gguf", tmp_path)
 
 
-def greedy(runner: ModelRunner, prompt: list[int], num_tokens: int) -> list[int]:
+def greedy(runner: LocalDevice, prompt: list[int], num_tokens: int) -> list[int]:
     progress = Progress(prompt, list(range(20)))
     (token,) = runner.execute([progress.step(len(prompt))])
     for _ in range(num_tokens):

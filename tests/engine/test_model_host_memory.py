@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.blocks.host_memory import available_bytes
+from engine.local.host_memory import available_bytes
 
 GIB = 1 << 30
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.batch import SequenceInput
+from engine.step import StepRow
 from tests.engine.tiny_models import (
     SHAPES,
     Progress,
@@ -91,7 +91,7 @@ def test_old_style_rope_keys(tmp_path: Path) -> None:
 def test_a_sequence_without_sample_gives_no_token(model_dir: Path) -> None:
     runner = make_runner(model_dir)
     first, second = random_sequences([20, 9])
-    silent = SequenceInput(token_ids=first.token_ids, num_computed_tokens=0, block_ids=first.blocks)
+    silent = StepRow(token_ids=first.token_ids, num_computed_tokens=0, block_ids=first.blocks)
     result = runner.execute([silent, second.step(9)])
     assert result[0] is None
     second.took(result[1])

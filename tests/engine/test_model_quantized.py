@@ -18,7 +18,7 @@ from common.errors import StartupError
 from common.model_files import open_model
 from engine.checkpoints.hf_quantized import quantized_tensors, scheme_of
 from engine.kernels.grouped import PackedGrouped, PackedParts, QuantizedTensor
-from engine.model_runner import weight_bytes
+from engine.local.memory import weight_bytes
 from engine.models.decoder import Decoder
 from tests.engine.kernels.variants import VARIANTS, best_and_slow_others, kernels
 from tests.engine.quantized.make import probes

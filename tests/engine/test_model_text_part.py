@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from common.errors import StartupError
 from common.model_files import open_model
-from engine.model_runner import weight_bytes
+from engine.local.memory import weight_bytes
 from engine.models.decoder import Decoder
 from engine.models.text_part import text_config
 from tests.engine.tiny_models import Progress, advance, edit_config, make_runner

@@ -56,7 +56,7 @@ def in_host_memory() -> EngineCore:
             core.blocks.named.keep_prefetched(block_id, name)
         for block_id in held[len(names(prompt)) :]:
             core.blocks.unhold(block_id)
-        core._copy(core.blocks.take_copies())
+        core._device.copy(core.blocks.take_copies())
     assert core.blocks.named.count_in_host(names(LONG)) == 64
     return core
 
@@ -66,7 +66,7 @@ def prefetch(core: EngineCore, hashes: list[bytes], call_id: int = 1, tenant: st
 
 
 def go_on(core: EngineCore, *, now: float = 0.0, may_move: bool = True) -> bool:
-    return core.remote_kv._prefetches.go_on(now, core._copy, may_move=may_move)
+    return core.remote_kv._prefetches.go_on(now, core._device.copy, may_move=may_move)
 
 
 def answers(core: EngineCore) -> list[m.CacheHinted]:

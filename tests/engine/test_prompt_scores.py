@@ -13,6 +13,7 @@ from common.sampling import SamplingParams
 from common.types import SampledToken
 from engine import messages as m
 from engine import prompt_scores
+from engine.local import scores as local_scores
 from tests.engine.fakes import add, assert_idle, make_core, run, tokens_of
 from tests.engine.kernels.variants import torch_best_and_slow_others
 from tests.engine.test_model_engine import engine, params, prompts
@@ -65,7 +66,7 @@ def test_they_are_transformers_logprobs(
     models: Path, family: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside requests that want none, with all cached that may be, in slices and events that cut chunks."""
-    monkeypatch.setattr(prompt_scores, "MAX_LOGITS", 5 * VOCAB_SIZE)
+    monkeypatch.setattr(local_scores, "MAX_LOGITS", 5 * VOCAB_SIZE)
     monkeypatch.setattr("engine.forward_pass.MAX_EVENT_TOKENS", 7)
     path = model(models, family)
     core = engine(path, 64, max_model_len=128, chunk_size=24, kernels=kernels)

@@ -137,7 +137,7 @@ def test_decode_computes_nothing_of_the_prompt() -> None:
     pair = make_pair()
     pair.add("a", list(range(21)))
     pair.run()
-    assert pair.decode._runner.num_tokens_per_step == [1] * 7  # type: ignore[attr-defined] # FakeRunner's record
+    assert pair.decode._device.num_tokens_per_step == [1] * 7  # type: ignore[attr-defined] # FakeDevice's record
 
 
 def test_announcing_at_the_end_gives_the_same_answer_in_one_fetch() -> None:
@@ -408,7 +408,7 @@ def test_a_prefill_worker_hears_of_a_prompt_before_the_step_under_way_is_done() 
         heard.extend(core.take_events())
 
     core.take_events()
-    core.execute(core.prepare(), between_layers)
+    core.end(core.begin(core.prepare()), between_layers)
     assert heard == [m.RemotePrefillNeeded("b", 0)]
     assert core.load.num_requests_running == 2
     core.handle(m.RemotePrefillFailed("b", "no"))
@@ -428,7 +428,7 @@ def test_what_needs_no_prefill_worker_waits_for_the_next_step() -> None:
             add(core, "short", [7, 8], mode=m.RequestMode.REMOTE)
             core.begin_remote()
 
-    core.execute(core.prepare(), between_layers)
+    core.end(core.begin(core.prepare()), between_layers)
     assert runner.num_tokens_per_step[-1] == 1
     answers = tokens_of(run(core))
     assert answers["local"] == reference(list(range(22)), 8)
@@ -449,7 +449,7 @@ def test_a_newcomer_for_which_host_memory_would_be_written_waits_for_the_next_st
         assert not core.scheduler.requests["b"].block_ids
 
     core.take_events()
-    core.execute(core.prepare(), between_layers)
+    core.end(core.begin(core.prepare()), between_layers)
     core.prepare()
     assert m.RemotePrefillNeeded("b", 0) in core.take_events()
 
@@ -490,7 +490,7 @@ def test_requests_that_begin_in_mid_step_get_the_reference_answers(
         assert pair.decode.scheduler.check_integrity() == []
 
     for _ in range(400):
-        pair.decode.execute(pair.decode.prepare(), pass_messages)
+        pair.decode.end(pair.decode.begin(pair.decode.prepare()), pass_messages)
         pass_messages()
     for number, (prompt, max_tokens, when, _) in enumerate(requests):
         if number in released and when <= after_calls:
@@ -504,7 +504,7 @@ def test_a_prefill_stopped_in_mid_step_or_when_it_is_done_stays_leased() -> None
     add(core, "a", list(range(22)), mode=m.RequestMode.PREFILL)
     core.step()
     output = core.prepare()
-    core.execute(output, lambda: core.handle(m.StopPrefill("a")))
+    core.end(core.begin(output), lambda: core.handle(m.StopPrefill("a")))
     add(core, "b", list(range(9)), mode=m.RequestMode.PREFILL)
     run(core)
     core.handle(m.StopPrefill("b"))

@@ -16,9 +16,10 @@ import torch
 from common.sampling import SamplingParams, TokenSequence
 from common.types import SampledToken
 from engine import sampler
-from engine.batch import SampleInput
+from engine.draws import draw
 from engine.logit_changes import LogitChanges
 from engine.sampler import sample, uniform
+from engine.step import Draw
 from tests.engine.kernels.variants import VARIANTS, kernels, slow_but_the_best
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -39,12 +40,12 @@ def ask(
     prompt_token_ids: Sequence[int] = (),
     output_token_ids: Sequence[int] = (),
     banned_token_ids: Sequence[int] = (),
-) -> SampleInput:
+) -> Draw:
     if banned_token_ids:
         params = replace(params, min_tokens=index + 1, stop_token_ids=tuple(banned_token_ids))
     changes = LogitChanges(params, prompt_token_ids)
     changes.follow([*prompt_token_ids, *output_token_ids], len(prompt_token_ids))
-    return SampleInput(params=params, num_output_tokens=index, changes=changes)
+    return draw(params=params, num_output_tokens=index, changes=changes)
 
 
 def ids(tokens: Sequence[SampledToken | None]) -> list[int]:

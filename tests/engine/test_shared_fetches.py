@@ -290,7 +290,7 @@ def test_what_is_read_after_the_lease_has_ended_is_not_believed(is_replaced: boo
     pair.round()
     pair.prefill.handle(m.Release("a"))
     pair.prefill.blocks.reset_prefix_cache()
-    pair.prefill._runner.kv_cache.fill_(-7.0)
+    pair.prefill._device.kv_cache.fill_(-7.0)
     ended = m.PrefillLeaseEnded("a", "prefill worker: cut off")
     match known:
         case "at once":
@@ -325,7 +325,7 @@ def test_what_is_read_after_the_lease_has_ended_is_not_believed(is_replaced: boo
 def test_a_lost_block_is_computed_once_and_what_came_after_it_is_kept() -> None:
     contents = filled(PROMPT)
     pair, slow = make_slow_pair(contents=contents)
-    core, runner = pair.decode, pair.decode._runner
+    core, runner = pair.decode, pair.decode._device
     add(core, "a", PROMPT)
     add(core, "b", PROMPT)
     core.step()
@@ -333,7 +333,7 @@ def test_a_lost_block_is_computed_once_and_what_came_after_it_is_kept() -> None:
     slow.deliver()
     answers = tokens_of(run(core))
     assert answers == {"a": reference(PROMPT, 8), "b": reference(PROMPT, 8)}
-    steps = runner.num_tokens_per_step  # type: ignore[attr-defined] # FakeRunner's record
+    steps = runner.num_tokens_per_step  # type: ignore[attr-defined] # FakeDevice's record
     assert steps[0] == BLOCK_SIZE  # the hole
     assert sum(steps) == BLOCK_SIZE + 2 * (2 + 7)  # then each its tail and its answer
     assert_idle(core)

@@ -187,7 +187,7 @@ def test_an_answer_ends_where_it_would(end: str) -> None:
             answer = answer[: answer.index(answer[-1]) + 1]
         core, runner = make_core(drafter=Oracle(), num_blocks=5 if end == "context" else 64)
         if end == "context":
-            answer = reference(prompt, runner.max_model_len - len(prompt))
+            answer = reference(prompt, runner.info.max_model_len - len(prompt))
         add(core, "a", prompt, params=SamplingParams(**params))  # type: ignore[arg-type]
         events = run(core)
         assert tokens_of(events)["a"] == answer
@@ -214,7 +214,7 @@ def test_a_release_in_mid_step_disturbs_nobody() -> None:
     core.step()
     output = core.prepare()
     assert output.drafts
-    core.execute(output, lambda: core.handle(m.Release("a")))
+    core.end(core.begin(output), lambda: core.handle(m.Release("a")))
     answer = tokens_of([*core.take_events(), *run(core)])["b"]
     assert answer == reference([4, 5, 6], 30)
     assert_idle(core)

@@ -17,7 +17,7 @@ from common.errors import StartupError
 from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
-from engine.model_runner import ModelRunner
+from engine.local.device import LocalDevice
 from engine.speculation.draft_model import ModelDrafter, load_draft_model
 from tests.engine.fakes import add, assert_idle, run, tokens_of
 from tests.engine.kernels.variants import torch_best_and_slow_others
@@ -82,7 +82,7 @@ def test_drawn_tokens(models: Path, kernels: str) -> None:
 def drafting(path: Path, other: Path, draft_blocks: int = 32, num_blocks: int = 32) -> tuple[EngineCore, ModelDrafter]:
     """The model of `path`, for which that of `other` drafts."""
     values = {"dtype": "float32", "block_size": BLOCK_SIZE, "num_threads": 1, "max_model_len": 128}
-    runner = ModelRunner(other, EngineSettings.model_validate({**values, "num_blocks": draft_blocks}))
+    runner = LocalDevice(other, EngineSettings.model_validate({**values, "num_blocks": draft_blocks}))
     runner.kv_cache.fill_(float("nan"))
     drafter = ModelDrafter(runner, VOCAB_SIZE, cost=0.05)
     return engine(path, num_blocks, drafter=drafter, max_model_len=128, chunk_size=24), drafter
@@ -130,7 +130,7 @@ def test_a_draft_model_has_the_models_tokenizer(models: Path, tmp_path: Path) ->
         (folders[-1] / "tokenizer.json").write_bytes(tokenizer_files()["tokenizer.json"])
     values = {"model": str(folders[0]), "num_blocks": 16, "max_model_len": 64, "dtype": "float32", "num_threads": 1}
     settings = EngineSettings.model_validate({**values, "speculation": str(folders[1])})
-    runner = ModelRunner(folders[0], settings)
+    runner = LocalDevice(folders[0], settings)
     drafter = load_draft_model(settings, runner)
     assert drafter is not None
     assert drafter.cost == 1.0
@@ -181,7 +181,7 @@ def test_the_distribution_is_transformers(
     models: Path, odds_of_answers: torch.Tensor, monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
     """Chi-squared of 20,000 drawn answers, of which each token but the first may be a guess. 50 share a step."""
-    monkeypatch.setattr("engine.model_runner.free_rows", lambda *_, **__: 1e6)  # so that so many draft at all
+    monkeypatch.setattr("engine.local.device.info.free_rows", lambda *_, **__: 1e6)  # so that so many draft at all
     path = few_tokens(models, "few")
     if drafter == "ngram":
         core = engine(path, 256, max_model_len=128, speculation="ngram")

@@ -14,16 +14,16 @@ from common.guided import Guided
 from common.sampling import SamplingParams, TokenSequence
 from common.types import SampledToken
 from engine import messages as m
-from engine.batch import SequenceInput
 from engine.core import EngineCore
 from engine.grammars import GrammarCompiler
 from engine.request import Request
 from engine.sampler import sample
 from engine.speculation.speculation import Drafter
+from engine.step import StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
-from tests.engine.fakes import BLOCK_SIZE, FakeRunner, assert_idle, run
-from tests.engine.test_guided_text import GUIDED, Engine, RandomRunner
+from tests.engine.fakes import BLOCK_SIZE, FakeDevice, assert_idle, run
+from tests.engine.test_guided_text import GUIDED, Engine, RandomDevice
 from tests.router.tiny_tokenizer import eos_id, tokenizer_files, vocab_size
 
 PROMPT = list(range(5, 26))
@@ -51,7 +51,7 @@ class Recorded:
         return (self.answer[place % len(self.answer)] + (place % self.errs_at == self.errs_at - 1)) % 40
 
 
-class FewTokens(RandomRunner):
+class FewTokens(RandomDevice):
     """Of 40 tokens, so that penalties, bans and top-k all change the answers."""
 
     vocab_size = 40
@@ -139,18 +139,18 @@ def test_a_draft_stops_where_the_grammar_refuses(compiler: GrammarCompiler, guid
     assert answers[0] == answers[1]
 
 
-class FixedOdds(FakeRunner):
+class FixedOdds(FakeDevice):
     """The next token's odds depend on the last token alone."""
 
     vocab_size = 6
-    eos_token_ids = [5]  # noqa: RUF012
+    eos_token_id = 5
     odds = torch.randn(6, 6, generator=torch.Generator().manual_seed(5))
 
-    def _sample(self, sequence: SequenceInput) -> SampledToken | None:
-        if sequence.sample is None:
+    def _draw(self, row: StepRow) -> SampledToken | None:
+        if row.draw is None:
             return None
-        last = int(self._slot(sequence, sequence.num_computed_tokens + len(sequence.token_ids) - 1)[0])
-        return sample(self.odds[last][None], [sequence.sample])[0]
+        last = int(self._slot(row, row.num_computed_tokens + len(row.token_ids) - 1)[0])
+        return sample(self.odds[last][None], [row.draw])[0]
 
 
 class Likeliest:

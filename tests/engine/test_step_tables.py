@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import FrameType
 
 import numpy as np
@@ -21,20 +22,21 @@ from common.types import SampledToken
 from engine.attention.flashinfer import FlashInferBackend
 from engine.attention.registry import attention_backend
 from engine.attention.step_tables import StepTables
-from engine.batch import SequenceInput, StepOutput
 from engine.blocks.block_manager import BlockManager
 from engine.core import EngineCore
+from engine.device import Ticket, do_nothing
 from engine.request import Request
+from engine.step import StepInput, StepOutput, StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
-from tests.engine.fakes import BLOCK_SIZE, FakeRunner, add, assert_idle, make_core, reference, run, tokens_of
+from tests.engine.fakes import BLOCK_SIZE, FakeDevice, add, assert_idle, make_core, reference, run, tokens_of
 from tests.engine.kernels.variants import VARIANTS, kernels
 from tests.engine.test_model_attention import NUM_BLOCKS, SHAPE, SPEC, fake_flashinfer, make_backend
 
 WINDOWS = (0, 1, 3, 4, 9, 40)
 
 
-def check(sequences: Sequence[SequenceInput], tables: Sequence[Sequence[int]], size: int) -> None:
+def check(sequences: Sequence[StepRow], tables: Sequence[Sequence[int]], size: int) -> None:
     """`tables` are what the sequences' should be. Everything is compared with what loops over lists give."""
     made = StepTables(sequences, size)
     slots, rows = [], list(range(len(sequences)))[::-1]
@@ -165,7 +167,7 @@ class KeptTables(RuleBasedStateMachine):
             if request.block_ids:
                 num_new = 1 if number % 2 else max(1, request.num_tokens // 2)
                 sequences.append(
-                    SequenceInput(
+                    StepRow(
                         token_ids=request.token_ids[-num_new:],
                         num_computed_tokens=request.num_tokens - num_new,
                         block_ids=request.block_ids,
@@ -179,14 +181,12 @@ TestKeptTables = KeptTables.TestCase
 TestKeptTables.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
 
 
-class CheckingRunner(FakeRunner):
+class CheckingDevice(FakeDevice):
     """Compares each step's tables; the fake's answers tell whether the blocks are the right ones."""
 
-    def execute(
-        self, sequences: Sequence[SequenceInput], between_layers: Callable[[], None] = lambda: None
-    ) -> list[StepOutput]:
-        check(sequences, [list(sequence.block_ids) for sequence in sequences], BLOCK_SIZE)
-        return super().execute(sequences, between_layers)
+    def begin(self, step: StepInput) -> Ticket:
+        check(step.rows, [list(row.block_ids) for row in step.rows], BLOCK_SIZE)
+        return super().begin(step)
 
 
 @settings(max_examples=15, deadline=None)
@@ -200,7 +200,7 @@ def test_in_an_engine_under_pressure(prompts: list[list[int]], num_blocks: int, 
     core, runner = make_core(
         num_blocks=num_blocks, preemption_mode=mode, swap_space_gb=1e-6, speculation=speculation, chunk_size=7
     )
-    runner.__class__ = CheckingRunner
+    runner.__class__ = CheckingDevice
     for number, prompt in enumerate(prompts):
         add(core, str(number), prompt, max_tokens=12)
     assert tokens_of(run(core)) == {str(number): reference(prompt, 12) for number, prompt in enumerate(prompts)}
@@ -222,7 +222,7 @@ def test_backends_copy_tables_as_memory(monkeypatch: pytest.MonkeyPatch, name: s
     if name == "flashinfer":
         fake_flashinfer(monkeypatch)
     sequences = [
-        SequenceInput(token_ids=[0] * num_new, num_computed_tokens=before, block_ids=Unlooped("i", range(9)))
+        StepRow(token_ids=[0] * num_new, num_computed_tokens=before, block_ids=Unlooped("i", range(9)))
         for before, num_new in ((30, 1), (7, 1), (0, 12), (9, 20))
     ]
     if name.startswith("native"):
@@ -237,17 +237,16 @@ def test_backends_copy_tables_as_memory(monkeypatch: pytest.MonkeyPatch, name: s
     step.forward(0, qkv[:, :6], qkv[:, 6:].view(34, 2, 2, SPEC.head_dim))
 
 
-class Blind(FakeRunner):
+class Blind(FakeDevice):
     """Works out where the tokens go, and computes nothing."""
 
-    def execute(
-        self, sequences: Sequence[SequenceInput], between_layers: Callable[[], None] = lambda: None
-    ) -> list[StepOutput]:
-        tables = StepTables(sequences, BLOCK_SIZE)
+    def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:
+        rows = self._begun.pop(ticket.number).rows
+        tables = StepTables(rows, BLOCK_SIZE)
         tables.slots()
-        tables.flat(np.arange(len(sequences), dtype=np.int32), 0)
-        tables.padded(0, len(sequences), 9)
-        return [SampledToken(1) if sequence.sample else None for sequence in sequences]
+        tables.flat(np.arange(len(rows), dtype=np.int32), 0)
+        tables.padded(0, len(rows), 9)
+        return StepOutput(tokens=[SampledToken(1) if row.draw else None for row in rows])
 
 
 @pytest.mark.parametrize("window", [0, 9])
@@ -260,7 +259,7 @@ def test_a_step_executes_as_much_python_after_a_long_context(window: int) -> Non
 def num_instructions(context: int, window: int) -> int:
     """Of Python's, in steps of 8 requests from one block to the next after so many tokens."""
     runner = Blind(num_blocks=8 * 420, max_model_len=1680)
-    runner.window = window
+    runner.info = replace(runner.info, window=window)
     connector = MemoryConnector(ConnectorConfig(epoch="blind", worker_id="blind"))
     core = EngineCore(EngineSettings(block_size=BLOCK_SIZE), runner, connector, lambda: 0.0, lambda: None)
     for number in range(8):

@@ -30,7 +30,7 @@ from kv_store.memory import MemoryConnector
 from kv_store.shared_storage import connector as shared_storage
 from kv_store.shared_storage.connector import SharedStorageConnector
 from kv_store.shared_storage.sharded_files import ShardedFiles
-from tests.engine.fakes import PATIENCE_S, SPEC, FakeRunner, add, assert_idle, make_core, reference, tokens_of
+from tests.engine.fakes import PATIENCE_S, SPEC, FakeDevice, add, assert_idle, make_core, reference, tokens_of
 from tests.kv_store.stored import hanging, hanging_writes, path_of
 
 PROMPT = list(range(30))  # seven full blocks and a tail of two tokens
@@ -43,7 +43,7 @@ def patient_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def engine(folder: Path, **settings: object) -> Iterator[tuple[EngineCore, FakeRunner]]:
+def engine(folder: Path, **settings: object) -> Iterator[tuple[EngineCore, FakeDevice]]:
     connector = SharedStorageConnector(ConnectorConfig(section={"kv_dir": str(folder)}, epoch="e", worker_id="w"))
     core, runner = make_core(connector=connector, **settings)
     try:
@@ -423,7 +423,7 @@ def pass_time(core: EngineCore, clock: list[float]) -> None:
 
 
 @contextmanager
-def engine_at(folder: Path, **settings: object) -> Iterator[tuple[EngineCore, FakeRunner, list[float]]]:
+def engine_at(folder: Path, **settings: object) -> Iterator[tuple[EngineCore, FakeDevice, list[float]]]:
     """Its clock moves only when the test moves it."""
     with engine(folder, **settings) as (core, runner):
         clock = [1e6]

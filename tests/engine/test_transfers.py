@@ -73,7 +73,7 @@ def test_a_prefill_that_is_stopped_keeps_its_lease_until_its_end() -> None:
 def test_a_step_that_fails_keeps_the_lease_too() -> None:
     core, connector = a_prefill_of_three_chunks()
     core.step()
-    core._runner.fail_next = True  # type: ignore[attr-defined] # FakeRunner's
+    core._device.fail_next = True  # type: ignore[attr-defined] # FakeDevice's
     core.step()
     assert connector.released == []
     core.handle(m.Release("a"))

@@ -5,6 +5,7 @@ The device is `meta`, whose tensors have shapes and no numbers: what asks for a 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,14 +20,16 @@ from common.sampling import SamplingParams, TokenSequence
 from common.types import KVCacheSpec
 from engine.attention.base import AttentionShape
 from engine.attention.flashinfer import FlashInferBackend
-from engine.batch import SampleInput, Scored, ScoreInput, SequenceInput
+from engine.device import DeviceInfo
 from engine.device_copies import read, to_device
-from engine.guide import mask_logits
+from engine.draws import draw
+from engine.local.device import LocalDevice
 from engine.logit_changes import LogitChanges
-from engine.model_runner import ModelRunner
 from engine.models import grouped_product
 from engine.models.grouped_product import Groups
 from engine.models.registry import build_model
+from engine.sampler import mask_logits
+from engine.step import Draw, Scoring, StepRow
 from tests.engine.tiny_models import FAMILIES, make_model
 
 DEVICE = torch.device("meta")
@@ -64,7 +67,7 @@ def on_the_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Copies, lis
         reads.append(sum(tensor.numel() for tensor in tensors))
         return [[float(tensor.dtype != torch.bool)] * tensor.numel() for tensor in tensors]
 
-    for name in ("sampler", "model_runner", "prompt_scores"):
+    for name in ("sampler", "local.device", "local.scores"):
         monkeypatch.setattr(f"engine.{name}.read", fake_read)
     with Copies() as copies:
         yield copies, reads
@@ -110,20 +113,20 @@ EVERYTHING = {
 }
 
 
-def asking(params: SamplingParams) -> SampleInput:
+def asking(params: SamplingParams) -> Draw:
     changes = LogitChanges(params, [3, 4, 5], [2]) if params.changes_logits else None
-    return SampleInput(params=params, num_output_tokens=0, changes=changes)
+    return draw(params=params, num_output_tokens=0, changes=changes)
 
 
-class OnDevice(ModelRunner):
+class OnDevice(LocalDevice):
     """A runner of a model without weights, on the device."""
 
     def __init__(self, path: Path) -> None:
-        self.device, self.max_model_len, self._kernels = DEVICE, 256, None
+        self.device, self._kernels = DEVICE, None
         model = build_model(open_model(path), num_positions=256, dtype=torch.bfloat16, device=DEVICE)
         model.finish(None)
         self._model = model
-        self.spec = KVCacheSpec(
+        spec = KVCacheSpec(
             model_id="m",
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
@@ -131,11 +134,24 @@ class OnDevice(ModelRunner):
             block_size=16,
             dtype="bfloat16",
         )
-        cache = torch.empty((40, *self.spec.block_shape), dtype=torch.bfloat16, device=DEVICE)
+        cache = torch.empty((40, *spec.block_shape), dtype=torch.bfloat16, device=DEVICE)
         shape = AttentionShape(
             num_heads=model.num_heads, softmax_scale=1.0, windows=model.windows, soft_cap=model.soft_cap
         )
-        self._attention = FlashInferBackend(cache, self.spec, shape)
+        self._attention = FlashInferBackend(cache, spec, shape)
+        self.info = DeviceInfo(
+            spec=spec,
+            num_blocks=40,
+            max_model_len=256,
+            vocab_size=model.vocab_size,
+            hidden_size=model.hidden_size,
+            eos_token_ids=(),
+            dtype_reason="",
+            device=str(DEVICE),
+            device_reason="",
+            free_rows=1.0,
+        )
+        self._begun, self._drawn = {}, deque()
 
 
 class Planned:
@@ -155,15 +171,15 @@ def _planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.attention.flashinfer.import_flashinfer", lambda: fake)
 
 
-def steps() -> dict[str, list[SequenceInput]]:
+def steps() -> dict[str, list[StepRow]]:
     """By name, what requests ask for at once."""
 
-    def sequence(sample: SampleInput | None, num_new: int = 1, **fields: object) -> SequenceInput:
-        return SequenceInput(
+    def sequence(sample: Draw | None, num_new: int = 1, **fields: object) -> StepRow:
+        return StepRow(
             token_ids=[7] * num_new,
             num_computed_tokens=30,
             block_ids=range(5),
-            sample=sample,
+            draw=sample,
             **fields,  # type: ignore[arg-type]
         )
 
@@ -190,7 +206,7 @@ def test_a_step_waits_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fami
             tokens = runner.execute(step)
             assert copies.waiting == [], name
             assert len(reads) == 1, name
-            assert all((token is None) == (one.sample is None) for token, one in zip(tokens, step, strict=True)), name
+            assert all((token is None) == (one.draw is None) for token, one in zip(tokens, step, strict=True)), name
 
 
 @pytest.mark.usefixtures("_planned")
@@ -199,14 +215,13 @@ def test_scores_and_pooled_states_come_in_one_copy_each(tmp_path: Path, monkeypa
     with on_the_device(monkeypatch) as (copies, reads):
         runner = OnDevice(path)
         copies.waiting.clear()
-        score = ScoreInput(start=0, token_ids=[3, 4, 5], num_top=2)
+        score = Scoring(start=0, token_ids=[3, 4, 5], num_top=2)
         sequence = {"token_ids": [7] * 6, "num_computed_tokens": 0, "block_ids": range(5)}
-        (scored,) = runner.execute([SequenceInput(**sequence, score=score)])
-        assert isinstance(scored, Scored)
-        assert [len(one.top_logprobs) for one in scored.scores] == [2, 2, 2]
+        output = runner.compute([StepRow(**sequence, score=score)])
+        assert [len(one.top_logprobs) for one in output.scores[0]] == [2, 2, 2]
         assert reads == [3 + 6 + 6]
         reads.clear()
-        runner.execute([SequenceInput(**sequence, num_pooled=6), SequenceInput(**sequence, num_pooled=1)])
+        runner.execute([StepRow(**sequence, num_pooled=6), StepRow(**sequence, num_pooled=1)])
         assert reads == [2 * 64]
         assert copies.waiting == []
 

@@ -37,7 +37,7 @@ SCRIPT = """
 import sys, threading
 from pathlib import Path
 from common.config import EngineSettings
-from engine.model_runner import ModelRunner
+from engine.local.device import LocalDevice
 
 def anonymous():
     (line,) = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]
@@ -50,7 +50,7 @@ def watch():
 def load(model):
     settings = {"dtype": sys.argv[3], "num_blocks": 16, "kernels": sys.argv[4], "num_threads": 1}
     settings["quantization"] = sys.argv[5]
-    return ModelRunner(Path(model), EngineSettings.model_validate(settings))
+    return LocalDevice(Path(model), EngineSettings.model_validate(settings))
 
 kept = load(sys.argv[1])  # what is imported and allocated once
 before, peaks, done = anonymous(), [], threading.Event()

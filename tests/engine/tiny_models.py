@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.config import EngineSettings
 from common.sampling import SamplingParams
 from common.types import SampledToken
-from engine.batch import SampleInput, SequenceInput
-from engine.model_runner import ModelRunner
+from engine.draws import draw
+from engine.local.device import LocalDevice
+from engine.step import StepRow
 
 VOCAB_SIZE = 96
 BLOCK_SIZE = 16
@@ -160,7 +161,7 @@ def expected_logprobs_of_all(
 
 def make_runner(
     model_dir: Path, *, attention: str | None = None, num_blocks: int = 64, **kwargs: object
-) -> ModelRunner:
+) -> LocalDevice:
     """A float32 runner whose cache holds NaN, so that reading a slot that was never written shows."""
     settings = EngineSettings.model_validate(
         {
@@ -172,7 +173,7 @@ def make_runner(
             **kwargs,
         }
     )
-    runner = ModelRunner(model_dir, settings, attention=attention)
+    runner = LocalDevice(model_dir, settings, attention=attention)
     runner.kv_cache.fill_(float("nan"))
     return runner
 
@@ -186,15 +187,15 @@ class Progress:
         self.num_computed = 0
         self.logprobs: dict[int, torch.Tensor] = {}  # by position of the token that they follow
 
-    def step(self, num_new: int) -> SequenceInput:
+    def step(self, num_new: int) -> StepRow:
         start = self.num_computed
         self.num_computed = min(start + num_new, len(self.token_ids))
         params = SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE)
-        return SequenceInput(
+        return StepRow(
             token_ids=self.token_ids[start : self.num_computed],
             num_computed_tokens=start,
             block_ids=self.blocks,
-            sample=SampleInput(params=params, num_output_tokens=0),
+            draw=draw(params=params, num_output_tokens=0),
         )
 
     def took(self, token: SampledToken | None) -> None:
@@ -221,7 +222,7 @@ def random_sequences(lengths: Sequence[int], *, num_blocks: int = 64, seed: int 
     return result
 
 
-def advance(runner: ModelRunner, sequences: Sequence[Progress], sizes: Sequence[int]) -> None:
+def advance(runner: LocalDevice, sequences: Sequence[Progress], sizes: Sequence[int]) -> None:
     """One engine step in which each sequence takes its number of new tokens."""
     for sequence, token in zip(
         sequences,

@@ -16,11 +16,12 @@ from common import metrics  # noqa: E402
 from common.config import EngineSettings  # noqa: E402
 from common.sampling import SamplingParams  # noqa: E402
 from engine import messages as m  # noqa: E402
-from engine.batch import SampleInput, SequenceInput  # noqa: E402
 from engine.core import EngineCore  # noqa: E402
 from engine.device_copies import read  # noqa: E402
+from engine.draws import draw  # noqa: E402
+from engine.local.device import LocalDevice  # noqa: E402
 from engine.logit_changes import LogitChanges  # noqa: E402
-from engine.model_runner import ModelRunner  # noqa: E402
+from engine.step import StepRow  # noqa: E402
 from kv_store.base import ConnectorConfig  # noqa: E402
 from kv_store.memory import MemoryConnector  # noqa: E402
 from tests.engine.tiny_models import FAMILIES, expected_logprobs, full_logprobs, make_model  # noqa: E402
@@ -97,7 +98,7 @@ def make_core(model_dir: Path, **settings: object) -> EngineCore:
     all_settings = {"device": "cuda", "dtype": "float32", "num_blocks": 400, **settings}
     engine_settings = EngineSettings.model_validate(all_settings)
     connector = MemoryConnector(ConnectorConfig(epoch="gpu", worker_id="gpu"))
-    return EngineCore(engine_settings, ModelRunner(model_dir, engine_settings), connector, time.monotonic, lambda: None)
+    return EngineCore(engine_settings, LocalDevice(model_dir, engine_settings), connector, time.monotonic, lambda: None)
 
 
 def generate(core: EngineCore, prompts: list[list[int]], run: str = "") -> tuple[list[list[int]], int]:
@@ -164,13 +165,13 @@ def test_bfloat16_is_as_close_as_transformers(model_dir: Path, prompts: list[lis
     if attention == "flashinfer":
         pytest.importorskip("flashinfer")
     settings = EngineSettings.model_validate({"device": "cuda", "dtype": "bfloat16", "num_blocks": 400})
-    runner = ModelRunner(model_dir, settings, attention=attention)
+    runner = LocalDevice(model_dir, settings, attention=attention)
     params = SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE)
     ours, theirs = [], []
     for prompt in prompts:
         blocks = list(range(-(-len(prompt) // 16)))
-        sample = SampleInput(params=params, num_output_tokens=0)
-        step = SequenceInput(token_ids=prompt, num_computed_tokens=0, block_ids=blocks, sample=sample)
+        sample = draw(params=params, num_output_tokens=0)
+        step = StepRow(token_ids=prompt, num_computed_tokens=0, block_ids=blocks, draw=sample)
         (token,) = runner.execute([step])
         assert token is not None
         exact = expected_logprobs(model_dir, prompt)[-1]
@@ -194,7 +195,7 @@ def test_a_step_waits_for_the_device_once(model_dir: Path, attention: str, monke
     if attention == "flashinfer":
         pytest.importorskip("flashinfer")
     settings = EngineSettings.model_validate({"device": "cuda", "dtype": "bfloat16", "num_blocks": 400})
-    runner = ModelRunner(model_dir, settings, attention=attention)
+    runner = LocalDevice(model_dir, settings, attention=attention)
     forward, num_reads = runner._model.forward, 0
 
     def watched(*arguments: object) -> torch.Tensor:
@@ -209,16 +210,16 @@ def test_a_step_waits_for_the_device_once(model_dir: Path, attention: str, monke
 
     for kind, params in EVERY_KIND.items():
         changes = LogitChanges(params, [3, 4]) if params.changes_logits else None
-        sample = SampleInput(params=params, num_output_tokens=0, changes=changes)
+        sample = draw(params=params, num_output_tokens=0, changes=changes)
         steps = [
-            SequenceInput(token_ids=[7] * size, num_computed_tokens=start, block_ids=list(range(40)), sample=sample)
+            StepRow(token_ids=[7] * size, num_computed_tokens=start, block_ids=list(range(40)), draw=sample)
             for start, size in ((50, 1), (200, 1), (16, 30))
         ]
         runner.execute(steps)  # libraries prepare themselves
         num_reads = 0
         with monkeypatch.context() as patch:
             patch.setattr(runner._model, "forward", watched)
-            for module in ("model_runner", "sampler"):
+            for module in ("local.device", "sampler"):
                 patch.setattr(f"engine.{module}.read", read_once)
             try:
                 tokens = runner.execute(steps)

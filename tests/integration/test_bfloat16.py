@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from common.config import EngineSettings
-from engine.batch import SequenceInput
-from engine.model_runner import ModelRunner
+from engine.local.device import LocalDevice
+from engine.step import StepRow
 from tests.engine.kernels.variants import best_and_slow_others
 from tests.integration.prompts import BY_NAME
 
@@ -42,9 +42,9 @@ def transformers_logprobs(
         return {name: model(torch.tensor([ids])).logits[0].float().log_softmax(-1) for name, ids in token_ids.items()}
 
 
-def logprobs(runner: ModelRunner, token_ids: list[int]) -> torch.Tensor:
-    """After each token, `[len(token_ids), vocab_size]` float32: what `ModelRunner` computes for the last one alone."""
-    step = SequenceInput(token_ids=token_ids, num_computed_tokens=0, block_ids=list(range(32)), sample=None)
+def logprobs(runner: LocalDevice, token_ids: list[int]) -> torch.Tensor:
+    """After each token, `[len(token_ids), vocab_size]` float32: what `LocalDevice` computes for the last one alone."""
+    step = StepRow(token_ids=token_ids, num_computed_tokens=0, block_ids=list(range(32)), draw=None)
     with torch.inference_mode():
         attention = runner._attention.prepare([step])
         positions = torch.arange(len(token_ids))
@@ -76,7 +76,7 @@ def theirs(model_dir: Path) -> Reference:
 @pytest.mark.parametrize("kernels", best_and_slow_others)
 def test_logprobs(kernels: str, model_dir: Path, theirs: Reference) -> None:
     settings = {"device": "cpu", "dtype": "bfloat16", "kernels": kernels, "num_blocks": 32, "num_threads": 1}
-    runner = ModelRunner(model_dir, EngineSettings.model_validate(settings))
+    runner = LocalDevice(model_dir, EngineSettings.model_validate(settings))
     ours = error(theirs.exact, {name: logprobs(runner, ids) for name, ids in theirs.token_ids.items()})
     print(f"{kernels}: {ours / theirs.bfloat16_error:.3f} of transformers' error")
     assert ours < 1.1 * theirs.bfloat16_error

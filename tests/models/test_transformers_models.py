@@ -25,15 +25,16 @@ from common.model_files import open_model
 from common.sampling import SamplingParams
 from common.types import SampledToken
 from engine import messages as m
-from engine.batch import SequenceInput, StepOutput
 from engine.core import EngineCore
-from engine.model_runner import ModelRunner, weight_bytes
+from engine.local.device import LocalDevice
+from engine.local.memory import weight_bytes
 from engine.models.families import FAMILIES
 from engine.models.own_layers import Calls, OwnEmbedding, OwnLinear, own_linears
 from engine.models.registry import architecture_of, max_positions
 from engine.models.text_part import COMPOSITES
 from engine.models.transformers_model import TransformersModel
 from engine.models.verified import COMPARED_WITH, REFUSED, VERIFIED
+from engine.step import StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
 from tests.engine.fakes import add, assert_idle, run, tokens_of
@@ -70,18 +71,18 @@ def test_another_answer_than_that_of_transformers_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     """Also if all logprobs of the prompt are equal: here the sampler takes another token, once."""
-    execute, num = ModelRunner.execute, 0
+    execute, num = LocalDevice.execute, 0
 
-    def taking_another(self: ModelRunner, inputs: list[SequenceInput]) -> list[StepOutput]:
+    def taking_another(self: LocalDevice, inputs: list[StepRow]) -> list[SampledToken | None]:
         nonlocal num
         outputs = execute(self, inputs)
-        if len(inputs) == 1 and isinstance(outputs[0], SampledToken):  # of a free answer
+        if len(inputs) == 1 and outputs[0] is not None:  # of a free answer
             if num == at:
                 outputs = [replace(outputs[0], token_id=outputs[0].token_id ^ 1)]
             num += 1
         return outputs
 
-    monkeypatch.setattr(ModelRunner, "execute", taking_another)
+    monkeypatch.setattr(LocalDevice, "execute", taking_another)
     with pytest.raises(DifferentError, match=f"another token than that of transformers, {at} after the first"):
         compare("olmo2", tmp_path, VARIATIONS[0])
 
@@ -183,9 +184,9 @@ def test_latent_attention_as_checkpoints_have_it(tmp_path: Path, model_type: str
 def test_a_block_holds_latents(tmp_path: Path) -> None:
     """Of each token one row, however many heads there are."""
     runner = make_runner(small("deepseek_v3", tmp_path / "model"))
-    assert runner.spec.block_shape == (4, 1, 1, 16, 24 + 16)
-    assert runner.kv_cache[0].numel() * 4 == runner.spec.block_bytes == 4 * 16 * 40 * 4
-    assert runner.spec.fingerprint() != replace(runner.spec, num_planes=2).fingerprint()
+    assert runner.info.spec.block_shape == (4, 1, 1, 16, 24 + 16)
+    assert runner.kv_cache[0].numel() * 4 == runner.info.spec.block_bytes == 4 * 16 * 40 * 4
+    assert runner.info.spec.fingerprint() != replace(runner.info.spec, num_planes=2).fingerprint()
 
 
 def small(model_type: str, path: Path) -> Path:
@@ -263,7 +264,7 @@ def test_longrope_is_chosen_by_the_longest_sequence(tmp_path: Path, model_type: 
     prints = set()
     for max_model_len, length in ((256, 90), (64, 60)):
         runner = make_runner(path, max_model_len=max_model_len)
-        prints.add(runner.spec.fingerprint())
+        prints.add(runner.info.spec.fingerprint())
         token_ids = [3 + i * i * 7 % 90 for i in range(length)]
         for sizes in ((length,), (40, 13, 1, 1, length - 55)):
             sequence = Progress(token_ids, [4, 2, 7, 1, 9, 3])
@@ -317,7 +318,7 @@ def test_blocks_of_other_positions_have_another_name(tmp_path: Path) -> None:
     prints = set()
     for pad_token_id in (1, 3):
         edit_config(path, pad_token_id=pad_token_id)
-        prints.add(make_runner(path).spec.fingerprint())
+        prints.add(make_runner(path).info.spec.fingerprint())
     assert len(prints) == 2
 
 
@@ -457,7 +458,7 @@ def test_preempted_and_from_the_prefix_cache(tmp_path: Path, model_type: str, ke
     path = small(model_type, tmp_path / "model")
     values = {"dtype": "float32", "num_blocks": 9, "max_model_len": 128, "chunk_size": 24, "num_threads": 1}
     settings = EngineSettings.model_validate({**values, "kernels": kernels})
-    runner = ModelRunner(path, settings)
+    runner = LocalDevice(path, settings)
     assert isinstance(runner._model, TransformersModel)
     ticks = iter(range(10**9))
     connector = MemoryConnector(ConnectorConfig(epoch="e1", worker_id="test"))

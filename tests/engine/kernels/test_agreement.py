@@ -14,9 +14,10 @@ import pytest
 
 from common.config import DEFAULT_MODEL, EngineSettings, default_cache_dir
 from common.sampling import SamplingParams
-from engine.batch import SampleInput, SequenceInput
+from engine.draws import draw
 from engine.embedded_model import ensure_model, package_is_installed
-from engine.model_runner import ModelRunner
+from engine.local.device import LocalDevice
+from engine.step import StepRow
 from tests.engine.kernels.variants import VARIANTS
 
 
@@ -54,11 +55,11 @@ def first_tokens(model_dir: Path, prompts: list[list[int]], variant: str, quanti
             "max_model_len": 256,
         }
     )
-    runner = ModelRunner(model_dir, settings)
-    greedy = SampleInput(params=SamplingParams(temperature=0.0), num_output_tokens=0)
+    runner = LocalDevice(model_dir, settings)
+    greedy = draw(params=SamplingParams(temperature=0.0), num_output_tokens=0)
     tokens = []
     for prompt in prompts:
-        step = SequenceInput(token_ids=prompt, num_computed_tokens=0, block_ids=[0, 1, 2, 3], sample=greedy)
+        step = StepRow(token_ids=prompt, num_computed_tokens=0, block_ids=[0, 1, 2, 3], draw=greedy)
         (token,) = runner.execute([step])
         assert token is not None
         tokens.append(token.token_id)

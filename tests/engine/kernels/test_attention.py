@@ -11,7 +11,7 @@ import torch
 from common.types import KVCacheSpec
 from engine.attention.base import AttentionShape
 from engine.attention.native import NativeBackend
-from engine.batch import SequenceInput
+from engine.step import StepRow
 from tests.engine.kernels.variants import best_and_slow_other_variants, each_variant, kernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -73,7 +73,7 @@ class Case:
             before = len(self.kept[name]) if name in self.kept else 0
             while len(blocks) * self.block_size < before + size:
                 blocks.append(self.free.pop())
-            inputs.append(SequenceInput(token_ids=[0] * size, num_computed_tokens=before, block_ids=blocks))
+            inputs.append(StepRow(token_ids=[0] * size, num_computed_tokens=before, block_ids=blocks))
         num_tokens, heads = sum(sizes.values()), self.num_heads + 2 * self.num_kv_heads
         qkv = (torch.randn(num_tokens, heads, self.head_dim, generator=self.generator) * 2).to(self.dtype)
         q, kv = qkv[:, : self.num_heads], qkv[:, self.num_heads :].unflatten(1, (2, self.num_kv_heads))

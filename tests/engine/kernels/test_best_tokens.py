@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from common.sampling import SamplingParams
-from engine.batch import SampleInput, SequenceInput
+from engine.draws import draw
 from engine.kernels.grouped import PackedParts
 from engine.kernels.library import PackedLinear, WeightKind
 from engine.models.decoder import Decoder
+from engine.step import StepRow
 from tests.engine.kernels.variants import VARIANTS, each_variant, kernels
 from tests.engine.tiny_models import make_model, make_runner
 
@@ -24,14 +25,11 @@ def hidden_states(num_rows: int) -> torch.Tensor:
 
 
 def check(variant: str, head: PackedLinear, hidden: torch.Tensor) -> torch.Tensor:
-    """The tokens, which have to be those of the logits, kept or not."""
+    """The tokens, which have to be those of the logits."""
     norm = torch.ones(K)
     tokens = kernels(variant).best_tokens(head, norm, 1e-5, hidden)
     logits = kernels(variant).head(head, norm, 1e-5, hidden)
     assert torch.equal(tokens, logits.argmax(-1))
-    kept, best = kernels(variant).head_and_best(head, norm, 1e-5, hidden)
-    assert torch.equal(best, tokens)
-    assert torch.equal(kept.view(torch.int32), logits.view(torch.int32))
     return tokens
 
 
@@ -99,11 +97,11 @@ def test_logits_are_made_only_for_those_who_need_them(
     def first_token(*params: SamplingParams) -> int:
         calls.clear()
         sequences = [
-            SequenceInput(
+            StepRow(
                 token_ids=[5, 6, 7],
                 num_computed_tokens=0,
                 block_ids=[n],
-                sample=SampleInput(params=p, num_output_tokens=0),
+                draw=draw(params=p, num_output_tokens=0),
             )
             for n, p in enumerate(params)
         ]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from common.errors import StartupError
-from engine.batch import StepOutput
-from engine.model_runner import ModelRunner
+from common.types import SampledToken
+from engine.local.device import LocalDevice
 from engine.models import native
 from engine.models.decoder import Decoder
 from tests.engine.kernels.variants import each_variant
@@ -36,7 +36,7 @@ def model(models: Path, name: str) -> Path:
     return path if path.exists() else make_model(path, ODD if name == "odd" else SHAPES.get(name))
 
 
-def is_native(runner: ModelRunner) -> bool:
+def is_native(runner: LocalDevice) -> bool:
     return isinstance(runner._model, Decoder) and runner._model.native is not None
 
 
@@ -88,10 +88,10 @@ def test_messages_pass_between_calls_that_take_long_enough(
     assert len(calls) == num_calls
 
 
-def first_token(models: Path, variant: str, calls: list[int]) -> StepOutput:
+def first_token(models: Path, variant: str, calls: list[int]) -> SampledToken | None:
     runner = make_runner(model(models, "plain"), kernels=variant)
     (sequence,) = random_sequences([20])
-    (output,) = runner.execute([sequence.step(20)], between_layers=lambda: calls.append(1))
+    (output,) = runner.execute([sequence.step(20)], meanwhile=lambda: calls.append(1))
     return output
 
 
@@ -114,7 +114,7 @@ def test_quantised_weights_give_nearly_the_same_logits(
 def test_kv_of_quantised_weights_is_another_models(models: Path, variant: str) -> None:
     path = model(models, "plain")
     runners = [make_runner(path, kernels=variant, quantization=kind) for kind in ("none", "int8", "int4")]
-    assert len({runner.spec.fingerprint() for runner in runners}) == 3
+    assert len({runner.info.spec.fingerprint() for runner in runners}) == 3
 
 
 def test_quantisation_without_kernels_is_refused(models: Path) -> None:

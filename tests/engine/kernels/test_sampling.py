@@ -11,8 +11,9 @@ import torch
 
 from common.guided import Guided
 from common.sampling import SamplingParams, TokenSequence
-from engine.batch import SampleInput
+from engine.draws import draw
 from engine.grammars import GrammarCompiler
+from engine.guide import make_masks
 from engine.logit_changes import LogitChanges
 from engine.sampler import sample, uniform
 from tests.engine.kernels.variants import VARIANTS, best_and_slow_other_variants, best_and_slow_others, kernels
@@ -52,8 +53,8 @@ def random_logits(rng: random.Random, size: int) -> torch.Tensor:
     return rows
 
 
-def changed(logits: torch.Tensor, item: SampleInput, prompt: list[int], output: list[int]) -> torch.Tensor:
-    params, values = item.params, logits.double()
+def changed(logits: torch.Tensor, params: SamplingParams, prompt: list[int], output: list[int]) -> torch.Tensor:
+    values = logits.double()
     for one in {*prompt, *output} if params.repetition_penalty != 1 else ():
         values[one] *= 1 / params.repetition_penalty if values[one] > 0 else params.repetition_penalty
     for one, times in Counter(output).items():
@@ -68,9 +69,8 @@ def changed(logits: torch.Tensor, item: SampleInput, prompt: list[int], output: 
     return values
 
 
-def by_definition(values: torch.Tensor, item: SampleInput) -> int | None:
+def by_definition(values: torch.Tensor, params: SamplingParams, index: int) -> int | None:
     """The token that these logits give, drawn as engine/sampler.py says it."""
-    params = item.params
     if values.max() == float("-inf"):
         return None
     if params.is_greedy:
@@ -85,7 +85,7 @@ def by_definition(values: torch.Tensor, item: SampleInput) -> int | None:
     floor = max(float(ordered[-1]), params.min_p * float(probs.max()))
     probs[probs < floor * (1 - 1e-9)] = 0
     cumulative = probs.cumsum(-1)
-    target = uniform(params.seed, item.num_output_tokens) * cumulative[-1]
+    target = uniform(params.seed, index) * cumulative[-1]
     return int((cumulative > target).nonzero()[0])
 
 
@@ -100,15 +100,14 @@ def test_each_row_of_a_batch_is_sampled_by_the_definition(variant: str, size: in
         prompt, output = rng.choices(range(size), k=8), rng.choices(range(size), k=rng.choice([0, 1, 12]))
         changes = LogitChanges(params, prompt, [EOS])
         changes.follow([*prompt, *output], len(prompt))
-        item = SampleInput(params=params, num_output_tokens=len(output), changes=changes)
-        inputs.append(item)
-        expected.append(by_definition(changed(logits[row], item, prompt, output), item))
+        inputs.append(draw(params, len(output), changes))
+        expected.append(by_definition(changed(logits[row], params, prompt, output), params, len(output)))
     tokens = sample(logits, inputs, None if variant == "torch" else kernels(variant))
     found = [None if token is None else token.token_id for token in tokens]
     assert found == expected
     assert len(set(expected)) > 1
     for row, token in enumerate(tokens):
-        asked = inputs[row].params.logprobs
+        asked = inputs[row].num_top
         if token is None:
             continue
         logprobs = logits[row].double().log_softmax(-1)
@@ -133,15 +132,15 @@ def test_masks_of_grammars(variant: str, tmp_path: Path) -> None:
     inputs = []
     for row in range(60):
         params = SamplingParams(temperature=float(row % 2), seed=row, logprobs=2 if row % 5 == 4 else None)
-        own = (None, guide.fork(), wide.fork())[row % 3]  # the mask of the last one leaves the likeliest token, mostly
-        inputs.append(SampleInput(params=params, num_output_tokens=0, guide=own))
+        own = (b"", *make_masks([guide, wide]))[row % 3]  # the last one leaves the likeliest token, mostly
+        inputs.append(draw(params, 0, mask=own))
     tokens = sample(logits, inputs)
     sampled = sample(logits, inputs, kernels(variant))
     assert [token and token.token_id for token in sampled] == [token and token.token_id for token in tokens]
     digits = {token.token_id for token in tokens[1::3] if token}
     assert {token.token_id for token in tokens[2::3] if token}.isdisjoint(digits)
     params = SamplingParams(bad_words_ids=tuple(TokenSequence(token_ids=(one,)) for one in range(vocab_size())))
-    banned = SampleInput(params=params, num_output_tokens=0, changes=LogitChanges(params), guide=guide.fork())
+    banned = draw(params, 0, LogitChanges(params), *make_masks([guide]))
     assert sample(logits[:1], [banned], kernels(variant)) == [None]
     assert len(digits) > 5
 
@@ -150,7 +149,7 @@ def test_masks_of_grammars(variant: str, tmp_path: Path) -> None:
 def test_neither_company_nor_threads_change_a_row(variant: str) -> None:
     rng = random.Random(1)
     logits = random_logits(rng, 3000)
-    inputs = [SampleInput(params=random_params(rng, 3000), num_output_tokens=row) for row in range(NUM_ROWS)]
+    inputs = [draw(params=random_params(rng, 3000), num_output_tokens=row) for row in range(NUM_ROWS)]
     whole = sample(logits, inputs, kernels(variant))
     assert sample(logits, inputs, kernels(variant, 1)) == whole
     for row in range(0, NUM_ROWS, 5):
@@ -164,7 +163,7 @@ def test_what_is_no_number_counts_as_the_largest(variant: str, value: float) -> 
     logits = torch.randn(2, 700)
     logits[:, 300] = value
     params = SamplingParams(top_k=3, top_p=0.5, logprobs=2)
-    inputs = [SampleInput(params=one, num_output_tokens=0) for one in (params, SamplingParams(temperature=0.0))]
+    inputs = [draw(params=one, num_output_tokens=0) for one in (params, SamplingParams(temperature=0.0))]
     drawn, likeliest = sample(logits, inputs, kernels(variant))
     assert drawn is not None
     assert likeliest is not None
@@ -176,6 +175,6 @@ def test_what_is_no_number_counts_as_the_largest(variant: str, value: float) -> 
 def test_tokens_outside_of_the_vocabulary_are_none() -> None:
     """A model's end token may have no logit."""
     params = SamplingParams(temperature=0.0, min_tokens=5, stop_token_ids=(900,), logit_bias={-3: 9.0, 2000: 9.0})
-    item = SampleInput(params=params, num_output_tokens=0, changes=LogitChanges(params))
+    item = draw(params=params, num_output_tokens=0, changes=LogitChanges(params))
     logits = torch.arange(800.0)[None]
     assert [token and token.token_id for token in sample(logits, [item], kernels(VARIANTS[-1]))] == [799]

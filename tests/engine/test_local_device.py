@@ -14,10 +14,11 @@ from common.config import EngineSettings
 from common.cpu import read_cpu
 from common.errors import InternalError, StartupError
 from common.model_files import open_model
-from engine.batch import SequenceInput
 from engine.dtype import fast_dtypes, resolve_dtype
 from engine.kernels.choice import choose
-from engine.model_runner import ModelRunner, weight_bytes
+from engine.local.device import LocalDevice
+from engine.local.memory import weight_bytes
+from engine.step import StepRow
 from tests.engine.tiny_models import VOCAB_SIZE, edit_config, make_model, make_runner
 
 
@@ -31,18 +32,18 @@ def model_dir(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "model"))
 
 
-def start(model_dir: Path, **settings: object) -> ModelRunner:
+def start(model_dir: Path, **settings: object) -> LocalDevice:
     given = {"device": "cpu", "dtype": "float32", "num_threads": 1, **settings}
-    return ModelRunner(model_dir, EngineSettings.model_validate(given))
+    return LocalDevice(model_dir, EngineSettings.model_validate(given))
 
 
 def test_what_a_runner_tells(model_dir: Path) -> None:
     runner = start(model_dir, num_blocks=20)
-    assert runner.num_blocks == 20
+    assert runner.info.num_blocks == 20
     assert runner.kv_cache.shape == (20, 3, 2, 2, 16, 16)
     assert runner.kv_cache.is_contiguous()
-    assert runner.kv_cache[0].nbytes == runner.spec.block_bytes
-    assert (runner.vocab_size, runner.eos_token_ids, runner.max_model_len) == (VOCAB_SIZE, [2], 256)
+    assert runner.kv_cache[0].nbytes == runner.info.spec.block_bytes
+    assert (runner.info.vocab_size, runner.info.eos_token_ids, runner.info.max_model_len) == (VOCAB_SIZE, (2,), 256)
 
 
 def test_warming_up_leaves_no_memory_to_be_had_for_the_longest_context(model_dir: Path) -> None:
@@ -50,18 +51,18 @@ def test_warming_up_leaves_no_memory_to_be_had_for_the_longest_context(model_dir
     runner = start(model_dir, num_blocks=20, kernels="torch")
     runner.warm_up()
     workspace = runner._attention._workspace.data_ptr()  # type: ignore[attr-defined]
-    last = runner.max_model_len - 1
-    runner.execute([SequenceInput(token_ids=[1], num_computed_tokens=last, block_ids=list(range(16)))])
+    last = runner.info.max_model_len - 1
+    runner.execute([StepRow(token_ids=[1], num_computed_tokens=last, block_ids=list(range(16)))])
     assert runner._attention._workspace.data_ptr() == workspace  # type: ignore[attr-defined]
 
 
 def test_kv_cache_memory_decides_the_number_of_blocks(model_dir: Path) -> None:
     runner = start(model_dir, kv_cache_memory_gb=0.01)
-    assert runner.num_blocks == int(0.01 * 2**30) // runner.spec.block_bytes
+    assert runner.info.num_blocks == int(0.01 * 2**30) // runner.info.spec.block_bytes
 
 
 def test_a_small_cache_shortens_a_context_that_nobody_asked_for(model_dir: Path) -> None:
-    assert start(model_dir, num_blocks=4).max_model_len == 64
+    assert start(model_dir, num_blocks=4).info.max_model_len == 64
 
 
 def rewrite(model_dir: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -113,8 +114,8 @@ def test_the_dtype_is_the_checkpoints_own_if_the_cpu_is_fast_in_it(
     runner = start(model_dir, dtype="auto", num_blocks=16, kernels=kernels)
     expected = torch.bfloat16 if "bfloat16" in fast_dtypes(read_cpu(), choose(kernels)) else torch.float32
     assert (runner.dtype, runner.kv_cache.dtype) == (expected, expected)
-    assert getattr(torch, runner.spec.dtype) == expected
-    assert runner.dtype_reason == resolve_dtype("auto", model_dir, "cpu", kernels).reason
+    assert getattr(torch, runner.info.spec.dtype) == expected
+    assert runner.info.dtype_reason == resolve_dtype("auto", model_dir, "cpu", kernels).reason
 
 
 def test_weights_cut_short(model_dir: Path) -> None:
@@ -162,7 +163,7 @@ def test_a_device_that_is_not_there(model_dir: Path) -> None:
 
 
 def test_weights_that_exceed_the_memory(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.model_runner.available_bytes", lambda: 1000)
+    monkeypatch.setattr("engine.local.memory.available_bytes", lambda: 1000)
     assert "0.0 GiB are available" in refusal(model_dir)
 
 
@@ -193,8 +194,6 @@ def refusal(model_dir: Path, **settings: object) -> str:
 )
 def test_a_step_that_cannot_be(model_dir: Path, num_tokens: int, num_computed: int, num_blocks: int) -> None:
     runner = make_runner(model_dir)
-    step = SequenceInput(
-        token_ids=[1] * num_tokens, num_computed_tokens=num_computed, block_ids=list(range(num_blocks))
-    )
+    step = StepRow(token_ids=[1] * num_tokens, num_computed_tokens=num_computed, block_ids=list(range(num_blocks)))
     with pytest.raises(InternalError):
         runner.execute([step])

@@ -10,11 +10,20 @@ import torch
 from common.config import EngineSettings
 from common.errors import StartupError
 from common.types import KVCacheSpec
-from engine.blocks.host_memory import available_bytes
 from engine.blocks.host_tier import BlockCopy
+from engine.local.host_memory import available_bytes
 from kv_store.host_pages import prepare_pages
 
 GIB = 1 << 30
+
+
+def num_host_blocks(settings: EngineSettings, spec: KVCacheSpec) -> int:
+    """How many blocks of host memory both uses get together."""
+    return int(_wanted_gb(settings) * GIB) // spec.block_bytes
+
+
+def _wanted_gb(settings: EngineSettings) -> float:
+    return settings.host_cache_gb + (settings.swap_space_gb if settings.preemption_mode == "swap" else 0.0)
 
 
 def allocate_host_cache(settings: EngineSettings, spec: KVCacheSpec, device: torch.device) -> torch.Tensor:
@@ -23,12 +32,11 @@ def allocate_host_cache(settings: EngineSettings, spec: KVCacheSpec, device: tor
     Page-locked if `device` is CUDA, so that copies run beside computing. Raises `StartupError` if memory does not
     suffice.
     """
-    wanted_gb = settings.host_cache_gb + (settings.swap_space_gb if settings.preemption_mode == "swap" else 0.0)
-    num_blocks = int(wanted_gb * GIB) // spec.block_bytes
+    num_blocks = num_host_blocks(settings, spec)
     available = available_bytes()
     if num_blocks and available is not None and num_blocks * spec.block_bytes > available:
         raise StartupError(
-            f"{wanted_gb:.2f} GiB of host memory for KV blocks, {available / GIB:.2f} GiB are available; "
+            f"{_wanted_gb(settings):.2f} GiB of host memory for KV blocks, {available / GIB:.2f} GiB are available; "
             "lower --host-cache-gb or --swap-space-gb"
         )
     cache = torch.empty((num_blocks, *spec.block_shape), dtype=getattr(torch, spec.dtype))

@@ -1,0 +1,1 @@
+"""The model on one device of this process."""

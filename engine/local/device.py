@@ -1,0 +1,230 @@
+"""The device of this process: weights and KV cache in its memory, one forward pass for each step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.config import EngineSettings
+from common.errors import InternalError
+from common.sampling import SamplingParams
+from common.types import SampledToken
+from engine.attention.base import AttentionShape
+from engine.attention.registry import attention_backend
+from engine.blocks.host_tier import BlockCopy
+from engine.device import Device, DeviceInfo, KVPlane, Ticket, do_nothing
+from engine.device_copies import read, to_device
+from engine.draws import draw
+from engine.local.host_cache import allocate_host_cache, copy_blocks
+from engine.local.loading import load_model
+from engine.local.memory import fit_context, num_cache_blocks
+from engine.local.scores import score_tokens
+from engine.sampler import sample
+from engine.step import Draw, Drawn, StepInput, StepOutput, StepRow
+from kv_store.host_pages import prepare_pages
+
+log = logging.getLogger(__name__)
+
+WARM_UP_TOKENS = 64
+KEPT_STEPS = 2  # whose drawn tokens a later step may begin with
+
+
+class LocalDevice(Device):
+    """`kv_cache` is `[num_blocks, *spec.block_shape]`, in the dtype that was chosen."""
+
+    def __init__(self, model_dir: Path, settings: EngineSettings, *, attention: str | None = None) -> None:
+        """Loads the weights and allocates the KV cache. `attention` names a backend; the device's fastest if None.
+
+        Raises `StartupError` with one line if the model cannot be served as set: a file or tensor is missing, the
+        device is not there, memory does not suffice, or the context is longer than the model or the cache allows.
+        """
+        loaded = load_model(model_dir, settings)
+        spec, model = loaded.spec, loaded.model
+        self.device = loaded.device
+        self.dtype = loaded.dtype
+        self._model = model
+        self._kernels = loaded.kernels
+        num_blocks = num_cache_blocks(spec, loaded.device, settings)
+        max_model_len = fit_context(loaded.max_model_len, num_blocks, settings)
+        self.kv_cache = torch.empty((num_blocks, *spec.block_shape), dtype=loaded.dtype, device=loaded.device)
+        prepare_pages(self.kv_cache)
+        self._host_cache = allocate_host_cache(settings, spec, loaded.device)
+        self.info = DeviceInfo(
+            spec=spec,
+            num_blocks=num_blocks,
+            num_host_blocks=len(self._host_cache),
+            max_model_len=max_model_len,
+            vocab_size=model.vocab_size,
+            hidden_size=model.hidden_size,
+            window=loaded.window,
+            eos_token_ids=loaded.eos_token_ids,
+            dtype_reason=loaded.dtype_reason,
+            device=str(loaded.device),
+            device_reason=loaded.device_reason,
+            free_rows=loaded.free_rows,
+        )
+        shape = AttentionShape(
+            num_heads=model.num_heads,
+            softmax_scale=model.softmax_scale,
+            windows=model.windows,
+            soft_cap=model.soft_cap,
+            value_dim=model.latent_value_dim,
+            sinks=model.sinks,
+        )
+        self._attention = attention_backend(self.kv_cache, spec, shape, attention, self._kernels)
+        self._begun: dict[int, StepInput] = {}
+        self._drawn: deque[tuple[int, list[SampledToken | None]]] = deque(maxlen=KEPT_STEPS)
+        log.info(
+            "model ready",
+            extra={
+                "num_blocks": num_blocks,
+                "max_model_len": max_model_len,
+                "device": self.info.device,
+                "device_reason": self.info.device_reason,
+                "dtype": spec.dtype,
+                "dtype_reason": self.info.dtype_reason,
+            },
+        )
+
+    def begin(self, step: StepInput) -> Ticket:
+        """Only checks the step: this thread is what computes it, in `end`."""
+        for row in step.rows:
+            self._check(row)
+        self._begun[step.number] = step
+        return Ticket(step.number)
+
+    def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:
+        """Computes the step. `meanwhile` is called after each layer, or after some short ones."""
+        step = self._begun.pop(ticket.number)
+        beside = _Timed(meanwhile)
+        start = time.perf_counter()
+        try:
+            rows = [row if row.first is None else self._resolved(row, row.first) for row in step.rows]
+            output = self._compute(rows, beside)
+        except Exception as error:
+            log.exception("a step failed", extra={"num_rows": len(step.rows)})
+            reason = f"the device failed to compute this step: {type(error).__name__}"
+            return StepOutput(
+                tokens=[None] * len(step.rows), failures=dict.fromkeys(range(len(step.rows)), reason), elapsed_s=0.0
+            )
+        self._drawn.append((ticket.number, output.tokens))
+        return replace(output, elapsed_s=time.perf_counter() - start - beside.seconds)
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        copy_blocks(copies, self.kv_cache, self._host_cache)
+
+    def planes(self) -> list[KVPlane]:
+        return [KVPlane(spec=self.info.spec, cache=self.kv_cache)]
+
+    def warm_up(self) -> None:
+        """Computes a prompt, a token after it and a token after the longest context, so that no request waits for what
+        happens once: choosing kernels, allocating workspaces."""
+        info = self.info
+        num_tokens = min(WARM_UP_TOKENS, info.num_blocks * info.spec.block_size - 1, info.max_model_len - 1)
+        blocks = list(range(-(-(num_tokens + 1) // info.spec.block_size)))
+        longest = [0] * -(-info.max_model_len // info.spec.block_size)
+        likeliest = draw(SamplingParams(temperature=0.0), 0)
+        for start, token_ids, block_ids in (
+            (0, [0] * num_tokens, blocks),
+            (num_tokens, [0], blocks),
+            (info.max_model_len - 1, [0], longest),
+        ):
+            self.execute([StepRow(token_ids=token_ids, num_computed_tokens=start, block_ids=block_ids, draw=likeliest)])
+
+    def _resolved(self, row: StepRow, first: Drawn) -> StepRow:
+        """The row with the token that an earlier step drew as its first one."""
+        token = next((tokens[first.row] for number, tokens in self._drawn if number == first.step), None)
+        if token is None:
+            raise InternalError(f"row {first.row} of step {first.step} drew no token that is still known")
+        return replace(row, token_ids=[token.token_id, *row.token_ids[1:]], first=None)
+
+    @torch.inference_mode()
+    def _compute(self, rows: Sequence[StepRow], between_layers: Callable[[], None]) -> StepOutput:
+        tokens: list[SampledToken | None] = [None] * len(rows)
+        if not rows:
+            return StepOutput(tokens=tokens)
+        # Decodes first, by length: attention then sees neighbours that it can compute together.
+        order = sorted(range(len(rows)), key=lambda index: _attention_order(rows[index]))
+        hidden = self._forward([rows[index] for index in order], between_layers)
+        drawing: list[int] = []
+        draws: list[Draw] = []
+        last_tokens: list[int] = []
+        pooled: dict[int, torch.Tensor] = {}
+        scores: dict[int, list[SampledToken]] = {}
+        end = 0
+        for index in order:
+            row = rows[index]
+            start, end = end, end + len(row.token_ids)
+            if row.num_pooled:
+                pooled[index] = self._pool(hidden[end - row.num_pooled : end])
+            if row.score is not None:
+                scores[index] = score_tokens(hidden[start:end], row.score, self._model, between_layers)
+            if row.draw is not None:
+                drawing.append(index)
+                draws.append(row.draw)
+                last_tokens.append(end - 1)
+        totals = dict(zip(pooled, read(list(pooled.values())), strict=True)) if pooled else {}
+        if draws:
+            states = hidden if len(draws) == len(hidden) else hidden[to_device(last_tokens, self.device)]
+            for index, token in zip(drawing, self._sample(states, draws), strict=True):
+                tokens[index] = token
+        return StepOutput(tokens=tokens, scores=scores, pooled=totals)
+
+    def _forward(self, rows: Sequence[StepRow], between_layers: Callable[[], None]) -> torch.Tensor:
+        """Hidden states of all new tokens, `[that many, hidden_size]`, row by row."""
+        token_ids = [token_id for row in rows for token_id in row.token_ids]
+        starts = [row.num_computed_tokens for row in rows]
+        counts = [len(row.token_ids) for row in rows]
+        step = self._attention.prepare(rows)
+        inputs = (to_device(token_ids, self.device), to_device(_positions(starts, counts), self.device))
+        return self._model.forward(*inputs, step, between_layers)
+
+    def _sample(self, states: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken | None]:
+        """A token for each row of `states`. If all want the likeliest one and nothing else, no logits are kept."""
+        if not all(one.is_likeliest for one in draws):
+            return sample(self._model.logits(states), draws, self._kernels)
+        (token_ids,) = read([self._model.best_tokens(states)])
+        return [SampledToken(int(token_id)) for token_id in token_ids]
+
+    def _pool(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.last_states(hidden).float().sum(dim=0)
+
+    def _check(self, row: StepRow) -> None:
+        info, end = self.info, row.num_computed_tokens + len(row.token_ids)
+        if not row.token_ids or end > info.max_model_len:
+            raise InternalError(f"a step has {len(row.token_ids)} new tokens up to {end} of {info.max_model_len}")
+        if len(row.block_ids) * info.spec.block_size < end:
+            raise InternalError(f"a step has {len(row.block_ids)} blocks for {end} tokens")
+
+
+class _Timed:
+    """Calls a function, and adds up the seconds that it takes."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self.seconds = 0.0
+
+    def __call__(self) -> None:
+        start = time.perf_counter()
+        self._function()
+        self.seconds += time.perf_counter() - start
+
+
+def _attention_order(row: StepRow) -> tuple[bool, int]:
+    return len(row.token_ids) > 1, row.num_computed_tokens
+
+
+def _positions(starts: list[int], counts: list[int]) -> list[int] | torch.Tensor:
+    """The position of each new token in its own sequence, of which `counts` begin at `starts`."""
+    if max(counts) == 1:
+        return starts  # of single tokens a list is the fastest
+    first, count = np.array(starts), np.array(counts)
+    ends = count.cumsum()
+    return torch.from_numpy(np.arange(ends[-1]) + np.repeat(first + count - ends, count))
