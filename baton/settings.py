@@ -22,6 +22,7 @@ from common.config import (
     ClientSettings,
     ConnectorSettings,
     DemoSettings,
+    EngineSettings,
     GenerateSettings,
     PolicySettings,
     RouterSettings,
@@ -99,6 +100,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "models": ClientSettings,
     "demo": DEMO_SETTINGS,
     "doctor": UP_SETTINGS,
+    "replay": EngineSettings,
 }
 """Every command and what configures it."""
 

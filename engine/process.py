@@ -38,7 +38,8 @@ METRICS_INTERVAL_S = 1.0
 BLOCKS_INTERVAL_S = 0.02  # block names that come and go are told on change, at most this often
 
 if TYPE_CHECKING:
-    from engine.core import EngineCore  # the gRPC front imports Bootstrap from here without loading torch
+    from engine.core import EngineCore  # the gRPC front imports Bootstrap from here without loading these
+    from engine.device import Device
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     commands = _Commands(socket)
     core = EngineCore(
         settings,
-        device,
+        _recorded(device, settings) if settings.record_steps else device,
         connector,
         time.monotonic,
         wakeup.set,
@@ -160,6 +161,28 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
     loop = _Loop(core, commands, socket, wakeup)
     while True:
         loop.turn()
+
+
+def _recorded(device: Device, settings: WorkerSettings) -> Device:
+    from engine.replay.recorder import RecordingDevice
+    from engine.replay.step_file import StepFileHeader, StepFileWriter
+
+    info = device.info
+    header = StepFileHeader(
+        spec=info.spec,
+        num_blocks=info.num_blocks,
+        max_model_len=info.max_model_len,
+        device=info.device,
+        model=settings.model,
+        quantization=settings.quantization,
+        kernels=settings.kernels,
+    )
+    try:
+        writer = StepFileWriter(Path(settings.record_steps), header)
+    except OSError as error:
+        raise ConfigError("--record-steps", f"{settings.record_steps} cannot be written: {error.strerror}") from error
+    log.info("steps are recorded", extra={"file": settings.record_steps, "num_steps": settings.record_num_steps})
+    return RecordingDevice(device, writer, settings.record_num_steps)
 
 
 class _Commands:

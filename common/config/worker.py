@@ -122,3 +122,7 @@ class WorkerSettings(EngineSettings, ConnectorSettings, TlsSettings, HealthSetti
         description="seconds that SIGTERM lets streams and leases end; streams are handed over after 3/4 of them",
     )
     metrics_port: Port | None = Field(None, description="port of Prometheus' /metrics over HTTP; off if unset")
+    record_steps: str = Field(
+        "", description="file that the engine's first steps are written to, with the KV that they read (baton replay)"
+    )
+    record_num_steps: Positive = Field(100, description="how many steps --record-steps writes")

@@ -1,0 +1,1 @@
+"""Steps written to a file, with the KV that they read, and computed again from it."""

@@ -1,0 +1,85 @@
+"""A device that writes its first steps to a file."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from engine.blocks.host_tier import BlockCopy
+from engine.device import Device, KVPlane, Ticket, do_nothing
+from engine.replay.step_file import RecordedStep, StepFileWriter
+from engine.step import StepInput, StepOutput
+
+log = logging.getLogger(__name__)
+
+
+class RecordingDevice(Device):
+    """Does what `device` does, and records the first `num_steps` steps. For looking at a problem: a recorded step reads
+    all KV that it depends on twice."""
+
+    def __init__(self, device: Device, writer: StepFileWriter, num_steps: int) -> None:
+        self.info = device.info
+        self._device = device
+        self._writer = writer
+        self._num_left = num_steps
+        self._begun: dict[int, tuple[StepInput, dict[int, bytes]]] = {}
+        self._digests: dict[int, bytes] = {}  # of the blocks as the file has them
+        (plane,) = device.planes()
+        self._cache = plane.cache
+
+    def begin(self, step: StepInput) -> Ticket:
+        if self._num_left:
+            self._begun[step.number] = step, self._missing(step)
+        return self._device.begin(step)
+
+    def end(self, ticket: Ticket, meanwhile: Callable[[], None] = do_nothing) -> StepOutput:
+        output = self._device.end(ticket, meanwhile)
+        if (begun := self._begun.pop(ticket.number, None)) is not None:
+            step, blocks = begun
+            self._writer.add(RecordedStep(step=step, output=output, blocks=blocks))
+            for block_id in _blocks(step, self.info.spec.block_size, written=True):
+                self._digests[block_id] = _digest(block_bytes(self._cache, block_id))
+            self._num_left -= 1
+            if not self._num_left:
+                self._writer.close()
+                self._digests.clear()
+                log.info("all steps are recorded")
+        return output
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        self._device.copy(copies)
+
+    def planes(self) -> list[KVPlane]:
+        return self._device.planes()
+
+    def _missing(self, step: StepInput) -> dict[int, bytes]:
+        """The blocks that the step reads and the file does not have as they are now: another device wrote them, or a
+        transfer did."""
+        missing = {}
+        for block_id in _blocks(step, self.info.spec.block_size, written=False):
+            data = block_bytes(self._cache, block_id)
+            if (digest := _digest(data)) != self._digests.get(block_id):
+                self._digests[block_id] = digest
+                missing[block_id] = data
+        return missing
+
+
+def block_bytes(cache: torch.Tensor, block_id: int) -> bytes:
+    return cache[block_id].contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
+
+
+def _blocks(step: StepInput, block_size: int, *, written: bool) -> Iterable[int]:
+    """Ids of the blocks that the step's new tokens go to, or of those with the tokens before them; each once."""
+    found = dict[int, None]()
+    for row in step.rows:
+        first, end = row.num_computed_tokens, row.num_computed_tokens + len(row.token_ids)
+        start, stop = (first // block_size, -(-end // block_size)) if written else (0, -(-first // block_size))
+        found.update(dict.fromkeys(row.block_ids[start:stop]))
+    return found
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
