@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 PACKAGES := baton bench common decode_service engine kv_store prefill_service router worker
 SOURCES := $(PACKAGES) protos tests tools
 
+# Byte code is kept, whatever the environment says: tests start some hundred processes, and each would compile all files.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Installed once for each state of these two files.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 PIP := $(BIN)/python -m pip install -qq --constraint constraints.txt

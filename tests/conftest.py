@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,7 @@ TIERS = {
 TESTS = Path(__file__).parent
 
 
+@cache
 def _is_of(path: Path, tier: str) -> bool:
     return any(path.is_relative_to(TESTS / part) for part in TIERS[tier])
 

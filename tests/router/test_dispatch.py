@@ -383,7 +383,7 @@ async def test_prefill_retries_have_a_budget_too(start_worker: StartWorker, star
             pass
         decode.first_report = None
         while await num_named() < 2:
-            pass
+            await asyncio.sleep(0.1)  # time fills it
 
 
 async def test_workers_of_both_roles_prefill_in_place(start_worker: StartWorker, start_router: StartRouter) -> None:
