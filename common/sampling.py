@@ -294,9 +294,20 @@ def checked(given: Given, limits: ModelLimits, *, name: FieldName = str) -> Samp
         params = _adapter().validate_python(given, context=limits)
     except ValidationError as error:
         raise refusal(error.errors(include_url=False)[0], name) from error
+    _check_tokens(params, limits, name)
     if params.guided is not None:
         _check_guided(params, params.guided, name)
     return params
+
+
+def _check_tokens(params: SamplingParams, limits: ModelLimits, name: FieldName) -> None:
+    """Refuses to prefer or to demand ids that cannot be drawn."""
+    places = {token_id: f"{name('logit_bias')}.{token_id}" for token_id in params.logit_bias}
+    listed = name("allowed_token_ids")
+    places |= {token_id: f"{listed}[{index}]" for index, token_id in enumerate(params.allowed_token_ids)}
+    for token_id, place in places.items():
+        if not limits.is_token(token_id):
+            raise InvalidArgumentError(place, f"{token_id} is an id that the model has and no token has: never drawn")
 
 
 def fitted(
