@@ -1,6 +1,7 @@
 """A model directory as Hugging Face lays it out: config.json, *.safetensors, tokenizer.json. Reads it without torch.
 
-In place of safetensors there may be one GGUF file, `weights.gguf` (engine/checkpoints/gguf_model.py).
+In place of safetensors there may be one GGUF file, `weights.gguf` (engine/checkpoints/gguf_model.py), or a link of that
+name to a part of one (common/gguf_parts.py).
 
 Routers read the tokenizer files, workers the weights; both name the weights by `model_identity`.
 """
@@ -9,12 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import StartupError
+from common.gguf_parts import is_gguf_name, parts_of
+from common.token_table import read_token_ids
+
+log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -32,7 +39,10 @@ _COSMETIC_KEYS = frozenset(
     {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "eos_token_id", "bos_token_id"}
     | {"pad_token_id", "initializer_range", "attention_dropout", "pretraining_tp"}
 )
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # as safetensors names them
+_DTYPE_NAMES = {name: name for name in _DTYPES.values()} | {"float": "float32", "half": "float16"}  # as torch has them
 _SAMPLED_PAGES = 512  # per file
 _PAGE = 4096  # bytes
 _MAX_HEADER = 100_000_000  # bytes; the limit that the safetensors format sets itself
@@ -43,18 +53,39 @@ class ModelFiles:
     """A directory that was checked: every file that serving needs is there."""
 
     path: Path
-    config: dict[str, object]  # config.json
+    config: dict[str, object]  # config.json; no dtype in it, or one of "float32", "bfloat16" and "float16"
     generation_config: dict[str, object]  # generation_config.json, empty if there is none
-    weight_files: tuple[Path, ...]  # *.safetensors, sorted by name, or one GGUF file
+    weight_files: tuple[Path, ...]  # *.safetensors, sorted by name, or the parts of one GGUF file in their order
 
     @property
     def is_gguf(self) -> bool:
-        return self.weight_files[0].suffix == ".gguf"
+        return is_gguf_name(self.weight_files[0])
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """Ids that end a sequence, of generation_config.json if it names any, else of config.json, else of its text
-        part."""
+        return list(self.ends(self.token_ids()))
+
+    def token_ids(self) -> dict[str, int]:
+        """The id of each token of the tokenizer: `read_token_ids`."""
+        return read_token_ids(self.path / "tokenizer.json")
+
+    def ends(self, token_ids: Mapping[str, int]) -> dict[int, str]:
+        """Ids that end an answer, and the files that name each. Those of generation_config.json if it names any, else
+        of config.json, else of its text part; and the end that the tokenizer names, whose `token_ids` are given. Many
+        fine-tunes name the end of a turn only there. Raises `StartupError` that names a file which is wrong."""
+        ends = {token_id: name for name, ids in [self._ends_of_config()] for token_id in ids}
+        name, token = self._end_of_tokenizer()
+        if token is not None:
+            token_id = token_ids.get(token)
+            if token_id is None:
+                log.warning(
+                    "the tokenizer has no such token", extra={"eos_token": token, "file": str(self.path / name)}
+                )
+            else:
+                ends[token_id] = f"{ends[token_id]}, {name}" if token_id in ends else name
+        return ends
+
+    def _ends_of_config(self) -> tuple[str, list[int]]:
         text = self.config.get("text_config")
         for source, name in (
             (self.generation_config, "generation_config.json"),
@@ -63,8 +94,19 @@ class ModelFiles:
         ):
             value = source.get("eos_token_id")
             if value is not None:
-                return _token_ids(value, self.path / name)
-        return []
+                return name, _token_ids(value, self.path / name)
+        return "", []
+
+    def _end_of_tokenizer(self) -> tuple[str, str | None]:
+        """The file that names the tokenizer's end of a text, and that token."""
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            if (self.path / name).is_file():
+                config = _read_json(self.path / name, "repair or remove it")
+                if "eos_token" in config:
+                    token = config["eos_token"]
+                    token = token.get("content") if isinstance(token, dict) else token
+                    return name, token if isinstance(token, str) else None
+        return "", None
 
 
 def open_model(model_dir: str | Path) -> ModelFiles:
@@ -79,10 +121,46 @@ def open_model(model_dir: str | Path) -> ModelFiles:
             f"model {path} has no tokenizer.json; save it with "
             "transformers: AutoTokenizer.from_pretrained(dir).save_pretrained(dir)"
         )
+    for file in (*weight_files, *(path / name for name in TOKENIZER_FILES)):
+        refuse_lfs_pointer(file)
     generation_config: dict[str, object] = {}
     if (path / "generation_config.json").is_file():
         generation_config = _read_json(path / "generation_config.json", "repair or remove it")
+    config = _with_known_dtypes(config, path / "config.json")
     return ModelFiles(path=path, config=config, generation_config=generation_config, weight_files=tuple(weight_files))
+
+
+def refuse_lfs_pointer(file: Path) -> None:
+    """Raises `StartupError` if git has left a pointer in the place of a large file. Says nothing of a file that cannot
+    be read."""
+    try:
+        with file.open("rb") as stream:
+            is_pointer = stream.read(len(_LFS_POINTER)) == _LFS_POINTER
+    except OSError:
+        return
+    if is_pointer:
+        raise StartupError(
+            f"{file} is a git-lfs pointer and not the file itself; fetch the file with `git lfs pull`, or download it"
+        )
+
+
+def _with_known_dtypes(config: dict[str, object], file: Path) -> dict[str, object]:
+    """The config and the configs in it without a dtype that says nothing, such as "auto", and one that is known by its
+    own name."""
+    result: dict[str, object] = {}
+    for key, value in config.items():
+        if key in ("dtype", "torch_dtype") and value is not None:
+            named = str(value).removeprefix("torch.")
+            dtype = _DTYPE_NAMES.get(named)
+            if dtype is not None:
+                result[key] = dtype
+            elif named != "auto":
+                log.warning("a dtype that says nothing is ignored", extra={"file": str(file), key: str(value)[:100]})
+        elif key.endswith("_config") and key not in _QUANTIZATION_KEYS and isinstance(value, dict):
+            result[key] = _with_known_dtypes(value, file)
+        else:
+            result[key] = value
+    return result
 
 
 def tokenizer_files(model_dir: str | Path) -> dict[str, bytes]:
@@ -100,9 +178,8 @@ def checkpoint_dtype(files: ModelFiles) -> str:
     compute with; float32 if there is none.
     """
     for key in ("dtype", "torch_dtype"):  # the second is what older versions of transformers wrote
-        named = str(files.config.get(key, "")).removeprefix("torch.")
-        if named in _DTYPES.values():
-            return named
+        if named := files.config.get(key):
+            return str(named)
     for file in files.weight_files if not files.is_gguf else ():
         header, _ = read_safetensors_header(file)
         for name, entry in header.items():
@@ -143,6 +220,7 @@ def model_identity(model_dir: str | Path) -> str:
 def gguf_identity(file: Path) -> str:
     """32 hex digits that name the content of a GGUF file: its size, its first MiB, and up to 512 pages of 4 KiB at even
     distances. Raises `StartupError` if it cannot be read."""
+    refuse_lfs_pointer(file)
     digest = hashlib.blake2b(digest_size=16, person=b"baton-gguf")
     try:
         with file.open("rb") as stream:
@@ -174,7 +252,7 @@ def read_safetensors_header(file: Path) -> tuple[dict[str, object], int]:
 
 def _weight_files(path: Path) -> list[Path]:
     if (path / GGUF_WEIGHTS).is_file():
-        return [path / GGUF_WEIGHTS]
+        return parts_of(path / GGUF_WEIGHTS)
     if (path / GGUF_WEIGHTS).is_symlink():
         raise StartupError(f"model {path} refers to {(path / GGUF_WEIGHTS).readlink()}, which is gone")
     index = path / "model.safetensors.index.json"
@@ -194,6 +272,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _read_json(file: Path, remedy: str) -> dict[str, object]:
+    refuse_lfs_pointer(file)
     try:
         value = json.loads(file.read_bytes())
     except FileNotFoundError as error:

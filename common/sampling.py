@@ -24,6 +24,7 @@ from common.validation import ModelLimits
 from common.value_errors import refusal
 
 MAX_LOGPROBS = 20
+DEFAULT_ROOM = 16  # tokens of an answer that has no max_tokens, for which a prompt that is cut leaves room
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_TOKEN_IDS = 1024
@@ -59,6 +60,18 @@ def _in_vocabulary(ids: IdsT, info: Info) -> IdsT:
                 f"token id {token_id} (at index {index}) is outside the vocabulary of {limits.vocab_size} tokens"
             )
     return ids
+
+
+def _not_all(value: object) -> object:
+    if value == -1:
+        raise ValueError(f"must be at most {MAX_LOGPROBS}: -1 asks for those of all the vocabulary")
+    return value
+
+
+def _not_nothing(value: int | None) -> int | None:
+    if value == 0:
+        raise ValueError("must be -1 or at least 1, not 0")
+    return value
 
 
 def _off(value: object) -> object:
@@ -127,11 +140,15 @@ class SamplingParams:
         tuple[Annotated[Text, Field(min_length=1, max_length=MAX_STOP_STRING_CHARS)], ...],
         Field(max_length=MAX_STOP_STRINGS, description="the answer ends before this text"),
     ] = ()
+    include_stop_str_in_output: Annotated[
+        Flag, Field(description="the answer has the text of stop that ended it, at its end")
+    ] = False
     stop_token_ids: Annotated[TokenIds, Field(description="the answer ends with one of these tokens")] = ()
     ignore_eos: Annotated[Flag, Field(description="the model's end of sequence ends nothing")] = False
     logprobs: Annotated[
         Integer | None,
         Field(ge=0, le=MAX_LOGPROBS, description="report each token's logprob, and those of this many likeliest ones"),
+        BeforeValidator(_not_all),
     ] = None
     prompt_logprobs: Annotated[
         Integer | None,
@@ -140,6 +157,15 @@ class SamplingParams:
             le=MAX_LOGPROBS,
             description="report the logprob of each token of the prompt, and those of this many likeliest ones",
         ),
+        BeforeValidator(_not_all),
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        Integer | None,
+        Field(
+            ge=-1,
+            description="keep so many tokens of the prompt, the last ones; -1: as many as leave room for the answer",
+        ),
+        AfterValidator(_not_nothing),
     ] = None
     presence_penalty: Annotated[
         Number, Field(ge=-2, le=2, description="taken from the logits of tokens that the answer has")
@@ -211,10 +237,12 @@ class SamplingOptions(TypedDict, total=False):
     max_tokens: int
     min_tokens: int
     stop: Sequence[str]
+    include_stop_str_in_output: bool
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: int
     prompt_logprobs: int
+    truncate_prompt_tokens: int
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float
@@ -294,9 +322,43 @@ def checked(given: Given, limits: ModelLimits, *, name: FieldName = str) -> Samp
         params = _adapter().validate_python(given, context=limits)
     except ValidationError as error:
         raise refusal(error.errors(include_url=False)[0], name) from error
+    _check_tokens(params, limits, name)
     if params.guided is not None:
         _check_guided(params, params.guided, name)
     return params
+
+
+def _check_tokens(params: SamplingParams, limits: ModelLimits, name: FieldName) -> None:
+    """Refuses to prefer or to demand ids that cannot be drawn."""
+    places = {token_id: f"{name('logit_bias')}.{token_id}" for token_id in params.logit_bias}
+    listed = name("allowed_token_ids")
+    places |= {token_id: f"{listed}[{index}]" for index, token_id in enumerate(params.allowed_token_ids)}
+    for token_id, place in places.items():
+        if not limits.is_token(token_id):
+            raise InvalidArgumentError(place, f"{token_id} is an id that the model has and no token has: never drawn")
+
+
+def kept_tokens(
+    given: Given, limits: ModelLimits, *, default_max_tokens: int = DEFAULT_ROOM, name: FieldName = str
+) -> int | None:
+    """How many tokens a prompt may have, the last ones, if `truncate_prompt_tokens` cuts it; None: all. To be called
+    before there is a prompt, and so before the other parameters are checked.
+
+    Raises `InvalidArgumentError` with the field as the client wrote it.
+    """
+    field_name = "truncate_prompt_tokens"
+    if given.get(field_name) is None:
+        return None
+    most = checked({field_name: given[field_name]}, limits, name=name).truncate_prompt_tokens
+    if most is None or most > limits.max_model_len:
+        raise InvalidArgumentError(
+            name(field_name), f"must be at most {limits.max_model_len}, the model's context in tokens, not {most}"
+        )
+    if most > 0:
+        return most
+    max_tokens = given.get("max_tokens")
+    room = max_tokens if isinstance(max_tokens, int) and max_tokens > 0 else default_max_tokens
+    return max(limits.max_model_len - room, 1)
 
 
 def fitted(

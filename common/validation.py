@@ -9,8 +9,8 @@ refused before any work is done on it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from common.errors import InvalidArgumentError, ModelNotFoundError
 
@@ -31,6 +31,8 @@ class ModelLimits:
     max_model_len: int  # tokens, prompt and answer together
     vocab_size: int
     max_token_bytes: int  # UTF-8 length of the longest vocabulary entry
+    # False for an id with which the model pads its vocabulary. Such ids are never drawn.
+    is_token: Callable[[int], bool] = field(default=lambda _: True, compare=False)
 
     @property
     def max_prompt_bytes(self) -> int:

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from common.config import DEFAULT_MODEL, default_cache_dir
 from common.errors import StartupError
-from common.model_files import open_model
+from common.gguf_parts import gguf_in, is_gguf_name, parts_of
+from common.model_files import GGUF_WEIGHTS, open_model
 from engine.checkpoints.gguf_model import ensure_directory, found_directory
 from engine.checkpoints.model_cache import make_once
 from engine.hub import cached_model, hub_model, is_hub_name
@@ -31,8 +32,8 @@ _NAMES = frozenset({DEFAULT_MODEL, f"huggingfacetb/{DEFAULT_MODEL}"})
 
 
 def ensure_model(model: str, cache_dir: str, report: Callable[[str], None]) -> Path:
-    """The directory of `model`, which names a directory (it is checked), a GGUF file, a model on a hub or the embedded
-    model. Downloads or converts the model first if need be.
+    """The directory of `model`, which names a directory (it is checked), a GGUF file or a folder of one, a model on a
+    hub or the embedded model. Downloads or converts the model first if need be.
 
     `report` gets one line for each stage of that. Raises `StartupError`.
     """
@@ -40,8 +41,8 @@ def ensure_model(model: str, cache_dir: str, report: Callable[[str], None]) -> P
     if target is not None:
         return target
     models = Path(cache_dir).expanduser() / "models"
-    if is_gguf(model):
-        return ensure_directory(Path(model).expanduser(), models, report)
+    if (file := gguf_file(model)) is not None:
+        return ensure_directory(file, models, report)
     if not is_embedded(model):
         return hub_model(model, report)
     gguf = _gguf_file()
@@ -55,11 +56,11 @@ def find_model(model: str, cache_dir: str) -> Path | None:
     GGUF file. Raises `StartupError`."""
     path = Path(model).expanduser()
     models = Path(cache_dir).expanduser() / "models"
+    if (file := gguf_file(model)) is not None:
+        found = found_directory(file, models)
+        return None if found is None else open_model(found).path
     if path.is_dir():
         return open_model(path).path
-    if is_gguf(model):
-        found = found_directory(path, models)
-        return None if found is None else open_model(found).path
     if is_embedded(model):
         return _converted(models)
     if is_hub_name(model) and not path.exists():
@@ -70,9 +71,15 @@ def find_model(model: str, cache_dir: str) -> Path | None:
     )
 
 
-def is_gguf(model: str) -> bool:
+def gguf_file(model: str) -> Path | None:
+    """The GGUF file that `model` names, or that is the model in the folder that it names; the first part of one in
+    parts. None if it is something else. Raises `StartupError` that names a missing part."""
     path = Path(model).expanduser()
-    return path.suffix.lower() == ".gguf" and path.is_file()
+    if path.is_dir():
+        is_made = (path / GGUF_WEIGHTS).exists() or (path / GGUF_WEIGHTS).is_symlink()
+        return None if is_made else gguf_in(path)
+    first = parts_of(path)[0] if is_gguf_name(path) else path
+    return first if is_gguf_name(first) and first.is_file() else None
 
 
 def is_embedded(model: str) -> bool:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TypeVar, cast
 
 from baton.messages import Calls, ToolCallDelta
@@ -19,7 +19,7 @@ from common.choices import Choices
 from common.config import EngineSettings
 from common.errors import InvalidArgumentError, error_of
 from common.model_files import tokenizer_files
-from common.sampling import SamplingParams
+from common.sampling import SamplingParams, kept_tokens
 from common.types import FinishReason, SampledToken, TokenLogprob
 from common.validation import ModelLimits
 from engine import messages as m
@@ -142,27 +142,23 @@ class LocalEngine:
         """Loads the model. Raises `StartupError`."""
         model_dir = ensure_model(settings.model, settings.cache_dir, log.info)
         tokenizer = load_tokenizer(tokenizer_files(model_dir))
-        runner = LocalDevice(model_dir, settings)
+        runner = LocalDevice(model_dir, settings, raises=True)
         runner.warm_up()
         self._lock = threading.Lock()
         self._woken = threading.Event()
-        self._core = EngineCore(
-            settings,
-            runner,
-            NoStore(),
-            time.monotonic,
-            self._woken.set,
-            compile_grammar=GrammarCompiler(
-                model_dir / "tokenizer.json", runner.info.vocab_size, runner.info.eos_token_ids
-            ),
-            drafter=load_draft_model(settings, runner),
+        self._settings, self._device = settings, runner
+        self._compile_grammar = GrammarCompiler(
+            model_dir / "tokenizer.json", runner.info.vocab_size, runner.info.eos_token_ids
         )
+        self._drafter = load_draft_model(settings, runner)
+        self._made_core: EngineCore | None = self._make_core()
         self._has_priorities = settings.queue_policy == "priority"
         limits = ModelLimits(
             model=settings.served_model_name or settings.model,
             max_model_len=runner.info.max_model_len,
             vocab_size=runner.info.vocab_size,
             max_token_bytes=tokenizer.max_token_bytes,
+            is_token=tokenizer.is_token,
         )
         self._model = ServedModel(
             limits,
@@ -177,8 +173,28 @@ class LocalEngine:
             request_timeout_s=float("inf"), control_tokens=False, threads=_AtOnce(), max_answer_tokens=sys.maxsize
         )
 
+    def _make_core(self) -> EngineCore:
+        return EngineCore(
+            self._settings,
+            self._device,
+            NoStore(),
+            time.monotonic,
+            self._woken.set,
+            compile_grammar=self._compile_grammar,
+            drafter=self._drafter,
+        )
+
+    @property
+    def _core(self) -> EngineCore:
+        """Another one, with an empty cache, if the one before was interrupted in the middle of something."""
+        if self._made_core is None:
+            self._drafter = None if self._drafter is None else self._drafter.anew()
+            self._made_core = self._make_core()
+        return self._made_core
+
     def close(self) -> None:
-        self._core.close()
+        if self._made_core is not None:
+            self._made_core.close()
 
     def text(self, token_ids: Sequence[int]) -> str:
         return self._model.tokenizer.decode(token_ids)
@@ -214,12 +230,13 @@ class LocalEngine:
 
     def _prepare(self, ask: Ask) -> GenerationRequest:
         self._check_priority(ask.priority)
+        keep = kept_tokens(ask.params.options, self._model.limits)
         if isinstance(ask.prompt, Chat):
             prompt = _done(
-                self._preparation.chat_prompt(self._model, conversation(_chat_request(ask.prompt)), ask.name)
+                self._preparation.chat_prompt(self._model, conversation(_chat_request(ask.prompt)), ask.name, keep=keep)
             )
         else:
-            prompt = self._prompt(ask.prompt, ask.name)
+            prompt = self._prompt(ask.prompt, ask.name, keep=keep)
         (request,) = self._preparation.requests(
             self._model,
             [prompt],
@@ -231,8 +248,10 @@ class LocalEngine:
         _done(self._preparation.check_guided(request.sampling_params, request.sampling_field, prompt.guided_by))
         return request
 
-    def _prompt(self, prompt: str | list[int], name: str, *, has_answer: bool = True) -> Prompt:
-        return _done(self._preparation.prompts(self._model, [prompt], name, has_answer=has_answer))[0]
+    def _prompt(
+        self, prompt: str | list[int], name: str, *, has_answer: bool = True, keep: int | None = None
+    ) -> Prompt:
+        return _done(self._preparation.prompts(self._model, [prompt], name, has_answer=has_answer, keep=keep))[0]
 
     def _check_priority(self, priority: int) -> None:
         if priority and not self._has_priorities:
@@ -317,27 +336,48 @@ class LocalEngine:
     def _events(
         self, commands: Sequence[m.AddRequest | m.Embed], live: Mapping[str, object]
     ) -> Generator[m.TokensGenerated | m.PromptScored | m.Embedded | m.RequestFailed, None, None]:
-        """Runs the engine until the caller has taken every request out of `live`; those that are left at the end, as
-        after an error or Ctrl-C, are released."""
-        core = self._core
+        """Runs the engine until the caller has taken every request out of `live`; those that are left if the caller
+        stops before are released.
+
+        An exception passes as it is: it may be of the caller, raised by a handler of signals in the middle of any line,
+        as Ctrl-C and time limits are. The engine is made anew then, since nobody knows what it was doing.
+        """
         with self._lock:
+            core = self._core
             try:
-                for command in commands:
-                    core.handle(command)
-                while live:
-                    has_computed = core.step()
-                    events = core.take_events()
-                    core.take_block_news()
-                    for event in events:
-                        if isinstance(event, m.TokensGenerated | m.PromptScored | m.Embedded | m.RequestFailed):
-                            yield event
-                    if not has_computed and not events:
-                        self._woken.wait(IDLE_S)
-                        self._woken.clear()
-            finally:
-                for request_id in live:
-                    core.handle(m.Release(request_id))
-                core.take_events()
+                yield from self._run(core, commands, live)
+            except GeneratorExit:
+                raise
+            except BaseException:
+                self._made_core = None
+                with suppress(Exception):  # of what it was doing
+                    core.close()
+                raise
+
+    def _run(
+        self, core: EngineCore, commands: Sequence[m.AddRequest | m.Embed], live: Mapping[str, object]
+    ) -> Generator[m.TokensGenerated | m.PromptScored | m.Embedded | m.RequestFailed, None, None]:
+        for command in commands:
+            core.handle(command)
+        try:
+            while live:
+                has_computed = core.step()
+                events = core.take_events()
+                core.take_block_news()
+                for event in events:
+                    if isinstance(event, m.TokensGenerated | m.PromptScored | m.Embedded | m.RequestFailed):
+                        yield event
+                if not has_computed and not events:
+                    self._woken.wait(IDLE_S)
+                    self._woken.clear()
+        except GeneratorExit:  # between two steps
+            for request_id in live:
+                core.handle(m.Release(request_id))
+            if core.scheduler.check_integrity():  # the caller was interrupted while it released a request
+                self._made_core = None
+            raise
+        finally:
+            core.take_events()
 
 
 def _chat_request(chat: Chat) -> inference_pb2.ChatRequest:

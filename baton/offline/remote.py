@@ -78,6 +78,8 @@ class RemoteStack:
                 **options,
             )
         token_ids = self._token_ids(ask.prompt, ask.name)
+        if (keep := ask.params.options.get("truncate_prompt_tokens") or 0) > 0:
+            token_ids = token_ids[-keep:]  # as the router does, and as the output tells
         return token_ids, self._client.generate(token_ids, priority=ask.priority, **options)
 
     def vectors(

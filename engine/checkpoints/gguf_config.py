@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -119,10 +118,6 @@ ARCHITECTURES: dict[str, _Architecture] = {
 
 
 def architecture_of(file: GgufFile) -> _Architecture:
-    if file.metadata.get("split.count", 0) not in (0, 1):
-        raise StartupError(
-            f"{file.path} is one of {file.metadata['split.count']} parts; merge them with llama-gguf-split --merge"
-        )
     if file.architecture not in ARCHITECTURES:
         raise StartupError(
             f"{file.path}: GGUF architecture {file.architecture!r} is not supported; known are "
@@ -167,8 +162,8 @@ _SPECIAL_IDS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", 
 
 
 def end_token_ids(file: GgufFile) -> list[int]:
-    """Ids that end an answer: the end of text, the end of a turn, and such by their well-known names."""
-    values = [file.metadata.get(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id")]
+    """Ids that end an answer: the ends of a text, a turn and a message, and such by their well-known names."""
+    values = [file.metadata.get(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
     ids = {value for value in values if isinstance(value, int)}
     tokens, types = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if isinstance(tokens, list) and isinstance(types, list):
@@ -236,7 +231,7 @@ def _factors(file: GgufFile) -> list[float]:
     tensor = file.tensors[ROPE_FACTORS]
     if tensor.kind.name != "F32":
         raise StartupError(f"{file.path}: tensor {ROPE_FACTORS} is {tensor.kind.name}, not F32")
-    values = np.fromfile(Path(file.path), dtype="<f4", count=tensor.num_elements, offset=tensor.start)
+    values = np.fromfile(tensor.path, dtype="<f4", count=tensor.num_elements, offset=tensor.start)
     return [float(value) for value in values]
 
 

@@ -1,4 +1,4 @@
-"""The head of a GGUF file: metadata, and where each tensor lies.
+"""The head of a GGUF file, or of all its parts: metadata, and where each tensor lies.
 
 Read here and not by `gguf.GGUFReader`, which takes a minute for a vocabulary of 262144 tokens. Format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
@@ -14,6 +14,8 @@ from pathlib import Path
 import gguf
 
 from common.errors import StartupError
+from common.gguf_parts import parts_of
+from common.model_files import refuse_lfs_pointer
 
 _MAGIC = b"GGUF"
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -24,10 +26,11 @@ _MAX_DEPTH = 4  # of arrays in arrays
 
 @dataclass(slots=True, frozen=True)
 class GgufTensor:
+    path: Path  # of the file, or of the part that has it
     name: str
     shape: tuple[int, ...]  # outermost first, as torch has it
     kind: gguf.GGMLQuantizationType
-    start: int  # bytes from the beginning of the file
+    start: int  # bytes from the beginning of that file
     num_bytes: int
 
     @property
@@ -44,7 +47,7 @@ class GgufTensor:
 
 @dataclass(slots=True, frozen=True)
 class GgufFile:
-    path: Path
+    path: Path  # the first part if there are several
     metadata: dict[str, object]  # lists of numbers and strings included
     tensors: dict[str, GgufTensor]
 
@@ -54,7 +57,31 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Raises `StartupError` in one line if `path` is no GGUF file, or is cut short."""
+    """All tensors of the model of which `path` is the whole or any part; the metadata are those of the first part.
+
+    Raises `StartupError` in one line if a file is none of GGUF, is cut short, or is not the part that its name says.
+    """
+    parts = [_read_part(part) for part in parts_of(path)]
+    first, tensors = parts[0], dict[str, GgufTensor]()
+    for number, part in enumerate(parts):
+        count, own_number = part.metadata.get("split.count", 0), part.metadata.get("split.no", 0)
+        if (count or 1, own_number) != (len(parts), number):
+            own = own_number + 1 if isinstance(own_number, int) else own_number
+            raise StartupError(
+                f"{part.path} is part {own} of {count or 1} of a model, and its name does not say so; give the parts "
+                "the names that llama-gguf-split gives them"
+            )
+        if twice := tensors.keys() & part.tensors.keys():
+            raise StartupError(f"{part.path} has tensor {min(twice)}, which another part has too")
+        tensors |= part.tensors
+    total = first.metadata.get("split.tensors.count", len(tensors))
+    if len(parts) > 1 and total != len(tensors):
+        raise StartupError(f"{first.path}: its parts have {len(tensors)} tensors, not {total}; download them again")
+    return GgufFile(first.path, first.metadata, tensors)
+
+
+def _read_part(path: Path) -> GgufFile:
+    refuse_lfs_pointer(path)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
             return _Reader(path, memory).read()
@@ -104,7 +131,7 @@ class _Reader:
         num_bytes = count // block * block_bytes
         if data + offset + num_bytes > len(self._memory):
             raise ValueError(f"it ends within tensor {name}")
-        return GgufTensor(name, shape, kind, data + offset, num_bytes)
+        return GgufTensor(self._path, name, shape, kind, data + offset, num_bytes)
 
     def _number(self, letter: str) -> int:
         (value,) = struct.unpack_from(f"<{letter}", self._memory, self._at)

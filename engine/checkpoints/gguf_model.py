@@ -1,26 +1,32 @@
 """A GGUF file as a model's directory: config.json and the tokenizer's files made from its metadata, once, in the cache.
 
 The directory refers to the file by a link, and its name is a hash of the file's content, so that another file gets
-another directory.
+another directory. Of a model in parts (common/gguf_parts.py), the file is the first part, and the hash is that of all.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import StartupError
+from common.gguf_parts import parts_of
 from common.model_files import GGUF_WEIGHTS, gguf_identity
 from engine.checkpoints.model_cache import make_once
 
-_REVISION = "r1"  # of the directory; goes up when what is written changes
+_REVISION = "r2"  # of the directory; goes up when what is written changes
 
 
 def gguf_directory(file: Path, models: Path) -> Path:
     """The directory of `file` under `models`, whether it was made or not."""
-    return models / f"{file.stem}-{gguf_identity(file)[:16]}-{_REVISION}"
+    identities = [gguf_identity(part) for part in parts_of(file)]
+    identity = identities[0]
+    if len(identities) > 1:
+        identity = hashlib.blake2b(" ".join(identities).encode(), digest_size=16).hexdigest()
+    return models / f"{file.stem}-{identity[:16]}-{_REVISION}"
 
 
 def found_directory(file: Path, models: Path) -> Path | None:
@@ -50,7 +56,8 @@ def ensure_directory(file: Path, models: Path, report: Callable[[str], None]) ->
 def _link(link: Path, file: Path) -> None:
     fresh = link.with_name(f".{link.name}.{os.getpid()}")
     fresh.unlink(missing_ok=True)
-    fresh.symlink_to(file.resolve())
+    # The name of a part finds the others, which the file behind a link of that name may not have.
+    fresh.symlink_to(file.resolve() if len(parts_of(file)) == 1 else file.absolute())
     fresh.replace(link)
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from common.errors import StartupError
-from engine.checkpoints.gguf_file import GgufFile, GgufTensor
+from engine.checkpoints.gguf_file import GgufTensor
 from engine.kernels.grouped import Codes, GroupedRows, Layout, QuantizedTensor, Scales
 
 Bytes = npt.NDArray[np.integer[Any]]  # uint8 all of them; stubs of shifts say otherwise
@@ -104,13 +104,13 @@ COMPUTED_AS_THEY_ARE = frozenset(_FORMATS)
 class GgufRows(QuantizedTensor):
     """A quantised matrix of a file, whose rows may be wanted in another `order` than the file's."""
 
-    def __init__(self, file: GgufFile, tensor: GgufTensor, order: npt.NDArray[np.int64] | None = None) -> None:
+    def __init__(self, tensor: GgufTensor, order: npt.NDArray[np.int64] | None = None) -> None:
         if len(tensor.shape) != 2:
-            raise StartupError(f"{file.path}: tensor {tensor.name} is {tensor.kind.name} and no matrix")
+            raise StartupError(f"{tensor.path}: tensor {tensor.name} is {tensor.kind.name} and no matrix")
         self.shape = (tensor.shape[0], tensor.shape[1])
-        self._name = f"{file.path}: tensor {tensor.name}"
+        self._name = f"{tensor.path}: tensor {tensor.name}"
         self._kind, self._order = tensor.kind, order
-        self._data = np.memmap(file.path, np.uint8, "r", tensor.start, (tensor.shape[0], tensor.row_bytes))
+        self._data = np.memmap(tensor.path, np.uint8, "r", tensor.start, (tensor.shape[0], tensor.row_bytes))
         self._format = _FORMATS.get(tensor.kind)
         group = _INT8_GROUP if self.shape[1] % _INT8_GROUP == 0 else _BLOCK
         self.layout = Layout(Codes.BITS8, Scales.SINGLE, group) if self._format is None else self._format[0]
@@ -140,7 +140,7 @@ class GgufRows(QuantizedTensor):
         return GroupedRows(self.layout, codes.view(values.shape), scale.contiguous().view(torch.uint8))
 
 
-def plain_tensor(file: GgufFile, tensor: GgufTensor) -> torch.Tensor:
+def plain_tensor(tensor: GgufTensor) -> torch.Tensor:
     """A tensor that is not quantised, on the file's own memory."""
-    data = torch.from_numpy(np.memmap(file.path, np.uint8, "c", tensor.start, (tensor.num_bytes,)))
+    data = torch.from_numpy(np.memmap(tensor.path, np.uint8, "c", tensor.start, (tensor.num_bytes,)))
     return data.view(PLAIN[tensor.kind]).view(tensor.shape)

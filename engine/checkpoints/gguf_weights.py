@@ -23,8 +23,8 @@ _HEADS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
 
 def gguf_tensors(path: Path) -> Iterator[CheckpointTensor]:
-    """All tensors, under their names in transformers. A tensor that transformers does not have keeps its own name, and
-    is refused later."""
+    """All tensors of a file, or of all parts of a model of which `path` is one, under their names in transformers. A
+    tensor that transformers does not have keeps its own name, and is refused later."""
     file = read_gguf(path)
     architecture = architecture_of(file)
     other = Counter(t.kind.name for t in file.tensors.values() if t.kind not in COMPUTED_AS_THEY_ARE | PLAIN.keys())
@@ -38,16 +38,16 @@ def gguf_tensors(path: Path) -> Iterator[CheckpointTensor]:
             continue  # in config.json
         name = hugging_face_name(file, tensor.name) or tensor.name
         if tensor.kind not in PLAIN:
-            rows = GgufRows(file, tensor, _row_order(file, tensor))
-            yield CheckpointTensor(path, name, rows, tensor.num_bytes, tensor.kind.name)
+            rows = GgufRows(tensor, _row_order(file, tensor))
+            yield CheckpointTensor(tensor.path, name, rows, tensor.num_bytes, tensor.kind.name)
             continue
-        values = plain_tensor(file, tensor)
+        values = plain_tensor(tensor)
         if architecture.norms_plus_one and tensor.name.endswith("norm.weight"):
             values = values.float() - 1
         order = _row_order(file, tensor)
         if order is not None:
             values = values[torch.from_numpy(order)]
-        yield CheckpointTensor(path, name, values, tensor.num_bytes)
+        yield CheckpointTensor(tensor.path, name, values, tensor.num_bytes)
 
 
 def _row_order(file: GgufFile, tensor: GgufTensor) -> npt.NDArray[np.int64] | None:
@@ -59,5 +59,5 @@ def _row_order(file: GgufFile, tensor: GgufTensor) -> npt.NDArray[np.int64] | No
     config = config_of(file)
     num_heads = config[key]
     if not isinstance(num_heads, int) or tensor.shape[0] % (2 * num_heads):
-        raise StartupError(f"{file.path}: tensor {tensor.name} has {tensor.shape[0]} rows for {num_heads} heads")
+        raise StartupError(f"{tensor.path}: tensor {tensor.name} has {tensor.shape[0]} rows for {num_heads} heads")
     return np.arange(tensor.shape[0]).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)

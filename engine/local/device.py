@@ -39,8 +39,11 @@ KEPT_STEPS = 2  # whose drawn tokens a later step may begin with
 class LocalDevice(Device):
     """`kv_cache` is `[num_blocks, *spec.block_shape]`, in the dtype that was chosen."""
 
-    def __init__(self, model_dir: Path, settings: EngineSettings, *, attention: str | None = None) -> None:
-        """Loads the weights and allocates the KV cache. `attention` names a backend; the device's fastest if None.
+    def __init__(
+        self, model_dir: Path, settings: EngineSettings, *, attention: str | None = None, raises: bool = False
+    ) -> None:
+        """Loads the weights and allocates the KV cache. `attention` names a backend; the device's fastest if None. A
+        device that `raises` passes on what stops a step in `end`: it may be an exception of the program that calls it.
 
         Raises `StartupError` with one line if the model cannot be served as set: a file or tensor is missing, the
         device is not there, memory does not suffice, or the context is longer than the model or the cache allows.
@@ -51,6 +54,8 @@ class LocalDevice(Device):
         self.dtype = loaded.dtype
         self._model = model
         self._kernels = loaded.kernels
+        self._padding = loaded.padding
+        self._raises = raises
         num_blocks = num_cache_blocks(spec, loaded.device, settings)
         max_model_len = fit_context(loaded.max_model_len, num_blocks, settings)
         self.kv_cache = torch.empty((num_blocks, *spec.block_shape), dtype=loaded.dtype, device=loaded.device)
@@ -109,6 +114,8 @@ class LocalDevice(Device):
             rows = [row if row.first is None else self._resolved(row, row.first) for row in step.rows]
             output = self._compute(rows, beside)
         except Exception as error:
+            if self._raises:
+                raise
             log.exception("a step failed", extra={"num_rows": len(step.rows)})
             reason = f"the device failed to compute this step: {type(error).__name__}"
             return StepOutput(
@@ -188,10 +195,11 @@ class LocalDevice(Device):
 
     def _sample(self, states: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken | None]:
         """A token for each row of `states`. If all want the likeliest one and nothing else, no logits are kept."""
-        if not all(one.is_likeliest for one in draws):
-            return sample(self._model.logits(states), draws, self._kernels)
-        (token_ids,) = read([self._model.best_tokens(states)])
-        return [SampledToken(int(token_id)) for token_id in token_ids]
+        if all(one.is_likeliest for one in draws):
+            (token_ids,) = read([self._model.best_tokens(states)])
+            if not self._padding.has_any_of(token_ids):
+                return [SampledToken(int(token_id)) for token_id in token_ids]
+        return sample(self._padding.mask(self._model.logits(states)), draws, self._kernels)
 
     def _pool(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.last_states(hidden).float().sum(dim=0)

@@ -16,6 +16,7 @@ from engine.device_choice import choose_device
 from engine.dtype import resolve_dtype
 from engine.kernels.library import Kernels, load_kernels
 from engine.local.memory import check_weights_fit, longest_context, weight_bytes
+from engine.local.vocabulary import Padding, known_ends
 from engine.models.base import CausalLM
 from engine.models.registry import build_model
 from engine.speculation.step_cost import free_rows
@@ -36,6 +37,7 @@ class LoadedModel:
     device: torch.device
     device_reason: str
     kernels: Kernels | None  # None: torch computes everything
+    padding: Padding
     free_rows: float  # that a step multiplies while it reads the weights
 
     @property
@@ -58,6 +60,8 @@ def load_model(model_dir: Path, settings: EngineSettings) -> LoadedModel:
         settings.kernels, device=device, dtype=dtype, cache_dir=settings.cache_dir, quantization=settings.quantization
     )
     max_model_len = longest_context(files, settings)
+    token_ids = files.token_ids()
+    ends = files.ends(token_ids)
     model = _load(files, num_positions=max_model_len, dtype=dtype, device=device, kernels=kernels)
     return LoadedModel(
         model=model,
@@ -71,12 +75,13 @@ def load_model(model_dir: Path, settings: EngineSettings) -> LoadedModel:
             num_planes=1 if model.latent_value_dim else 2,
         ),
         max_model_len=max_model_len,
-        eos_token_ids=tuple(files.eos_token_ids),
+        eos_token_ids=tuple(known_ends(ends, model.vocab_size)),
         dtype=dtype,
         dtype_reason=chosen.reason,
         device=device,
         device_reason=chosen_device.reason,
         kernels=kernels,
+        padding=Padding(token_ids.values(), model.vocab_size, device),
         free_rows=_free_rows(files, settings, dtype=dtype, device=device, kernels=kernels),
     )
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from common.errors import StartupError
 from common.model_files import ModelFiles
+from engine.checkpoints.own_head import has_own_head
 from engine.models.base import CausalLM, ConfigReader
 from engine.models.decoder import Decoder
 from engine.models.families import FAMILIES, describe, read_family_config
@@ -56,8 +58,9 @@ def is_read(files: ModelFiles, name: str) -> bool:
     """Whether the tensor `name` of a checkpoint becomes a part of the model."""
     if is_composite(files.config):
         return text_name(name) is not None
-    repeats_embedding = name == "lm_head.weight" and files.config.get("tie_word_embeddings") is True
-    return not (repeats_embedding or is_leftover(name))
+    if name == "lm_head.weight" and files.config.get("tie_word_embeddings") is True:
+        return has_own_head(files)
+    return not is_leftover(name)
 
 
 def max_positions(files: ModelFiles) -> int:
@@ -74,11 +77,26 @@ def build_model(files: ModelFiles, *, num_positions: int, dtype: torch.dtype, de
     architecture = architecture_of(files)
     if architecture not in FAMILIES:
         config = _transformers_config(files.config)
+        if getattr(config, "tie_word_embeddings", False):
+            _is_tied(files)  # transformers decides; this says so
         return TransformersModel(config, num_positions=num_positions, dtype=dtype, device=device)
     if is_composite(files.config):
         log.info("the text part of the model is served, without images", extra={"architecture": architecture})
     description = describe(architecture, read_family_config(architecture, _family_config(files)), num_positions)
+    if description.tie_word_embeddings and not _is_tied(files):
+        description = replace(description, tie_word_embeddings=False)
     return Decoder(description, num_positions=num_positions, dtype=dtype, device=device)
+
+
+def _is_tied(files: ModelFiles) -> bool:
+    """Whether the head is the embedding, of a model whose config says so. Logs if the files say something else."""
+    if is_composite(files.config) or not has_own_head(files):  # the files decided already if it is composite
+        return True
+    log.warning(
+        "tie_word_embeddings is true, but the files hold a head unlike the embedding: they are not tied",
+        extra={"model": str(files.path)},
+    )
+    return False
 
 
 def _family_config(files: ModelFiles) -> Mapping[str, object]:

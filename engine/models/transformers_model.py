@@ -129,6 +129,7 @@ class TransformersModel(CausalLM):
             with freeing_at_once():
                 top, found = AutoModelForCausalLM.from_pretrained(
                     Path(files.path),
+                    config=self._config,
                     dtype=self._dtype,
                     attn_implementation="eager" if self._config.model_type in ADAPTED else INTERFACE,
                     local_files_only=True,

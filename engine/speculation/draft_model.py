@@ -55,6 +55,10 @@ class ModelDrafter:
         )
         self._followers: dict[Request, _Follower] = {}
 
+    def anew(self) -> ModelDrafter:
+        """The same model, following no request and with an empty cache."""
+        return ModelDrafter(self._device, self._vocab_size, self.cost)
+
     def draft(self, lengths: Mapping[Request, int]) -> dict[Request, list[int]]:
         for request in [one for one in self._followers if one.status in _ENDED]:
             self._leave(request)
@@ -176,7 +180,7 @@ def load_draft_model(settings: EngineSettings, device: Device) -> ModelDrafter |
             "other tokens"
         )
     own = {"num_blocks": device.info.num_blocks, "block_size": device.info.spec.block_size, "max_model_len": None}
-    drafting = LocalDevice(draft.path, settings.model_copy(update={**own, "model": settings.speculation}))
+    drafting = LocalDevice(draft.path, settings.model_copy(update={**own, "model": settings.speculation}), raises=True)
     drafting.warm_up()
     cost = weight_bytes(draft, 1) / weight_bytes(model, 1)
     log.info("draft model ready", extra={"model": settings.speculation, "cost": round(cost, 3)})

@@ -6,13 +6,13 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from functools import partial
 
 import grpc
 
 from common.cache_hints import Retain
 from common.choices import Choices
 from common.errors import InvalidArgumentError
+from common.sampling import kept_tokens
 from common.validation import check_messages, check_model
 from protos.baton.v1 import embed_pb2, inference_pb2, worker_pb2
 from protos.convert import finish_reason_to_proto, token_to_proto
@@ -46,12 +46,12 @@ class InferenceService:
     def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        return self._answer(request, partial(self._prompt, request=request), context)
+        return self._answer(request, lambda model, keep: self._prompt(model, request, keep), context)
 
     def Chat(  # noqa: N802
         self, request: inference_pb2.ChatRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        return self._answer(request, partial(self._chat_prompt, request=request), context)
+        return self._answer(request, lambda model, keep: self._chat_prompt(model, request, keep), context)
 
     async def Embed(  # noqa: N802
         self, request: inference_pb2.EmbedRequest, context: Context
@@ -191,31 +191,34 @@ class InferenceService:
             models=[inference_pb2.Model(id=limits.model, max_model_len=limits.max_model_len)]
         )
 
-    async def _prompt(self, model: ServedModel, request: inference_pb2.GenerateRequest) -> Prompt:
+    async def _prompt(
+        self, model: ServedModel, request: inference_pb2.GenerateRequest, keep: int | None = None
+    ) -> Prompt:
         if request.prompt and request.prompt_token_ids:
             raise InvalidArgumentError("prompt_token_ids", "set either prompt or prompt_token_ids, not both")
         given = list(request.prompt_token_ids) or request.prompt
         field = "prompt_token_ids" if request.prompt_token_ids else "prompt"
         special = _adds_special_tokens(request)
-        return (await self._front.preparation.prompts(model, [given], field, add_special_tokens=special))[0]
+        prepare = self._front.preparation.prompts
+        return (await prepare(model, [given], field, add_special_tokens=special, keep=keep))[0]
 
-    async def _chat_prompt(self, model: ServedModel, request: inference_pb2.ChatRequest) -> Prompt:
+    async def _chat_prompt(self, model: ServedModel, request: inference_pb2.ChatRequest, keep: int | None) -> Prompt:
         check_messages(len(request.messages), model.limits, "messages")
-        return await self._front.preparation.chat_prompt(model, conversation(request))
+        return await self._front.preparation.chat_prompt(model, conversation(request), keep=keep)
 
     async def _answer(
         self,
         request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
-        make_prompt: Callable[[ServedModel], Awaitable[Prompt]],
+        make_prompt: Callable[[ServedModel, int | None], Awaitable[Prompt]],
         context: Context,
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         arrived_at, front, client = time.monotonic(), self._front, current_client.get()
         with front.admission.running("grpc", context.time_remaining(), client):
             model = await front.admission.serving()
             check_model(request.model, model.limits)
-            prompt = await make_prompt(model)
-            choices = value_of(request.choices, Choices)
             sampling = given_fields(request.sampling_params)
+            prompt = await make_prompt(model, kept_tokens(sampling, model.limits, name=_field_name))
+            choices = value_of(request.choices, Choices)
             choices.check(_choices_field)
             if choices.are_compared:
                 sampling.setdefault("logprobs", 0)  # they decide which are the best

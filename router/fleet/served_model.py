@@ -36,6 +36,7 @@ async def ask_for_model(info: worker_pb2.WorkerInfo, stub: worker_pb2_grpc.Worke
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         max_token_bytes=tokenizer.max_token_bytes,
+        is_token=tokenizer.is_token,
     )
     return ServedModel(
         limits,

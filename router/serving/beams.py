@@ -26,7 +26,7 @@ MAX_BLOCKS = 2**22
 """Blocks of prompts that the requests of all searches in one body may name together. Each beam's next token is a
 request with the whole prompt. Naming a block takes about a microsecond in the router, and another in the worker: so
 many take some seconds of one core. That is 128 tokens at width 4 after 131,072 tokens in blocks of 16."""
-_KEPT = ("max_tokens", "ignore_eos", "temperature", "seed", "speculate")
+_KEPT = ("max_tokens", "ignore_eos", "temperature", "seed", "speculate", "truncate_prompt_tokens")
 _COUNTS = (
     "num_blocks_moved",
     "num_blocks_lent",

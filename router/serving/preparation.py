@@ -75,29 +75,35 @@ class Preparation:
         *,
         add_special_tokens: bool = True,
         has_answer: bool = True,
+        keep: int | None = None,
     ) -> list[Prompt]:
         """Each prompt is a text or token ids. The first prompt that is wrong or too long raises an error, and none
-        after it is tokenized. An embedding has no answer, so its prompt may fill the model's context."""
+        after it is tokenized. An embedding has no answer, so its prompt may fill the model's context. `keep`: of each
+        prompt so many tokens at most, the last ones (`kept_tokens`)."""
         size = 0
         for prompt in prompts:
             if isinstance(prompt, str):
                 check_text(prompt, model.limits, field)
                 size += len(prompt)
             else:
-                check_prompt(prompt, model.limits, field, has_answer=has_answer)
+                check_prompt(_last(prompt, keep), model.limits, field, has_answer=has_answer)
         made = []
         for prompt in prompts:
-            if not isinstance(prompt, str):
-                made.append(Prompt(prompt, field))
-                continue
-            encode = partial(model.tokenizer.encode, prompt, add_special_tokens=add_special_tokens)
-            token_ids = await self._threads.run(size, encode)
-            check_prompt(token_ids, model.limits, field, has_answer=has_answer)
-            made.append(Prompt(token_ids, field))
+            token_ids = prompt
+            if isinstance(token_ids, str):
+                encode = partial(model.tokenizer.encode, token_ids, add_special_tokens=add_special_tokens)
+                token_ids = await self._threads.run(size, encode)
+            kept = _last(token_ids, keep)
+            if isinstance(prompt, str):
+                check_prompt(kept, model.limits, field, has_answer=has_answer)
+            made.append(Prompt(kept, field, is_cut=len(kept) < len(token_ids)))
         return made
 
-    async def chat_prompt(self, model: ServedModel, conversation: Conversation, field: str = "messages") -> Prompt:
-        """The template writes special tokens out itself, so none are added. `field`: the client's name for messages."""
+    async def chat_prompt(
+        self, model: ServedModel, conversation: Conversation, field: str = "messages", *, keep: int | None = None
+    ) -> Prompt:
+        """The template writes special tokens out itself, so none are added. `field`: the client's name for messages.
+        `keep`: so many tokens at most, the last ones."""
         messages, tools = conversation.messages, conversation.tools
         check_messages(len(messages), model.limits, field)
         texts, num_values = read_through([list(messages), dict(conversation.template_options)])
@@ -125,6 +131,7 @@ class Preparation:
             token_ids, text = await self._threads.run(size, encode)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(field if error.field == "messages" else error.field, error.reason) from error
+        token_ids = _last(token_ids, keep)
         check_prompt(token_ids, model.limits, field)
         if tools.is_forced:
             return Prompt(token_ids, field, forced_reading(tools), forced_guide(tools), tools)
@@ -320,6 +327,10 @@ class Preparation:
             client=client.name if client else "",
             tenant=client.tenant if client else "",
         )
+
+
+def _last(token_ids: list[int], keep: int | None) -> list[int]:
+    return token_ids if keep is None else token_ids[-keep:]
 
 
 def _checked(model: ServedModel, sampling: Given, name: FieldName) -> SamplingParams:

@@ -27,6 +27,7 @@ class Prompt:
     reading: Reading | None = None  # None if the answer is nothing but text
     guided: Guided | None = None  # the form that the answer must have, because of its tools
     guided_by: Tools | None = None  # whose schemas `guided` is made of
+    is_cut: bool = False  # whether it lacks its first tokens, as `truncate_prompt_tokens` asked
 
 
 @dataclass(slots=True, eq=False)

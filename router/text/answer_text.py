@@ -24,14 +24,14 @@ class NewText:
 
 
 class AnswerText:
-    """Whole characters, up to the first stop string."""
+    """Whole characters, up to the first stop string, which is a part of them if the client wants it."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams, reading: Reading | None
     ) -> None:
         shown: frozenset[int] = reading.shown_token_ids if reading else frozenset()
         self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, shown)
-        self._stops = StopStrings(params.stop)
+        self._stops = StopStrings(params.stop, is_shown=params.include_stop_str_in_output)
         self._params = params
         self.may_stop = bool(params.stop)  # at a stop string, at any token
         self.num_tokens = 0  # of the answer so far

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 @dataclass(slots=True, frozen=True)
 class StopResult:
     text: str  # may be shown now
-    matched: str | None = None  # the stop string that ended the answer; `text` ends before it
+    matched: str | None = None  # the stop string that ended the answer; `text` ends before it, or with it
 
 
 class StopStrings:
@@ -18,8 +18,10 @@ class StopStrings:
     The first stop string to be complete wins; of several that end at the same character, the longest.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], *, is_shown: bool = False) -> None:
+        """`is_shown`: whether the text ends with the stop string, and not before it."""
         self._stop = tuple(stop)
+        self._is_shown = is_shown
         self._held = ""
 
     def add(self, text: str, *, armed: bool = True) -> StopResult:
@@ -31,9 +33,9 @@ class StopStrings:
         held = self._held + text
         matches = [(held.find(stop) + len(stop), held.find(stop), stop) for stop in self._stop if stop in held]
         if matches:
-            _, start, matched = min(matches)
+            end, start, matched = min(matches)
             self._held = ""
-            return StopResult(held[:start], matched)
+            return StopResult(held[: end if self._is_shown else start], matched)
         keep = self._possible_start(held)
         self._held = held[keep:]
         return StopResult(held[:keep])

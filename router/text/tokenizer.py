@@ -132,7 +132,11 @@ class Tokenizer:
 
     def has_text(self, token_id: int) -> bool:
         """False for a token that marks structure, and for an id with which a model pads its vocabulary."""
-        return token_id not in self._special_ids and self.rust.id_to_token(token_id) is not None
+        return token_id not in self._special_ids and self.is_token(token_id)
+
+    def is_token(self, token_id: int) -> bool:
+        """False for an id with which a model pads its vocabulary."""
+        return self.rust.id_to_token(token_id) is not None
 
     def whole_text(self, token_id: int) -> WholeText | None:
         """What the token adds to any text that does not end in the middle of a character, if that is known without

@@ -158,6 +158,29 @@ def test_stop_strings_and_tokens(llm: LLM) -> None:
     assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", token_ids[3])
 
 
+def test_a_stop_string_that_is_kept(llm: LLM) -> None:
+    (plain,) = llm.generate(PROMPTS[0], greedy(), use_tqdm=False)
+    text = plain.outputs[0].text
+    stop = text[3:6]
+    (output,) = llm.generate(PROMPTS[0], greedy(stop=[stop], include_stop_str_in_output=True), use_tqdm=False)
+    assert output.outputs[0].text == text[: text.index(stop) + len(stop)]
+    assert output.outputs[0].stop_reason == stop
+
+
+def test_the_last_tokens_of_a_prompt_are_kept(llm: LLM) -> None:
+    long = PROMPTS[0] * 20
+    assert len(long) > 512
+    asked = [greedy(4, truncate_prompt_tokens=6), greedy(4, truncate_prompt_tokens=-1)]
+    cut, fitting = llm.generate([PROMPTS[0], long], asked, use_tqdm=False)
+    assert cut.prompt_token_ids == PROMPTS[0][-6:]
+    assert cut.outputs[0].token_ids == llm.generate(PROMPTS[0][-6:], greedy(4), use_tqdm=False)[0].outputs[0].token_ids
+    assert fitting.prompt_token_ids == long[-(512 - 4) :]
+    (chat,) = llm.chat("hello", greedy(4, truncate_prompt_tokens=3), use_tqdm=False)
+    assert len(chat.prompt_token_ids or ()) == 3
+    with pytest.raises(InvalidArgumentError, match="truncate_prompt_tokens: must be -1 or at least 1"):
+        llm.generate(PROMPTS[0], greedy(truncate_prompt_tokens=0), use_tqdm=False)
+
+
 def test_guided_text(model_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(model_dir, tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_id()}))
@@ -338,23 +361,6 @@ def test_what_is_wrong_is_named(llm: LLM, ask: Callable[[LLM], object], field: s
     with pytest.raises(InvalidArgumentError) as caught:
         ask(llm)
     assert caught.value.field == field
-
-
-def test_it_goes_on_after_an_interrupt(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = core(llm)
-    step, steps = engine.step, iter(range(100))
-
-    def interrupted() -> bool:
-        if next(steps) == 3:
-            raise KeyboardInterrupt
-        return bool(step())
-
-    monkeypatch.setattr(engine, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS, greedy(), use_tqdm=False)
-    monkeypatch.undo()
-    assert not engine.scheduler.requests
-    assert len(llm.generate(PROMPTS, greedy(), use_tqdm=False)) == 4
 
 
 @pytest.mark.parametrize(

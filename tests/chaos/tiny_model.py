@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.sampler import uniform
-from tests.router.tiny_tokenizer import tokenizer_files, vocab_size
+from tests.router.tiny_tokenizer import endless_tokenizer_files, vocab_size
 
 TIE = 1e-5  # float32 logits of one token differ by about 1e-6 between batches
 
@@ -32,7 +32,7 @@ def write_tiny_model(
         bos_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    for name, content in tokenizer_files().items():
+    for name, content in endless_tokenizer_files().items():
         (folder / name).write_bytes(content)
 
 

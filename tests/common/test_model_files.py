@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import StartupError
-from common.model_files import model_identity, open_model, read_safetensors_header, tokenizer_files
+from common.model_files import checkpoint_dtype, model_identity, open_model, read_safetensors_header, tokenizer_files
 
 CONFIG: dict[str, object] = {"architectures": ["X"], "hidden_size": 8, "eos_token_id": 2}
 
@@ -92,6 +92,88 @@ def test_eos_ids(model: Path, generation: object, config: object, expected: list
     if generation is not None:
         (model / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     assert open_model(model).eos_token_ids == expected
+
+
+def write_tokenizer(model: Path, config: dict[str, object], name: str = "tokenizer_config.json") -> None:
+    tokens = {"vocab": {"a": 0, "</s>": 1}}
+    added = [{"id": 7, "content": "<|im_end|>", "special": True}]
+    (model / "tokenizer.json").write_text(json.dumps({"model": tokens, "added_tokens": added}))
+    (model / name).write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "token", "expected"),
+    [
+        (None, 0, "<|im_end|>", {0: "config.json", 7: "tokenizer_config.json"}),
+        (None, None, {"content": "<|im_end|>"}, {7: "tokenizer_config.json"}),
+        ([1, 7], 0, "<|im_end|>", {1: "generation_config.json", 7: "generation_config.json, tokenizer_config.json"}),
+        ([], 0, "</s>", {1: "tokenizer_config.json"}),
+        (3, 0, None, {3: "generation_config.json"}),
+        (3, 0, "<|no such token|>", {3: "generation_config.json"}),
+    ],
+)
+def test_the_end_that_the_tokenizer_names(
+    model: Path, generation: object, config: object, token: object, expected: dict[int, str]
+) -> None:
+    write_tokenizer(model, {"eos_token": token})
+    (model / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": config}))
+    if generation is not None:
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    files = open_model(model)
+    assert files.ends(files.token_ids()) == expected
+    assert files.eos_token_ids == list(expected)
+
+
+def test_the_end_in_other_files(model: Path) -> None:
+    write_tokenizer(model, {"eos_token": "<|im_end|>"}, "special_tokens_map.json")
+    assert open_model(model).eos_token_ids == [2, 7]
+    (model / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [["a", 0.0], ["<|im_end|>", -1.5]]}}))
+    assert open_model(model).eos_token_ids == [2, 1]
+    (model / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 7, "content": "<|im_end|>"}]}))
+    assert open_model(model).token_ids() == {}  # not all of them are known
+    (model / "tokenizer_config.json").write_text("{")
+    with pytest.raises(StartupError, match=r"tokenizer_config\.json cannot be read"):
+        _ = open_model(model).eos_token_ids
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "tokenizer.json", "config.json", "tokenizer_config.json", "generation_config.json"]
+)
+def test_a_git_lfs_pointer_is_named(model: Path, name: str) -> None:
+    (model / name).write_bytes(POINTER)
+    with pytest.raises(StartupError, match=rf"{name} is a git-lfs pointer .* fetch the file with `git lfs pull`"):
+        open_model(model)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("auto", "float16"),  # what the weights have
+        ("int3", "float16"),
+        (7, "float16"),
+        (None, "float16"),
+        ("float", "float32"),
+        ("half", "float16"),
+        ("torch.bfloat16", "bfloat16"),
+        ("float32", "float32"),
+    ],
+)
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_dtype_of_a_checkpoint(model: Path, key: str, given: object, expected: str) -> None:
+    header = json.dumps({"a": {"dtype": "F16", "shape": [1], "data_offsets": [0, 2]}}).encode()
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0\0")
+    part = {key: given, "hidden_size": 3}
+    (model / "config.json").write_text(json.dumps({**CONFIG, key: given, "text_config": part}))
+    files = open_model(model)
+    assert checkpoint_dtype(files) == expected
+    text = files.config["text_config"]
+    assert isinstance(text, dict)
+    assert text["hidden_size"] == 3
+    assert text.get(key) == files.config.get(key)
+    assert files.config.get(key) in (None, "float32", "bfloat16", "float16")
 
 
 @pytest.mark.parametrize("value", ["2", [2, "x"], True, 1.5])

@@ -27,10 +27,12 @@ GOOD: list[tuple[str, list[object]]] = [
     ("max_tokens", [1, 90]),
     ("min_tokens", [0, 90]),
     ("stop", [(), ("a",), ("a",) * 16]),
+    ("include_stop_str_in_output", [True, False]),
     ("stop_token_ids", [(), (0, 999)]),
     ("ignore_eos", [True, False]),
     ("logprobs", [0, 20]),
     ("prompt_logprobs", [0, 20]),
+    ("truncate_prompt_tokens", [-1, 1, 2**31 - 1]),
     ("presence_penalty", [-2, 2]),
     ("frequency_penalty", [-2, 2]),
     ("repetition_penalty", [0.01, 1, 2]),
@@ -54,6 +56,7 @@ BAD: list[tuple[str, list[object]]] = [
     ("stop_token_ids", [(-1,), (1000,), (1,) * 1025]),
     ("logprobs", [-1, 21]),
     ("prompt_logprobs", [-1, 21]),
+    ("truncate_prompt_tokens", [-2, 0, 2**31, 1.0]),
     ("presence_penalty", [-2.1, 2.1, math.nan]),
     ("frequency_penalty", [-2.1, 2.1, math.inf]),
     ("repetition_penalty", [0, -1, math.inf]),
@@ -67,7 +70,12 @@ BAD: list[tuple[str, list[object]]] = [
 def test_every_field_is_covered() -> None:
     names = set(parameters())
     assert {name for name, _ in GOOD} == names
-    assert {name for name, _ in BAD} == names - {"ignore_eos", "bad_words_ids", "speculate"}
+    assert {name for name, _ in BAD} == names - {
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "bad_words_ids",
+        "speculate",
+    }
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in GOOD for value in values])

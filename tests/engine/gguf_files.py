@@ -101,12 +101,15 @@ def _halves(values: Floats, num_heads: int) -> Floats:
     return values.reshape(num_heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
-def write_gguf(folder: Path, architecture: str, kinds: tuple[Type, ...], *, leave_out: str = "") -> Written:
-    """A model of `architecture`, its matrices quantised as `kinds` in turn; the embedding as the first."""
+def write_gguf(
+    folder: Path, architecture: str, kinds: tuple[Type, ...], *, leave_out: str = "", part_tensors: int = 0
+) -> Written:
+    """A model of `architecture`, its matrices quantised as `kinds` in turn; the embedding as the first. With
+    `part_tensors`, in parts that have so many tensors each, of which `file` is the first."""
     reference = make_model(folder / architecture, {**SIZES, **MODELS[architecture]})
     tensors = load_file(reference / "model.safetensors")
     written = Written(folder / f"{architecture}.gguf", reference)
-    writer = gguf.GGUFWriter(written.file, architecture)
+    writer = gguf.GGUFWriter(written.file, architecture, split_max_tensors=part_tensors)
     _write_metadata(writer, architecture)
     heads = {"self_attn.q_proj": 4, "self_attn.k_proj": 2} if architecture == "llama" else {}
     names = _NAMES | (_GEMMA_NAMES if architecture == "gemma3" else {})
@@ -137,6 +140,8 @@ def write_gguf(folder: Path, architecture: str, kinds: tuple[Type, ...], *, leav
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    if part_tensors:
+        written.file = min(folder.glob(f"{architecture}-00001-of-*.gguf"))
     save_file(tensors, reference / "model.safetensors", metadata={"format": "pt"})
     return written
 

@@ -58,6 +58,20 @@ def test_what_has_no_effect_is_taken(tmp_path: Path, key: str) -> None:
     make_runner(path)
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("value", ["auto", "half", "int3"])
+@pytest.mark.parametrize("model_type", ["llama", "olmo2"])  # Baton's own, and on transformers' code
+def test_a_dtype_that_torch_lacks_says_nothing(tmp_path: Path, model_type: str, value: str, key: str) -> None:
+    path = make_model(tmp_path / model_type, {"model_type": model_type})
+    (sequence,) = random_sequences([20])
+    config = json.loads((path / "config.json").read_text())
+    config.pop("dtype")
+    (path / "config.json").write_text(json.dumps({**config, key: value}))
+    advance(make_runner(path), [sequence], [20])
+    (path / "config.json").write_text(json.dumps(config))
+    check(path, sequence)
+
+
 def test_windows_that_a_checkpoint_does_not_use_are_nothing(tmp_path: Path) -> None:
     """Published checkpoints of Qwen3 with experts say `max_window_layers`, which their class does not know."""
     path = make_model(tmp_path / "qwen3_moe", FAMILIES["qwen3_moe"])

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from common.errors import StartupError
 from common.model_files import checkpoint_dtype, model_identity, open_model, tokenizer_files
 from engine import weights
+from engine.checkpoints.gguf_config import end_token_ids
 from engine.checkpoints.gguf_file import GgufFile, GgufTensor, read_gguf
 from engine.checkpoints.gguf_tensors import COMPUTED_AS_THEY_ARE, GgufRows
 from engine.embedded_model import ensure_model, find_model
@@ -61,12 +62,11 @@ def test_a_type_means_what_gguf_says(tmp_path: Path, kind: Type) -> None:
     values = np.random.default_rng(1).normal(size=(6, 512)).astype(np.float32)
     raw = quantized(values, kind, 5)
     (tmp_path / "file").write_bytes(b"head" + raw.tobytes())
-    file = GgufFile(tmp_path / "file", {}, {})
-    tensor = GgufTensor("blk.0.ffn_up.weight", (6, 512), kind, 4, raw.nbytes)
+    tensor = GgufTensor(tmp_path / "file", "blk.0.ffn_up.weight", (6, 512), kind, 4, raw.nbytes)
     expected = gguf.dequantize(raw, kind)
-    assert np.array_equal(GgufRows(file, tensor).rows(0, 6).dequantize().numpy(), expected)
+    assert np.array_equal(GgufRows(tensor).rows(0, 6).dequantize().numpy(), expected)
     order = np.array([5, 0, 3, 1, 2, 4])
-    assert np.array_equal(GgufRows(file, tensor, order).rows(1, 3).dequantize().numpy(), expected[[0, 3]])
+    assert np.array_equal(GgufRows(tensor, order).rows(1, 3).dequantize().numpy(), expected[[0, 3]])
 
 
 @pytest.mark.parametrize("kernels", best_and_slow_others)
@@ -207,6 +207,18 @@ def test_a_file_that_is_none_is_named(tmp_path: Path, content: bytes) -> None:
     assert f"{file} is not a readable GGUF file" in refusal(file, tmp_path)
 
 
+def test_a_git_lfs_pointer_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    for model in (file, tmp_path):
+        assert f"{file} is a git-lfs pointer" in refusal(model, tmp_path / "cache")
+
+
+def test_the_ends_that_a_file_names(tmp_path: Path) -> None:
+    ends = {f"tokenizer.ggml.{name}_token_id": number for number, name in enumerate(("eos", "eot", "eom"), 4)}
+    assert end_token_ids(GgufFile(tmp_path, {**ends, "tokenizer.ggml.bos_token_id": 1}, {})) == [4, 5, 6]
+
+
 def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
     file = write_gguf(tmp_path, "qwen3", MIXED, leave_out="blk.1.ffn_up.weight").file
     assert "lacks tensor model.layers.1.mlp.up_proj.weight" in refusal(file, tmp_path)
@@ -225,7 +237,7 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
     ("architecture", "key", "value", "says"),
     [
         ("mamba", None, 0, "GGUF architecture 'mamba' is not supported; known are llama, qwen2, qwen3, gemma3"),
-        ("llama", "split.count", 3, "is one of 3 parts; merge them"),
+        ("llama", "split.count", 3, "is part 1 of 3 of a model, and its name does not say so"),
         ("llama", "llama.expert_count", 8, "with experts are not supported"),
         ("llama", None, 0, "lacks tensor token_embd.weight"),
     ],

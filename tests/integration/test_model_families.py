@@ -14,7 +14,7 @@ from tests.chaos.tiny_model import TIE
 from tests.integration.stack import Fleet, running
 from tests.kv_store.lmcache_process import LMCacheProcess
 from tests.nixl import skip_without_nixl
-from tests.router.tiny_tokenizer import tokenizer_files, vocab_size
+from tests.router.tiny_tokenizer import endless_tokenizer_files, vocab_size
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -100,7 +100,7 @@ def write_model(folder: Path, model_type: str) -> None:
             if "experts" in name or ".gate.weight" in name or "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(folder)
-    for name, content in tokenizer_files().items():
+    for name, content in endless_tokenizer_files().items():
         (folder / name).write_bytes(content)
 
 

@@ -24,7 +24,7 @@ from tests.engine.tiny_models import VOCAB_SIZE, edit_config
 from tests.integration.stack import Fleet, running
 from tests.models.test_transformers_models import make_mxfp4, widened
 from tests.nixl import skip_without_nixl
-from tests.router.tiny_tokenizer import tokenizer_files
+from tests.router.tiny_tokenizer import endless_tokenizer_files
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -45,7 +45,7 @@ def gguf_model(folder: Path) -> tuple[Path, Path]:
 def checkpoint(name: str, folder: Path) -> tuple[Path, Path]:
     path, plain = folder / name, folder / "plain"
     shutil.copytree(FIXTURES / name, path, ignore=shutil.ignore_patterns("expected.safetensors"))
-    for file, content in tokenizer_files().items():
+    for file, content in endless_tokenizer_files().items():
         (path / file).write_bytes(content)
     shutil.copytree(path, plain)
     edit_config(plain, quantization_config=None)
@@ -57,7 +57,7 @@ def checkpoint(name: str, folder: Path) -> tuple[Path, Path]:
 def sinks(folder: Path) -> tuple[Path, Path]:
     """With windows of some layers, and experts in mxfp4, on transformers' code."""
     path, plain = make_mxfp4(folder / "model"), folder / "plain"
-    for file, content in tokenizer_files().items():
+    for file, content in endless_tokenizer_files().items():
         (path / file).write_bytes(content)
     shutil.copytree(path, plain)
     edit_config(plain, quantization_config=None)
@@ -68,7 +68,7 @@ def sinks(folder: Path) -> tuple[Path, Path]:
 
 def text_part(folder: Path) -> tuple[Path, Path]:
     path = make(folder / "model", "gemma3")
-    for file, content in tokenizer_files().items():
+    for file, content in endless_tokenizer_files().items():
         (path / file).write_bytes(content)
     return path, path
 

@@ -47,6 +47,13 @@ def tokenizer_files() -> dict[str, bytes]:
     }
 
 
+def endless_tokenizer_files() -> dict[str, bytes]:
+    """The same without a token that ends answers: a random model would draw it."""
+    files = tokenizer_files()
+    config = {key: value for key, value in json.loads(files["tokenizer_config.json"]).items() if key != "eos_token"}
+    return {**files, "tokenizer_config.json": json.dumps(config).encode()}
+
+
 @functools.cache
 def tiny_tokenizer() -> RouterTokenizer:
     return load_tokenizer(tokenizer_files())

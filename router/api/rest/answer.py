@@ -23,18 +23,22 @@ from router.serving.request import OBJECT_BYTES, GenerationRequest, Output
 
 DONE = b"data: [DONE]\n\n"
 TEXT_MARK = "<text>"  # stands where a chunk's text comes
+ID_BYTES = 8  # of a token's id in a list; Python has the small numbers once
 
 
 @dataclass(slots=True)
 class _Choice:
     """What has come of one choice so far."""
 
+    prompt_token_ids: list[int]
     num_chars: int = 0  # of all tokens' texts, for logprobs' offsets
     num_tokens: int = 0
     num_reasoning_tokens: int = 0
     logprob: float = 0.0  # of its tokens so far, together
     echo: EchoedPrompt | None = None
     prompt_logprobs: _Logprobs | None = None
+    token_ids: list[int] = field(default_factory=list)  # of the answer, if they are wanted
+    is_prompt_told: bool = False  # whether a stream has given the prompt's token ids
     whole: WholeAnswer = field(default_factory=WholeAnswer)
     logprobs: _Logprobs | None = None
     last: Output | None = None
@@ -76,6 +80,7 @@ class Answer:
         echo: Echo | None = None,
         wants_logprobs: bool,
         wants_prompt_logprobs: bool = False,
+        wants_token_ids: bool = False,
         wants_usage_chunk: bool,
         wants_usage_so_far: bool = False,
         hold: Hold,
@@ -87,12 +92,13 @@ class Answer:
         self._wanted = choices
         self._num_candidates = choices.num_candidates
         self._wants_prompt_logprobs = wants_prompt_logprobs
+        self._wants_token_ids = wants_token_ids
         self._wants_logprobs = wants_logprobs
         self._wants_usage_chunk = wants_usage_chunk
         self._wants_usage_so_far = wants_usage_so_far
         self._hold = hold
         self._created = int(time.time())
-        self._choices = [_Choice() for _ in requests]
+        self._choices = [_Choice(request.prompt_token_ids) for request in requests]
         if echo is not None:
             for index, (choice, request) in enumerate(zip(self._choices, requests, strict=True)):
                 text = echo.texts[index // self._num_candidates]
@@ -109,13 +115,14 @@ class Answer:
         for index, choice in enumerate(self._kept()):
             logprobs = None if choice.logprobs is None else choice.logprobs.joined()
             formatted = self._format.whole(index, choice.whole, logprobs)
-            of_prompt = {} if self._format.has_one_prompt else _of_prompt(choice)
-            choices.append({**formatted, **of_prompt, **self._end(choice.last)})
+            of_prompt = {} if self._format.has_one_prompt else self._of_prompt(choice)
+            token_ids: JsonObject = {"token_ids": choice.token_ids} if self._wants_token_ids else {}
+            choices.append({**formatted, **of_prompt, **token_ids, **self._end(choice.last)})
         return {
             **self._head(self._format.whole_object),
             "choices": choices,
             "usage": self._usage(),
-            **(_of_prompt(self._choices[0]) if self._format.has_one_prompt else {}),
+            **(self._of_prompt(self._choices[0]) if self._format.has_one_prompt else {}),
             "baton": self._report(),
         }
 
@@ -138,8 +145,20 @@ class Answer:
         if piece := self._logprobs(choice, output):
             choice.logprobs = choice.logprobs or _Logprobs()
             self._hold(choice.logprobs.add(piece))
+        if self._wants_token_ids:
+            self._hold(ID_BYTES * len(output.tokens))
+            choice.token_ids += [token.token_id for token in output.tokens]
         if output.finish_reason is not None:
             choice.last = output
+
+    def _of_prompt(self, choice: _Choice) -> JsonObject:
+        """What a whole answer tells of the prompt of `choice`."""
+        told: JsonObject = {}
+        if choice.prompt_logprobs is not None:
+            told |= choice.prompt_logprobs.joined()
+        if self._wants_token_ids:
+            told["prompt_token_ids"] = choice.prompt_token_ids
+        return told
 
     def _kept(self) -> list[_Choice]:
         """The answers that the client gets: of each prompt's candidates, the likeliest."""
@@ -182,8 +201,28 @@ class Answer:
             yield DONE
 
     def _opening(self) -> list[bytes]:
-        openings = (self._format.opening(index) for index in range(len(self._choices)))
-        return [self._chunk(choice) for choice in openings if choice is not None]
+        openings = [self._format.opening(index) for index in range(len(self._choices))]
+        return [
+            self._chunk(choice, self._of_one_prompt() if index == 0 else None)
+            for index, choice in enumerate(openings)
+            if choice is not None
+        ]
+
+    def _of_one_prompt(self) -> JsonObject | None:
+        """What the first chunk of a stream tells of the one prompt, beside its choice."""
+        if not (self._wants_token_ids and self._format.has_one_prompt):
+            return None
+        return {"prompt_token_ids": self._choices[0].prompt_token_ids}
+
+    def _token_ids(self, choice: _Choice, output: Output) -> JsonObject:
+        """What a chunk tells of tokens: the answer's new ones, and once the prompt's if each choice has its own."""
+        if not self._wants_token_ids:
+            return {}
+        told: JsonObject = {"token_ids": [token.token_id for token in output.tokens]}
+        if not self._format.has_one_prompt and not choice.is_prompt_told:
+            choice.is_prompt_told = True
+            told["prompt_token_ids"] = choice.prompt_token_ids
+        return told
 
     def _event(self, index: int, output: Output) -> bytes:
         """Empty if `output` has nothing to show."""
@@ -191,16 +230,17 @@ class Answer:
         if choice.echo is not None:
             output = choice.echo.before(output)
         choice.num_tokens += len(output.tokens)
-        if output.is_only_text and not self._wants_logprobs and not self._wants_usage_so_far:
+        if output.is_only_text and not (self._wants_logprobs or self._wants_usage_so_far or self._wants_token_ids):
             return self._text_chunk(index, choice, output.text)
         choice.num_reasoning_tokens += output.num_reasoning_tokens
         logprobs = self._logprobs(choice, output) if output.tokens or output.prompt_logprobs else None
-        has_text = output.text or output.reasoning or output.tool_calls
+        has_text = output.text or output.reasoning or output.tool_calls or (self._wants_token_ids and output.tokens)
         if output.finish_reason is None and not has_text and logprobs is None:
             return b""
         if output.finish_reason is not None:
             choice.last = output
-        return self._chunk({**self._format.piece(index, output, logprobs), **self._end(choice.last)})
+        piece = self._format.piece(index, output, logprobs)
+        return self._chunk({**piece, **self._token_ids(choice, output), **self._end(choice.last)})
 
     def _text_chunk(self, index: int, choice: _Choice, text: str) -> bytes:
         """Gives what `_chunk` gives, for the pieces that most of an answer consists of: only their text differs."""
@@ -212,8 +252,8 @@ class Answer:
         head, tail = choice.frame
         return b"%b%b%b" % (head, msgspec.json.encode(text), tail)
 
-    def _chunk(self, choice: JsonObject) -> bytes:
-        chunk: JsonObject = {**self._head(self._format.chunk_object), "choices": [choice]}
+    def _chunk(self, choice: JsonObject, beside: JsonObject | None = None) -> bytes:
+        chunk: JsonObject = {**self._head(self._format.chunk_object), "choices": [choice], **(beside or {})}
         if self._wants_usage_so_far:
             chunk["usage"] = self._usage_so_far()
         elif self._wants_usage_chunk:
@@ -274,10 +314,6 @@ class Answer:
 def _joined(first: JsonObject, second: JsonObject) -> JsonObject:
     """Lists of the same names, one after the other."""
     return {name: [*cast("list[object]", value), *cast("list[object]", second[name])] for name, value in first.items()}
-
-
-def _of_prompt(choice: _Choice) -> JsonObject:
-    return {} if choice.prompt_logprobs is None else choice.prompt_logprobs.joined()
 
 
 def _sse(content: JsonObject) -> bytes:

@@ -10,6 +10,7 @@ from functools import partial
 from fastapi import Request
 from fastapi.responses import Response
 
+from common.sampling import kept_tokens
 from common.validation import check_model
 from router.api.api_keys import current_client
 from router.api.rest.answer import Answer
@@ -34,7 +35,8 @@ DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's text completion gives if max_tok
 
 TextBody = ChatBody | CompletionBody | ResponsesBody
 
-Prompts = Callable[[ServedModel], Awaitable[list[Prompt]]]
+Prompts = Callable[[ServedModel, int | None], Awaitable[list[Prompt]]]
+"""Makes a body's prompts; of each so many tokens at most, the last ones."""
 AnswerMaker = Callable[[Sequence[GenerationRequest], str, Hold], Answer | ResponseAnswer]
 Ask = Callable[[contextlib.ExitStack], Awaitable[Answer | ResponseAnswer]]
 
@@ -45,8 +47,8 @@ class GenerationHandlers(Handlers):
         body = parse(ChatBody, await self._read(request))
         chat_format = ChatFormat(is_named_call=isinstance(body.tool_choice, NamedTool))
 
-        async def prompts(model: ServedModel) -> list[Prompt]:
-            return [await self._front.preparation.chat_prompt(model, body.conversation(model.limits))]
+        async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
+            return [await self._front.preparation.chat_prompt(model, body.conversation(model.limits), keep=keep)]
 
         return await self._generate(request, body, prompts, self._answer_maker(body, chat_format), arrived_at)
 
@@ -54,8 +56,9 @@ class GenerationHandlers(Handlers):
         arrived_at = time.monotonic()
         body = parse(ResponsesBody, await self._read(request))
 
-        async def prompts(model: ServedModel) -> list[Prompt]:
-            return [await self._front.preparation.chat_prompt(model, body.response_conversation(model.limits), "input")]
+        async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
+            conversation = body.response_conversation(model.limits)
+            return [await self._front.preparation.chat_prompt(model, conversation, "input", keep=keep)]
 
         def answer(requests: Sequence[GenerationRequest], request_id: str, hold: Hold) -> ResponseAnswer:
             return ResponseAnswer(
@@ -73,12 +76,14 @@ class GenerationHandlers(Handlers):
         arrived_at = time.monotonic()
         body = parse(CompletionBody, await self._read(request))
 
-        async def prompts(model: ServedModel) -> list[Prompt]:
+        async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
             special = body.add_special_tokens is not False
             given = body.prompts()
-            made = await self._front.preparation.prompts(model, given, "prompt", add_special_tokens=special)
-            for prompt in given if body.echo else ():
-                echoed.append(prompt if isinstance(prompt, str) else await self._text(model, prompt))
+            prepare = self._front.preparation.prompts
+            made = await prepare(model, given, "prompt", add_special_tokens=special, keep=keep)
+            for prompt, one in zip(given, made, strict=True) if body.echo else ():
+                is_known = isinstance(prompt, str) and not one.is_cut
+                echoed.append(str(prompt) if is_known else await self._text(model, one.token_ids))
             return made
 
         echoed: list[str] = []
@@ -102,6 +107,7 @@ class GenerationHandlers(Handlers):
             echo=echo,
             wants_logprobs=body.wants_logprobs,
             wants_prompt_logprobs=body.prompt_logprobs is not None,
+            wants_token_ids=bool(body.return_token_ids),
             wants_usage_chunk=body.wants_usage_chunk,
             wants_usage_so_far=body.wants_usage_so_far,
             hold=hold,
@@ -139,7 +145,7 @@ class GenerationHandlers(Handlers):
         body.check()
         sampling = body.sampling()
         is_whole = not body.stream or isinstance(body, ResponsesBody)  # whose last events repeat all that it said
-        given = await prompts(model)
+        given = await prompts(model, kept_tokens(sampling, model.limits, name=body.field_name))
         requests = self._front.preparation.requests(
             model,
             given,

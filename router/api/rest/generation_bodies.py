@@ -53,6 +53,7 @@ class GenerationBody(GuidedFields, kw_only=True):
     length_penalty: float | None = None
     early_stopping: bool | None = None
     prompt_logprobs: int | None = None  # as vLLM's clients ask for them
+    return_token_ids: bool | None = None  # of the prompt and of the answer, as vLLM's clients ask for them
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
