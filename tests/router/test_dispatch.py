@@ -382,8 +382,8 @@ async def test_prefill_retries_have_a_budget_too(start_worker: StartWorker, star
         while await num_named() > 1:
             pass
         decode.first_report = None
-        while await num_named() < 2:
-            await asyncio.sleep(0.1)  # time fills it
+        while await num_named() < 2:  # noqa: ASYNC110 - nothing tells that time has filled it
+            await asyncio.sleep(0.1)
 
 
 async def test_workers_of_both_roles_prefill_in_place(start_worker: StartWorker, start_router: StartRouter) -> None:
