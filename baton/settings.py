@@ -100,6 +100,7 @@ SETTINGS: dict[str, type[Settings]] = {
     "models": ClientSettings,
     "demo": DEMO_SETTINGS,
     "doctor": UP_SETTINGS,
+    "profile": EngineSettings,
     "replay": EngineSettings,
 }
 """Every command and what configures it."""

@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from common.batch_time import StepShape
 from common.types import SampledToken
 
 
@@ -108,25 +109,6 @@ class StepRow:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class StepShape:
-    """The sums of a step that a model of time needs. Tokens, unless said otherwise."""
-
-    num_decodes: int = 0  # rows of one new token
-    decode_context: int = 0  # that these rows attend to, their new token included
-    longest_context: int = 0  # of one of these rows
-    num_chunks: int = 0  # rows of several new tokens
-    chunk_tokens: int = 0  # new tokens of these rows
-    chunk_past: int = 0  # computed tokens before them
-    chunk_pairs: int = 0  # (query, key) pairs of their attention: new * past + new * (new + 1) / 2
-    num_head_rows: int = 0  # rows of hidden states that go through the head
-    num_drawn: int = 0  # rows that draw by chance
-    num_filtered: int = 0  # of those, with top-k, top-p or min-p
-    num_edited: int = 0  # rows whose logits are changed
-    num_masked: int = 0  # rows with a mask
-    num_logprobs: int = 0  # rows that ask for logprobs, scored tokens included
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
 class StepInput:
     number: int  # one more than the device's step before
     rows: Sequence[StepRow]
@@ -148,7 +130,7 @@ class StepOutput:
 
 
 def shape_of(rows: Sequence[StepRow]) -> StepShape:
-    num_decodes = decode_context = longest = num_chunks = chunk_tokens = chunk_past = chunk_pairs = 0
+    num_decodes = decode_context = longest = num_chunks = chunk_tokens = chunk_past = chunk_pairs = chunk_squares = 0
     num_head_rows = num_drawn = num_filtered = num_edited = num_masked = num_logprobs = 0
     for row in rows:
         new, past = len(row.token_ids), row.num_computed_tokens
@@ -161,6 +143,7 @@ def shape_of(rows: Sequence[StepRow]) -> StepShape:
             chunk_tokens += new
             chunk_past += past
             chunk_pairs += new * past + new * (new + 1) // 2
+            chunk_squares += new * new
         if row.score is not None:
             num_head_rows += len(row.score.token_ids)
             num_logprobs += len(row.score.token_ids)
@@ -179,6 +162,7 @@ def shape_of(rows: Sequence[StepRow]) -> StepShape:
         chunk_tokens=chunk_tokens,
         chunk_past=chunk_past,
         chunk_pairs=chunk_pairs,
+        chunk_squares=chunk_squares,
         num_head_rows=num_head_rows,
         num_drawn=num_drawn,
         num_filtered=num_filtered,

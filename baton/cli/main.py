@@ -15,6 +15,7 @@ import click
 from baton.cli.ask import ASK_COMMANDS
 from baton.cli.doctor import DOCTOR
 from baton.cli.options import print_error
+from baton.cli.profile import PROFILE
 from baton.cli.replay import REPLAY
 from baton.cli.serve import SERVE_COMMANDS
 
@@ -54,7 +55,7 @@ GROUP = _Group(
     '  baton chat "Hello!"           ask it\n'
     "  baton doctor                  what this machine has, and lacks\n"
     "  baton COMMAND --help          everything a command can be told",
-    commands={command.name or "": command for command in (*SERVE_COMMANDS, *ASK_COMMANDS, DOCTOR, REPLAY)},
+    commands={command.name or "": command for command in (*SERVE_COMMANDS, *ASK_COMMANDS, DOCTOR, PROFILE, REPLAY)},
 )
 
 

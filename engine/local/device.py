@@ -98,6 +98,11 @@ class LocalDevice(Device):
             },
         )
 
+    @property
+    def kernels_name(self) -> str:
+        """The instruction set of the kernels that compute, or torch."""
+        return "torch" if self._kernels is None else self._kernels.choice.instruction_set
+
     def begin(self, step: StepInput) -> Ticket:
         """Only checks the step: this thread is what computes it, in `end`."""
         for row in step.rows:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from baton.cli.main import main
+from common.batch_time import StepShape
 from common.errors import StartupError
 from common.sampling import SamplingParams
 from common.types import SampledToken
@@ -20,7 +21,7 @@ from engine.logit_changes import LogitChanges
 from engine.replay.recorder import RecordingDevice
 from engine.replay.replay import ComparedStep, replay
 from engine.replay.step_file import RecordedStep, StepFileHeader, StepFileWriter, read_steps
-from engine.step import Draw, Drawn, Scoring, StepInput, StepOutput, StepRow, StepShape
+from engine.step import Draw, Drawn, Scoring, StepInput, StepOutput, StepRow
 from tests.engine.kernels.variants import ALL
 from tests.engine.tiny_models import BLOCK_SIZE, VOCAB_SIZE, make_model, make_runner
 
@@ -214,6 +215,7 @@ def test_the_shape_of_a_step() -> None:
         chunk_tokens=5,
         chunk_past=10,
         chunk_pairs=(11 + 12 + 13) + (1 + 2),
+        chunk_squares=9 + 4,
         num_head_rows=4,
         num_drawn=2,
         num_filtered=1,

@@ -1,0 +1,222 @@
+"""How long a step of an engine takes: one fitted model of time, evaluated in microseconds.
+
+    seconds = layers(tokens) + head(rows) + sum of coefficient * feature,  times  e^residual(tokens, attention)
+
+`layers` and `head` are tables, monotone and linear between knots: they hold the floor of reading the weights, and each
+edge at which a device computes otherwise. The features are sums over the step's rows, so attention is exact also for a
+chunk that continues a prompt. There is a model for each regime (decodes alone, prompts alone, both), since each repeats
+the others' errors otherwise. The residual is what is left on a grid of sizes; it fades to nothing where nothing was
+measured. Quantiles are those of the error that then remains.
+
+Pure, and without numpy: a scheduler asks for each step. `common.batch_time_fit` makes the coefficients.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+MAX_RESIDUAL = math.log(2.0)
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class StepShape:
+    """The sums of a step that its time depends on. Tokens, unless said otherwise."""
+
+    num_decodes: int = 0  # rows of one new token
+    decode_context: int = 0  # that these rows attend to, their new token included
+    longest_context: int = 0  # of one of these rows
+    num_chunks: int = 0  # rows of several new tokens
+    chunk_tokens: int = 0  # new tokens of these rows
+    chunk_past: int = 0  # computed tokens before them
+    chunk_pairs: int = 0  # (query, key) pairs of their attention: new * past + new * (new + 1) / 2
+    chunk_squares: int = 0  # new * new of each
+    num_head_rows: int = 0  # rows of hidden states that go through the head
+    num_drawn: int = 0  # rows that draw by chance
+    num_filtered: int = 0  # of those, with top-k, top-p or min-p
+    num_edited: int = 0  # rows whose logits are changed
+    num_masked: int = 0  # rows with a mask
+    num_logprobs: int = 0  # rows that ask for logprobs, scored tokens included
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens: rows of the products with the layers' weights."""
+        return self.num_decodes + self.chunk_tokens
+
+    @property
+    def regime(self) -> Regime:
+        if not self.num_chunks:
+            return Regime.DECODE
+        return Regime.MIXED if self.num_decodes else Regime.PREFILL
+
+
+class Regime(StrEnum):
+    DECODE = "decode"
+    PREFILL = "prefill"
+    MIXED = "mixed"
+
+
+FEATURES = (
+    "decode_context",
+    "longest_context",
+    "chunk_pairs",
+    "chunk_past",
+    "num_chunks",
+    "num_drawn",
+    "num_filtered",
+    "num_edited",
+    "num_masked",
+    "num_logprobs",
+)
+"""Fields of `StepShape` that have a coefficient: seconds for each."""
+
+
+@dataclass(slots=True, frozen=True)
+class Table:
+    """Seconds by a count: linear between knots, as steep after the last one as before it, never falling."""
+
+    knots: tuple[float, ...] = (0.0,)
+    seconds: tuple[float, ...] = (0.0,)
+    last_slope: float = 0.0  # seconds for each one after the last knot
+
+    def at(self, count: float) -> float:
+        knots, seconds = self.knots, self.seconds
+        place = bisect_right(knots, count)
+        if place == len(knots):
+            return seconds[-1] + (count - knots[-1]) * self.last_slope
+        if place == 0:
+            return seconds[0]
+        low = knots[place - 1]
+        share = (count - low) / (knots[place] - low)
+        return seconds[place - 1] + share * (seconds[place] - seconds[place - 1])
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RegimeTime:
+    """The model of one regime."""
+
+    layers: Table
+    head: Table
+    coefficients: tuple[float, ...]  # one for each of `FEATURES`, none negative
+    residuals: Mapping[tuple[int, int], float] = field(default_factory=dict)  # by log2 of tokens and of attention
+    p90: float = 0.0  # natural logarithm of actual / predicted that nine in ten steps stay below
+    p99: float = 0.0
+    num_steps: int = 0  # that the model was fitted to
+
+    def seconds(self, shape: StepShape) -> float:
+        """The median."""
+        time = self.plain_seconds(shape)
+        if self.residuals:
+            time *= math.exp(self.residual(shape.num_tokens, shape.decode_context + shape.chunk_pairs))
+        return time
+
+    def plain_seconds(self, shape: StepShape) -> float:
+        """Without the residual. Never falls if a field of `shape` grows."""
+        context, longest, pairs, past, chunks, drawn, filtered, edited, masked, logprobs = self.coefficients
+        return (
+            self.layers.at(shape.num_decodes + shape.chunk_tokens)
+            + self.head.at(shape.num_head_rows)
+            + context * shape.decode_context
+            + longest * shape.longest_context
+            + pairs * shape.chunk_pairs
+            + past * shape.chunk_past
+            + chunks * shape.num_chunks
+            + drawn * shape.num_drawn
+            + filtered * shape.num_filtered
+            + edited * shape.num_edited
+            + masked * shape.num_masked
+            + logprobs * shape.num_logprobs
+        )
+
+    def residual(self, num_tokens: int, attention: int) -> float:
+        """Natural logarithm of what the plain model is wrong by, between the four nearest cells of the grid."""
+        x, y = math.log2(num_tokens + 1), math.log2(attention + 1)
+        left, low = int(x), int(y)
+        right_share, high_share = x - left, y - low
+        get = self.residuals.get
+        below = get((left, low), 0.0) * (1 - right_share) + get((left + 1, low), 0.0) * right_share
+        above = get((left, low + 1), 0.0) * (1 - right_share) + get((left + 1, low + 1), 0.0) * right_share
+        return below * (1 - high_share) + above * high_share
+
+
+@dataclass(slots=True, frozen=True)
+class Prediction:
+    """Seconds of a step."""
+
+    median: float
+    p90: float
+    p99: float
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class BatchTimeKey:
+    """What a model of time was fitted to. It says nothing of others."""
+
+    spec: str  # fingerprint of the KV: the model's weights, KV dtype and block size
+    quantization: str
+    device: str  # cpu, cuda:0
+    processor: str  # its name
+    kernels: str  # instruction set, or torch
+    num_threads: int
+    num_ranks: int = 1
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class BatchTime:
+    key: BatchTimeKey
+    regimes: Mapping[Regime, RegimeTime]
+
+    def predict(self, shape: StepShape) -> Prediction:
+        regime = self._regime(shape)
+        median = regime.seconds(shape)
+        return Prediction(median, median * math.exp(regime.p90), median * math.exp(regime.p99))
+
+    def seconds(self, shape: StepShape) -> float:
+        """The median alone."""
+        return self._regime(shape).seconds(shape)
+
+    def tokens_within(self, seconds: float, shape: StepShape, past: int, most: int) -> int:
+        """How many further tokens of one prompt, of which `past` are computed, a step of `shape` may take so that nine
+        in ten such steps end within `seconds`: 0 to `most`. The prompt's last token draws nothing yet."""
+        regime = self.regimes[Regime.MIXED if shape.num_decodes else Regime.PREFILL]
+        pairs = regime.coefficients[FEATURES.index("chunk_pairs")]
+        beside = (
+            regime.plain_seconds(shape)
+            - regime.layers.at(shape.num_tokens)
+            + regime.coefficients[FEATURES.index("chunk_past")] * past
+            + regime.coefficients[FEATURES.index("num_chunks")]
+        )
+        # The residual of the largest chunk stands for all: it changes by a few hundredths from one to the next.
+        attention = shape.decode_context + shape.chunk_pairs
+        scale = math.exp(regime.p90)
+        if regime.residuals:
+            whole = attention + most * past + most * (most + 1) // 2
+            scale *= math.exp(
+                max(regime.residual(shape.num_tokens + most, whole), regime.residual(shape.num_tokens + 1, attention))
+            )
+        left = seconds / scale - beside
+        layers, num_tokens = regime.layers, shape.num_tokens
+
+        def fits(new: int) -> bool:
+            return layers.at(num_tokens + new) + pairs * (new * past + new * (new + 1) * 0.5) <= left
+
+        if most < 1 or not fits(1):
+            return 0
+        if fits(most):
+            return most
+        low, high = 1, most  # `low` fits, `high` does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if fits(middle):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _regime(self, shape: StepShape) -> RegimeTime:
+        if not shape.num_chunks:
+            return self.regimes[Regime.DECODE]
+        return self.regimes[Regime.MIXED if shape.num_decodes else Regime.PREFILL]
