@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-MAX_DEPTH = 16
+MAX_DEPTH = 18
 
 _TEXT = r"/(.|\n)*/"
 
@@ -23,11 +23,25 @@ JsonObject = Mapping[str, object]
 
 def structural_tag_grammar(text: str, json_options: JsonCompileOptions) -> str:
     """Raises `ValueError` with a reason that names the place."""
+    return _Grammar(json_options).of(tag_format(text))
+
+
+def tag_format(text: str) -> JsonObject:
+    """The tag's format, in the newer shape. Raises `ValueError` with a reason that names the place."""
     try:
-        tag = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"structural_tag is not valid JSON: {error}") from error
-    return _Grammar(json_options).of(_object(tag, "structural_tag"))
+    tag = _object(value, "structural_tag")
+    if "structures" in tag:
+        _only(tag, "structural_tag", "type", "structures", "triggers")
+        format_ = _from_older(tag)
+    else:
+        _only(tag, "structural_tag", "type", "format")
+        format_ = _object(tag.get("format"), "structural_tag.format")
+    if tag.get("type", "structural_tag") != "structural_tag":
+        raise ValueError('structural_tag.type must be "structural_tag"')
+    return format_
 
 
 class _Grammar:
@@ -50,19 +64,13 @@ class _Grammar:
             "star": self._repeated("*"),
             "plus": self._repeated("+"),
             "tag": self._tag,
+            "mark": self._mark,
+            "text_until": self._text_until,
             "triggered_tags": self._triggered_tags,
             "tags_with_separator": self._tags_with_separator,
         }
 
-    def of(self, tag: JsonObject) -> str:
-        if "structures" in tag:
-            _only(tag, "structural_tag", "type", "structures", "triggers")
-            format_ = _from_older(tag)
-        else:
-            _only(tag, "structural_tag", "type", "format")
-            format_ = _object(tag.get("format"), "structural_tag.format")
-        if tag.get("type", "structural_tag") != "structural_tag":
-            raise ValueError('structural_tag.type must be "structural_tag"')
+    def of(self, format_: JsonObject) -> str:
         start = self._expression(format_, "structural_tag.format", 0)
         lark = "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
         if not self._parts:
@@ -105,6 +113,17 @@ class _Grammar:
         stops."""
         _only(format_, place, "type")
         return self._rule(_TEXT)
+
+    def _mark(self, format_: JsonObject, place: str, _: int) -> str:
+        """A text that is nothing else wherever it may stand: a lazy lexeme ends all others that begin like it. A
+        `const_string` gives way to longer text."""
+        _only(format_, place, "type", "value")
+        return self._rule(quoted(_text(format_, "value", place)), "[lazy]")
+
+    def _text_until(self, format_: JsonObject, place: str, _: int) -> str:
+        """Free text up to its end, and the end."""
+        _only(format_, place, "type", "end")
+        return "(" + self._inside({"content": {"type": "any_text"}, "end": format_.get("end")}, place, 0) + ")"
 
     def _regex(self, format_: JsonObject, place: str, _: int) -> str:
         from llguidance import LLMatcher
@@ -160,7 +179,12 @@ class _Grammar:
     # ---------------------------------------------------------------------------------------------------- tags
 
     def _tag(self, format_: JsonObject, place: str, depth: int) -> str:
-        return f"({_begin(format_, place)} {self._inside(format_, place, depth)})"
+        begin = format_.get("begin")
+        if isinstance(begin, dict) and begin.get("type") == "mark":
+            first = self._mark(begin, f"{place}.begin", depth)
+        else:
+            first = _begin(format_, place)
+        return f"({first} {self._inside(format_, place, depth)})"
 
     def _inside(self, tag: JsonObject, place: str, depth: int) -> str:
         """A tag's content and its end."""

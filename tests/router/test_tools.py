@@ -11,7 +11,6 @@ import pytest
 
 from protos.baton.v1 import inference_pb2, types_pb2
 from tests.each_case import each_case
-from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
 from tests.router.fake_worker import FakeWorker
 from tests.router.tiny_tokenizer import ids_of, tiny_tokenizer
@@ -26,6 +25,11 @@ EARLIER: Any = {"id": "c1", "type": "function", "function": {"name": "f", "argum
 
 def prompt_of(worker: FakeWorker) -> str:
     return tiny_tokenizer().decode(list(worker.requests[-1].prompt_token_ids), skip_special_tokens=False)
+
+
+def form_of(worker: FakeWorker) -> Any:
+    """The form that the last answer has after its reasoning."""
+    return json.loads(worker.requests[-1].sampling_params.guided.structural_tag)["format"]["elements"][-1]
 
 
 async def test_calls(router: RunningRouter, worker: FakeWorker) -> None:
@@ -335,30 +339,6 @@ async def test_usage_so_far(router: RunningRouter) -> None:
     assert counts[-1] == 20
 
 
-@pytest.mark.parametrize(
-    ("form", "content", "reasoning"),
-    [
-        ({}, None, '{"x": 1}'),
-        ({"response_format": {"type": "json_object"}}, '{"x": 1}', None),
-        ({"guided_regex": ".*"}, '{"x": 1}', None),
-    ],
-)
-async def test_an_answer_of_a_form_does_not_go_on_with_the_prompt_s_reasoning(
-    start_worker: StartWorker,
-    start_router: StartRouter,
-    form: dict[str, object],
-    content: str | None,
-    reasoning: str | None,
-) -> None:
-    worker = await start_worker()
-    worker.chat_template = chat_templates.THINKS_AT_ONCE
-    worker.answer = ids_of('{"x": 1}')
-    router = await start_router(worker)
-    answer = await router.openai.chat.completions.create(model="tiny", messages=ASK, extra_body=form)
-    message = answer.choices[0].message
-    assert (message.content or None, getattr(message, "reasoning_content", None)) == (content, reasoning)
-
-
 async def test_names_of_speakers_are_for_the_template(start_worker: StartWorker, start_router: StartRouter) -> None:
     worker = await start_worker()
     worker.chat_template = "{% for message in messages %}{{ message.name }}: {{ message.content }}{% endfor %}"
@@ -374,7 +354,7 @@ async def test_required(router: RunningRouter, worker: FakeWorker, parallel: boo
     answer = await router.openai.chat.completions.create(
         model="tiny", messages=ASK, tools=TWO_TOOLS, tool_choice="required", parallel_tool_calls=parallel
     )
-    schema = json.loads(worker.requests[-1].sampling_params.guided.json_schema)
+    schema = form_of(worker)["json_schema"]
     assert schema.get("maxItems") == (None if parallel else 1)
     assert [one["properties"]["name"]["const"] for one in schema["items"]["anyOf"]] == ["f", "g"]
     assert schema["$defs"]["t1"]["additionalProperties"] is False
@@ -401,7 +381,7 @@ async def test_a_named_tool(router: RunningRouter, worker: FakeWorker) -> None:
     assert "".join(call.function.arguments or "" for call in deltas if call.function) == '{"x": 1}'
     assert len(deltas) > 1
     assert chunks[-1].choices[0].finish_reason == "stop", "as OpenAI has it for a tool that was named"
-    assert json.loads(worker.requests[-1].sampling_params.guided.json_schema) == TOOL["function"]["parameters"]
+    assert form_of(worker)["json_schema"] == TOOL["function"]["parameters"]
 
 
 @each_case(
@@ -409,10 +389,6 @@ async def test_a_named_tool(router: RunningRouter, worker: FakeWorker) -> None:
     [
         ({"tools": tools(strict=True, parameters={"type": "object", "not": {}})}, "tools[0].parameters"),
         ({"tool_choice": "required", "tools": tools(parameters={"type": "object", "not": {}})}, "tools[0].parameters"),
-        (
-            {"tool_choice": "required", "tools": [TOOL], "response_format": {"type": "json_object"}},
-            "response_format",
-        ),
     ],
 )
 async def test_forms_that_cannot_be_kept(router: RunningRouter, body: dict[str, object], param: str) -> None:

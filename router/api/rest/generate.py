@@ -162,8 +162,8 @@ class GenerationHandlers(Handlers):
             choices=body.choices,
             is_whole=is_whole,
         )
-        check = self._front.preparation.check_guided
-        await check(requests[0].sampling_params, requests[0].sampling_field, given[0].guided_by)
+        first, check = requests[0], self._front.preparation.check_guided
+        await check(first.sampling_params, first.sampling_field, first.tools, first.form)
         choices = candidates(requests, body.choices)
         if len(choices) > 1:
             within.enter_context(admission.gate.requests(client.name if client else "", len(choices) - 1))
