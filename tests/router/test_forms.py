@@ -134,6 +134,7 @@ async def test_responses(router: RunningRouter, worker: FakeWorker) -> None:
 
 async def test_over_grpc(router: RunningRouter, worker: FakeWorker) -> None:
     function = TOOL["function"]
+    wanted: tuple[str, str, str]
     for answer, wanted in ((JSON, ("hm {", '{"a": 1}', "")), (CALL, ("hm", "", '{"x": 1}'))):
         worker.answer = ids_of(answer)
         request = inference_pb2.ChatRequest(

@@ -158,39 +158,6 @@ async def test_template_options(router: RunningRouter, worker: FakeWorker) -> No
     assert answer.choices[0].message.content == "Yes."
 
 
-async def test_reasoning_effort(router: RunningRouter, start_worker: StartWorker, start_router: StartRouter) -> None:
-    """If the template has a word for it."""
-    hermes = {"none": True, "low": False}
-    told = await start_worker()
-    told.chat_template = "{{ messages[0].content }}{% if reasoning_effort %} effort {{ reasoning_effort }}{% endif %}"
-    telling = await start_router(told)
-    for effort, is_known in hermes.items():
-        for one, known in ((router, is_known), (telling, True)):
-            chat = one.openai.chat.completions.create(model="tiny", messages=ASK, reasoning_effort=effort)  # type: ignore[call-overload]
-            items = one.openai.responses.create(model="tiny", input="Do", reasoning={"effort": effort})  # type: ignore[call-overload]
-            for asked, field in ((chat, "reasoning_effort"), (items, "reasoning.effort")):
-                if known:
-                    await asked
-                    continue
-                with pytest.raises(openai.BadRequestError) as caught:
-                    await asked
-                assert caught.value.param == field
-        assert prompt_of(told) == f"Do effort {effort}"
-    with pytest.raises(openai.BadRequestError) as caught:
-        await router.openai.chat.completions.create(
-            model="tiny",
-            messages=ASK,
-            reasoning_effort="none",
-            extra_body={"chat_template_kwargs": {"enable_thinking": True}},
-        )
-    assert caught.value.param == "chat_template_kwargs.enable_thinking"
-
-
-async def test_no_reasoning_if_the_template_has_a_switch(router: RunningRouter, worker: FakeWorker) -> None:
-    await router.openai.chat.completions.create(model="tiny", messages=ASK, reasoning_effort="none")
-    assert prompt_of(worker).endswith("<think>\n\n</think>\n\n")
-
-
 def tools(count: int = 1, **changes: object) -> list[object]:
     return [{"type": "function", "function": {"name": f"f{number}", **changes}} for number in range(count)]
 
@@ -268,6 +235,11 @@ async def test_the_tool_whose_schema_cannot_be_kept_is_named(
         ({"messages": [*ASK, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "reasoning_content": "c"}]}, "messages[0].reasoning_content"),
+        ({"messages": [{"role": "user", "content": "x", "reasoning": "c"}]}, "messages[0].reasoning"),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "reasoning": "c", "reasoning_content": "d"}]},
+            "messages[0].reasoning",
+        ),
         ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
         ({"chat_template_kwargs": {"nothing": 1}}, "chat_template_kwargs.nothing"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
