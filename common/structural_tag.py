@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -115,10 +115,10 @@ class _Grammar:
         return self._rule(_TEXT)
 
     def _mark(self, format_: JsonObject, place: str, _: int) -> str:
-        """A text that is nothing else wherever it may stand: a lazy lexeme ends all others that begin like it. A
-        `const_string` gives way to longer text."""
-        _only(format_, place, "type", "value")
-        return self._rule(quoted(_text(format_, "value", place)), "[lazy]")
+        """A text that is nothing else wherever it may stand, spelled or as its one token: a lazy lexeme ends all others
+        that begin like it. A `const_string` gives way to longer text."""
+        text, token = _mark(format_, place)
+        return f"({self._rule(text, '[lazy]')}{token and f' | {token}'})"
 
     def _text_until(self, format_: JsonObject, place: str, _: int) -> str:
         """Free text up to its end, and the end."""
@@ -180,10 +180,7 @@ class _Grammar:
 
     def _tag(self, format_: JsonObject, place: str, depth: int) -> str:
         begin = format_.get("begin")
-        if isinstance(begin, dict) and begin.get("type") == "mark":
-            first = self._mark(begin, f"{place}.begin", depth)
-        else:
-            first = _begin(format_, place)
+        first = self._mark(begin, f"{place}.begin", depth) if _is_mark(begin) else _begin(format_, place)
         return f"({first} {self._inside(format_, place, depth)})"
 
     def _inside(self, tag: JsonObject, place: str, depth: int) -> str:
@@ -197,6 +194,10 @@ class _Grammar:
                 raise ValueError(f"{place}.content: free text before a tag's end has to be all of its content")
             return expression
         _only(content, f"{place}.content", "type")
+        if _is_mark(end):
+            text, token = _mark(end, f"{place}.end")
+            spelled = self._rule(_TEXT, f"[suffix={text}]")
+            return f"({spelled} | {self._rule(_TEXT)} {token})" if token else spelled
         if isinstance(end, dict):
             return f"{self._rule(_TEXT)} {_end(end, place)}"
         if not isinstance(end, str) or not end:
@@ -219,11 +220,16 @@ class _Grammar:
         )
         first, later = [], []
         by_trigger: dict[str, list[str]] = {}
+        by_mark: dict[tuple[str, str], list[str]] = {}
         for index, tag in enumerate(tags):
             where = f"{place}.tags[{index}]"
             inside = self._rule(self._inside(tag, where, depth))
-            first.append(f"{_begin(tag, where)} {inside}")
             begin = tag.get("begin")
+            if _is_mark(begin):
+                first.append(f"{self._mark(begin, f'{where}.begin', depth)} {inside}")
+                by_mark.setdefault(_mark(begin, f"{where}.begin"), []).append(inside)
+                continue
+            first.append(f"{_begin(tag, where)} {inside}")
             if not isinstance(begin, str):
                 later.append(f"{self._rule(_TEXT)} {_begin(tag, where)} {inside}")
                 continue
@@ -236,6 +242,9 @@ class _Grammar:
         for trigger, rests in by_trigger.items():
             text = self._rule(_TEXT.strip() + " " + quoted(trigger), "[lazy]")
             later.append(f"{text} ({' | '.join(rests)})")
+        for (spelled, token), insides in by_mark.items():
+            text = self._rule(f"{_TEXT} {spelled}", "[lazy]")
+            later.append(f"({text}{token and f' | {self._rule(_TEXT)} {token}'}) ({' | '.join(insides)})")
         one_later = self._rule(" | ".join(later))
         if at_least_one:
             one_first = self._rule(" | ".join(first))
@@ -293,7 +302,21 @@ def _begin(tag: JsonObject, place: str) -> str:
     return quoted(_text(tag, "begin", place))
 
 
+def _is_mark(value: object) -> TypeGuard[JsonObject]:
+    return isinstance(value, dict) and value.get("type") == "mark"
+
+
+def _mark(mark: JsonObject, place: str) -> tuple[str, str]:
+    """(its text, quoted; the token that it may also be, empty if it is none)."""
+    _only(mark, place, "type", "value", "token")
+    token = mark.get("token")
+    return quoted(_text(mark, "value", place)), "" if token is None else _token(token, f"{place}.token")
+
+
 def _end(end: object, place: str) -> str:
+    if _is_mark(end):
+        text, token = _mark(end, f"{place}.end")
+        return f"({text}{token and f' | {token}'})"
     if isinstance(end, dict):
         _only(end, f"{place}.end", "type", "token")
         return _token(end.get("token"), f"{place}.end.token")

@@ -142,7 +142,7 @@ class Preparation:
             thought=reader.thought(text),
             calls=reader.strict if tools.shown else None,
             free=free,
-            special=reader.special,
+            tokens=reader.tokens,
         )
         return Prompt(token_ids, field, answer)
 

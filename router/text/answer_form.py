@@ -30,7 +30,7 @@ class ChatAnswer:
     thought: Thought | None = None
     calls: StrictCalls | None = None  # None if the model is told of no tools
     free: Json | None = None  # the form of free text with strict calls
-    special: Mapping[str, int] = field(default_factory=dict)  # ids of special tokens by their text
+    tokens: Mapping[str, int] = field(default_factory=dict)  # ids by text, of those that may be marks
 
     def with_form(self, form: Guided | None, name: FieldName) -> tuple[Guided | None, Reading | None]:
         """(the form of the whole answer, how to read it). `form` is the client's, and is left aside if the answer has
@@ -73,7 +73,7 @@ class ChatAnswer:
 
     def _tag(self, format_: Json, name: FieldName) -> Guided:
         if self.thought is not None:
-            format_ = after_thought(self.thought, format_, self.special)
+            format_ = after_thought(self.thought, format_, self.tokens)
         text = json.dumps({"type": "structural_tag", "format": format_}, ensure_ascii=False)
         if len(text) > MAX_GRAMMAR_CHARS:
             reason = f"the form of the whole answer has {len(text)} characters, more than {MAX_GRAMMAR_CHARS}"

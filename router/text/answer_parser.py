@@ -49,8 +49,8 @@ class AnswerReader:
         self.knows_calls = CALLS_FIELD in as_text
         self.knows_parts = any(one.open_re is not None for one in without.values())
         special = {i: str(token) for i, token in rust.get_added_tokens_decoder().items() if token.special}
-        self.special = {text: token_id for token_id, text in special.items()}  # ids by their text
-        self.strict = StrictCalls(template, self.special)
+        self.tokens = {str(token): i for i, token in rust.get_added_tokens_decoder().items()}  # ids, special or not
+        self.strict = StrictCalls(template, {text: token_id for token_id, text in special.items()}, self.tokens)
         self._marks = reasoning_marks(template)
         self._shown = {
             has_calls: frozenset(

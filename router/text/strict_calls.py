@@ -13,15 +13,18 @@ from common.errors import InvalidArgumentError
 from router.text.conversation import Json, Tools
 from router.text.forced_calls import closed_schema
 from router.text.response_templates import CallShape, Template, call_shape
+from router.text.thought import mark
 
 
 class StrictCalls:
     """Makes the form of answers with tool calls, for one model, as a format of structural tags."""
 
-    def __init__(self, template: Template, special: Mapping[str, int]) -> None:
-        """`template`: of the model's answers. `special`: ids of special tokens by their text; free text has none."""
+    def __init__(self, template: Template, special: Mapping[str, int], tokens: Mapping[str, int]) -> None:
+        """`template`: of the model's answers. `special`: ids of special tokens by their text; free text has none.
+        `tokens`: see `mark`."""
         self._shape = call_shape(template)
         self._special = special
+        self._tokens = tokens
 
     def format(self, tools: Tools) -> Json | None:
         """The form of an answer in which the model may call `tools`; None if none of them is strict. Arguments of those
@@ -38,7 +41,7 @@ class StrictCalls:
             raise InvalidArgumentError(f"tools[{strict}].strict", reason) from error
         return {
             "type": "triggered_tags",
-            "triggers": ["<tool_call>"] if isinstance(tags[0]["begin"], str) else [],
+            "triggers": [],
             "tags": tags,
             "stop_after_first": not tools.parallel,
         }
@@ -49,7 +52,7 @@ class StrictCalls:
             return {"type": "or", "elements": [_llama(tool.name) for tool in tools.shown]}
         return {
             "type": "tags_with_separator",
-            "tags": [_marked(tag) for tag in self._tags(tools)],
+            "tags": self._tags(tools),
             "separator": "" if self._shape is CallShape.MISTRAL else "\n",
             "at_least_one": True,
             "stop_after_first": self._shape is CallShape.MISTRAL_LIST or not tools.parallel,
@@ -78,11 +81,8 @@ class StrictCalls:
         raise ValueError(_NO_MARK)
 
     def _hermes(self, name: str, schema: Json) -> Json:
-        before, after = f'\n{{"name": "{name}", "arguments": ', "}\n"
-        if "<tool_call>" not in self._special:
-            return {"begin": "<tool_call>" + before, "content": _json(schema), "end": f"{after}</tool_call>"}
-        content = _sequence(_const(before), _json(schema), _const(after))
-        return {"begin": self._token("<tool_call>"), "content": content, "end": self._token("</tool_call>")}
+        content = _sequence(_const(f'\n{{"name": "{name}", "arguments": '), _json(schema), _const("}\n"))
+        return {"begin": self._mark("<tool_call>"), "content": content, "end": self._mark("</tool_call>")}
 
     def _mistral(self, name: str, schema: Json) -> Json:
         content = _sequence(_const(name), self._token("[ARGS]"), _json(schema))
@@ -108,12 +108,12 @@ class StrictCalls:
 
     def _tagged(self, name: str) -> Json:
         """Arguments are no JSON, so they are free text."""
-        if "<tool_call>" in self._special:
-            opened = {"type": "tag", "begin": f"\n<function={name}>\n", "content": {"type": "any_text"}, "end": ""}
-            opened["end"] = self._token("</tool_call>")
-            return {"begin": self._token("<tool_call>"), "content": opened, "end": ""}
-        begin = f"<tool_call>\n<function={name}>\n"
-        return {"begin": begin, "content": {"type": "any_text"}, "end": "</tool_call>"}
+        rest = {"type": "text_until", "end": self._mark("</tool_call>")}
+        content = _sequence(_const(f"\n<function={name}>\n"), rest)
+        return {"begin": self._mark("<tool_call>"), "content": content, "end": ""}
+
+    def _mark(self, text: str) -> Json:
+        return mark(text, self._tokens)
 
     def _token(self, text: str) -> Json:
         if text not in self._special:
@@ -122,15 +122,6 @@ class StrictCalls:
 
 
 _NO_MARK = "in what this model writes, no mark tells where a call begins that is JSON"
-
-
-def _marked(tag: Json) -> Json:
-    """The tag of a call that is told by its mark alone, whatever else text may be that begins like it."""
-    if not isinstance(tag["begin"], str):
-        return tag
-    rest = tag["begin"].removeprefix("<tool_call>")
-    call = {"type": "tag", "begin": rest, "content": tag["content"], "end": tag["end"]}
-    return {"begin": {"type": "mark", "value": "<tool_call>"}, "content": call, "end": ""}
 
 
 def _llama_opening(name: str) -> str:

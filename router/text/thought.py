@@ -32,21 +32,20 @@ def thought_after(prompt: str, begun: str, open_mark: str, close_mark: str) -> T
     return Thought("" if end.endswith(open_mark) else open_mark, close_mark)
 
 
-def after_thought(thought: Thought, answer: Json, special: Mapping[str, int]) -> Json:
-    """The form (of a structural tag) of an answer that is `answer` after the reasoning. `special`: ids of special
-    tokens by their text."""
-    breaks = [{"type": "const_string", "value": "\n" * num} for num in range(MAX_BREAKS, 0, -1)]
-    end = _token(thought.close, special) or thought.close
-    reasoning = [
-        {"type": "text_until", "end": end},
-        {"type": "optional", "content": {"type": "or", "elements": breaks}},
-    ]
+def after_thought(thought: Thought, answer: Json, tokens: Mapping[str, int]) -> Json:
+    """The form (of a structural tag) of an answer that is `answer` after the reasoning. `tokens`: see `mark`."""
+    one = {"type": "mark", "value": "\n"}  # whatever the answer may begin with, these are the gap's
+    gap: Json = {"type": "optional", "content": one}
+    for _ in range(MAX_BREAKS - 1):
+        gap = {"type": "optional", "content": {"type": "sequence", "elements": [one, gap]}}
+    reasoning = [{"type": "text_until", "end": mark(thought.close, tokens)}, gap]
     if not thought.open:
         return {"type": "sequence", "elements": [*reasoning, answer]}
-    begin = _token(thought.open, special) or {"type": "mark", "value": thought.open}
-    first = {"type": "optional", "content": {"type": "sequence", "elements": [begin, *reasoning]}}
-    return {"type": "sequence", "elements": [first, answer]}
+    begun = {"type": "sequence", "elements": [mark(thought.open, tokens), *reasoning]}
+    return {"type": "sequence", "elements": [{"type": "optional", "content": begun}, answer]}
 
 
-def _token(text: str, special: Mapping[str, int]) -> Json | None:
-    return {"type": "token", "token": special[text]} if text in special else None
+def mark(text: str, tokens: Mapping[str, int]) -> Json:
+    """`tokens`: ids by text of tokens that were added to the vocabulary, special or not. Models write a mark as its one
+    token, and to grammars some of these are no text."""
+    return {"type": "mark", "value": text} | ({"token": tokens[text]} if text in tokens else {})

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from common.errors import InvalidArgumentError
@@ -21,6 +23,7 @@ from tests.router import chat_templates
 from tests.router.published_templates import published
 from tests.router.tiny_tokenizer import eos_id, tokenizer_files
 
+ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 MARKS = ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]")
 X: dict[str, Any] = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 TOOLS = Tools(
@@ -50,9 +53,12 @@ FORMS = {
 
 
 @cache
-def rust() -> RustTokenizer:
+def rust(*, has_added: bool = False, is_special: bool = False) -> RustTokenizer:
+    """`has_added`: marks in angle brackets are tokens of their own."""
     made = RustTokenizer.from_str(tokenizer_files()["tokenizer.json"].decode())
     made.add_special_tokens(list(MARKS))
+    if has_added:
+        made.add_tokens([AddedToken(mark, special=is_special, normalized=False) for mark in ADDED])
     return made
 
 
@@ -63,17 +69,22 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LLTokenizer:
     return LLTokenizer(str(file), n_vocab=rust().get_vocab_size(), eos_token=eos_id())
 
 
-def answer_to(prompt: str, chat_template: str = chat_templates.HERMES, tools: Tools | None = None) -> ChatAnswer:
+def answer_to(
+    prompt: str,
+    chat_template: str = chat_templates.HERMES,
+    tools: Tools | None = None,
+    tokenizer: RustTokenizer | None = None,
+) -> ChatAnswer:
     template = response_template(None, chat_template)
     assert template is not None
-    reader, tools = AnswerReader(template, rust()), tools or Tools()
+    reader, tools = AnswerReader(template, tokenizer or rust()), tools or Tools()
     return ChatAnswer(
         tools=tools,
         reading=reader.reading(prompt, tools),
         thought=reader.thought(prompt),
         calls=reader.strict if tools.shown else None,
         free=reader.strict.format(tools) if tools.shown and not tools.is_forced else None,
-        special=reader.special,
+        tokens=reader.tokens,
     )
 
 
@@ -129,6 +140,14 @@ def test_a_form_holds_from_the_end_of_the_reasoning_on(tokenizer: LLTokenizer, n
         assert read(reading, f"{opening}hm</th") == ("hm</th", "", [])  # cut off
     for prompt in (ASKED + "<think>\n\n</think>\n\n", ASKED + "<think>hm</think>", ASKED + "Already "):
         assert answer_to(prompt).with_form(form, str)[0] == form  # at once
+
+
+def test_line_breaks_after_the_reasoning_are_no_part_of_the_form(tokenizer: LLTokenizer) -> None:
+    guided, reading = composed(answer_to(ASKED), Guided(choice=("\nx",)))
+    for num, is_good in ((1, False), (2, False), (3, True), (4, False)):
+        assert accepts(tokenizer, guided, "<think></think>" + "\n" * num + "x") is is_good
+    assert read(reading, "<think></think>\n\n\nx") == ("", "\nx", [])
+    assert read(reading, "\nx") == ("", "\nx", [])
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -255,6 +274,37 @@ def test_strict_tools_have_no_say_in_the_reasoning(tokenizer: LLTokenizer) -> No
         assert not accepts(tokenizer, guided, f"{opening}hm</think>{bad_call}")
         reasoning, content, calls = read(reading, text)
         assert (reasoning, content, calls) == (f"or {bad_call}?", "So:", [("f", '{"x": 1}')])
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("is_spelled", [False, True])
+def test_marks_that_are_tokens_of_their_own(tmp_path: Path, is_special: bool, is_spelled: bool) -> None:
+    """As Qwen3's. The model may write one, or spell it; neither gets around the form."""
+    own, file = rust(has_added=True, is_special=is_special), tmp_path / "tokenizer.json"
+    file.write_text(own.to_str())
+    tokenizer = LLTokenizer(str(file), n_vocab=own.get_vocab_size(), eos_token=eos_id())
+    encode = rust() if is_spelled else own
+    call, bad_call = SHAPES["hermes"][2:4]
+    tagged, bad_tagged = SHAPES["tagged"][2:4]
+    thoughts = (("<think>", "<think>hm</think>\n"), ("", "hm</think>\n"))
+    for opening, thought in thoughts:
+        prompt = ASKED if opening else ASKED + "<think>\n"
+        for template, tools, form, good, bad in (
+            (chat_templates.HERMES, Tools(), SCHEMA, '{"x": 1}', call),
+            (chat_templates.HERMES, TOOLS, SCHEMA, call, bad_call),
+            (chat_templates.HERMES, TOOLS, Guided(regex="[^0-9]*"), call, bad_call),
+            (chat_templates.TAGGED, LOOSE, SCHEMA, tagged, bad_tagged),
+            (chat_templates.HERMES, TOOLS, None, f"So:{call}\n{call}.", f"So:{bad_call}"),
+        ):
+            guided, reading = composed(answer_to(prompt, template, tools, own), form)
+            check_grammar(guided)
+            for text, is_good in ((good, True), (bad, False)):
+                matcher = LLMatcher(tokenizer, grammar_of(guided), log_level=0)
+                tokens = encode.encode(thought + text, add_special_tokens=False).ids
+                assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) is is_good, text
+            assert reading.shown_token_ids >= ({own.token_to_id("</think>")} if is_special else set())
+            reasoning, _, calls = read(reading, thought + good)
+            assert (reasoning, len(calls)) == ("hm", good.count("<tool_call>"))
 
 
 def test_tools_that_may_not_be_called_leave_the_form_alone() -> None:

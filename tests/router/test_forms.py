@@ -194,7 +194,7 @@ async def test_the_prompt_says_whether_the_answer_begins_with_reasoning(
         assert guided == Guided(json_schema=json.dumps(SCHEMA))
         return
     first = json.loads(guided.structural_tag)["format"]["elements"][0]
-    assert first == {"type": "text_until", "end": "</think>"}
+    assert first == {"type": "text_until", "end": {"type": "mark", "value": "</think>"}}
 
 
 async def test_no_reasoning_if_the_template_has_a_switch(router: RunningRouter, worker: FakeWorker) -> None:

@@ -135,7 +135,7 @@ async def test_a_request(router: RunningRouter, worker: FakeWorker) -> None:
     )
     (request,) = worker.requests
     tag = json.loads(request.sampling_params.guided.structural_tag)
-    assert tag["format"]["elements"][-1]["tags"][0]["content"]["json_schema"]["properties"] == {
+    assert tag["format"]["elements"][-1]["tags"][0]["content"]["elements"][1]["json_schema"]["properties"] == {
         "x": {"type": "integer"}
     }
     assert (answer.choices[0].message.content, len(answer.choices[0].message.tool_calls or [])) == ("Yes.", 2)
