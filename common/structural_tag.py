@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-MAX_DEPTH = 16
+MAX_DEPTH = 18
 
 _TEXT = r"/(.|\n)*/"
 
@@ -23,11 +23,25 @@ JsonObject = Mapping[str, object]
 
 def structural_tag_grammar(text: str, json_options: JsonCompileOptions) -> str:
     """Raises `ValueError` with a reason that names the place."""
+    return _Grammar(json_options).of(tag_format(text))
+
+
+def tag_format(text: str) -> JsonObject:
+    """The tag's format, in the newer shape. Raises `ValueError` with a reason that names the place."""
     try:
-        tag = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"structural_tag is not valid JSON: {error}") from error
-    return _Grammar(json_options).of(_object(tag, "structural_tag"))
+    tag = _object(value, "structural_tag")
+    if "structures" in tag:
+        _only(tag, "structural_tag", "type", "structures", "triggers")
+        format_ = _from_older(tag)
+    else:
+        _only(tag, "structural_tag", "type", "format")
+        format_ = _object(tag.get("format"), "structural_tag.format")
+    if tag.get("type", "structural_tag") != "structural_tag":
+        raise ValueError('structural_tag.type must be "structural_tag"')
+    return format_
 
 
 class _Grammar:
@@ -50,19 +64,13 @@ class _Grammar:
             "star": self._repeated("*"),
             "plus": self._repeated("+"),
             "tag": self._tag,
+            "mark": self._mark,
+            "text_until": self._text_until,
             "triggered_tags": self._triggered_tags,
             "tags_with_separator": self._tags_with_separator,
         }
 
-    def of(self, tag: JsonObject) -> str:
-        if "structures" in tag:
-            _only(tag, "structural_tag", "type", "structures", "triggers")
-            format_ = _from_older(tag)
-        else:
-            _only(tag, "structural_tag", "type", "format")
-            format_ = _object(tag.get("format"), "structural_tag.format")
-        if tag.get("type", "structural_tag") != "structural_tag":
-            raise ValueError('structural_tag.type must be "structural_tag"')
+    def of(self, format_: JsonObject) -> str:
         start = self._expression(format_, "structural_tag.format", 0)
         lark = "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
         if not self._parts:
@@ -105,6 +113,17 @@ class _Grammar:
         stops."""
         _only(format_, place, "type")
         return self._rule(_TEXT)
+
+    def _mark(self, format_: JsonObject, place: str, _: int) -> str:
+        """A text that is nothing else wherever it may stand, spelled or as its one token: a lazy lexeme ends all others
+        that begin like it. A `const_string` gives way to longer text."""
+        text, token = _mark(format_, place)
+        return f"({self._rule(text, '[lazy]')}{token and f' | {token}'})"
+
+    def _text_until(self, format_: JsonObject, place: str, _: int) -> str:
+        """Free text up to its end, and the end."""
+        _only(format_, place, "type", "end")
+        return "(" + self._inside({"content": {"type": "any_text"}, "end": format_.get("end")}, place, 0) + ")"
 
     def _regex(self, format_: JsonObject, place: str, _: int) -> str:
         from llguidance import LLMatcher
@@ -160,7 +179,9 @@ class _Grammar:
     # ---------------------------------------------------------------------------------------------------- tags
 
     def _tag(self, format_: JsonObject, place: str, depth: int) -> str:
-        return f"({_begin(format_, place)} {self._inside(format_, place, depth)})"
+        begin = format_.get("begin")
+        first = self._mark(begin, f"{place}.begin", depth) if _is_mark(begin) else _begin(format_, place)
+        return f"({first} {self._inside(format_, place, depth)})"
 
     def _inside(self, tag: JsonObject, place: str, depth: int) -> str:
         """A tag's content and its end."""
@@ -173,6 +194,10 @@ class _Grammar:
                 raise ValueError(f"{place}.content: free text before a tag's end has to be all of its content")
             return expression
         _only(content, f"{place}.content", "type")
+        if _is_mark(end):
+            text, token = _mark(end, f"{place}.end")
+            spelled = self._rule(_TEXT, f"[suffix={text}]")
+            return f"({spelled} | {self._rule(_TEXT)} {token})" if token else spelled
         if isinstance(end, dict):
             return f"{self._rule(_TEXT)} {_end(end, place)}"
         if not isinstance(end, str) or not end:
@@ -195,11 +220,16 @@ class _Grammar:
         )
         first, later = [], []
         by_trigger: dict[str, list[str]] = {}
+        by_mark: dict[tuple[str, str], list[str]] = {}
         for index, tag in enumerate(tags):
             where = f"{place}.tags[{index}]"
             inside = self._rule(self._inside(tag, where, depth))
-            first.append(f"{_begin(tag, where)} {inside}")
             begin = tag.get("begin")
+            if _is_mark(begin):
+                first.append(f"{self._mark(begin, f'{where}.begin', depth)} {inside}")
+                by_mark.setdefault(_mark(begin, f"{where}.begin"), []).append(inside)
+                continue
+            first.append(f"{_begin(tag, where)} {inside}")
             if not isinstance(begin, str):
                 later.append(f"{self._rule(_TEXT)} {_begin(tag, where)} {inside}")
                 continue
@@ -212,6 +242,9 @@ class _Grammar:
         for trigger, rests in by_trigger.items():
             text = self._rule(_TEXT.strip() + " " + quoted(trigger), "[lazy]")
             later.append(f"{text} ({' | '.join(rests)})")
+        for (spelled, token), insides in by_mark.items():
+            text = self._rule(f"{_TEXT} {spelled}", "[lazy]")
+            later.append(f"({text}{token and f' | {self._rule(_TEXT)} {token}'}) ({' | '.join(insides)})")
         one_later = self._rule(" | ".join(later))
         if at_least_one:
             one_first = self._rule(" | ".join(first))
@@ -269,7 +302,21 @@ def _begin(tag: JsonObject, place: str) -> str:
     return quoted(_text(tag, "begin", place))
 
 
+def _is_mark(value: object) -> TypeGuard[JsonObject]:
+    return isinstance(value, dict) and value.get("type") == "mark"
+
+
+def _mark(mark: JsonObject, place: str) -> tuple[str, str]:
+    """(its text, quoted; the token that it may also be, empty if it is none)."""
+    _only(mark, place, "type", "value", "token")
+    token = mark.get("token")
+    return quoted(_text(mark, "value", place)), "" if token is None else _token(token, f"{place}.token")
+
+
 def _end(end: object, place: str) -> str:
+    if _is_mark(end):
+        text, token = _mark(end, f"{place}.end")
+        return f"({text}{token and f' | {token}'})"
     if isinstance(end, dict):
         _only(end, f"{place}.end", "type", "token")
         return _token(end.get("token"), f"{place}.end.token")

@@ -50,6 +50,7 @@ def make_front(
             registry, lambda request, endpoints: dispatcher.routes.policy.pick(request, endpoints), quotas, threads
         ),
         part,
+        also_reasoning=settings.also_reasoning,
     )
 
 

@@ -15,7 +15,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 ChatMessages = Messages | Sequence[Mapping[str, Any]]
 
-_MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"}
+_MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning"}
 
 
 def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
@@ -61,6 +61,8 @@ def _message(given: Mapping[str, Any], name: str) -> Message:
     for key in given:
         if key not in _MESSAGE_KEYS:
             raise InvalidArgumentError(f"{name}.{key}", "is not known")
+    if None not in (names := (given.get("reasoning"), given.get("reasoning_content"))) and names[0] != names[1]:
+        raise InvalidArgumentError(f"{name}.reasoning", "differs from reasoning_content, another name of it")
     try:
         calls = [
             ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
@@ -72,7 +74,7 @@ def _message(given: Mapping[str, Any], name: str) -> Message:
             tool_calls=calls,
             tool_call_id=given.get("tool_call_id", ""),
             name=given.get("name") or "",
-            reasoning=given.get("reasoning_content") or "",
+            reasoning=given.get("reasoning_content") or given.get("reasoning") or "",
         )
     except (KeyError, TypeError) as error:
         raise InvalidArgumentError(name, f"is no message: {error}") from error

@@ -245,7 +245,9 @@ class LocalEngine:
             arrived_at=time.monotonic(),
             choices=Choices(n=ask.params.num_candidates),
         )
-        _done(self._preparation.check_guided(request.sampling_params, request.sampling_field, prompt.guided_by))
+        _done(
+            self._preparation.check_guided(request.sampling_params, request.sampling_field, request.tools, request.form)
+        )
         return request
 
     def _prompt(

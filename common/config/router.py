@@ -101,6 +101,10 @@ class RouterSettings(PolicySettings, LimitSettings, TlsSettings, HealthSettings,
         description="control tokens (such as <|im_end|>) in chat messages are control tokens, not text: clients may "
         "then begin and end turns in a message",
     )
+    also_reasoning: bool = Field(
+        False,
+        description="messages and deltas of chat answers have their reasoning_content under the name reasoning, too",
+    )
     worker_wait: float = Field(
         0.0, ge=0, description="seconds that a request waits while there is no worker (a fleet scaled to zero)"
     )

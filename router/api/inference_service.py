@@ -240,7 +240,7 @@ class InferenceService:
                 choices_name=_choices_field,
                 is_whole=choices.are_compared,
             )
-            await front.preparation.check_guided(first.sampling_params, first.sampling_field, prompt.guided_by)
+            await front.preparation.check_guided(first.sampling_params, first.sampling_field, first.tools, first.form)
             requests = candidates([first], choices)
             shows_logprobs = request.sampling_params.HasField("logprobs")
             with (

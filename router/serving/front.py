@@ -26,6 +26,7 @@ class Front:
     embedder: Embedder
     prefix_hints: PrefixHints
     part: Part
+    also_reasoning: bool = False  # see `RouterSettings`
 
     def not_ready(self) -> str:
         """Why the router takes no request now; empty if it does."""

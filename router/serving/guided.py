@@ -1,18 +1,15 @@
-"""Answers whose form the client or the tools prescribe: what they can be combined with, and whether their grammar is
-valid."""
+"""Answers whose form the client or the tools prescribe: whether their grammar is valid."""
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from functools import partial
 
 from common.errors import InvalidArgumentError
 from common.guided import Guided, check_grammar
-from common.sampling import FieldName, Given
+from common.sampling import FieldName
 from router.serving.threads import SHORT, TextThreads
-from router.text.answer_parts import Reading
 from router.text.conversation import Tools
 from router.text.forced_calls import closed_schema
 
@@ -27,10 +24,15 @@ class Grammars:
         self._threads = threads
         self._good: dict[Guided, None] = {}  # the last ones
 
-    async def check(self, guided: Guided | None, name: FieldName, tools: Tools | None = None) -> None:
-        """`tools`: whose schemas `guided` is made of. Raises `InvalidArgumentError`."""
+    async def check(
+        self, guided: Guided | None, name: FieldName, tools: Tools | None = None, form: Guided | None = None
+    ) -> None:
+        """`tools`: whose schemas are a part of `guided`. `form`: another part, the client's own, checked first so that
+        an error has the words of what the client wrote. Raises `InvalidArgumentError`."""
         if guided is None or guided in self._good:
             return
+        if form is not None:
+            await self.check(form, name)
         await self._threads.run(SHORT + 1, partial(_check, guided, name, tools))
         self._good[guided] = None
         while len(self._good) > MAX_GOOD_GRAMMARS:
@@ -59,23 +61,3 @@ def _check_each(tools: Tools) -> None:
                 check_grammar(Guided(json_schema=json.dumps(closed_schema(tool))))
             except ValueError as error:
                 raise InvalidArgumentError(f"tools[{index}].parameters", str(error)) from error
-
-
-def with_calls(sampling: Given, guided: Guided, name: FieldName) -> tuple[Given, FieldName]:
-    """Sampling parameters of an answer whose form the tools give, and the client's names for them: a wrong form is
-    the fault of the tools."""
-    if sampling.get("guided") is not None:
-        raise InvalidArgumentError(
-            name("guided"), "cannot be together with a tool_choice that forces a call, or with strict tools"
-        )
-    return {**sampling, "guided": guided}, lambda given: "tools" if given == "guided" else name(given)
-
-
-def reading_of(reading: Reading | None, guided: Guided | None) -> Reading | None:
-    """How to read an answer whose form the client gives. It has no room for reasoning that the prompt began; if it is
-    JSON or a choice, it has none for calls of tools either."""
-    if reading is None or guided is None:
-        return reading
-    if guided.json_schema or guided.json_object or guided.choice:
-        return None
-    return replace(reading, parser=reading.fresh_parser)

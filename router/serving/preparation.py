@@ -12,6 +12,7 @@ from functools import partial
 from common.cache_hints import Retain, check_num_tokens, check_retain, check_retain_s
 from common.choices import Choices
 from common.errors import InvalidArgumentError
+from common.guided import Guided
 from common.sampling import FieldName, Given, SamplingParams, checked, fitted
 from common.validation import (
     check_cache_salt,
@@ -32,13 +33,13 @@ from router.serving.beams import beam_params, beam_sampling
 from router.serving.clients import ApiClient, CallHints
 from router.serving.embedding import MAX_DIMENSIONS, EmbedRequest
 from router.serving.fair_queue import name_of
-from router.serving.guided import Grammars, reading_of, with_calls
+from router.serving.guided import Grammars
 from router.serving.prefix_hints import PrefixHint
 from router.serving.request import GenerationRequest, Prompt, SamplingMessages, new_request_id
 from router.serving.sampling_size import check_size
 from router.serving.threads import TextThreads
+from router.text.answer_form import ChatAnswer
 from router.text.conversation import Conversation, Tools, read_through
-from router.text.forced_calls import forced_guide, forced_reading
 
 ONE_ANSWER = Choices()
 VALUE_CHARS = 12  # rendering a value of JSON takes about as long as tokenizing this many characters
@@ -115,11 +116,11 @@ class Preparation:
             texts, num_of_tools = read_through([tool.as_json() for tool in tools.tools])
             described = "".join(texts)
             check_text(described, model.limits, "tools")
-        reader, guided = model.tokenizer.reader, None
+        reader, free = model.tokenizer.reader, None
         if tools.shown and not tools.is_forced:
             if reader is None or not reader.knows_calls:
                 raise InvalidArgumentError("tools", "the shape in which this model writes calls of tools is not known")
-            guided = reader.strict.guide(tools)
+            free = reader.strict.format(tools)
         encode = partial(
             model.tokenizer.encode_chat,
             conversation,
@@ -133,15 +134,24 @@ class Preparation:
             raise InvalidArgumentError(field if error.field == "messages" else error.field, error.reason) from error
         token_ids = _last(token_ids, keep)
         check_prompt(token_ids, model.limits, field)
-        if tools.is_forced:
-            return Prompt(token_ids, field, forced_reading(tools), forced_guide(tools), tools)
-        reading = None if reader is None else reader.reading(text, tools)
-        return Prompt(token_ids, field, reading, guided, None if guided is None else tools)
+        if reader is None:
+            return Prompt(token_ids, field, ChatAnswer(tools=tools))
+        answer = ChatAnswer(
+            tools=tools,
+            reading=reader.reading(text, tools),
+            thought=reader.thought(text),
+            calls=reader.strict if tools.shown else None,
+            free=free,
+            tokens=reader.tokens,
+        )
+        return Prompt(token_ids, field, answer)
 
-    async def check_guided(self, params: SamplingParams, name: FieldName, tools: Tools | None = None) -> None:
-        """Parses the grammar of guided text; `tools` are the prompt's `guided_by`. Raises `InvalidArgumentError`. A
+    async def check_guided(
+        self, params: SamplingParams, name: FieldName, tools: Tools | None = None, form: Guided | None = None
+    ) -> None:
+        """Parses the grammar of guided text; `tools` and `form` are the request's. Raises `InvalidArgumentError`. A
         worker may still refuse the grammar, for example for a token that its model lacks."""
-        await self._grammars.check(params.guided, name, tools)
+        await self._grammars.check(params.guided, name, tools, form)
 
     async def tokenize(self, model: ServedModel, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
         if text:
@@ -189,8 +199,15 @@ class Preparation:
         check_priority(priority)
         if retain is not None:
             check_retain(retain, self._max_retain_s)
-        if (guided := prompts[0].guided) is not None:  # of a chat, which has one prompt
-            sampling, name = with_calls(sampling, guided, name)
+        form, reading, tools = None, None, None
+        if (answer := prompts[0].answer) is not None:  # of a chat, which has one prompt
+            form = None if sampling.get("guided") is None else _checked(model, sampling, name).guided
+            if form is None or answer.tools.is_forced:
+                form, name = None, _blaming_tools(name)
+            guided, reading = answer.with_form(form, name)
+            if guided is not None:
+                sampling, tools = {**sampling, "guided": guided}, answer.tools if answer.tools.shown else None
+            form = None if guided == form else form
         if choices.use_beam_search:
             sampling = beam_sampling(sampling, name)
         params, wire = _checked(model, sampling, name), SamplingMessages()
@@ -224,7 +241,9 @@ class Preparation:
                 session=_session(client, hints),
                 explain=hints is not None and hints.explain,
                 prompt_field=prompt.field,
-                reading=prompt.reading if guided is not None else reading_of(prompt.reading, params.guided),
+                reading=reading,
+                form=form,
+                tools=tools,
                 sampling_field=name,
                 beams=beams,
             )
@@ -341,6 +360,11 @@ def _checked(model: ServedModel, sampling: Given, name: FieldName) -> SamplingPa
         params = replace(params, bad_words_ids=bad_words_ids(model, params, name))
         check_size(params, name, "bad_words")
     return params
+
+
+def _blaming_tools(name: FieldName) -> FieldName:
+    """The client's names for the parameters of an answer whose form the tools alone give."""
+    return lambda given: "tools" if given == "guided" else name(given)
 
 
 def _session(client: ApiClient | None, hints: CallHints | None) -> str:

@@ -14,6 +14,7 @@ from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
 from protos.messages import message_of
 from router.fleet.served_model import ServedModel
+from router.text.answer_form import ChatAnswer
 from router.text.answer_parts import Part, Reading, ToolCallDelta
 from router.text.conversation import Tools
 
@@ -24,9 +25,7 @@ class Prompt:
 
     token_ids: list[int]
     field: str
-    reading: Reading | None = None  # None if the answer is nothing but text
-    guided: Guided | None = None  # the form that the answer must have, because of its tools
-    guided_by: Tools | None = None  # whose schemas `guided` is made of
+    answer: ChatAnswer | None = None  # of a chat: what the answer may be
     is_cut: bool = False  # whether it lacks its first tokens, as `truncate_prompt_tokens` asked
 
 
@@ -91,7 +90,9 @@ class GenerationRequest:
     session: str = ""  # requests of one session belong together; empty: it belongs to none
     explain: bool = False  # whether the client wants to know why the request went where it went
     prompt_field: str = "prompt"  # the client's name for the prompt
-    reading: Reading | None = None
+    reading: Reading | None = None  # None if the answer is nothing but text
+    form: Guided | None = None  # the client's own, if the form of the whole answer is another one
+    tools: Tools | None = None  # whose schemas are a part of the answer's form
     siblings: Siblings = field(default_factory=Siblings)
     charge: Charge = field(default_factory=Charge)
     beams: BeamSearchParams | None = None  # the answers to the prompt are those of a beam search

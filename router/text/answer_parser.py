@@ -20,10 +20,11 @@ from transformers.utils.chat_parsing.content_parsers import process_field
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from common.errors import UnavailableError
-from router.text.answer_parts import Pieces, Reading, ToolCallDelta, new_call_id
+from router.text.answer_parts import Pieces, Reading, Spaces, ToolCallDelta, new_call_id
 from router.text.conversation import Tools
-from router.text.response_templates import REASONING_FIELDS, Template
+from router.text.response_templates import REASONING_FIELDS, Template, reasoning_marks
 from router.text.strict_calls import StrictCalls
+from router.text.thought import Thought, thought_after
 from router.text.tool_text import ArgumentsText, CallText, ObjectsText, calls_of
 
 CALLS_FIELD = "tool_calls"
@@ -48,7 +49,9 @@ class AnswerReader:
         self.knows_calls = CALLS_FIELD in as_text
         self.knows_parts = any(one.open_re is not None for one in without.values())
         special = {i: str(token) for i, token in rust.get_added_tokens_decoder().items() if token.special}
-        self.strict = StrictCalls(template, {text: token_id for token_id, text in special.items()})
+        self.tokens = {str(token): i for i, token in rust.get_added_tokens_decoder().items()}  # ids, special or not
+        self.strict = StrictCalls(template, {text: token_id for token_id, text in special.items()}, self.tokens)
+        self._marks = reasoning_marks(template)
         self._shown = {
             has_calls: frozenset(
                 token_id for token_id, text in special.items() if any(text in pattern for pattern in patterns)
@@ -74,6 +77,16 @@ class AnswerReader:
             fresh_parser=partial(parser, ""),
             shown_token_ids=self._shown[has_calls],
         )
+
+    def thought(self, prompt: str) -> Thought | None:
+        """The reasoning with which the answer to `prompt` may begin; None if it has none, or not any more."""
+        if self._marks is None:
+            return None
+        tail = prompt[-PROMPT_TAIL_CHARS:]
+        begun = (
+            self._with_calls.truncate_past_last_anchor(tail) if self._with_calls.start_anchor_re.search(tail) else ""
+        )
+        return thought_after(tail, begun, *self._marks)
 
 
 class _Regions(ResponseParser):  # type: ignore[misc]  # transformers has no types
@@ -122,8 +135,8 @@ class AnswerParser:
         self._as_written = as_written
         self._parallel = parallel
         self._pieces = Pieces()
-        self._content = _Spaces()
-        self._reasoning = _Spaces()
+        self._content = Spaces()
+        self._reasoning = Spaces()
         self._region: _CallRegion | None = None
         self.num_calls = 0
         self.is_done = False  # the answer has all the calls that it may have
@@ -242,31 +255,6 @@ def _text_of(template: Any, captures: Mapping[str, str]) -> ArgumentsText | Obje
         return ObjectsText()
     name = captures.get(str(function.get("name")).strip("{}"))
     return ArgumentsText(name) if name and function.get("arguments") == "{content}" else None
-
-
-class _Spaces:
-    """Drops white space at the edges of a part."""
-
-    def __init__(self) -> None:
-        self._skip = False
-        self._held = ""
-
-    def begin(self) -> None:
-        """A part begins, or another one ends this one."""
-        self._skip, self._held = True, ""
-
-    def add(self, text: str) -> str:
-        if self._skip:
-            text = text.lstrip()
-            self._skip = not text
-        text = self._held + text
-        shown = text.rstrip()
-        self._held = text[len(shown) :]
-        return shown
-
-    def end(self) -> str:
-        held, self._held = self._held, ""
-        return held
 
 
 def _as_text(one: Any) -> Any:

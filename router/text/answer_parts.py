@@ -70,6 +70,31 @@ class Pieces:
         return [one for one in self.parts if isinstance(one, ToolCallDelta)]
 
 
+class Spaces:
+    """Drops white space at the edges of a part."""
+
+    def __init__(self) -> None:
+        self._skip = False
+        self._held = ""
+
+    def begin(self) -> None:
+        """A part begins, or another one ends this one."""
+        self._skip, self._held = True, ""
+
+    def add(self, text: str) -> str:
+        if self._skip:
+            text = text.lstrip()
+            self._skip = not text
+        text = self._held + text
+        shown = text.rstrip()
+        self._held = text[len(shown) :]
+        return shown
+
+    def end(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
 class PartsParser(Protocol):
     """Separates the parts of one answer as its text comes."""
 

@@ -8,6 +8,7 @@ loop controls) are the conventions that model publishers write their templates f
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from datetime import datetime
 
@@ -19,7 +20,11 @@ import jinja2.parser
 import jinja2.sandbox
 
 from common.errors import InvalidArgumentError, UnavailableError
-from router.text.conversation import Conversation
+from router.text.conversation import DEFAULT_EFFORT, Conversation
+
+EFFORT_VARIABLE = "reasoning_effort"
+SWITCHES = ("enable_thinking", "thinking")  # variables that turn reasoning on and off: Qwen3's, DeepSeek's
+_REASONS = re.compile("think|reason", re.IGNORECASE)
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -91,24 +96,24 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=True,
                 **self._special_tokens,
-                **conversation.template_options,
-                **effort,
+                **{**conversation.template_options, **effort},
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise InvalidArgumentError("messages", f"the model's chat template refuses them: {error}") from error
 
     def _effort(self, conversation: Conversation) -> dict[str, object]:
-        """The variables that tell the template how much to reason: one with OpenAI's name, or a switch as in Qwen3."""
+        """The variables that tell the template how much to reason: one with OpenAI's name, and a switch. Without any of
+        them the default effort is what the model does anyway, and so is none at all if it never reasons."""
         effort, field = conversation.effort, conversation.effort_field
         if not effort:
             return {}
-        if "reasoning_effort" in self.variables:
-            variables: dict[str, object] = {"reasoning_effort": effort}
-        elif effort == "none" and "enable_thinking" in self.variables:
-            variables = {"enable_thinking": False}
-        else:
+        variables: dict[str, object] = {name: effort != "none" for name in SWITCHES if name in self.variables}
+        if EFFORT_VARIABLE in self.variables:
+            variables[EFFORT_VARIABLE] = effort
+        is_kept = effort == DEFAULT_EFFORT or (effort == "none" and not _REASONS.search(self.source))
+        if not variables and not is_kept:
             raise InvalidArgumentError(field, f"{effort!r} is not supported: the model's chat template cannot say it")
-        for name in variables:
-            if name in conversation.template_options:
-                raise InvalidArgumentError(f"chat_template_kwargs.{name}", f"cannot be together with {field}")
+        for name, value in variables.items():
+            if conversation.template_options.get(name, value) != value:
+                raise InvalidArgumentError(f"chat_template_kwargs.{name}", f"contradicts {field}, {effort!r}")
         return variables

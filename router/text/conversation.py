@@ -34,6 +34,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # of reasoning, OpenAI's words
+DEFAULT_EFFORT = "medium"
 
 Choice = Literal["auto", "none", "required"]
 CHOICES: tuple[Choice, ...] = ("auto", "none", "required")

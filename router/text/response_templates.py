@@ -75,17 +75,21 @@ _MISTRAL_CALLS: Template = {
 
 
 class CallShape(Enum):
-    """The shapes of calls that are JSON between marks."""
+    """The shapes of calls that are known."""
 
     HERMES = "hermes"
     MISTRAL = "mistral"
     MISTRAL_LIST = "mistral list"
+    TAGGED = "tagged"
+    LLAMA = "llama"
 
 
 _SHAPES = (
     (CallShape.HERMES, _HERMES_CALLS),
     (CallShape.MISTRAL, _MISTRAL_CALLS),
     (CallShape.MISTRAL_LIST, _MISTRAL_LIST),
+    (CallShape.TAGGED, _TAGGED_CALLS),
+    (CallShape.LLAMA, _LLAMA_CALLS),
 )
 
 
@@ -95,10 +99,13 @@ def call_shape(template: Template) -> CallShape | None:
     return next((shape for shape, known in _SHAPES if calls == known), None)
 
 
-def reasoning_marks(template: Template) -> list[str]:
-    """What opens and closes the model's reasoning."""
-    fields = [template["fields"][name] for name in REASONING_FIELDS if name in template["fields"]]
-    return [field[mark] for field in fields for mark in ("open", "close") if mark in field]
+def reasoning_marks(template: Template) -> tuple[str, str] | None:
+    """What opens and what closes the model's reasoning; None if that is no fixed text."""
+    for name in REASONING_FIELDS:
+        field = template["fields"].get(name)
+        if field is not None and isinstance(field.get("open"), str) and isinstance(field.get("close"), str):
+            return field["open"], field["close"]
+    return None
 
 
 def response_template(own: object, chat_template: str) -> Template | None:

@@ -1,68 +1,88 @@
-"""Tool calls that a model makes by itself, in its own form, with arguments valid under the tools' schemas (`strict`).
+"""Tool calls that a model makes by itself, in its own form.
 
-The answer is free text. As soon as the model opens a call, its text is held to the form of a call until it closes it.
+With `strict`, the answer is free text. As soon as the model opens a call, its text is held to the form of a call, with
+arguments valid under the tools' schemas, until it closes it. Beside a form that the client gives, the answer is calls
+alone, or text of that form.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
 from common.errors import InvalidArgumentError
-from common.guided import Guided
 from router.text.conversation import Json, Tools
 from router.text.forced_calls import closed_schema
-from router.text.response_templates import CallShape, Template, call_shape, reasoning_marks
+from router.text.response_templates import CallShape, Template, call_shape
+from router.text.thought import mark
 
 
 class StrictCalls:
-    """Makes the form of answers with strict tool calls, for one model."""
+    """Makes the form of answers with tool calls, for one model, as a format of structural tags."""
 
-    def __init__(self, template: Template, special: Mapping[str, int]) -> None:
-        """`template`: of the model's answers. `special`: ids of special tokens by their text; free text has none."""
+    def __init__(self, template: Template, special: Mapping[str, int], tokens: Mapping[str, int]) -> None:
+        """`template`: of the model's answers. `special`: ids of special tokens by their text; free text has none.
+        `tokens`: see `mark`."""
         self._shape = call_shape(template)
-        self._marks = reasoning_marks(template)
         self._special = special
+        self._tokens = tokens
 
-    def guide(self, tools: Tools) -> Guided | None:
+    def format(self, tools: Tools) -> Json | None:
         """The form of an answer in which the model may call `tools`; None if none of them is strict. Arguments of those
         that are not are any object. Raises `InvalidArgumentError`."""
         strict = next((index for index, tool in enumerate(tools.shown) if tool.strict), None)
         if strict is None:
             return None
         try:
-            return self._guide(tools)
+            if self._shape is CallShape.TAGGED:
+                raise ValueError(_NO_MARK)
+            tags = self._tags(tools)
         except ValueError as error:
             reason = f"is only supported if tool_choice forces a call: {error}"
             raise InvalidArgumentError(f"tools[{strict}].strict", reason) from error
-
-    def _guide(self, tools: Tools) -> Guided:
-        if hidden := [mark for mark in self._marks if mark in self._special]:
-            raise ValueError(f"{hidden[0]!r} is a special token of this model, and free text has none")
-        schemas = {tool.name: closed_schema(tool) if tool.strict else {"type": "object"} for tool in tools.shown}
-        match self._shape:
-            case CallShape.HERMES:
-                tags = [self._hermes(name, schema) for name, schema in schemas.items()]
-            case CallShape.MISTRAL:
-                tags = [self._mistral(name, schema) for name, schema in schemas.items()]
-            case CallShape.MISTRAL_LIST:
-                tags = [self._mistral_list(schemas, parallel=tools.parallel)]
-            case _:
-                raise ValueError("in what this model writes, no mark tells where a call begins that is JSON")
-        format_ = {
+        return {
             "type": "triggered_tags",
-            "triggers": ["<tool_call>"] if isinstance(tags[0]["begin"], str) else [],
+            "triggers": [],
             "tags": tags,
             "stop_after_first": not tools.parallel,
         }
-        return Guided(structural_tag=json.dumps({"type": "structural_tag", "format": format_}))
+
+    def calls(self, tools: Tools) -> Json:
+        """The form of an answer that is nothing but calls. Raises `ValueError` if the form of calls is not known."""
+        if self._shape is CallShape.LLAMA:
+            return {"type": "or", "elements": [_llama(tool.name) for tool in tools.shown]}
+        return {
+            "type": "tags_with_separator",
+            "tags": self._tags(tools),
+            "separator": "" if self._shape is CallShape.MISTRAL else "\n",
+            "at_least_one": True,
+            "stop_after_first": self._shape is CallShape.MISTRAL_LIST or not tools.parallel,
+        }
+
+    def openings(self, tools: Tools) -> tuple[str, ...]:
+        """With which texts an answer begins that is of the form `calls`."""
+        match self._shape:
+            case CallShape.HERMES | CallShape.TAGGED:
+                return ("<tool_call>",)
+            case CallShape.LLAMA:
+                return tuple(_llama_opening(tool.name) for tool in tools.shown)
+        return ("[TOOL_CALLS]",)
+
+    def _tags(self, tools: Tools) -> list[Json]:
+        schemas = {tool.name: closed_schema(tool) if tool.strict else {"type": "object"} for tool in tools.shown}
+        match self._shape:
+            case CallShape.HERMES:
+                return [self._hermes(name, schema) for name, schema in schemas.items()]
+            case CallShape.MISTRAL:
+                return [self._mistral(name, schema) for name, schema in schemas.items()]
+            case CallShape.MISTRAL_LIST:
+                return [self._mistral_list(schemas, parallel=tools.parallel)]
+            case CallShape.TAGGED:
+                return [self._tagged(name) for name in schemas]
+        raise ValueError(_NO_MARK)
 
     def _hermes(self, name: str, schema: Json) -> Json:
-        before, after = f'\n{{"name": "{name}", "arguments": ', "}\n"
-        if "<tool_call>" not in self._special:
-            return {"begin": "<tool_call>" + before, "content": _json(schema), "end": f"{after}</tool_call>"}
-        content = _sequence(_const(before), _json(schema), _const(after))
-        return {"begin": self._token("<tool_call>"), "content": content, "end": self._token("</tool_call>")}
+        content = _sequence(_const(f'\n{{"name": "{name}", "arguments": '), _json(schema), _const("}\n"))
+        return {"begin": self._mark("<tool_call>"), "content": content, "end": self._mark("</tool_call>")}
 
     def _mistral(self, name: str, schema: Json) -> Json:
         content = _sequence(_const(name), self._token("[ARGS]"), _json(schema))
@@ -86,10 +106,37 @@ class StrictCalls:
             "end": "",
         }
 
+    def _tagged(self, name: str) -> Json:
+        """Arguments are no JSON, so they are free text."""
+        rest = {"type": "text_until", "end": self._mark("</tool_call>")}
+        content = _sequence(_const(f"\n<function={name}>\n"), rest)
+        return {"begin": self._mark("<tool_call>"), "content": content, "end": ""}
+
+    def _mark(self, text: str) -> Json:
+        return mark(text, self._tokens)
+
     def _token(self, text: str) -> Json:
         if text not in self._special:
             raise ValueError(f"{text!r} is no special token of this model")
         return {"type": "token", "token": self._special[text]}
+
+
+_NO_MARK = "in what this model writes, no mark tells where a call begins that is JSON"
+
+
+def _llama_opening(name: str) -> str:
+    return f'{{"name": "{name}", "parameters": '
+
+
+def _llama(name: str) -> Json:
+    """A schema, and no text around another: a form in JSON may begin with the same bracket."""
+    call = {
+        "type": "object",
+        "properties": {"name": {"const": name}, "parameters": {"type": "object"}},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+    return _json(call)
 
 
 def _json(schema: Json) -> Json:

@@ -263,19 +263,19 @@ def test_calls_that_the_model_writes_by_itself(llm_with_tools: LLM, parallel: bo
 
 
 def test_tools_calls_and_results_are_in_the_prompt(llm_with_tools: LLM) -> None:
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "hello"},
         {
             "role": "assistant",
             "content": None,
-            "reasoning_content": "hm",
             "tool_calls": [
                 {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"unit": "C"}'}}
             ],
         },
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
     ]
-    for choice in ("auto", "none"):
+    for choice, name in (("auto", "reasoning"), ("none", "reasoning_content")):
+        messages[1] = {**messages[1], "reasoning": None, "reasoning_content": None, name: "hm"}
         (output,) = llm_with_tools.chat(messages, greedy(1), use_tqdm=False, tools=TOOLS, tool_choice=choice)
         assert output.prompt_token_ids is not None
         prompt = tiny_tokenizer().decode(output.prompt_token_ids, skip_special_tokens=False)
@@ -352,6 +352,10 @@ def test_progress_goes_to_standard_error(llm: LLM, capsys: pytest.CaptureFixture
         (lambda llm: llm.generate("a", SamplingParams(heat=1)), "heat"),
         (lambda llm: llm.chat([{"role": "user", "image": ""}]), "messages[0].image"),
         (lambda llm: llm.chat([{"content": "hello"}]), "messages[0]"),
+        (
+            lambda llm: llm.chat([{"role": "assistant", "reasoning": "a", "reasoning_content": "b"}]),
+            "messages[0].reasoning",
+        ),
         (lambda llm: llm.chat("hello", tools=[{"type": "function"}]), "tools[0]"),
         (lambda llm: llm.embed("hello", pooling="max"), "pooling"),
         (lambda llm: llm.embed("hello", dimensions=10**4), "dimensions"),
@@ -361,6 +365,24 @@ def test_what_is_wrong_is_named(llm: LLM, ask: Callable[[LLM], object], field: s
     with pytest.raises(InvalidArgumentError) as caught:
         ask(llm)
     assert caught.value.field == field
+
+
+def test_a_form_beside_tools_and_reasoning(llm_with_tools: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is reasoning, and a call or text of the form; a bias chooses here."""
+    form = {"choice": ["yes", "no"]}
+    (y,) = ids_of("y")
+    params = greedy(50, guided=form, logit_bias={y: 100.0})
+    (output,) = llm_with_tools.chat("hello", params, use_tqdm=False, tools=TOOLS)
+    answer = output.outputs[0]
+    assert (answer.finish_reason, answer.text, answer.reasoning, answer.tool_calls) == ("stop", "yes", "", ())
+    (asked,) = commands(
+        llm_with_tools, monkeypatch, lambda llm: llm.chat("hello", greedy(5, guided=form), use_tqdm=False, tools=TOOLS)
+    )
+    assert asked.sampling_params.guided is not None
+    thought, rest = json.loads(asked.sampling_params.guided.structural_tag)["format"]["elements"]
+    assert thought["content"]["elements"][0] == {"type": "mark", "value": "<think>"}
+    assert "<tool_call>" in json.dumps(rest["elements"][0])
+    assert rest["elements"][1]["elements"][0] == {"type": "const_string", "value": "yes"}
 
 
 @pytest.mark.parametrize(

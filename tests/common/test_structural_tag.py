@@ -146,5 +146,5 @@ def test_nesting_is_bounded() -> None:
     format_: dict[str, object] = {"type": "const_string", "value": "a"}
     for _ in range(40):
         format_ = {"type": "optional", "content": format_}
-    with pytest.raises(ValueError, match="nested more than 16 deep"):
+    with pytest.raises(ValueError, match="nested more than 18 deep"):
         check_grammar(of(**format_))

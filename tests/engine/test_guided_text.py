@@ -32,6 +32,7 @@ from engine.speculation.speculation import Drafter
 from engine.step import StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
+from router.text.thought import Thought, after_thought
 from tests.chaos.tiny_model import write_tiny_model
 from tests.engine.fakes import BLOCK_SIZE, FakeDevice, assert_idle, next_token, run, tokens_of
 from tests.integration.schemas import schemas
@@ -186,6 +187,30 @@ def test_an_answer_goes_on_elsewhere(compiler: GrammarCompiler) -> None:
         engine = Engine(compiler)
         engine.add("a", output_token_ids=whole[:num_sent])
         assert engine.answers()["a"] == whole[num_sent:]
+
+
+def test_reasoning_before_a_form_goes_on_elsewhere(compiler: GrammarCompiler) -> None:
+    """Chunks, preemption and another engine in the middle of the reasoning or of the form change nothing."""
+    form = {"type": "json_schema", "json_schema": SCHEMA}
+    tag = json.dumps({"format": after_thought(Thought("", "e"), form, {})})
+    guided, params = Guided(structural_tag=tag), {"max_tokens": 400}
+
+    def answers(engine: Engine, **fields: object) -> dict[str, list[int]]:
+        for number in range(3):
+            engine.add(f"g{number}", guided=guided, params={**params, "seed": number}, **fields)
+        return engine.answers()
+
+    whole = answers(Engine(compiler))
+    for tokens in whole.values():
+        rest = text_of(tokens).partition("e")[2]
+        assert tokens[-1] == eos_id()
+        assert list(json.loads(rest)) == ["name", "kind", "ages"]
+    assert any(len(text_of(tokens).partition("e")[0]) > 3 for tokens in whole.values())
+    assert answers(Engine(compiler, chunk_size=4, num_blocks=26, enable_prefix_caching=False)) == whole
+    for num_sent in (1, len(whole["g0"]) // 2, len(whole["g0"]) - 1):
+        engine = Engine(compiler)
+        engine.add("g0", guided=guided, params={**params, "seed": 0}, output_token_ids=whole["g0"][:num_sent])
+        assert engine.answers()["g0"] == whole["g0"][num_sent:]
 
 
 def test_tokens_of_another_grammar_end_the_request(compiler: GrammarCompiler) -> None:

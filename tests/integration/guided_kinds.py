@@ -13,6 +13,7 @@ import jsonschema
 
 from common.guided import Guided
 from common.sampling import SamplingOptions
+from router.text.thought import Thought, after_thought
 from tests.chaos.tiny_model import random_prompt, write_tiny_model
 from tests.integration.schemas import AGE, FLAG, array, record, text
 from tests.router.tiny_tokenizer import eos_id, ids_of
@@ -48,6 +49,8 @@ TAG = {
         ],
     },
 }
+
+REASONED = after_thought(Thought("", "e"), {"type": "json_schema", "json_schema": SCHEMA}, {})
 
 
 @dataclass(slots=True, frozen=True)
@@ -91,6 +94,11 @@ KINDS: dict[str, Kind] = {
         _drawn(5),
     ),
     "structural_tag": Kind(Guided(structural_tag=json.dumps(TAG)), _of_tag, _drawn(6)),
+    "reasoning": Kind(
+        Guided(structural_tag=json.dumps({"format": REASONED})),
+        lambda answer: _of_schema(answer.partition("e")[2]),
+        _drawn(8),
+    ),
 }
 
 

@@ -37,9 +37,9 @@ MARKS = ["[TOOL_CALLS]", "[ARGS]"]
 def guide_of(chat_template: str, rust: RustTokenizer, tools: Tools) -> Guided:
     template = response_template(None, chat_template)
     assert template is not None
-    guide = AnswerReader(template, rust).strict.guide(tools)
-    assert guide is not None
-    return guide
+    form = AnswerReader(template, rust).strict.format(tools)
+    assert form is not None
+    return Guided(structural_tag=json.dumps({"format": form}))
 
 
 def with_marks(*marks: str) -> RustTokenizer:
@@ -121,7 +121,6 @@ def consumes(own: LLTokenizer, guide: Guided, tokens: list[int]) -> bool:
         (chat_templates.LLAMA, (), "no mark tells"),
         (chat_templates.TAGGED, (), "no mark tells"),
         (chat_templates.MISTRAL, (), "is no special token"),
-        (chat_templates.HERMES, ("<think>",), "free text has none"),
     ],
 )
 def test_shapes_that_cannot_be_held(chat_template: str, marks: tuple[str, ...], words: str) -> None:
@@ -136,7 +135,9 @@ async def test_a_request(router: RunningRouter, worker: FakeWorker) -> None:
     )
     (request,) = worker.requests
     tag = json.loads(request.sampling_params.guided.structural_tag)
-    assert tag["format"]["tags"][0]["content"]["json_schema"]["properties"] == {"x": {"type": "integer"}}
+    assert tag["format"]["elements"][-1]["tags"][0]["content"]["elements"][1]["json_schema"]["properties"] == {
+        "x": {"type": "integer"}
+    }
     assert (answer.choices[0].message.content, len(answer.choices[0].message.tool_calls or [])) == ("Yes.", 2)
     await router.openai.chat.completions.create(
         model="tiny", messages=ASK, tools=[STRICT_TOOL], tool_choice="none", max_tokens=5
@@ -156,9 +157,10 @@ async def test_what_is_refused(start_worker: StartWorker, start_router: StartRou
 @each_case(
     ("more", "field"),
     [
-        ({"guided_regex": "a"}, "guided_regex"),
         ({"ignore_eos": True}, "ignore_eos"),
         ({"use_beam_search": True, "n": 2}, "tools"),
+        ({"guided_regex": "a", "use_beam_search": True, "n": 2}, "guided_regex"),
+        ({"guided_regex": "("}, "guided_regex"),
     ],
 )
 async def test_what_does_not_go_together(router: RunningRouter, more: dict[str, Any], field: str) -> None:

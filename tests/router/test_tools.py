@@ -11,7 +11,6 @@ import pytest
 
 from protos.baton.v1 import inference_pb2, types_pb2
 from tests.each_case import each_case
-from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
 from tests.router.fake_worker import FakeWorker
 from tests.router.tiny_tokenizer import ids_of, tiny_tokenizer
@@ -26,6 +25,11 @@ EARLIER: Any = {"id": "c1", "type": "function", "function": {"name": "f", "argum
 
 def prompt_of(worker: FakeWorker) -> str:
     return tiny_tokenizer().decode(list(worker.requests[-1].prompt_token_ids), skip_special_tokens=False)
+
+
+def form_of(worker: FakeWorker) -> Any:
+    """The form that the last answer has after its reasoning."""
+    return json.loads(worker.requests[-1].sampling_params.guided.structural_tag)["format"]["elements"][-1]
 
 
 async def test_calls(router: RunningRouter, worker: FakeWorker) -> None:
@@ -154,39 +158,6 @@ async def test_template_options(router: RunningRouter, worker: FakeWorker) -> No
     assert answer.choices[0].message.content == "Yes."
 
 
-async def test_reasoning_effort(router: RunningRouter, start_worker: StartWorker, start_router: StartRouter) -> None:
-    """If the template has a word for it."""
-    hermes = {"none": True, "low": False}
-    told = await start_worker()
-    told.chat_template = "{{ messages[0].content }}{% if reasoning_effort %} effort {{ reasoning_effort }}{% endif %}"
-    telling = await start_router(told)
-    for effort, is_known in hermes.items():
-        for one, known in ((router, is_known), (telling, True)):
-            chat = one.openai.chat.completions.create(model="tiny", messages=ASK, reasoning_effort=effort)  # type: ignore[call-overload]
-            items = one.openai.responses.create(model="tiny", input="Do", reasoning={"effort": effort})  # type: ignore[call-overload]
-            for asked, field in ((chat, "reasoning_effort"), (items, "reasoning.effort")):
-                if known:
-                    await asked
-                    continue
-                with pytest.raises(openai.BadRequestError) as caught:
-                    await asked
-                assert caught.value.param == field
-        assert prompt_of(told) == f"Do effort {effort}"
-    with pytest.raises(openai.BadRequestError) as caught:
-        await router.openai.chat.completions.create(
-            model="tiny",
-            messages=ASK,
-            reasoning_effort="none",
-            extra_body={"chat_template_kwargs": {"enable_thinking": True}},
-        )
-    assert caught.value.param == "chat_template_kwargs.enable_thinking"
-
-
-async def test_no_reasoning_if_the_template_has_a_switch(router: RunningRouter, worker: FakeWorker) -> None:
-    await router.openai.chat.completions.create(model="tiny", messages=ASK, reasoning_effort="none")
-    assert prompt_of(worker).endswith("<think>\n\n</think>\n\n")
-
-
 def tools(count: int = 1, **changes: object) -> list[object]:
     return [{"type": "function", "function": {"name": f"f{number}", **changes}} for number in range(count)]
 
@@ -264,6 +235,11 @@ async def test_the_tool_whose_schema_cannot_be_kept_is_named(
         ({"messages": [*ASK, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "reasoning_content": "c"}]}, "messages[0].reasoning_content"),
+        ({"messages": [{"role": "user", "content": "x", "reasoning": "c"}]}, "messages[0].reasoning"),
+        (
+            {"messages": [{"role": "assistant", "content": "x", "reasoning": "c", "reasoning_content": "d"}]},
+            "messages[0].reasoning",
+        ),
         ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
         ({"chat_template_kwargs": {"nothing": 1}}, "chat_template_kwargs.nothing"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
@@ -335,30 +311,6 @@ async def test_usage_so_far(router: RunningRouter) -> None:
     assert counts[-1] == 20
 
 
-@pytest.mark.parametrize(
-    ("form", "content", "reasoning"),
-    [
-        ({}, None, '{"x": 1}'),
-        ({"response_format": {"type": "json_object"}}, '{"x": 1}', None),
-        ({"guided_regex": ".*"}, '{"x": 1}', None),
-    ],
-)
-async def test_an_answer_of_a_form_does_not_go_on_with_the_prompt_s_reasoning(
-    start_worker: StartWorker,
-    start_router: StartRouter,
-    form: dict[str, object],
-    content: str | None,
-    reasoning: str | None,
-) -> None:
-    worker = await start_worker()
-    worker.chat_template = chat_templates.THINKS_AT_ONCE
-    worker.answer = ids_of('{"x": 1}')
-    router = await start_router(worker)
-    answer = await router.openai.chat.completions.create(model="tiny", messages=ASK, extra_body=form)
-    message = answer.choices[0].message
-    assert (message.content or None, getattr(message, "reasoning_content", None)) == (content, reasoning)
-
-
 async def test_names_of_speakers_are_for_the_template(start_worker: StartWorker, start_router: StartRouter) -> None:
     worker = await start_worker()
     worker.chat_template = "{% for message in messages %}{{ message.name }}: {{ message.content }}{% endfor %}"
@@ -374,7 +326,7 @@ async def test_required(router: RunningRouter, worker: FakeWorker, parallel: boo
     answer = await router.openai.chat.completions.create(
         model="tiny", messages=ASK, tools=TWO_TOOLS, tool_choice="required", parallel_tool_calls=parallel
     )
-    schema = json.loads(worker.requests[-1].sampling_params.guided.json_schema)
+    schema = form_of(worker)["json_schema"]
     assert schema.get("maxItems") == (None if parallel else 1)
     assert [one["properties"]["name"]["const"] for one in schema["items"]["anyOf"]] == ["f", "g"]
     assert schema["$defs"]["t1"]["additionalProperties"] is False
@@ -401,7 +353,7 @@ async def test_a_named_tool(router: RunningRouter, worker: FakeWorker) -> None:
     assert "".join(call.function.arguments or "" for call in deltas if call.function) == '{"x": 1}'
     assert len(deltas) > 1
     assert chunks[-1].choices[0].finish_reason == "stop", "as OpenAI has it for a tool that was named"
-    assert json.loads(worker.requests[-1].sampling_params.guided.json_schema) == TOOL["function"]["parameters"]
+    assert form_of(worker)["json_schema"] == TOOL["function"]["parameters"]
 
 
 @each_case(
@@ -409,10 +361,6 @@ async def test_a_named_tool(router: RunningRouter, worker: FakeWorker) -> None:
     [
         ({"tools": tools(strict=True, parameters={"type": "object", "not": {}})}, "tools[0].parameters"),
         ({"tool_choice": "required", "tools": tools(parameters={"type": "object", "not": {}})}, "tools[0].parameters"),
-        (
-            {"tool_choice": "required", "tools": [TOOL], "response_format": {"type": "json_object"}},
-            "response_format",
-        ),
     ],
 )
 async def test_forms_that_cannot_be_kept(router: RunningRouter, body: dict[str, object], param: str) -> None:

@@ -49,15 +49,15 @@ class ChatMessage(Body, kw_only=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of it: vLLM's and OpenRouter's
 
     # What answers hold and clients send back; each must be empty.
     refusal: Given = UNSET
     annotations: Given = UNSET
     audio: Given = UNSET
     function_call: Given = UNSET
-    reasoning: Given = UNSET
 
-    unsupported: ClassVar[tuple[str, ...]] = ("refusal", "annotations", "audio", "function_call", "reasoning")
+    unsupported: ClassVar[tuple[str, ...]] = ("refusal", "annotations", "audio", "function_call")
 
 
 def conversation_of(
@@ -76,6 +76,10 @@ def _message(message: ChatMessage, where: str, values: ValueCount) -> Json:
     refuse_if_asked(message, message.unsupported, where=where)
     if message.type not in (None, "text", "message"):
         raise InvalidArgumentError(f"{where}.type", f'must be "text" or "message", not {message.type!r}')
+    if None not in (names := (message.reasoning, message.reasoning_content)) and names[0] != names[1]:
+        raise InvalidArgumentError(f"{where}.reasoning", "differs from reasoning_content, another name of it")
+    if message.reasoning and message.role != "assistant":
+        raise InvalidArgumentError(f"{where}.reasoning", "only an assistant's message can have it")
     return make_message(
         where,
         role=message.role,
@@ -83,7 +87,7 @@ def _message(message: ChatMessage, where: str, values: ValueCount) -> Json:
         name=message.name,
         calls=calls_of(message.tool_calls or (), where),
         tool_call_id=message.tool_call_id,
-        reasoning=message.reasoning_content,
+        reasoning=message.reasoning_content or message.reasoning,
         values=values,
     )
 

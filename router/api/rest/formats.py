@@ -67,9 +67,10 @@ class ChatFormat:
     chunk_object = "chat.completion.chunk"
     has_one_prompt = True
 
-    def __init__(self, *, is_named_call: bool = False) -> None:
-        """`is_named_call`: the client named the tool that the answer calls."""
+    def __init__(self, *, is_named_call: bool = False, also_reasoning: bool = False) -> None:
+        """`is_named_call`: the client named the tool that the answer calls. `also_reasoning`: see `RouterSettings`."""
         self._is_named_call = is_named_call
+        self._reasoning_names = ("reasoning_content", "reasoning") if also_reasoning else ("reasoning_content",)
 
     def finish_reason(self, reason: FinishReason) -> FinishReason:
         """As OpenAI has it, an answer ends with "stop" if the client itself named the tool that is called."""
@@ -86,7 +87,7 @@ class ChatFormat:
     def piece(self, index: int, output: Output, logprobs: JsonObject | None) -> JsonObject:
         delta: JsonObject = {}
         if output.reasoning:
-            delta["reasoning_content"] = output.reasoning
+            delta.update(dict.fromkeys(self._reasoning_names, output.reasoning))
         if output.text:
             delta["content"] = output.text
         if output.tool_calls:
@@ -97,7 +98,7 @@ class ChatFormat:
         text, reasoning, calls = "".join(answer.texts), "".join(answer.reasoning), answer.calls.json()
         message: JsonObject = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         if reasoning:
-            message["reasoning_content"] = reasoning
+            message.update(dict.fromkeys(self._reasoning_names, reasoning))
         if calls:
             message["tool_calls"] = calls
         return {"index": index, "message": message, "logprobs": logprobs}

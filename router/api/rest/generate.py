@@ -45,7 +45,9 @@ class GenerationHandlers(Handlers):
     async def chat(self, request: Request) -> Response:
         arrived_at = time.monotonic()
         body = parse(ChatBody, await self._read(request))
-        chat_format = ChatFormat(is_named_call=isinstance(body.tool_choice, NamedTool))
+        chat_format = ChatFormat(
+            is_named_call=isinstance(body.tool_choice, NamedTool), also_reasoning=self._front.also_reasoning
+        )
 
         async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
             return [await self._front.preparation.chat_prompt(model, body.conversation(model.limits), keep=keep)]
@@ -67,6 +69,7 @@ class GenerationHandlers(Handlers):
                 request_id,
                 body.echoed(),
                 wants_logprobs=body.wants_logprobs,
+                wants_kept_reasoning=body.wants_kept_reasoning,
                 hold=hold,
             )
 
@@ -162,8 +165,8 @@ class GenerationHandlers(Handlers):
             choices=body.choices,
             is_whole=is_whole,
         )
-        check = self._front.preparation.check_guided
-        await check(requests[0].sampling_params, requests[0].sampling_field, given[0].guided_by)
+        first, check = requests[0], self._front.preparation.check_guided
+        await check(first.sampling_params, first.sampling_field, first.tools, first.form)
         choices = candidates(requests, body.choices)
         if len(choices) > 1:
             within.enter_context(admission.gate.requests(client.name if client else "", len(choices) - 1))

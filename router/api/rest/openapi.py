@@ -54,11 +54,18 @@ _MESSAGE = _with_optional(
     _object(role=STRING, content=OPTIONAL_TEXT),
     refusal=OPTIONAL_TEXT,
     reasoning_content=STRING,
+    reasoning=STRING,
     tool_calls=_list(_CALL),
 )
 _DELTA = {
     "type": "object",
-    "properties": {"role": STRING, "content": STRING, "reasoning_content": STRING, "tool_calls": _list(_CALL)},
+    "properties": {
+        "role": STRING,
+        "content": STRING,
+        "reasoning_content": STRING,
+        "reasoning": STRING,
+        "tool_calls": _list(_CALL),
+    },
 }
 _PROMPT_LOGPROBS: Json = {
     **_list(OPTIONAL_OBJECT),

@@ -12,6 +12,7 @@ from common.types import FinishReason, SampledToken
 from router.api.rest.error_body import error_code
 from router.api.rest.errors import as_baton
 from router.api.rest.formats import baton_report, chat_tokens
+from router.api.rest.kept_reasoning import kept
 from router.api.rest.large_json import JsonList, json_parts
 from router.api.rest.tools import JsonObject
 from router.serving.choices import Hold
@@ -31,6 +32,7 @@ class _Item:
     texts: list[str] = field(default_factory=list)
     logprobs: JsonList = field(default_factory=JsonList)  # of its tokens, if they were asked for
     is_whole: bool = True  # False if the answer was cut off in it
+    is_kept: bool = False  # reasoning that the client keeps for the next turn
 
     @property
     def text(self) -> str:
@@ -49,7 +51,9 @@ class _Item:
             arguments = self.text if is_done else ""
             return {**item, "call_id": self.call.call_id, "name": self.call.name, "arguments": arguments}
         item["content"] = [self.part()] if is_done else []
-        return {**item, "summary": []} if self.kind == "reasoning" else {**item, "role": "assistant"}
+        if self.kind != "reasoning":
+            return {**item, "role": "assistant"}
+        return {**item, "summary": [], **({"encrypted_content": kept(self.text)} if self.is_kept and is_done else {})}
 
 
 class ResponseAnswer:
@@ -63,6 +67,7 @@ class ResponseAnswer:
         echoed: JsonObject,
         *,
         wants_logprobs: bool = False,
+        wants_kept_reasoning: bool = False,
         hold: Hold,
     ) -> None:
         self._generation = generation
@@ -70,6 +75,7 @@ class ResponseAnswer:
         self._request_id = request_id
         self._echoed = echoed
         self._wants_logprobs = wants_logprobs
+        self._wants_kept_reasoning = wants_kept_reasoning
         self._hold = hold
         self._unsaid: list[SampledToken] = []  # whose text has not come yet, or that have none
         self._created = int(time.time())
@@ -148,10 +154,11 @@ class ResponseAnswer:
     def _add(self, kind: str, prefix: str, text: str) -> Iterator[tuple[str, JsonObject]]:
         if not self._items or self._items[-1].kind != kind:
             yield from self._close()
-            yield from self._open(_Item(kind, self._new_id(prefix), len(self._items)))
+            is_kept = kind == "reasoning" and self._wants_kept_reasoning
+            yield from self._open(_Item(kind, self._new_id(prefix), len(self._items), is_kept=is_kept))
         item = self._items[-1]
         item.texts.append(text)
-        self._hold(OBJECT_BYTES + len(text))
+        self._hold(OBJECT_BYTES + len(text) * (3 if item.is_kept else 1))
         if kind == "reasoning":
             yield "response.reasoning_text.delta", {**_place(item), "content_index": 0, "delta": text}
         else:

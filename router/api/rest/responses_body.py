@@ -40,7 +40,8 @@ from router.text.conversation import (
     named_results,
 )
 
-LOGPROBS = "message.output_text.logprobs"  # what `include` may ask for
+LOGPROBS, KEPT_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
+INCLUDED = (LOGPROBS, KEPT_REASONING)  # what `include` may ask for
 
 
 class ResponseTool(Body, kw_only=True):
@@ -75,8 +76,8 @@ class ResponseStreamOptions(Body, kw_only=True):
 
 class Reasoning(Body, kw_only=True):
     effort: str | None = None
-    summary: Given = UNSET
-    generate_summary: Given = UNSET
+    summary: str | None = None
+    generate_summary: str | None = None  # an older name
 
 
 @with_sampling
@@ -133,8 +134,8 @@ class ResponsesBody(Body, kw_only=True, dict=True):
         refuse_if_asked(self, self.unsupported)
         check_service_tier(self.service_tier)
         for index, one in enumerate(self.include or ()):
-            if one != LOGPROBS:
-                raise InvalidArgumentError(f"include[{index}]", f'must be "{LOGPROBS}": nothing else can be included')
+            if one not in INCLUDED:
+                raise InvalidArgumentError(f"include[{index}]", f"must be one of {', '.join(INCLUDED)}, not {one!r}")
         if self.top_logprobs is not None and not self.wants_logprobs:
             raise InvalidArgumentError("top_logprobs", f'needs include to have "{LOGPROBS}"')
         if self.stream_options is not None and not self.stream:
@@ -142,7 +143,10 @@ class ResponsesBody(Body, kw_only=True, dict=True):
         if self.truncation not in (None, "disabled"):
             raise InvalidArgumentError("truncation", 'only "disabled" is supported')
         if self.reasoning is not None:
-            refuse_if_asked(self.reasoning, ("summary", "generate_summary"), where="reasoning")
+            for name in ("summary", "generate_summary"):
+                if getattr(self.reasoning, name) not in (None, "auto"):
+                    reason = 'must be "auto": there are no summaries, and answers have the reasoning itself'
+                    raise InvalidArgumentError(f"reasoning.{name}", reason)
         if self.text is not None:
             refuse_if_asked(self.text, ("verbosity",), where="text")
         self.guided_text  # noqa: B018 - raises if it is wrong
@@ -153,6 +157,10 @@ class ResponsesBody(Body, kw_only=True, dict=True):
     @property
     def wants_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
+
+    @property
+    def wants_kept_reasoning(self) -> bool:
+        return KEPT_REASONING in (self.include or ())
 
     def session(self) -> str:
         """The session that the body names; empty if it names none."""
@@ -257,7 +265,7 @@ class ResponsesBody(Body, kw_only=True, dict=True):
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": self._effort, "summary": None},
+            "reasoning": {"effort": self._effort, "summary": self.reasoning.summary if self.reasoning else None},
             "store": False,
             "text": {"format": self._format()},
             "tool_choice": named or choice or "auto",

@@ -10,13 +10,14 @@ from msgspec import UNSET, field
 
 from common.errors import InvalidArgumentError
 from router.api.rest.body_types import Body, Given, is_list, refuse_if_asked
+from router.api.rest.kept_reasoning import given_back
 from router.text.conversation import Call, Json, ValueCount, joined_parts, make_message
 
 FIELDS = {
     "message": {"role", "content", "name"},
     "function_call": {"call_id", "name", "arguments"},
     "function_call_output": {"call_id", "name", "output"},
-    "reasoning": {"content", "summary"},
+    "reasoning": {"content", "summary", "encrypted_content"},
 }
 """The fields that each kind of item has."""
 FIELDS_OF_OTHERS = {kind: sorted({*chain.from_iterable(FIELDS.values())} - own) for kind, own in FIELDS.items()}
@@ -44,6 +45,7 @@ class InputItem(Body, kw_only=True):
     arguments: str | None = None
     output: str | list[Part] | None = None
     summary: list[Part] | None = None
+    encrypted_content: str | None = None
 
     # Answers have these, and clients send them back. Prompts have no place for them.
     id: str | None = None
@@ -51,12 +53,11 @@ class InputItem(Body, kw_only=True):
     phase: str | None = None
 
     # Answers have these, too. Each must be empty.
-    encrypted_content: Given = UNSET
     caller: Given = UNSET
     namespace: Given = UNSET
     async_: Given = field(default=UNSET, name="async")
 
-    unsupported: ClassVar[tuple[str, ...]] = ("encrypted_content", "caller", "namespace", "async_")
+    unsupported: ClassVar[tuple[str, ...]] = ("caller", "namespace", "async_")
 
 
 class Turn:
@@ -127,7 +128,9 @@ def _add(item: InputItem, where: str, last: Turn | None, turns: list[Turn]) -> N
         given = {"call_id": item.call_id or "", "name": item.name or "", "arguments": item.arguments or ""}
         last.calls.append(Call(**given, item=where))
     elif item.type == "reasoning":
-        last.reasoning = _text(item.content or item.summary or "", f"{where}.content")
+        kept = given_back(item.encrypted_content, f"{where}.encrypted_content") if item.encrypted_content else ""
+        text = _text(item.content or kept or item.summary or "", f"{where}.content")
+        last.reasoning = f"{last.reasoning}\n{text}" if last.reasoning and text else text or last.reasoning
     else:
         raise InvalidArgumentError(f"{where}.type", f"{item.type!r} is not supported")
 
