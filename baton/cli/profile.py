@@ -68,7 +68,7 @@ PROFILE = SettingsCommand(
     "profile",
     EngineSettings,
     profile,
-    about="Measures how long steps take with this model on this machine, and fits the model of time to it.",
+    about="Learns how long steps take with this model on this machine, and keeps what it learned.",
     examples=["baton profile", "baton profile --minutes 10 --dtype bfloat16", "baton profile --out here.json"],
     params=[
         click.Option(

@@ -122,7 +122,7 @@ class OnDevice(LocalDevice):
     """A runner of a model without weights, on the device."""
 
     def __init__(self, path: Path) -> None:
-        self.device, self._kernels = DEVICE, None
+        self.device, self._kernels, self._padding, self._raises = DEVICE, None, slice(0), True
         model = build_model(open_model(path), num_positions=256, dtype=torch.bfloat16, device=DEVICE)
         model.finish(None)
         self._model = model
