@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -63,6 +62,8 @@ class KVCacheSpec:
     num_planes: int = 2  # K and V; 1: a latent
     tp_size: int = 1
     tp_rank: int = 0
+    first_layer: int = 0  # of this shard, in the whole
+    num_layers_of_whole: int | None = None  # None: this shard has all layers
 
     @property
     def itemsize(self) -> int:
@@ -70,9 +71,29 @@ class KVCacheSpec:
         return {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
 
     @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of one head's elements in one block and plane: no dtype has any."""
+        return 0
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head in one plane of one layer of one block."""
+        return self.block_size * self.head_dim * self.itemsize + self.scale_bytes
+
+    @property
+    def plane_bytes(self) -> int:
+        """Bytes of K, or of V, of one layer of one block."""
+        return self.num_kv_heads * self.head_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of one block, K and V."""
+        return self.num_planes * self.plane_bytes
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block, all layers, K and V."""
-        return math.prod(self.block_shape) * self.itemsize
+        return self.num_layers * self.layer_bytes
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
@@ -81,7 +102,7 @@ class KVCacheSpec:
     def fingerprint(self) -> str:
         """32 hex digits; equal if two workers' blocks hold the same bytes for the same tokens.
 
-        The tensor-parallel shard is left out on purpose: shards of one whole are exchangeable by offsets.
+        The shard, of heads or layers, is left out on purpose: shards of one whole are exchangeable by offsets.
         """
         return self._digest(self.dtype)
 
@@ -92,7 +113,8 @@ class KVCacheSpec:
     def _digest(self, dtype: str) -> str:
         whole_heads = self.num_kv_heads * self.tp_size
         kind = "kv1" if self.num_planes == 2 else f"kv1 of {self.num_planes}"
-        parts = (kind, self.model_id, self.num_layers, whole_heads, self.head_dim, self.block_size, dtype)
+        num_layers = self.num_layers if self.num_layers_of_whole is None else self.num_layers_of_whole
+        parts = (kind, self.model_id, num_layers, whole_heads, self.head_dim, self.block_size, dtype)
         return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=16).hexdigest()
 
 

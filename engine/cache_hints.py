@@ -50,6 +50,8 @@ class CacheHints:
 
     def report(self, now: float) -> None:
         """Answers evictions that the store has carried out, or that took it too long."""
+        if not self._evicting:
+            return
         waiting = []
         for one in self._evicting:
             num_stored, failure = one.stored.num_blocks, one.stored.failure

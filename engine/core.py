@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from common import metrics
 from common.block_hash import root_hash
 from common.config import EngineSettings
 from common.types import FinishReason, WorkerLoad
@@ -20,10 +19,12 @@ from engine.cache_hints import CacheHints
 from engine.device import Device
 from engine.forward_pass import ForwardPass, Pass
 from engine.grammars import Compiler, Grammars
+from engine.housekeeping import Housekeeping
 from engine.intake import Intake
 from engine.integrity import IntegrityReport
 from engine.pooling import embedding
 from engine.remote_kv import RemoteKV
+from engine.reports import report_not_stored, report_preempted, report_settled, report_unreachable
 from engine.schedule import NewToken, SchedulerConfig, SchedulerOutput
 from engine.scheduler import Scheduler
 from engine.speculation.ngram import NgramDrafter
@@ -69,7 +70,6 @@ class EngineCore:
         self._connector = connector
         self._connectors = [connector] if store is connector else [connector, store]
         self._clock = clock
-        self._wake = wake
         self._read_commands = read_commands
         self._events: list[m.Event] = []
         self._has_newcomers = False  # in the scheduler's queue, since it last admitted any
@@ -109,6 +109,9 @@ class EngineCore:
             ),
             self.blocks,
             self.remote_kv.room,
+        )
+        self._housekeeping = Housekeeping(
+            self.scheduler, self.blocks, self.remote_kv, self._hints, device, self._take_back, wake
         )
         self._integrity = IntegrityReport(self.scheduler.check_integrity, clock)
         self._forward = ForwardPass(device, self.scheduler.config.eos_token_ids, self.scheduler.stop, self._emit)
@@ -179,7 +182,8 @@ class EngineCore:
             case m.EndLoan(request_id):
                 remote_kv.end_loan(request_id)
             case m.AddPeer(peer):
-                remote_kv.add_peer(peer)
+                if reason := remote_kv.add_peer(peer):
+                    report_unreachable(reason)
             case m.GetStatus(call_id):
                 self._events.append(m.Status(call_id, self.load, self._integrity.get()))
             case m.HintCache():
@@ -204,30 +208,12 @@ class EngineCore:
         """
         self._queue_ready()
         self.take_in_transfers()
-        self.remote_kv.give_up_overdue()
-        self._take_back()
         now = self._clock()
-        self.blocks.named.expire_retention(now)
-        self._hints.report(now)
-        self.remote_kv.age_stored(now)
-        if not self.scheduler.has_work:
-            self.remote_kv.write_back_from_host(self._device.copy)
-        drafts = self._speculation.drafts(self.scheduler.decodes) if self._speculation else {}
-        output = self.scheduler.schedule(now, drafts)
-        self._has_newcomers = False
-        self._device.copy(output.host_copies)
-        self.remote_kv.publish(output.publishes)
-        self.remote_kv.start()
-        for request in output.preempted:
-            log.warning(
-                "preempted: KV blocks ran out; raise --kv-cache-memory-gb or --num-blocks, or lower --max-num-seqs",
-                extra={"request_id": request.request_id, "num_preemptions": request.num_preemptions},
-            )
-        self.blocks.take_counts().report()
-        metrics.worker_kv_retained_blocks.set(len(self.blocks.retention))
+        self._housekeeping.due(now)
+        output = self._schedule(now)
+        self._housekeeping.report()
         self.take_in_transfers()  # P2P publications are ready at once
-        if self.remote_kv.go_on_prefetching(now, self._device.copy, may_move=not self.scheduler.num_waiting):
-            self._wake()  # the next group comes with the next step, which is not to wait for anything else
+        self._housekeeping.rest(now)
         return output
 
     def begin_remote(self) -> None:
@@ -285,7 +271,8 @@ class EngineCore:
 
     def take_in_transfers(self) -> None:
         """Takes in the results of transfers. May be called at any time between two other calls, also in mid-step."""
-        self.remote_kv.take_in(self._read_commands)
+        for reason in self.remote_kv.take_in(self._read_commands):
+            report_not_stored(reason)
         self._take_back()
 
     def _emit(self, event: m.Event) -> None:
@@ -334,8 +321,21 @@ class EngineCore:
 
     def _take_back(self) -> None:
         """Gives requests whose wait for KV is over back to the scheduler."""
-        for request in self.remote_kv.take_settled():
-            self.scheduler.take_back(request)
+        for settled in self.remote_kv.take_settled():
+            report_settled(settled)
+            self.scheduler.take_back(settled.request)
+
+    def _schedule(self, now: float) -> SchedulerOutput:
+        """Decides the batch, and begins all that its forward pass needs or that others wait for."""
+        drafts = self._speculation.drafts(self.scheduler.decodes) if self._speculation else {}
+        output = self.scheduler.schedule(now, drafts)
+        self._has_newcomers = False
+        self._device.copy(output.host_copies)  # first: what is copied away is overwritten by what follows
+        self.remote_kv.publish(output.publishes)
+        self.remote_kv.start()
+        for request in output.preempted:
+            report_preempted(request)
+        return output
 
     def _report_embeddings(self, output: SchedulerOutput) -> None:
         for request in output.num_tokens:

@@ -14,10 +14,10 @@ from engine.draws import draw
 from engine.guide import Guide, GuideError, make_masks
 from engine.pooling import add_pooled
 from engine.prompt_scores import MAX_EVENT_TOKENS, next_scores
+from engine.reports import report_draft
 from engine.request import Request, RequestStatus
 from engine.schedule import SchedulerOutput
 from engine.speculation.checks import DraftedToken, accepted_tokens, checked_tokens
-from engine.speculation.speculation import count_draft
 from engine.step import StepInput, StepOutput, StepRow
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,8 @@ class ForwardPass:
             elif token is not None and of_drafts:
                 ones = begun.checks[request]
                 tokens[-1] = accepted_tokens(token, ones, [output.tokens[place] for place in of_drafts])
-                count_draft(request, len(ones), len(tokens[-1]) - 1)
+                request.drafts.count(len(ones), len(tokens[-1]) - 1)
+                report_draft(len(ones), len(tokens[-1]) - 1)
         return tokens
 
     def _follow_grammars(self, requests: Iterable[Request]) -> dict[Request, GuideError]:

@@ -20,26 +20,11 @@ import torch
 from common.sampling import MAX_LOGPROBS
 from common.types import SampledToken, TokenLogprob
 from engine.device_copies import read, to_device
-from engine.kernels.library import Kernels
+from engine.kernels.library import ASKED, Kernels
 from engine.kernels.sampling import sample_rows
 from engine.step import Draw, LogitEdits
 
 _NO_IDS = (0, 0, 0)
-_IDS = [("ids", "u8"), ("numbers", "u8"), ("count", "i8")]
-_KERNEL_ROW = np.dtype(
-    [
-        *((name, _IDS) for name in ("penalised", "biased", "allowed", "banned", "bad")),
-        ("mask", "u8"),
-        ("uniform", "f8"),
-        ("top_p", "f8"),
-        *((name, "f4") for name in ("temperature", "min_p", "repetition", "presence", "frequency")),
-        ("top_k", "i4"),
-        ("num_top", "i4"),
-    ],
-    align=True,
-)
-"""`Asked` of sample.h: addresses of int64 token ids, of a float32 for each of them (0: none), and how many they are."""
-
 _FIRST_CANDIDATES = 1024  # most nuclei lie within these; sorting the whole vocabulary is 20 times slower
 
 
@@ -119,7 +104,7 @@ def _sample_with(
         addresses = dict(zip(masked, (mask.data_ptr() for mask in masks), strict=True))
     most_top = min(max((item.num_top or 0 for item in draws), default=0), logits.shape[-1])
     rows = [_kernel_row(item, addresses.get(row, 0), most_top) for row, item in enumerate(draws)]
-    sampled = sample_rows(kernels, logits, np.array(rows, dtype=_KERNEL_ROW), most_top)
+    sampled = sample_rows(kernels, logits, np.array(rows, dtype=ASKED), most_top)
     result = [None if token_id < 0 else SampledToken(token_id) for token_id in sampled.tokens]
     for row, item in enumerate(draws):
         if item.num_top is not None and result[row] is not None:
@@ -130,7 +115,7 @@ def _sample_with(
 
 
 def _kernel_row(item: Draw, mask: int, most_top: int) -> tuple[object, ...]:
-    """The fields of `_KERNEL_ROW`. `mask`: its address, or 0."""
+    """The fields of `ASKED`. `mask`: its address, or 0."""
     edits = item.edits
     penalised = biased = allowed = banned = bad = _NO_IDS
     repetition, presence, frequency = 1.0, 0.0, 0.0

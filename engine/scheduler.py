@@ -25,6 +25,7 @@ from engine.preemption import victim
 from engine.remote_kv import Publish, WaitingRoom, next_publication
 from engine.request import Request, RequestStatus
 from engine.schedule import NewToken, SchedulerConfig, SchedulerOutput, StepResult
+from engine.step_budget import StepBudget
 from engine.waiting_queue import WaitingQueue
 
 
@@ -109,54 +110,50 @@ class Scheduler:
     def schedule(self, now: float, drafts: Mapping[Request, Sequence[int]] = MappingProxyType({})) -> SchedulerOutput:
         """Fills one step's token budget. `drafts`: tokens that may follow, of some of `decodes`."""
         output = SchedulerOutput()
-        budget = self.config.max_num_batched_tokens
+        budget = StepBudget(self.config.max_num_batched_tokens, self.config.chunk_size)
         for is_decode in (True, False):
             for request in list(self._running):
                 if (request.num_missing_tokens == 1) is not is_decode or request in output.num_tokens:
                     continue
-                budget -= self._schedule_running(request, budget, output)
+                self._schedule_running(request, budget, output)
             if is_decode:
-                budget -= self._schedule_drafts(drafts, budget, output)
+                self._schedule_drafts(drafts, budget, output)
         self._admit(budget, output, now)
         output.host_copies = self.blocks.take_copies()
         return output
 
-    def chunk_size(self, request: Request, budget: int) -> int:
-        """How many of the request's missing tokens go into this step."""
-        return min(request.num_missing_tokens, self.config.chunk_size, budget)
-
-    def _schedule_running(self, request: Request, budget: int, output: SchedulerOutput) -> int:
-        """Schedules one running request, preempting others if blocks run out. Returns the tokens it got."""
+    def _schedule_running(self, request: Request, budget: StepBudget, output: SchedulerOutput) -> None:
+        """Schedules one running request, preempting others if blocks run out."""
         if request.status is not RequestStatus.RUNNING:
-            return 0
-        num_new = self.chunk_size(request, budget)
+            return
+        num_new = budget.chunk(request.num_missing_tokens)
         if request.num_missing_tokens > 1 and self.blocks.cache.is_enabled and not request.needs_every_token:
             before = request.num_computed_tokens
             self.blocks.adopt_computed(request)  # by others, since the last step
             output.publishes += self._publish(request) if request.num_computed_tokens > before else []
-            num_new = self._equal_prompts.up_to_known(request, self.chunk_size(request, budget), output.names)
+            num_new = self._equal_prompts.up_to_known(request, budget.chunk(request.num_missing_tokens), output.names)
         if num_new <= 0:
-            return 0
+            return
         while not self.blocks.append(request, request.num_computed_tokens + num_new):
             other = victim(request, self._running, output.num_tokens, self.config.queue_policy)
             if other is None:
-                return 0
+                return
             self._preempt(other, output)
             if other is request:
-                return 0
+                return
+        budget.take(num_new)
         output.num_tokens[request] = num_new
         output.names.update(self._equal_prompts.names(request, num_new))
-        return num_new
 
-    def _schedule_drafts(self, drafts: Mapping[Request, Sequence[int]], budget: int, output: SchedulerOutput) -> int:
-        """Adds drafts to requests of this step, as far as budget and blocks suffice. Returns the tokens they got."""
-        num_drafted = 0
+    def _schedule_drafts(
+        self, drafts: Mapping[Request, Sequence[int]], budget: StepBudget, output: SchedulerOutput
+    ) -> None:
+        """Adds drafts to requests of this step, as far as budget and blocks suffice."""
         for request, draft in drafts.items():
-            kept = list(draft[: budget - num_drafted])
+            kept = list(draft[: budget.fitting(len(draft))])
             if kept and request in output.num_tokens and self.blocks.append(request, request.num_tokens + len(kept)):
                 output.drafts[request] = kept
-                num_drafted += len(kept)
-        return num_drafted
+                budget.take(len(kept))
 
     def _preempt(self, request: Request, output: SchedulerOutput) -> None:
         self._running.remove(request)
@@ -175,42 +172,41 @@ class Scheduler:
     def admit_remote(self, now: float) -> SchedulerOutput:
         """Parks newcomers from the queue's head, in mid-step. Stops if a block would be copied to host memory: a device
         copies after the step, and a fetch into the block does not wait for that."""
-        output = SchedulerOutput()
+        output, nothing = SchedulerOutput(), StepBudget(0, self.config.chunk_size)
         while (request := self._first_waiting()) and not self.blocks.may_demote(request.num_tokens):
-            if self._admit_one(request, 0, output, now) is None:
+            if not self._admit_one(request, nothing, output, now):
                 break
         output.host_copies = self.blocks.take_copies()
         return output
 
-    def _admit(self, budget: int, output: SchedulerOutput, now: float) -> None:
+    def _admit(self, budget: StepBudget, output: SchedulerOutput, now: float) -> None:
         """Admits requests in the order of the queue, up to the first one that does not fit."""
         while (request := self._first_waiting()) is not None:
-            num_tokens = self._admit_one(request, budget, output, now)
-            if num_tokens is None:
+            if not self._admit_one(request, budget, output, now):
                 return
-            budget -= num_tokens
 
     def _first_waiting(self) -> Request | None:
         return self._waiting.first(self._running, self.config.max_num_seqs - self.num_running)
 
-    def _admit_one(self, request: Request, budget: int, output: SchedulerOutput, now: float) -> int | None:
-        """Admits a request of the queue. Returns the tokens that it got in this step, or None if it has to wait."""
+    def _admit_one(self, request: Request, budget: StepBudget, output: SchedulerOutput, now: float) -> bool:
+        """Admits a request of the queue. Returns False if it has to wait."""
         if self.num_running >= self.config.max_num_seqs or output.preempted:
-            return None  # what was just preempted must not come back in the same step
-        if budget <= 0 and (request.mode is not RequestMode.REMOTE or request.status is not RequestStatus.WAITING):
-            return None
+            return False  # what was just preempted must not come back in the same step
+        if budget.is_spent and (request.mode is not RequestMode.REMOTE or request.status is not RequestStatus.WAITING):
+            return False
         if not (self.blocks.swap_in(request) if request.status is RequestStatus.SWAPPED else self._allocate(request)):
-            return None
+            return False
         self._waiting.remove(request)
         if request.scheduled_time is None:
             request.scheduled_time = now
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         if request.status is RequestStatus.WAITING and self._room.park(request):
-            return 0
+            return True
         request.status = RequestStatus.RUNNING
         self._running.append(request)
         output.publishes += self._publish(request)
-        return self._schedule_running(request, budget, output)
+        self._schedule_running(request, budget, output)
+        return True
 
     def _allocate(self, request: Request) -> bool:
         """Blocks for all tokens known so far, the cached prefix shared. Returns False if there are too few.

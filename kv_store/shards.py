@@ -91,7 +91,7 @@ def take_heads(part: Part, local: KVCacheSpec, remote: KVCacheSpec, block: memor
 
 def runs(part: Part, local: KVCacheSpec, remote: KVCacheSpec) -> list[Run]:
     """The bytes of `part` in one block of each side, in order, as few runs as there can be."""
-    head_bytes = local.block_size * local.head_dim * local.itemsize
+    head_bytes = local.head_bytes
     found: list[Run] = []
     for row in range(local.num_layers * local.num_planes):
         run = Run(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from common import metrics
-
 
 @dataclass(slots=True)
 class CacheCounts:
@@ -24,23 +22,12 @@ class CacheCounts:
 
     def take(self) -> CacheCounts:
         """What was counted since the last call."""
+        if self == _NOTHING:  # almost every step
+            return CacheCounts()
         taken = replace(self)
         for one in fields(self):
             setattr(self, one.name, 0)
         return taken
 
-    def report(self) -> None:
-        """Adds these to the metrics."""
-        if self == CacheCounts():
-            return
-        for tier, number in (
-            ("device", self.device_hits),
-            ("host", self.host_hits),
-            ("store", self.store_hits),
-            ("decode", self.lent_hits),
-        ):
-            metrics.worker_kv_cache_hits.labels(tier).inc(number)
-        for move in ("demoted", "promoted", "swapped_out", "stored", "dropped"):
-            metrics.worker_kv_tier_moves.labels(move).inc(getattr(self, move))
-        for event in ("retained", "outbid", "yielded"):
-            metrics.worker_kv_retentions.labels(event).inc(getattr(self, event))
+
+_NOTHING = CacheCounts()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
 
+import numpy as np
 import torch
 
 from common.cpu import read_cpu
@@ -119,6 +120,33 @@ class LayerCallStruct(Structure):
         ("cos", c_void_p),
         ("sin", c_void_p),
     )
+
+
+_IDS = [("ids", "u8"), ("numbers", "u8"), ("count", "i8")]
+ASKED = np.dtype(
+    [
+        *((name, _IDS) for name in ("penalised", "biased", "allowed", "banned", "bad")),
+        ("mask", "u8"),
+        ("uniform", "f8"),
+        ("top_p", "f8"),
+        *((name, "f4") for name in ("temperature", "min_p", "repetition", "presence", "frequency")),
+        ("top_k", "i4"),
+        ("num_top", "i4"),
+    ],
+    align=True,
+)
+"""What one row of logits is asked for: `Asked` of sample.h. Addresses of int64 token ids, of a float32 for each of them
+(0: none), and how many they are."""
+
+STRUCT_BYTES: Mapping[str, int] = {
+    "Linear": ctypes.sizeof(LinearStruct),
+    "AttentionShape": ctypes.sizeof(AttentionStruct),
+    "Batch": ctypes.sizeof(BatchStruct),
+    "Layer": ctypes.sizeof(LayerStruct),
+    "LayerCall": ctypes.sizeof(LayerCallStruct),
+    "Asked": ASKED.itemsize,
+}
+"""Of all structs that the kernels read or write, by their names in C++: as Python lays them out."""
 
 
 class Kernels:
@@ -330,6 +358,7 @@ def _open(variant: str) -> ctypes.CDLL:
         "baton_team": (c_void_p, (c_int,)),
         "baton_team_end": (None, (c_void_p,)),
         "baton_lanes": (c_int, ()),
+        "baton_struct_bytes": (c_int64, (c_char_p,)),
         "baton_packed_bytes": (c_int64, (c_int, c_int64, c_int64)),
         "baton_pack": (None, (c_void_p, c_int, c_void_p, c_int, c_int64, c_int64, c_void_p)),
         "baton_grouped_bytes": (c_int64, (c_int, c_int64, c_int64)),
@@ -376,7 +405,16 @@ def _open(variant: str) -> ctypes.CDLL:
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+    check_structs(variant, library.baton_struct_bytes, STRUCT_BYTES)
     return library
+
+
+def check_structs(variant: str, bytes_of: Callable[[bytes], int], expected: Mapping[str, int]) -> None:
+    """Raises `StartupError` if a struct of the library, asked for by name, has another size than Python gives it: the
+    kernels would read other fields than those that were written."""
+    sizes = {name: (bytes_of(name.encode()), size) for name, size in expected.items()}
+    if wrong := [f"{name} has {theirs} bytes, not {ours}" for name, (theirs, ours) in sizes.items() if theirs != ours]:
+        raise StartupError(f"the kernels for {variant} do not fit engine/kernels/library.py: {'; '.join(wrong)}")
 
 
 @cache

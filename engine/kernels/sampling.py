@@ -19,9 +19,8 @@ class Sampled:
 
 
 def sample_rows(kernels: Kernels, logits: torch.Tensor, asked: np.ndarray, most_top: int) -> Sampled:
-    """One token for each row of `logits` `[num_rows, vocab_size]` float32, contiguous. `asked` `[num_rows]` are structs
-    `Asked` of sample.h; what they point to has to stay until this returns. No row wants more than `most_top` likeliest
-    tokens."""
+    """One token for each row of `logits` `[num_rows, vocab_size]` float32, contiguous. `asked` `[num_rows]` has dtype
+    `ASKED`; what it points to has to stay until this returns. No row wants more than `most_top` likeliest tokens."""
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.int64)
     logprobs = torch.empty(num_rows, 1 + most_top)

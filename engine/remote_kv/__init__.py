@@ -8,6 +8,6 @@ behind these names.
 from engine.remote_kv.lookups import Lookups
 from engine.remote_kv.publications import Publish, next_publication
 from engine.remote_kv.remote_kv import VERIFY_STORED_S, RemoteKV
-from engine.remote_kv.waiting_room import WaitingRoom
+from engine.remote_kv.waiting_room import Settled, WaitingRoom
 
-__all__ = ["VERIFY_STORED_S", "Lookups", "Publish", "RemoteKV", "WaitingRoom", "next_publication"]
+__all__ = ["VERIFY_STORED_S", "Lookups", "Publish", "RemoteKV", "Settled", "WaitingRoom", "next_publication"]

@@ -5,12 +5,10 @@ It carries out what `WaitingRoom` decides, on the connector that hands prompts o
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from common import metrics
 from common.errors import BatonError
 from engine import messages as m
 from engine.blocks.block_manager import BlockManager
@@ -23,8 +21,6 @@ from engine.remote_kv.transfers import Transfers, WrittenBlock
 from engine.remote_kv.waiting_room import Settled, WaitingRoom
 from engine.request import Request
 from kv_store.base import BlockRef, Eviction, KVConnector, TransferKind, TransferResult
-
-log = logging.getLogger(__name__)
 
 VERIFY_STORED_S = 60.0  # what the store took is believed to be there for this long, then looked at when it is used
 WRITE_TOKENS = 256  # of one write to the store: stores keep so many together, and a handoff waits for one at most
@@ -76,7 +72,7 @@ class RemoteKV:
         self._clock = clock
         self._emit = emit
         self._verify_time = clock() + VERIFY_STORED_S
-        self._write_failure = ""  # the last one logged
+        self._write_failure = ""  # of the last write
         self._evicted_late: set[bytes] = set()  # names that are being written and should not be in the store
 
     # ---------------------------------------------------------------------------------- messages from the front
@@ -118,24 +114,30 @@ class RemoteKV:
             self._transfers.release(request_id)
             self._loans.end(request_id)
 
-    def add_peer(self, peer: bytes) -> None:
+    def add_peer(self, peer: bytes) -> str:
+        """Returns why the peer's cache cannot be reached, if so: fetches from it will fail, each with its request's
+        id."""
         try:
             self._handoff.add_peer(peer)
-        except BatonError as error:  # fetches from it will fail, and say so with their request's id
-            log.warning("cannot reach a peer's KV cache", extra={"reason": str(error)})
+        except BatonError as error:
+            return str(error)
+        return ""
 
     # -------------------------------------------------------------------------------------------- each step
 
-    def take_in(self, read_commands: Callable[[], None]) -> None:
+    def take_in(self, read_commands: Callable[[], None]) -> list[str]:
         """Takes in what transfers have brought. `read_commands` handles the front's messages: the end of a lease that
-        came before a result makes that result worthless. Safe at any time between two calls, also in mid-step."""
+        came before a result makes that result worthless. Safe at any time between two calls, also in mid-step.
+
+        Returns why the store did not take computed blocks, each reason once until another one or a success."""
         ended = list(self._transfers.poll())
         if ended:
             read_commands()
         news: defaultdict[str, _TransferNews] = defaultdict(_TransferNews)
+        not_stored: list[str] = []
         for one in ended:
             if isinstance(one, WrittenBlock):
-                self._take_in_written(one)
+                not_stored += self._take_in_written(one)
                 continue
             news[one.request_id].add(one.result, one.elapsed_s)
             if one.result.ref is not None and self._handoff_is_store:
@@ -143,6 +145,7 @@ class RemoteKV:
         for request_id, item in news.items():
             self._report(request_id, item)
         self._write_back()
+        return not_stored
 
     def give_up_overdue(self) -> None:
         """Counts transfers that hang as failed, if there are other blocks to compute in. Not in mid-step: blocks that
@@ -206,12 +209,13 @@ class RemoteKV:
         for publish in publishes:
             self._transfers.publish(publish.request.request_id, publish.blocks)
 
-    def take_settled(self) -> list[Request]:
+    def take_settled(self) -> list[Settled]:
         """Requests whose wait is over, for the scheduler."""
         settled = self.room.take_settled()
         for one in settled:
-            self._report_settled(one)
-        return [one.request for one in settled]
+            if one.request.mode is m.RequestMode.REMOTE and not one.starts_again:
+                self._emit(m.PrefillReceived(one.request.request_id, self._clock()))
+        return settled
 
     # ------------------------------------------------------------------------------------------ internals
 
@@ -232,47 +236,17 @@ class RemoteKV:
                 arrived.append(index)
         self._emit(m.BlocksFetched(request_id, arrived, lost, failure, news.num_bytes, news.elapsed_s))
 
-    def _report_settled(self, settled: Settled) -> None:
-        request = settled.request
-        if settled.starts_again:
-            return
-        if request.fallback_reason:
-            metrics.worker_fallbacks.inc()
-            log.warning(
-                "remote KV did not arrive, computing it here",
-                extra={
-                    "request_id": request.request_id,
-                    "reason": request.fallback_reason,
-                    "num_computed_tokens": request.num_computed_tokens,
-                    "num_prompt_tokens": request.num_prompt_tokens,
-                },
-            )
-        elif settled.num_not_lent:
-            log.warning(
-                "what its decode worker lends did not arrive, computing it here",
-                extra={
-                    "request_id": request.request_id,
-                    "reason": settled.lost_reason,
-                    "num_blocks": settled.num_not_lent,
-                },
-            )
-        elif settled.lost_reason:  # a lookup is a hint: what has gone since is computed like any other token
-            reason = settled.lost_reason
-            log.info("stored KV was gone", extra={"request_id": request.request_id, "reason": reason})
-        if request.mode is m.RequestMode.REMOTE:
-            self._emit(m.PrefillReceived(request.request_id, self._clock()))
-
     def _write_back(self) -> None:
         """Brings computed blocks to the store, a run at a time, while no request's transfer is under way."""
         if self._transfers.may_write and (blocks := self._blocks.write_back.next_run(WRITE_TOKENS)):
             self._transfers.write(blocks)
 
-    def _take_in_written(self, written: WrittenBlock) -> None:
+    def _take_in_written(self, written: WrittenBlock) -> list[str]:
+        """Returns the reason if the store did not take the block, unless it was the last one's, too."""
         is_stored = written.error is None
         self._blocks.write_back.end(written.block_hash, is_stored=is_stored, is_new=written.num_bytes > 0)
         if written.block_hash in self._evicted_late:
             self._evicted_late.remove(written.block_hash)
             self._store.evict([written.block_hash])
-        if written.error is not None and written.error != self._write_failure:
-            log.warning("the store does not take computed KV", extra={"reason": written.error})
-        self._write_failure = written.error or ""
+        before, self._write_failure = self._write_failure, written.error or ""
+        return [] if written.error is None or written.error == before else [written.error]

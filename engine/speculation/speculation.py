@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from common import metrics
 from engine.request import Request
 from engine.schedule import SchedulerConfig
 
@@ -52,10 +51,3 @@ class Speculation:
             if token_id in params.stop_token_ids or (token_id in self._eos_token_ids and not params.ignore_eos):
                 return draft[:index]
         return draft
-
-
-def count_draft(request: Request, num_drafted: int, num_accepted: int) -> None:
-    """Counts one checked draft of the request."""
-    request.drafts.count(num_drafted, num_accepted)
-    metrics.worker_draft_tokens.labels("accepted").inc(num_accepted)
-    metrics.worker_draft_tokens.labels("refused").inc(num_drafted - num_accepted)

@@ -98,7 +98,7 @@ def test_the_engine_goes_on_without_its_idle_poll(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(prefetches, "TIMEOUT_S", 10.0**6)  # the clock goes on by a second each time that it is read
     core = in_host_memory()
     woken: list[int] = []
-    core._wake = lambda: woken.append(core.blocks.named.count_on_device(names(LONG)))
+    core._housekeeping._wake = lambda: woken.append(core.blocks.named.count_on_device(names(LONG)))
     prefetch(core, names(LONG))
     for _ in range(6):
         core.step()

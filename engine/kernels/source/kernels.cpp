@@ -102,6 +102,20 @@ struct LayerCall {
     const float *cos, *sin;
 };
 
+// Bytes of a struct that Python fills, by its name here; 0 if there is none of that name. library.py compares.
+BATON int64_t baton_struct_bytes(const char* name) {
+    const struct {
+        const char* name;
+        size_t bytes;
+    } sizes[] = {
+        {"Linear", sizeof(Linear)}, {"AttentionShape", sizeof(AttentionShape)}, {"Batch", sizeof(Batch)},
+        {"Layer", sizeof(Layer)}, {"LayerCall", sizeof(LayerCall)}, {"Asked", sizeof(Asked)},
+    };
+    for (const auto& one : sizes)
+        if (std::strcmp(one.name, name) == 0) return int64_t(one.bytes);
+    return 0;
+}
+
 // Layers number `first` and, in all, `count` of `calls`, one after the other; see `run_layer`.
 BATON void baton_layers(Team* team, const LayerCall* calls, const Batch* batch, int first, int count, float* hidden) {
     std::lock_guard<std::mutex> lock(team->turn);

@@ -22,7 +22,7 @@ struct Ids {
     int64_t count;
 };
 
-// What one request asks of its row: `ROW` of sampling.py.
+// What one request asks of its row: `ASKED` of library.py.
 struct Asked {
     Ids penalised, biased, allowed, banned;  // `allowed` empty: any
     Ids bad;                                 // banned too

@@ -13,8 +13,8 @@ import torch
 from common.errors import StartupError
 from engine.kernels import build as building
 from engine.kernels.choice import choose_among
-from engine.kernels.library import Kernels, load_kernels
-from tests.engine.kernels.variants import VARIANTS
+from engine.kernels.library import STRUCT_BYTES, Kernels, check_structs, load_kernels
+from tests.engine.kernels.variants import VARIANTS, kernels
 
 X86 = ["avx2", "avx512", "avx512_bf16"]
 
@@ -153,3 +153,14 @@ def test_a_compiler_that_fails_half_way_leaves_no_library(monkeypatch: pytest.Mo
     monkeypatch.setenv("CXX", fake_compiler(tmp_path / "c++", 'echo half > "$output"; exit 1'))
     assert building.build(tmp_path)
     assert os.listdir(tmp_path / "lib") == []
+
+
+@pytest.mark.skipif(not VARIANTS, reason="no kernels were built")
+def test_a_struct_of_another_size_is_one_clear_error() -> None:
+    bytes_of = kernels(VARIANTS[-1]).library.baton_struct_bytes
+    check_structs("here", bytes_of, STRUCT_BYTES)
+    for name, size in STRUCT_BYTES.items():
+        with pytest.raises(StartupError, match=f"for here do not fit .*: {name} has {size} bytes, not {size + 8}$"):
+            check_structs("here", bytes_of, {**STRUCT_BYTES, name: size + 8})
+    with pytest.raises(StartupError, match="Unknown has 0 bytes, not 4"):
+        check_structs("here", bytes_of, {"Unknown": 4})
