@@ -24,6 +24,7 @@ from engine.device import DeviceInfo
 from engine.device_copies import read, to_device
 from engine.draws import draw
 from engine.local.device import LocalDevice
+from engine.local.vocabulary import Padding
 from engine.logit_changes import LogitChanges
 from engine.models import grouped_product
 from engine.models.grouped_product import Groups
@@ -122,7 +123,7 @@ class OnDevice(LocalDevice):
     """A runner of a model without weights, on the device."""
 
     def __init__(self, path: Path) -> None:
-        self.device, self._kernels, self._padding, self._raises = DEVICE, None, slice(0), True
+        self.device, self._kernels, self._padding, self._raises = DEVICE, None, Padding((), 0, DEVICE), True
         model = build_model(open_model(path), num_positions=256, dtype=torch.bfloat16, device=DEVICE)
         model.finish(None)
         self._model = model
