@@ -38,7 +38,7 @@ def pieces(num: int = LARGE) -> Iterator[bytes]:
         yield PIECE
 
 
-class Said(Exception):
+class Said:
     """What a client heard."""
 
     def __init__(self, status: int, body: bytes) -> None:
@@ -207,6 +207,13 @@ async def test_time_behind_a_refusal_is_bounded(worker: FakeWorker, start_router
     await asyncio.wait_for(asyncio.to_thread(sends_on, router, head, wait_s=0.02), 60)
 
 
+async def _trickle(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.6)
+
+
 @each_case("head", [STAYS, GOES, b"rubbish\r\n\r\n"])
 async def test_silence_behind_a_refusal_is_bounded(
     router: RunningRouter, monkeypatch: pytest.MonkeyPatch, head: bytes
@@ -218,10 +225,7 @@ async def test_silence_behind_a_refusal_is_bounded(
     await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
     async with asyncio.timeout(20):
         with pytest.raises(ConnectionError):
-            while True:
-                writer.write(b"x")
-                await writer.drain()
-                await asyncio.sleep(0.6)
+            await _trickle(writer)
     writer.close()
     with contextlib.suppress(ConnectionError):
         await writer.wait_closed()

@@ -46,8 +46,8 @@ def _is_json(content_type: str) -> bool:
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     """Reads at most `limit` bytes, which count as held until the answer has ended.
 
-    Raises `BodyTypeError`, `BodyTooLargeError` as soon as it is known, so that a huge body is not read to its end, `BodyTooLateError`,
-    and `OverloadedError` if the router holds too much already.
+    Raises `BodyTypeError`, `BodyTooLargeError` as soon as it is known, so that a huge body is not read to its end,
+    `BodyTooLateError`, and `OverloadedError` if the router holds too much already.
     """
     check_type(request)
     held: HeldBytes = request.state.held_bytes
