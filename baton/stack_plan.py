@@ -83,8 +83,8 @@ def given_kv_dir(settings: UpSettings) -> str | None:
 
 
 def child_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """(the variables that the router of a stack gets, those that each of its workers gets): of all that the stack has no
-    setting of its own for. What is of neither is for other commands, and is left alone as it is by every command.
+    """(variables that the router of a stack gets, variables that each of its workers gets). The stack has no setting of
+    its own for these. A variable of other commands is left alone, as every command does.
 
     Raises ConfigError for a bad value, and for a variable that cannot be passed on.
     """
@@ -104,8 +104,8 @@ def child_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[st
 
 
 def plan(settings: UpSettings, kv_dir: Path, environ: Mapping[str, str] = os.environ) -> Stack:
-    """The commands of a stack. Worker ports and cores are decided here. Raises ConfigError for variables that belong to a
-    child and cannot be passed on."""
+    """The commands of a stack. Worker ports and cores are decided here. Raises ConfigError for variables that belong to
+    a child and cannot be passed on."""
     router_variables, worker_variables = child_variables(environ)
     roles = ["prefill"] * settings.prefill + ["decode"] * settings.decode + ["worker"] * settings.both
     cores = divide_cores(settings.cpu_cores or usable_cores(), len(roles))

@@ -53,7 +53,7 @@ class LimitSettings(Settings):
     )
 
 
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/:?#@,]+)(:[0-9]{1,5})?")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/:?#@,*]+)(:[0-9]{1,5})?")
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
 
 
