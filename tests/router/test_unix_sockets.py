@@ -61,7 +61,7 @@ async def test_both_interfaces(worker: FakeWorker, start_router: StartRouter, fo
         await start_router(worker, grpc_listen=f"unix:{grpc}")
     router.stop.set()
     await router.task
-    assert not http.exists() and not grpc.exists()  # noqa: ASYNC240, PT018
+    assert not http.exists() and not grpc.exists()  # noqa: PT018
 
 
 async def test_other_files_are_left_alone(worker: FakeWorker, start_router: StartRouter, folder: Path) -> None:
