@@ -168,6 +168,18 @@ def check_environment(environ: Mapping[str, str]) -> None:
             raise ConfigError(name, f"no such setting{did_you_mean(name, known)}")
 
 
+def given_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The settings that variables give, by field. Raises ConfigError for a `BATON_*` variable that no command has."""
+    check_environment(environ)
+    fields = {field for settings in SETTINGS.values() for field in settings.model_fields}
+    found = {field: env_name(field) for field in sorted(fields)}
+    return {
+        field: environ[name]
+        for field, name in found.items()
+        if name in environ and not _is_service_link(name, environ[name])
+    }
+
+
 def read_yaml(path: str, settings_class: type[Settings]) -> dict[str, object]:
     """The settings in a YAML file: one mapping from field names to values. Raises ConfigError."""
     import yaml

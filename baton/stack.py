@@ -50,6 +50,7 @@ class Stack:
     start_timeout: float  # seconds
     router: str = "router"
     max_restarts: int = 0  # of each child but the router, within WINDOW_S
+    variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # of each child; no others of ours
     front_cores: Sequence[int] = ()  # for all but the engines, which choose their own; anywhere if empty
     not_ready: Callable[[Addresses], str] = lambda _: ""  # why the whole does not answer yet; empty if it does
     events: Events = field(default_factory=Events)
@@ -129,6 +130,7 @@ class Stack:
 
     def _spawn(self, name: str) -> Child:
         environ = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
+        environ |= self.variables.get(name, {})
         environ["PYTHONUNBUFFERED"] = "1"
         cores = () if name == LMCACHE else self.front_cores  # it copies KV, for prefill and decode alike
         return start(name, self.commands[name], self.events, environ=environ, cores=cores)

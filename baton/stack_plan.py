@@ -7,27 +7,52 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 import random
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from baton import lmcache_server
-from baton.settings import UP_SETTINGS, WORKER_SETTINGS, did_you_mean, to_flags
+from baton.settings import (
+    UP_SETTINGS,
+    WORKER_SETTINGS,
+    RouterCommandSettings,
+    did_you_mean,
+    env_name,
+    given_variables,
+    load,
+    to_flags,
+)
 from baton.stack import LMCACHE, Addresses, Stack
-from common.config import LimitSettings, PolicySettings, RouterSettings, Settings, UpSettings
+from common.config import LimitSettings, PolicySettings, RouterSettings, Settings, TlsSettings, UpSettings, WebSettings
 from common.errors import BatonError, ConfigError, StartupError
 from common.types import WorkerState
 from kv_store import registry
+
+log = logging.getLogger(__name__)
 
 _WORKER_HOST = "127.0.0.1"  # only the router of a local stack is for others
 # Below what Linux, macOS and Windows hand out to outgoing connections, so that none of those takes a port between
 # our choice and the worker's bind.
 _WORKER_PORTS = range(20000, 32000)
 _FLEET_TIMEOUT_S = 10.0
+_OF_ROUTER = (*PolicySettings.model_fields, *LimitSettings.model_fields, *WebSettings.model_fields)
+_SECURED = {env_name(field) for field in ("api_keys_file", *TlsSettings.model_fields)}
+"""With these, the router answers nobody that has no key or certificate. All say that they are ready, as ever."""
 _SHARED = UP_SETTINGS.model_fields.keys() & WORKER_SETTINGS.model_fields.keys()  # what a worker takes from its stack
+_DECIDED = {
+    "http_listen": "the stack has --host and --http-port, or --uds",
+    "grpc_listen": "the stack has --host and --grpc-port",
+    "processes": "the stack has --router-processes",
+    "listen": "a stack chooses its workers' addresses",
+    "advertise": "a stack chooses its workers' addresses",
+    "health_listen": "the processes of a stack cannot share one address",
+    "metrics_port": "the workers of a stack cannot share one port; 0 takes a free one for each",
+}
+"""Settings of a child that the stack itself decides, and why no variable can."""
 
 
 def check(settings: UpSettings) -> None:
@@ -39,6 +64,10 @@ def check(settings: UpSettings) -> None:
     registry.check_store(settings.connector, settings.store, "--store")
     if _starts_lmcache(settings):
         lmcache_server.executable()
+    if settings.uds is not None and (not settings.uds or any(sign.isspace() for sign in settings.uds)):
+        raise ConfigError("--uds", "should be a path without blanks")
+    if settings.uds is not None and settings.router_processes > 1:
+        raise ConfigError("--uds", "several processes share ports alone: a unix socket needs --router-processes 1")
     if settings.decode + settings.both == 0:
         raise ConfigError("--decode", "a stack needs at least one decode worker or one with --both roles")
 
@@ -53,8 +82,31 @@ def given_kv_dir(settings: UpSettings) -> str | None:
     return registry.kv_dir(settings.model_dump())
 
 
-def plan(settings: UpSettings, kv_dir: Path) -> Stack:
-    """The commands of a stack. Worker ports and cores are decided here."""
+def child_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """(variables that the router of a stack gets, variables that each of its workers gets). The stack has no setting of
+    its own for these. A variable of other commands is left alone, as every command does.
+
+    Raises ConfigError for a bad value, and for a variable that cannot be passed on.
+    """
+    given = {field: value for field, value in given_variables(environ).items() if field not in UP_SETTINGS.model_fields}
+    found: list[dict[str, str]] = []
+    for settings_class in (RouterCommandSettings, WORKER_SETTINGS):
+        own = {field: value for field, value in given.items() if field in settings_class.model_fields}
+        for field, value in own.items():
+            if field in _DECIDED and (field, value) != ("metrics_port", "0"):
+                raise ConfigError(env_name(field), f"cannot be passed on: {_DECIDED[field]}")
+        variables = {env_name(field): value for field, value in own.items()}
+        load(settings_class, {}, environ=variables)
+        found.append(variables)
+    if "api_key" in given and "api_keys_file" not in given:
+        log.warning("BATON_API_KEY is for clients: this stack asks for no key, as BATON_API_KEYS_FILE would have it do")
+    return found[0], found[1]
+
+
+def plan(settings: UpSettings, kv_dir: Path, environ: Mapping[str, str] = os.environ) -> Stack:
+    """The commands of a stack. Worker ports and cores are decided here. Raises ConfigError for variables that belong to
+    a child and cannot be passed on."""
+    router_variables, worker_variables = child_variables(environ)
     roles = ["prefill"] * settings.prefill + ["decode"] * settings.decode + ["worker"] * settings.both
     cores = divide_cores(settings.cpu_cores or usable_cores(), len(roles))
     lmcache_address, *addresses = [f"{_WORKER_HOST}:{port}" for port in free_ports(1 + len(roles))]
@@ -77,9 +129,9 @@ def plan(settings: UpSettings, kv_dir: Path) -> Stack:
     router = RouterSettings(
         prefill=tuple(address for role, address in zip(roles, addresses, strict=True) if role != "decode"),
         decode=tuple(address for role, address in zip(roles, addresses, strict=True) if role != "prefill"),
-        http_listen=f"{host}:{settings.http_port}",
+        http_listen=f"{host}:{settings.http_port}" if settings.uds is None else f"unix:{settings.uds}",
         grpc_listen=f"{host}:{settings.grpc_port}",
-        **{name: getattr(settings, name) for name in (*PolicySettings.model_fields, *LimitSettings.model_fields)},
+        **{name: getattr(settings, name) for name in _OF_ROUTER},
         processes=settings.router_processes,
         drain_timeout=settings.drain_timeout,
         log_level=settings.log_level,
@@ -92,7 +144,8 @@ def plan(settings: UpSettings, kv_dir: Path) -> Stack:
         settings.start_timeout,
         max_restarts=settings.max_restarts,
         front_cores=front_cores(roles, cores),
-        not_ready=fleet_not_ready,
+        variables={name: router_variables if name == "router" else worker_variables for name in commands},
+        not_ready=fleet_not_ready if not _SECURED & router_variables.keys() else lambda _: "",
     )
 
 

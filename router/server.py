@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import grpc
 import uvicorn
+from starlette.types import ASGIApp
 
 from common.allocator import keep_few_arenas
 from common.config import RouterSettings
@@ -20,14 +21,17 @@ from common.grpc_transport import Channels
 from common.open_files import allow_open_files
 from common.tasks import VitalTasks, count_tasks
 from common.tls import serving_files
+from common.unix_sockets import remove, socket_path
 from router.api.api_keys import ApiKeys
 from router.api.grpc_auth import KeyInterceptor
 from router.api.grpc_services import DEMAND, INFERENCE, MAX_OPEN_CALLS, ROUTER, add_services, bind, bind_health
 from router.api.rest.app import make_app
 from router.api.rest.auth import KeyMiddleware
+from router.api.rest.cors import CorsMiddleware
 from router.api.rest.limits import LimitMiddleware
 from router.api.rest.listener import listen
 from router.api.rest.protocol import MAX_HEAD_BYTES, Connections
+from router.api.rest.root_path import RootPathMiddleware
 from router.api.rest.tls_listener import accept_tls
 from router.fleet.discovery.follow import fixed, follow
 from router.fleet.registry import Registry
@@ -85,6 +89,8 @@ async def serve(
         if part.is_replacement:
             await _join(settings, registry, vital, stack)
         shared = part.is_one_of_several
+        stack.callback(remove, part.http_listen)
+        stack.callback(remove, part.grpc_listen)
         http_socket = stack.enter_context(contextlib.closing(listen(part.http_listen, shared=shared)))
         interceptors = [] if keys is None else [KeyInterceptor(keys)]
         grpc_server = make_server(
@@ -104,10 +110,10 @@ async def serve(
             stack.push_async_callback(registry.close)
             registry.start()
 
-        app = LimitMiddleware(make_app(front), gate)
+        app = _around(LimitMiddleware(make_app(front, settings.root_path), gate), settings, keys)
         connections = Connections(part.max_connections, settings.receive_timeout)
         web_config = uvicorn.Config(
-            app if keys is None else KeyMiddleware(app, keys),
+            app,
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -129,13 +135,22 @@ async def serve(
                 await probed.start()
                 stack.push_async_callback(probed.stop, None)
                 serving.append(vital.start(until_ended(probed), name="health probes"))
-            web_task = vital.start(web.serve([http_socket] if tls is None else []), name="rest")
+            is_unix = socket_path(part.http_listen) is not None
+            make = functools.partial(connections.protocol(), web_config, web.server_state, {})
+            web_task = vital.start(web.serve([http_socket] if tls is None and not is_unix else []), name="rest")
+            if tls is None and is_unix:
+                stack.enter_context(
+                    contextlib.closing(await asyncio.get_running_loop().create_unix_server(make, sock=http_socket))
+                )
             if tls is not None:
-                make = functools.partial(connections.protocol(), web_config, web.server_state, {})
                 vital.start(accept_tls(http_socket, connections, tls.server_context(), make), name="rest connections")
             scheme = "http" if tls is None else "https"
             http_url = f"{scheme}://{_host(settings.http_listen)}:{http_socket.getsockname()[1]}"
+            if is_unix:
+                http_url = settings.http_listen
             grpc_address = f"{_host(settings.grpc_listen)}:{grpc_port}"
+            if socket_path(settings.grpc_listen) is not None:
+                grpc_address = settings.grpc_listen
             log.info("router listens", extra={"http": http_url, "grpc": grpc_address})
             on_ready = functools.partial(ready, http_url, grpc_address) if ready else lambda: None
             vital.start(_watch_health(health, front, on_ready), name="health")
@@ -157,6 +172,15 @@ async def serve(
                 await vital.close()
         vital.raise_failure()
         log.info("router ended")
+
+
+def _around(app: ASGIApp, settings: RouterSettings, keys: ApiKeys | None) -> ASGIApp:
+    """`app` behind what each request passes first. Raises `ConfigError`."""
+    if keys is not None:
+        app = KeyMiddleware(app, keys)
+    if settings.cors_origins or settings.cors_credentials:
+        app = CorsMiddleware(app, settings.cors_origins, credentials=settings.cors_credentials)
+    return RootPathMiddleware(app, settings.root_path) if settings.root_path else app
 
 
 async def _join(

@@ -31,6 +31,7 @@ from common.config import (
     Settings,
     TlsSettings,
     UpSettings,
+    WebSettings,
     WorkerSettings,
 )
 from common.errors import BatonError, ConfigError
@@ -53,6 +54,7 @@ GROUPS: dict[type[Settings], str] = {
     **dict.fromkeys([*settings_classes(), *stack_settings_classes()], "KV blocks"),
     PolicySettings: "Routing",
     LimitSettings: "Limits",
+    WebSettings: "Web pages and proxies",
     TlsSettings: "TLS",
     HealthSettings: "Probes",
     LogSettings: "Logging",

@@ -14,6 +14,7 @@ from common.config import DEFAULT_MODEL, AutoscalerSettings, RouterSettings, UpS
 from common.garbage import look_rarely
 from common.logs import setup_logging
 from common.types import WorkerRole
+from common.unix_sockets import socket_path
 from engine.device_choice import choose_device
 from engine.dtype import resolve_dtype
 
@@ -55,9 +56,11 @@ def up(settings: UpSettings) -> int:
 def prepare_model(settings: S) -> S:
     """What is decided once, before several workers do so: makes sure that the model is on disk (progress to standard
     error), and chooses device and dtype, which all workers need alike."""
+    from baton.template_check import warn_of_template
     from engine.embedded_model import ensure_model
 
     path = ensure_model(settings.model, settings.cache_dir, lambda line: print(line, file=sys.stderr, flush=True))
+    warn_of_template(path)
     device = choose_device(settings.device)
     log.info("device of all workers", extra={"device": device.device, "reason": device.reason})
     dtype = resolve_dtype(settings.dtype, path, device.device, settings.kernels)
@@ -68,7 +71,15 @@ def prepare_model(settings: S) -> S:
 def print_ready(addresses: Addresses, *, hints: bool) -> None:
     print(f"ready http={addresses.http} grpc={addresses.grpc}", flush=True)
     if hints:
-        print(HINTS.format(http=addresses.http, grpc=addresses.grpc), file=sys.stderr, flush=True)
+        print(_hints(addresses), file=sys.stderr, flush=True)
+
+
+def _hints(addresses: Addresses) -> str:
+    path = socket_path(addresses.http)
+    if path is None:
+        return HINTS.format(http=addresses.http, grpc=addresses.grpc)
+    parts = [part for part in HINTS.split("\n\n") if "openai" not in part]  # which knows no such sockets
+    return "\n\n".join(parts).format(http=f"--unix-socket {path} http://localhost", grpc=addresses.grpc)
 
 
 def worker(settings: WorkerSettings, *, role: WorkerRole) -> int:

@@ -18,7 +18,7 @@ from common.config.base import (
     comma_separated,
 )
 from common.config.client import ChatSettings, ChoiceSettings, ClientSettings, GenerateSettings
-from common.config.router import MAX_PROCESSES, LimitSettings, PolicySettings, RouterSettings
+from common.config.router import MAX_PROCESSES, LimitSettings, PolicySettings, RouterSettings, WebSettings
 from common.config.stack import DemoSettings, UpSettings
 from common.config.worker import (
     DEFAULT_MODEL,
@@ -52,6 +52,7 @@ __all__ = [
     "Settings",
     "TlsSettings",
     "UpSettings",
+    "WebSettings",
     "WorkerSettings",
     "comma_separated",
     "default_cache_dir",

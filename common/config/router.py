@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import re
+from typing import Annotated
 
-from common.config.base import Addresses, HealthSettings, LogSettings, Positive, Settings, TlsSettings
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from common.config.base import (
+    Addresses,
+    HealthSettings,
+    LogSettings,
+    Positive,
+    Settings,
+    TlsSettings,
+    comma_separated,
+)
 
 MAX_PROCESSES = 64  # of one router
 
@@ -42,13 +53,53 @@ class LimitSettings(Settings):
     )
 
 
-class RouterSettings(PolicySettings, LimitSettings, TlsSettings, HealthSettings, LogSettings):
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/:?#@,*]+)(:[0-9]{1,5})?")
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
+
+
+def _origins(values: tuple[str, ...]) -> tuple[str, ...]:
+    values = tuple(value.lower() for value in values)
+    for value in values:
+        if value != "*" and not _ORIGIN.fullmatch(value):
+            raise ValueError(f"{value!r} should be scheme://host or scheme://host:port without a path, or *")
+    return values
+
+
+def _root_path(value: str) -> str:
+    value = value.rstrip("/")
+    if not _ROOT_PATH.fullmatch(value):
+        raise ValueError("should be a path such as /llm, of letters, digits and . _ ~ -")
+    return value
+
+
+Origins = Annotated[tuple[str, ...], BeforeValidator(comma_separated), AfterValidator(_origins)]
+RootPath = Annotated[str, AfterValidator(_root_path)]
+
+
+class WebSettings(Settings):
+    """Pages of other sites, and a proxy in front."""
+
+    cors_origins: Origins = Field(
+        (),
+        description="sites whose pages may ask over REST (CORS), as https://app.example.com; * for all; none if unset",
+    )
+    cors_credentials: bool = Field(
+        False, description="these pages may let the browser show a TLS client certificate or cookies; not with *"
+    )
+    root_path: RootPath = Field(
+        "", description="path under which a proxy shows REST, as /llm; requests may come with it or without it"
+    )
+
+
+class RouterSettings(PolicySettings, LimitSettings, WebSettings, TlsSettings, HealthSettings, LogSettings):
     """`baton router`. With --tls-cert and --tls-key both of its ports speak TLS."""
 
     prefill: Addresses = Field((), description="prefill workers: host:port, dns:///name:port or k8s:///ns/service:port")
     decode: Addresses = Field((), description="decode workers, spelled likewise (a worker of both roles in both)")
-    http_listen: str = Field("127.0.0.1:8000", description="REST address; port 0 takes a free one")
-    grpc_listen: str = Field("127.0.0.1:50051", description="gRPC address; port 0 takes a free one")
+    http_listen: str = Field(
+        "127.0.0.1:8000", description="REST address; port 0 takes a free one; unix:/PATH is a unix socket"
+    )
+    grpc_listen: str = Field("127.0.0.1:50051", description="gRPC address, spelled likewise")
     processes: int = Field(
         1,
         ge=1,

@@ -7,11 +7,11 @@ from typing import Literal
 from pydantic import ConfigDict, Field
 
 from common.config.base import LogSettings, Port, Positive
-from common.config.router import MAX_PROCESSES, LimitSettings, PolicySettings
+from common.config.router import MAX_PROCESSES, LimitSettings, PolicySettings, WebSettings
 from common.config.worker import ConnectorSettings, EngineSettings
 
 
-class UpSettings(EngineSettings, ConnectorSettings, PolicySettings, LimitSettings, LogSettings):
+class UpSettings(EngineSettings, ConnectorSettings, PolicySettings, LimitSettings, WebSettings, LogSettings):
     """`baton up`: a whole stack on this machine."""
 
     model_config = ConfigDict(extra="allow")  # see ConnectorSettings
@@ -21,6 +21,7 @@ class UpSettings(EngineSettings, ConnectorSettings, PolicySettings, LimitSetting
     both: int = Field(0, ge=0, description="workers with both roles")
     host: str = Field("127.0.0.1", description="address that the router listens on")
     http_port: Port = Field(8000, description="REST port; 0 takes a free one")
+    uds: str | None = Field(None, description="path of a unix socket for REST, in place of --host and --http-port")
     grpc_port: Port = Field(50051, description="gRPC port; 0 takes a free one")
     router_processes: int = Field(
         1, ge=1, le=MAX_PROCESSES, description="processes of the router (Linux only), as `baton router --processes`"

@@ -14,6 +14,7 @@ from common.grpc_server import add_handlers
 from common.grpc_transport import add_port, health_server
 from common.reflection import ReflectionPool
 from common.tls import TlsFiles
+from common.unix_sockets import let_group_in, make_way, socket_path
 from protos.baton.v1 import demand_pb2, inference_pb2, router_pb2
 from router.api.fleet_service import FleetService
 from router.api.grpc_handlers import add_service
@@ -35,9 +36,15 @@ MAX_OPEN_READS = 16
 
 
 def bind(server: grpc.aio.Server, address: str, tls: TlsFiles | None) -> int:
+    """Returns the port; for a unix socket, a number that says nothing."""
+    path = socket_path(address)
     try:
+        if path is not None:
+            make_way(path)  # gRPC would take the place of whoever listens there
         port = add_port(server, address, tls)
-    except RuntimeError as error:
+        if path is not None:
+            let_group_in(path)
+    except (RuntimeError, OSError) as error:
         raise StartupError(f"cannot listen on {address} for gRPC: {error}") from error
     if port == 0:
         raise StartupError(f"cannot listen on {address} for gRPC")

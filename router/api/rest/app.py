@@ -39,8 +39,9 @@ BODIES: tuple[type[Body], ...] = (
 )
 
 
-def make_app(front: Front) -> ASGIApp:
-    app = FastAPI(title="Baton", version=VERSION, docs_url=None, redoc_url=None)
+def make_app(front: Front, root_path: str = "") -> ASGIApp:
+    servers = [{"url": root_path}] if root_path else None
+    app = FastAPI(title="Baton", version=VERSION, docs_url=None, redoc_url=None, servers=servers)
     errors.install(app)
     generation, embedding, prefixes = GenerationHandlers(front), EmbeddingHandlers(front), PrefixHandlers(front)
     tokenizer, information = TokenizerHandlers(front), InformationHandlers(front)
@@ -106,7 +107,7 @@ def make_app(front: Front) -> ASGIApp:
     parts = page.setdefault("components", {})
     parts.setdefault("schemas", {}).update({**components, **openapi.COMPONENTS})
     parts["securitySchemes"], page["security"] = openapi.SECURITY_SCHEMES, openapi.SECURITY
-    return DirectApp(app, direct)
+    return DirectApp(app, direct, root_path)
 
 
 def _guarded(handler: Endpoint) -> Endpoint:

@@ -44,6 +44,10 @@ class BodyTooLargeError(BatonError):
     http_status = 413
 
 
+class BodyTypeError(BatonError):
+    http_status = 415
+
+
 class BodyTooLateError(BatonError):
     http_status = 408
 

@@ -48,7 +48,9 @@ def install(app: FastAPI) -> None:
         status = error.status_code if isinstance(error, HTTPException) else 500
         detail = str(getattr(error, "detail", error))
         message = f"{request.method} {request.url.path}: {detail}"
-        headers = getattr(error, "headers", None)
+        headers = dict(getattr(error, "headers", None) or {})
+        if headers.get("Allow") == "GET":
+            headers["Allow"] = "GET, HEAD"  # `DirectApp` answers it
         return json_response(status_body(message, status, None, None), status=status, headers=headers)
 
     async def on_baton(_request: Request, error: Exception) -> Response:

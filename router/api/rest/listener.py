@@ -16,6 +16,7 @@ from __future__ import annotations
 import socket
 
 from common.errors import StartupError
+from common.unix_sockets import let_group_in, make_way, socket_path
 
 IDLE_S = 10
 INTERVAL_S = 5
@@ -23,8 +24,10 @@ GIVE_UP_S = 30  # since the client's host was last heard of
 
 
 def listen(address: str, *, shared: bool = False) -> socket.socket:
-    """A listening socket on `host:port`; port 0 takes a free one. A `shared` one gets its part of the connections, the
-    others go to other processes of this user. Raises `StartupError`."""
+    """A listening socket on `host:port`, or `unix:PATH`; port 0 takes a free one. A `shared` one gets its part of the
+    connections, the others go to other processes of this user. Raises `StartupError`."""
+    if (path := socket_path(address)) is not None:
+        return _listen_unix(address, path)
     host, _, port = address.rpartition(":")
     try:
         infos = socket.getaddrinfo(
@@ -43,6 +46,20 @@ def listen(address: str, *, shared: bool = False) -> socket.socket:
             listener.close()
             raise
     except (OSError, ValueError) as error:
+        raise StartupError(f"cannot listen on {address} for REST: {error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _listen_unix(address: str, path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        make_way(path)
+        listener.bind(path)
+        let_group_in(path)  # nobody can connect before the next line
+        listener.listen(1024)
+    except (OSError, ValueError) as error:
+        listener.close()
         raise StartupError(f"cannot listen on {address} for REST: {error}") from error
     listener.setblocking(False)
     return listener

@@ -3,6 +3,10 @@
 A connection that waits for no answer is idle: a new one too, and one whose answer came before all of its body did.
 If all places are taken, the one that has been idle longest gives way to a newcomer: clients that connect and say
 nothing keep nobody out. One in its TLS handshake is idle, too (`tls_listener`).
+
+A request may be refused while its body still comes. To close then would reset the connection, and the client would
+report a broken pipe instead of the answer. So what it still sends is read and thrown away: at most MAX_LATE_BYTES, for
+the time that a body may take, and no longer than SILENT_S without a byte. The connection is idle meanwhile.
 """
 
 from __future__ import annotations
@@ -25,6 +29,9 @@ from router.api.rest.error_body import HeadTooLateError, NotHttpError, error_bod
 
 MAX_HEAD_BYTES = 32 * 2**10
 MAX_AHEAD_BYTES = 2**20  # of requests behind the one that is answered
+MAX_LATE_BYTES = 256 * 2**20  # that are read behind an answer that refuses what they belong to, and thrown away
+SILENT_S = 5.0  # without a byte of these
+MAX_LINGERING = 64  # connections without a place that are told so, and may read it
 WRITE_PIECE = "baton.write_piece"
 """In a request's ASGI scope if its answer can be sent in pieces: a `WritePiece`. Valid while the answer is, between the
 message that begins it (without a length) and the one that ends it."""
@@ -73,6 +80,7 @@ class Connections:
         self.max_connections = max_connections
         self.head_timeout_s = head_timeout_s
         self.num = 0
+        self.num_lingering = 0  # without a place
         self.idle: dict[Idle, None] = {}  # longest idle first
 
     def protocol(self, base: type[LimitedProtocol] | None = None) -> type[LimitedProtocol]:
@@ -106,6 +114,10 @@ class LimitedProtocol(H11Protocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
         self._on_gone: Callable[[], None] | None = None  # of the present request
+        self._lingers_until: float | None = None  # the loop's time; the last answer was written
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._lingers_without_place = False
+        self._num_late_bytes = 0
         self._app = self.app
         self.app = self._serve
 
@@ -114,6 +126,9 @@ class LimitedProtocol(H11Protocol):
         cycle = self.cycle
         scope[ON_GONE] = functools.partial(self._watch, cycle)
         scope[TAKE_BODY] = functools.partial(_take_body, cycle)
+        if cycle.more_body:
+            cycle.transport = _ClosesLater(self)  # type: ignore[assignment]
+            send = functools.partial(_send_early, cycle, send)
         if scope["http_version"] == "1.1" and scope["method"] != "HEAD":
             scope[WRITE_PIECE] = functools.partial(_write_piece, cycle)
             if _stays_open(scope["headers"]):
@@ -185,7 +200,12 @@ class LimitedProtocol(H11Protocol):
             self.before_made()
         if not self.limits.has_room():
             transport.write(FULL)
-            transport.close()
+            if self.limits.num_lingering < MAX_LINGERING:
+                self.limits.num_lingering += 1
+                self._lingers_without_place = True
+                self._linger(SILENT_S)
+            else:
+                transport.close()
             return
         self._is_counted = True
         self.limits.num += 1
@@ -195,6 +215,11 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
         if self._flush_timer is not None:
             self._flush_timer.cancel()
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+        if self._lingers_without_place:
+            self._lingers_without_place = False
+            self.limits.num_lingering -= 1
         self._tell_gone()
         self._uncount()
         self.app = self._app  # what holds this connection, and is held by it, would wait for the garbage collector
@@ -210,10 +235,71 @@ class LimitedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        if self._lingers_until is not None:
+            self._throw_away(data, self._lingers_until)
+            return
         super().data_received(data)
+        their_state = self.conn.their_state
         # Nothing is read while requests wait in turn, except that each one reads on to see its client leave.
-        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) > MAX_AHEAD_BYTES:
+        if their_state is h11.DONE and len(self.conn.trailing_data[0]) > MAX_AHEAD_BYTES:
             metrics.router_refused.labels("read ahead").inc()
+            self.transport.close()
+        elif their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE:
+            self._count_late(data)
+        self._look()
+
+    def _count_late(self, data: bytes) -> None:
+        """Of a body whose answer came before its end, on a connection that stays open for the next request."""
+        self._num_late_bytes += len(data)
+        if self._num_late_bytes > MAX_LATE_BYTES:
+            self.transport.close()
+        elif self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(SILENT_S, self.timeout_keep_alive_handler)
+
+    def close_later(self) -> None:
+        """Closes the connection after the end of the present request's body, if that is still to come."""
+        if self.conn.their_state is h11.SEND_BODY:
+            self._linger(self.limits.head_timeout_s)
+        else:
+            self.transport.close()
+
+    def _linger(self, most_s: float) -> None:
+        """Closes the connection once the client has, or its body has ended, or it has sent too much or for too long.
+        Nothing is written any more."""
+        if self.transport.is_closing() or self._lingers_until is not None:
+            return
+        self._num_late_bytes = 0
+        self._lingers_until = self.loop.time() + most_s
+        self._linger_timer = self.loop.call_later(min(most_s, SILENT_S), self._end_linger)
+        self._unset_keepalive_if_required()
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():  # not with TLS
+            self.transport.write_eof()
+
+    def _throw_away(self, data: bytes, until: float) -> None:
+        self._num_late_bytes += len(data)
+        left_s = until - self.loop.time()
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+        if left_s <= 0 or self._num_late_bytes > MAX_LATE_BYTES or self._ends_body(data):
+            self._end_linger()
+        else:
+            self._linger_timer = self.loop.call_later(min(left_s, SILENT_S), self._end_linger)
+
+    def _ends_body(self, data: bytes) -> bool:
+        """Whether the present request's body has ended with `data`. Without such a request nobody can say so."""
+        if self.conn.their_state is not h11.SEND_BODY:
+            return False
+        self.conn.receive_data(data)
+        try:
+            while isinstance(event := self.conn.next_event(), h11.Data):
+                pass
+        except h11.RemoteProtocolError:
+            return True
+        return event is not h11.NEED_DATA
+
+    def _end_linger(self) -> None:
+        if not self.transport.is_closing():
             self.transport.close()
         self._look()
 
@@ -226,11 +312,23 @@ class LimitedProtocol(H11Protocol):
             self._tell_gone()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.write(_closing(NotHttpError(msg)))
-        self.transport.close()
+        if self.conn.our_state is h11.SEND_BODY:
+            self.transport.close()
+        else:
+            self._linger(min(SILENT_S, self.limits.head_timeout_s))
 
     def on_response_complete(self) -> None:
+        self._num_late_bytes = 0
         super().on_response_complete()
+        if self._lingers_until is not None:
+            self._unset_keepalive_if_required()
         self._look()
+
+    def shutdown(self) -> None:
+        if self._lingers_until is not None:
+            self.transport.close()
+        else:
+            super().shutdown()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -243,6 +341,10 @@ class LimitedProtocol(H11Protocol):
         if not self._is_counted or self.transport.is_closing():
             self._stop_timer()
             self.limits.idle.pop(self, None)
+            return
+        if self._lingers_until is not None:
+            self._stop_timer()
+            self.limits.idle.setdefault(self)
             return
         is_idle = self.cycle is None or self.cycle.response_complete
         if not is_idle:
@@ -274,12 +376,31 @@ class LimitedProtocol(H11Protocol):
         if not self.transport.is_closing():
             if self.conn.their_state is h11.IDLE:
                 self.transport.write(LATE)
-            self.give_way()
+                self._linger(min(SILENT_S, self.limits.head_timeout_s))
+                self._look()
+            else:
+                self.give_way()
 
     def give_way(self) -> None:
         self._uncount()
         self.transport.close()
         self._look()
+
+
+class _ClosesLater:
+    """The transport of a request of which not all has come yet."""
+
+    def __init__(self, connection: LimitedProtocol) -> None:
+        transport = connection.transport
+        self.write, self.is_closing, self.close = transport.write, transport.is_closing, connection.close_later
+
+
+async def _send_early(cycle: RequestResponseCycle, send: Send, message: dict[str, Any]) -> None:
+    """Sends the answer to a request of which not all has come. A client that waited for leave to send the body, and has
+    none, need not send it: the connection cannot be used again."""
+    if message["type"] == "http.response.start" and cycle.waiting_for_100_continue:
+        message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+    await send(message)
 
 
 def _stays_open(headers: Headers) -> bool:
