@@ -46,8 +46,8 @@ class EchoedPrompt:
         return replace(output, text=self._text + output.text, prompt_logprobs=[first, *output.prompt_logprobs])
 
     def offsets(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer) -> list[int]:
-        """Where further tokens of the prompt begin in its text, in characters, as `TextOffsets` says of answers. Tokens that a tokenizer puts before a
-        text, and the space that some put there, are not in it."""
+        """Where further tokens of the prompt begin in its text, in characters, as `TextOffsets` says of answers. Tokens
+        that a tokenizer puts before a text, and the space that some put there, are not in it."""
         found = []
         for token in tokens:
             data = tokenizer.token_bytes(token.token_id)
