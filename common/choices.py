@@ -10,7 +10,8 @@ from common.beam_search import MAX_LENGTH_PENALTY
 from common.errors import InvalidArgumentError
 from common.sampling import FieldName, SamplingOptions
 
-MAX_N = 8
+MAX_N = 128  # OpenAI's
+MAX_BEAM_WIDTH = 8
 MAX_BEST_OF = 20  # OpenAI's
 
 
@@ -40,7 +41,9 @@ class Choices:
         """Raises `InvalidArgumentError` with the field as the client wrote it."""
         if not 1 <= self.n <= MAX_N:
             raise InvalidArgumentError(name("n"), f"must be in [1, {MAX_N}], not {self.n}")
-        if not self.n <= self.num_candidates <= MAX_BEST_OF:
+        if self.use_beam_search and self.n > MAX_BEAM_WIDTH:
+            raise InvalidArgumentError(name("n"), f"must be at most {MAX_BEAM_WIDTH} in a beam search, not {self.n}")
+        if self.best_of not in (None, self.n) and not self.n <= self.num_candidates <= MAX_BEST_OF:
             raise InvalidArgumentError(name("best_of"), f"must be in [n, {MAX_BEST_OF}], not {self.best_of}")
         if self.use_beam_search and self.are_compared:
             raise InvalidArgumentError(name("best_of"), "must equal n in a beam search, whose width n is")

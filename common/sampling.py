@@ -121,7 +121,8 @@ class SamplingParams:
         1.0
     )
     top_p: Annotated[
-        Number, Field(gt=0, le=1, description="sample from the likeliest tokens of this total probability")
+        Number,
+        Field(ge=0, le=1, description="sample from the likeliest tokens of this total probability; 0 is greedy"),
     ] = 1.0
     top_k: Annotated[
         Integer, Field(ge=0, description="sample from this many likeliest tokens; 0 is off"), BeforeValidator(_off)
@@ -325,7 +326,7 @@ def checked(given: Given, limits: ModelLimits, *, name: FieldName = str) -> Samp
     _check_tokens(params, limits, name)
     if params.guided is not None:
         _check_guided(params, params.guided, name)
-    return params
+    return replace(params, temperature=0.0, top_p=1.0) if params.top_p == 0 else params  # no worker draws from nothing
 
 
 def _check_tokens(params: SamplingParams, limits: ModelLimits, name: FieldName) -> None:

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 _MUST = {
-    "greater_than": "must be above {gt:g}",
-    "greater_than_equal": "must be at least {ge:g}",
-    "less_than": "must be below {lt:g}",
-    "less_than_equal": "must be at most {le:g}",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
     "finite_number": "must be a finite number",
     "float_type": "must be a number",
     "int_type": "must be an integer",
@@ -41,7 +41,8 @@ def refusal(error: ErrorDetails, name: Callable[[str], str]) -> InvalidArgumentE
     elif kind == "string_too_short" and context["min_length"] == 1:
         reason = "must not be empty"
     else:
-        reason = _MUST[kind].format(**context) if kind in _MUST else error["msg"]
+        shown = {name: _number(one) for name, one in context.items()}
+        reason = _MUST[kind].format(**shown) if kind in _MUST else error["msg"]
         reason += _shown(error["input"])
     return InvalidArgumentError(field, f"entry {entry}: {reason}" if entry else reason)
 
@@ -52,6 +53,15 @@ def _place(loc: Sequence[int | str], name: Callable[[str], str]) -> tuple[str, s
     entry = str(path.pop()) if path and isinstance(path[-1], int) else ""
     inner = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return (name(str(loc[0])) if loc else "") + inner, entry
+
+
+def _number(bound: object) -> object:
+    """A bound as it was declared: every digit of an integer counts."""
+    return f"{bound:g}" if isinstance(bound, float) and not bound.is_integer() else _whole(bound)
+
+
+def _whole(bound: object) -> object:
+    return int(bound) if isinstance(bound, float) else bound
 
 
 def _shown(value: object) -> str:

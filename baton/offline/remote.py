@@ -11,11 +11,12 @@ from baton.client import Answer as Stream
 from baton.client import Client
 from baton.offline.backend import Answer, Ask, Beams, Chat, Vector
 from common.beam_search import Beam, BeamSearchParams
-from common.choices import MAX_N, AnswerOptions
+from common.choices import MAX_BEAM_WIDTH, AnswerOptions
 from common.errors import BatonError, InvalidArgumentError
 
 MAX_IN_FLIGHT = 64
 EMBED_INPUTS = 64  # of one call
+ANSWERS_OF_A_CALL = 8  # which a router of any version takes
 
 
 class RemoteStack:
@@ -29,11 +30,12 @@ class RemoteStack:
         return None
 
     def answers(self, asks: Sequence[Ask]) -> Generator[Answer, None, None]:
-        """Up to MAX_N answers to a prompt are one call: they come from one decode worker, after one prefill."""
+        """Up to ANSWERS_OF_A_CALL answers to a prompt are one call: they come from one decode worker, after one
+        prefill."""
         left = (
-            (index, first, min(MAX_N, ask.params.num_candidates - first))
+            (index, first, min(ANSWERS_OF_A_CALL, ask.params.num_candidates - first))
             for index, ask in enumerate(asks)
-            for first in range(0, ask.params.num_candidates, MAX_N)
+            for first in range(0, ask.params.num_candidates, ANSWERS_OF_A_CALL)
         )
         calls: deque[tuple[int, int, list[int] | None, Stream]] = deque()
         num_in_flight = 0
@@ -93,8 +95,10 @@ class RemoteStack:
                 yield Vector(index, token_ids, vector)
 
     def beams(self, prompts: Sequence[str | list[int]], params: BeamSearchParams) -> Generator[Beams, None, None]:
-        if params.beam_width > MAX_N:
-            raise InvalidArgumentError("beam_width", f"must be at most {MAX_N} with target, not {params.beam_width}")
+        if params.beam_width > MAX_BEAM_WIDTH:
+            raise InvalidArgumentError(
+                "beam_width", f"must be at most {MAX_BEAM_WIDTH} with target, not {params.beam_width}"
+            )
         given = iter(enumerate(prompts))
         calls: deque[tuple[int, list[int], Stream]] = deque()
         try:

@@ -57,7 +57,7 @@ class Detokenizer:
         if token_id in self._shown:
             text = self.flush()
             self._begin(self._window[self._done :])
-            return text + self._tokenizer.token_bytes(token_id).decode()
+            return text + self._tokenizer.decode([token_id], skip_special_tokens=False)
         if self._is_settled and (whole := self._tokenizer.whole_text(token_id)) is not None:
             self._window, self._done, self._done_text = [token_id], 1, whole.alone
             self._is_settled = bool(whole.alone)

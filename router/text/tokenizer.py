@@ -178,6 +178,8 @@ class Tokenizer:
             return bytes(_byte_of_char()[char] for char in token)
         if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes.fromhex(token[3:5])
+        if (whole := self.whole_text(token_id)) is not None:
+            return whole.added.encode()  # with the space before it, which decoders drop at the beginning of a text
         return self.decode([token_id], skip_special_tokens=False).encode()
 
 

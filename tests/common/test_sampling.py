@@ -46,7 +46,7 @@ GOOD: list[tuple[str, list[object]]] = [
 
 BAD: list[tuple[str, list[object]]] = [
     ("temperature", [-0.1, math.nan, math.inf]),
-    ("top_p", [0, -1, 1.01, math.nan]),
+    ("top_p", [-1, 1.01, math.nan]),
     ("top_k", [-2, 2**31]),
     ("min_p", [-0.1, 1.1, math.nan]),
     ("seed", [2**63, -(2**63) - 1]),
@@ -114,6 +114,10 @@ def test_defaults() -> None:
     assert validate(top_k=-1).top_k == 0
 
 
+def test_no_probability_at_all_is_greedy() -> None:
+    assert validate(top_p=0, temperature=1.5) == validate(temperature=0)
+
+
 def test_a_default_answer_length_gives_way() -> None:
     def max_tokens(num_prompt_tokens: int, **given: object) -> int:
         return resolve(
@@ -141,7 +145,10 @@ def test_the_clients_name_is_used() -> None:
         ("temperature", "1", "must be a number, not '1'"),
         ("temperature", True, "must be a number, not True"),
         ("top_p", 1.5, "must be at most 1, not 1.5"),
-        ("top_p", 0, "must be above 0, not 0"),
+        ("repetition_penalty", 0, "must be above 0, not 0"),
+        ("seed", -(2**63) - 1, "must be at least -9223372036854775808, not -9223372036854775809"),
+        ("seed", 2**63, "must be at most 9223372036854775807, not 9223372036854775808"),
+        ("min_tokens", 2**31, "must be at most 2147483647, not 2147483648"),
         ("top_k", 1.0, "must be an integer, not 1.0"),
         ("ignore_eos", 1, "must be true or false, not 1"),
         ("stop", ("a", ""), "entry 1: must not be empty"),

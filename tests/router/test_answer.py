@@ -29,6 +29,7 @@ from router.fleet.served_model import ServedModel
 from router.serving.choices import MAX_AHEAD, candidates, merged
 from router.serving.request import GenerationRequest, Output
 from router.text.answer_parts import ToolCallDelta
+from router.text.text_offsets import TextOffsets
 from router.text.tokenizer import Tokenizer
 from tests.router.conftest import StartRouter
 from tests.router.fake_worker import FakeWorker
@@ -161,11 +162,13 @@ async def test_whole_answers_are_formatted_as_they_come(
     tokens = sampled(text)
     outputs = [Output(text="", tokens=tokens[at : at + 2]) for at in range(0, len(tokens), 2)]
     end = Output(text=text, tokens=[], finish_reason=FinishReason.STOP, report=REPORT, usage=USAGE)
-    wanted = answer_format.logprobs(tokens, tiny_tokenizer(), 0)
+    wanted = answer_format.logprobs(tokens, tiny_tokenizer(), TextOffsets())
     sizes: list[int] = []
     original = type(answer_format).logprobs
 
-    def counted(self: AnswerFormat, tokens: Sequence[SampledToken], tokenizer: Tokenizer, offset: int) -> JsonObject:
+    def counted(
+        self: AnswerFormat, tokens: Sequence[SampledToken], tokenizer: Tokenizer, offset: TextOffsets
+    ) -> JsonObject:
         sizes.append(len(tokens))
         return original(self, tokens, tokenizer, offset)
 

@@ -101,7 +101,8 @@ async def test_the_likeliest_are_given_best_first() -> None:
     [
         ({"n": 0}, "n"),
         ({"n": -1}, "n"),
-        ({"n": 9}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": 9, "use_beam_search": True}, "n"),
         ({"n": 3, "best_of": 2}, "best_of"),
         ({"best_of": 21}, "best_of"),
     ],
@@ -156,7 +157,7 @@ async def test_the_clients_give_all_answers(router: RunningRouter, worker: FakeW
             results = client.generate("Hello", n=2, best_of=3).results()
             assert [(result.text, result.finish_reason) for result in results] == [(ANSWER, FinishReason.STOP)] * 2
             with pytest.raises(InvalidArgumentError) as caught:
-                client.generate("Hello", n=99).result()
+                client.generate("Hello", n=129).result()
             assert caught.value.field == "choices.n"
             with pytest.raises(InvalidArgumentError) as caught:
                 client.generate("Hello", n="two")  # type: ignore[arg-type]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import grpc
 import httpx
 import openai
 import pytest
 
+from protos.baton.v1 import inference_pb2, types_pb2
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, reaches, sample
 from tests.router.fake_worker import ANSWER, FakeWorker
-from tests.router.tiny_tokenizer import byte_ids, eos_id, ids_of
+from tests.router.tiny_tokenizer import byte_ids, eos_id, ids_of, tiny_tokenizer
 
 MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "Hello?"}]
 
@@ -227,6 +229,130 @@ async def test_what_changes_nothing_is_taken(router: RunningRouter, worker: Fake
     )
 
 
+VLLM_DEFAULTS = {
+    "n": 1,
+    "best_of": None,
+    "seed": None,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "return_tokens_as_token_ids": None,
+    "logits_processors": None,
+    "guided_decoding_backend": None,
+    "guided_whitespace_pattern": None,
+    "kv_transfer_params": None,
+    "vllm_xargs": None,
+    "priority": 0,
+    "length_penalty": 1.0,
+    "use_beam_search": False,
+    "stop": [],
+    "stop_token_ids": [],
+    "top_k": 0,
+    "min_tokens": 0,
+}
+DEFAULTS = [
+    (
+        "/v1/chat/completions",
+        {
+            **{name: value for name, value in VLLM_DEFAULTS.items() if name != "best_of"},
+            "messages": [{"role": "user", "content": "Hi"}],
+            "verbosity": "medium",
+            "logprobs": False,
+            "top_logprobs": 0,
+            "add_generation_prompt": True,
+            "continue_final_message": False,
+            "echo": False,
+            "chat_template": None,
+            "documents": None,
+            "mm_processor_kwargs": None,
+            "function_call": "none",
+            "functions": [],
+            "audio": None,
+            "prediction": None,
+        },
+    ),
+    ("/v1/completions", {**VLLM_DEFAULTS, "prompt": "Hi", "suffix": None, "echo": False, "prompt_embeds": None}),
+    (
+        "/v1/responses",
+        {
+            "input": "Hi",
+            "truncation": "auto",
+            "text": {"verbosity": "medium", "format": {"type": "text"}},
+            "top_logprobs": 0,
+            "background": False,
+            "previous_response_id": None,
+        },
+    ),
+]
+
+
+@each_case(("path", "body"), DEFAULTS)
+async def test_defaults_that_are_written_out(router: RunningRouter, path: str, body: dict[str, object]) -> None:
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+
+
+async def test_no_probability_at_all_is_greedy(router: RunningRouter, worker: FakeWorker) -> None:
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        for path, body in (("chat/completions", {"messages": MESSAGES}), ("completions", {"prompt": "Hi"})):
+            assert (await client.post(f"/v1/{path}", json={**body, "top_p": 0})).status_code == 200
+        assert (await client.post("/v1/responses", json={"input": "Hi", "top_p": 0})).status_code == 200
+    sampling = inference_pb2.GenerateRequest(prompt="Hi", sampling_params=types_pb2.SamplingParams(top_p=0))
+    async for _ in router.inference.Generate(sampling):
+        pass
+    asked = [request.sampling_params for request in worker.requests]
+    assert [(params.temperature, params.top_p or 1) for params in asked] == [(0, 1)] * 4
+
+
+async def test_many_choices(router: RunningRouter) -> None:
+    answer = await router.openai.chat.completions.create(model="tiny", messages=MESSAGES, n=128, max_tokens=1)
+    assert sorted(choice.index for choice in answer.choices) == list(range(128))
+
+
+@each_case(
+    ("options", "in_chunks", "at_the_end"),
+    [
+        ({"continuous_usage_stats": True}, True, True),
+        ({"continuous_usage_stats": True, "include_usage": True}, True, True),
+        ({"continuous_usage_stats": True, "include_usage": False}, False, False),
+        ({"include_usage": True}, False, True),
+        ({}, False, False),
+    ],
+)
+async def test_when_usage_is_told(
+    router: RunningRouter, options: dict[str, bool], in_chunks: bool, at_the_end: bool
+) -> None:
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        for path, body in (("chat/completions", {"messages": MESSAGES}), ("completions", {"prompt": "Hi"})):
+            asked = {**body, "stream": True, "stream_options": options}
+            text = (await client.post(f"/v1/{path}", json=asked)).text
+            chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+            assert all(bool(chunk.get("usage")) is in_chunks for chunk in chunks if chunk["choices"])
+            assert any(not chunk["choices"] and chunk["usage"] for chunk in chunks) is at_the_end
+
+
+async def test_refusals_in_a_history(router: RunningRouter, worker: FakeWorker) -> None:
+    """They are what the model said."""
+    for said in (
+        {"content": None, "refusal": "No."},
+        {"content": "", "refusal": "No."},
+        {"content": [{"type": "refusal", "refusal": "No."}]},
+        {"content": [{"type": "refusal", "refusal": "No."}], "refusal": None},
+    ):
+        messages: Any = [*MESSAGES, {"role": "assistant", **said}, *MESSAGES]
+        await router.openai.chat.completions.create(model="tiny", messages=messages)
+    history: Any = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "type": "message", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"role": "user", "content": "Hi"},
+    ]
+    await router.openai.responses.create(model="tiny", input=history)
+    for request in worker.requests:
+        assert "assistant\nNo.<|im_end|>" in tiny_tokenizer().decode(
+            list(request.prompt_token_ids), skip_special_tokens=False
+        )
+
+
 async def test_content_parts_and_developer_role(router: RunningRouter, worker: FakeWorker) -> None:
     await router.openai.chat.completions.create(
         model="tiny",
@@ -247,10 +373,11 @@ def part(**fields: object) -> dict[str, object]:
 BAD_CHAT = [
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
-    ({"n": 9}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": 9, "use_beam_search": True}, "n"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # of which its template knows nothing
     ({"function_call": {"name": "f"}}, "function_call"),
@@ -258,11 +385,14 @@ BAD_CHAT = [
     ({"nonsense": 1}, "nonsense"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"stop": ""}, "stop"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 1, "abc": 1}}, "logit_bias.abc"),
+    ({"logit_bias": {"5": "much"}}, "logit_bias.5"),
+    ({"logit_bias": {"5": None}}, "logit_bias.5"),
+    ({"logit_bias": [5]}, "logit_bias"),
     ({"logit_bias": {"100000": 1}}, "logit_bias"),
-    ({"logit_bias": {" 1": 1}}, "logit_bias"),
-    ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias"),
-    ({"logit_bias": {f"x{number}": 1 for number in range(1025)}}, "logit_bias"),
+    ({"logit_bias": {" 1": 1}}, "logit_bias. 1"),
+    ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias.01"),
+    ({"logit_bias": {f"x{number}": 1 for number in range(1025)}}, "logit_bias.x0"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": []}, "messages"),
@@ -297,6 +427,16 @@ BAD_CHAT = [
     ({"reasoning_effort": "high"}, "reasoning_effort"),  # of which its template knows nothing
     ({"reasoning_effort": "extreme"}, "reasoning_effort"),
     ({"verbosity": "low"}, "verbosity"),
+    ({"skip_special_tokens": False}, "skip_special_tokens"),
+    ({"add_generation_prompt": False}, "add_generation_prompt"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"echo": True}, "echo"),
+    ({"chat_template": "{{ messages }}"}, "chat_template"),
+    ({"documents": [{"text": "x"}]}, "documents"),
+    ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
+    ({"messages": [{"role": "user", "content": "x", "refusal": "no"}]}, "messages[0].refusal"),
+    ({"messages": [part(type="refusal", refusal="no")]}, "messages[0].refusal"),
+    ({"messages": [{**part(type="refusal"), "role": "assistant"}]}, "messages[0].content[0].refusal"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"add_special_tokens": True}, "add_special_tokens"),

@@ -98,9 +98,9 @@ class Choices(_message.Message):
     LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
     EARLY_STOPPING_FIELD_NUMBER: _builtins.int
     n: _builtins.int
-    """1; [1, 8]"""
+    """1; [1, 128]; in a beam search [1, 8]"""
     best_of: _builtins.int
-    """n; [n, 20]: so many are generated, and the n of them that have the highest logprob per token are sent, the best
+    """n; if it is more, at most 20: so many are generated, and the n of them that have the highest logprob per token are sent, the best
     first. If that is more than n, nothing is sent until all of them are whole.
     """
     use_beam_search: _builtins.bool

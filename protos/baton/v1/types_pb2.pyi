@@ -97,7 +97,7 @@ class SamplingParams(_message.Message):
     temperature: _builtins.float
     """1.0; 0 is greedy"""
     top_p: _builtins.float
-    """1.0; (0, 1]"""
+    """1.0; [0, 1]; 0 is greedy"""
     top_k: _builtins.int
     """0: off"""
     min_p: _builtins.float

@@ -20,8 +20,10 @@ from router.api.rest.large_json import JsonList
 from router.serving.choices import Hold, merged
 from router.serving.generation import Generation
 from router.serving.request import OBJECT_BYTES, GenerationRequest, Output
+from router.text.text_offsets import TextOffsets
 
 DONE = b"data: [DONE]\n\n"
+MAX_CHARACTER_BYTES = 4  # in UTF-8; a token has one at least
 TEXT_MARK = "<text>"  # stands where a chunk's text comes
 ID_BYTES = 8  # of a token's id in a list; Python has the small numbers once
 
@@ -31,7 +33,7 @@ class _Choice:
     """What has come of one choice so far."""
 
     prompt_token_ids: list[int]
-    num_chars: int = 0  # of all tokens' texts, for logprobs' offsets
+    offsets: TextOffsets = field(default_factory=TextOffsets)
     num_tokens: int = 0
     num_reasoning_tokens: int = 0
     logprob: float = 0.0  # of its tokens so far, together
@@ -99,11 +101,12 @@ class Answer:
         self._hold = hold
         self._created = int(time.time())
         self._choices = [_Choice(request.prompt_token_ids) for request in requests]
-        if echo is not None:
-            for index, (choice, request) in enumerate(zip(self._choices, requests, strict=True)):
+        for index, (choice, request) in enumerate(zip(self._choices, requests, strict=True)):
+            if echo is not None:
                 text = echo.texts[index // self._num_candidates]
                 choice.echo = EchoedPrompt(text, request.prompt_token_ids, generates=echo.generates)
-                choice.num_chars = choice.echo.num_chars
+            if wants_logprobs:
+                choice.offsets = TextOffsets(0 if choice.echo is None else choice.echo.num_chars, _end_of(request))
         self.failure: BatonError | None = None  # what `events` told its reader as an event
 
     async def whole(self) -> JsonObject:
@@ -274,14 +277,11 @@ class Answer:
         if not self._wants_logprobs:
             return None
         tokenizer = self._requests[0].model.tokenizer
-        logprobs = self._format.logprobs(output.tokens, tokenizer, choice.num_chars)
-        texts = logprobs.get("tokens")
-        if isinstance(texts, list):
-            choice.num_chars += sum(len(text) for text in texts)
+        logprobs = self._format.logprobs(output.tokens, tokenizer, choice.offsets)
         if choice.echo is None or not output.prompt_logprobs:
             return logprobs
         scores = output.prompt_logprobs
-        of_prompt = self._format.logprobs(scores, tokenizer, 0)
+        of_prompt = self._format.logprobs(scores, tokenizer, TextOffsets())
         of_prompt["text_offset"] = choice.echo.offsets(scores, tokenizer)
         return _joined(of_prompt, logprobs)
 
@@ -309,6 +309,12 @@ class Answer:
     def _report(self) -> JsonObject:
         reports = [choice.last.report for choice in self._choices if choice.last and choice.last.report]
         return baton_report(self._request_id, reports)
+
+
+def _end_of(request: GenerationRequest) -> bytes:
+    """The last bytes of the prompt: at least as many as a character has."""
+    ids = request.prompt_token_ids[-MAX_CHARACTER_BYTES:]
+    return b"".join(request.model.tokenizer.token_bytes(token_id) for token_id in ids)
 
 
 def _joined(first: JsonObject, second: JsonObject) -> JsonObject:

@@ -45,6 +45,14 @@ def refuse_if_asked(body: Body, names: Iterable[str], reason: str = "is not supp
             raise InvalidArgumentError(f"{where}.{field}" if where else field, reason)
 
 
+def refuse_unless(body: Body, name: str, *harmless: object, where: str = "") -> None:
+    """Raises `InvalidArgumentError` if a field asks for something else than what is done anyway: one of `harmless`."""
+    given = getattr(body, name)
+    if asks(given) and msgspec.json.decode(given) not in harmless:
+        shown = ", ".join(msgspec.json.encode(one).decode() for one in harmless)
+        raise InvalidArgumentError(f"{where}.{name}" if where else name, f"only {shown} is supported")
+
+
 def is_given(value: Given) -> bool:
     """Whether a value is there. Null is as good as nothing; unlike `asks`, what is empty counts."""
     return isinstance(value, Raw) and bytes(value).strip() != b"null"

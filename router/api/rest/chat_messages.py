@@ -29,16 +29,17 @@ class ContentPart(Body, kw_only=True):
     text: str | None = None
 
     # Fields of parts that are not text.
+    refusal: str | None = None
     image_url: Given = UNSET
     input_audio: Given = UNSET
     file: Given = UNSET
-    refusal: Given = UNSET
 
     # They mark where a prompt's cached part may end. Here it may end anywhere, so they change nothing.
     prompt_cache_breakpoint: Given = UNSET
     cache_control: Given = UNSET
 
-    not_text: ClassVar[tuple[str, ...]] = ("image_url", "input_audio", "file", "refusal")
+    media: ClassVar[tuple[str, ...]] = ("image_url", "input_audio", "file")
+    not_text: ClassVar[tuple[str, ...]] = (*media, "refusal")
 
 
 class ChatMessage(Body, kw_only=True):
@@ -51,13 +52,14 @@ class ChatMessage(Body, kw_only=True):
     reasoning_content: str | None = None
     reasoning: str | None = None  # another name of it: vLLM's and OpenRouter's
 
+    refusal: str | None = None  # an assistant's words, in place of content or after it
+
     # What answers hold and clients send back; each must be empty.
-    refusal: Given = UNSET
     annotations: Given = UNSET
     audio: Given = UNSET
     function_call: Given = UNSET
 
-    unsupported: ClassVar[tuple[str, ...]] = ("refusal", "annotations", "audio", "function_call")
+    unsupported: ClassVar[tuple[str, ...]] = ("annotations", "audio", "function_call")
 
 
 def conversation_of(
@@ -83,7 +85,7 @@ def _message(message: ChatMessage, where: str, values: ValueCount) -> Json:
     return make_message(
         where,
         role=message.role,
-        content=None if message.content is None else _content(message.content, f"{where}.content"),
+        content=_said(message, where),
         name=message.name,
         calls=calls_of(message.tool_calls or (), where),
         tool_call_id=message.tool_call_id,
@@ -92,12 +94,27 @@ def _message(message: ChatMessage, where: str, values: ValueCount) -> Json:
     )
 
 
+def _said(message: ChatMessage, where: str) -> str | None:
+    """The text of a message, a refusal as well, since the model said that, too; None if it has neither."""
+    refuses = message.refusal or any(p.type == "refusal" for p in message.content or () if isinstance(p, ContentPart))
+    if refuses and message.role != "assistant":
+        raise InvalidArgumentError(f"{where}.refusal", "only an assistant's message can have it")
+    content = None if message.content is None else _content(message.content, f"{where}.content")
+    return joined_parts(text for text in (content, message.refusal) if text) if message.refusal else content
+
+
 def _content(content: str | list[ContentPart], where: str) -> str:
     """The text of a message, which is given as a string, or as parts that are joined by line breaks."""
     if isinstance(content, str):
         return content
     texts = []
     for index, part in enumerate(content):
+        if part.type == "refusal":
+            if part.refusal is None:
+                raise InvalidArgumentError(f"{where}[{index}].refusal", "must be a string")
+            refuse_if_asked(part, ("text", *part.media), 'is not a field of type "refusal"', where=f"{where}[{index}]")
+            texts.append(part.refusal)
+            continue
         if part.type != "text":
             raise InvalidArgumentError(f"{where}[{index}].type", 'only parts of type "text" are supported')
         if part.text is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
 from router.serving.request import Output
+from router.text.text_offsets import CONTINUATION
 from router.text.tokenizer import Tokenizer
 
 
@@ -45,17 +46,17 @@ class EchoedPrompt:
         return replace(output, text=self._text + output.text, prompt_logprobs=[first, *output.prompt_logprobs])
 
     def offsets(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer) -> list[int]:
-        """Where further tokens of the prompt begin in its text, in characters. Tokens that a tokenizer puts before a
-        text, and the space that some put there, are not in it."""
+        """Where further tokens of the prompt begin in its text, in characters, as `TextOffsets` says of answers. Tokens
+        that a tokenizer puts before a text, and the space that some put there, are not in it."""
         found = []
         for token in tokens:
             data = tokenizer.token_bytes(token.token_id)
             if not self._data.startswith(data, self._num_bytes) and not self._num_bytes:
                 data = data.removeprefix(b" ")
-            found.append(self._offset)
+            found.append(self._offset - (bool(data) and data[0] in CONTINUATION and self._offset > 0))
             if self._data.startswith(data, self._num_bytes):
                 self._num_bytes += len(data)
-                self._offset += sum(byte & 0xC0 != 0x80 for byte in data)
+                self._offset += sum(byte not in CONTINUATION for byte in data)
         return found
 
 

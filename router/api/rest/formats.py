@@ -14,6 +14,7 @@ from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
 from router.api.rest.tools import WholeCalls, delta_json
 from router.serving.request import Output
+from router.text.text_offsets import TextOffsets
 from router.text.tokenizer import Tokenizer
 
 JsonObject = dict[str, object]
@@ -42,8 +43,8 @@ class AnswerFormat(Protocol):
     chunk_object: str
     has_one_prompt: bool  # its logprobs are then part of the answer, and not of each choice
 
-    def logprobs(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer, text_offset: int) -> JsonObject:
-        """`text_offset`: characters of this choice's text before the first of `tokens`."""
+    def logprobs(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer, offsets: TextOffsets) -> JsonObject:
+        """`offsets`: of this choice's tokens; those of `tokens` are added."""
         ...
 
     def finish_reason(self, reason: FinishReason) -> FinishReason: ...
@@ -77,8 +78,8 @@ class ChatFormat:
         is_its_own = reason is FinishReason.TOOL_CALLS and self._is_named_call
         return FinishReason.STOP if is_its_own else reason
 
-    def logprobs(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer, text_offset: int) -> JsonObject:
-        del text_offset
+    def logprobs(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer, offsets: TextOffsets) -> JsonObject:
+        del offsets
         return {"content": chat_tokens(tokens, tokenizer), "refusal": None}
 
     def opening(self, index: int) -> JsonObject | None:
@@ -113,22 +114,13 @@ class CompletionFormat:
     def finish_reason(self, reason: FinishReason) -> FinishReason:
         return reason
 
-    def logprobs(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer, text_offset: int) -> JsonObject:
-        texts = [_token_text(token.token_id, tokenizer) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(text_offset)
-            text_offset += len(text)
+    def logprobs(self, tokens: Sequence[SampledToken], tokenizer: Tokenizer, offsets: TextOffsets) -> JsonObject:
+        ids = [token.token_id for token in tokens]
         return {
-            "tokens": texts,
+            "tokens": [_completion_token(token_id, tokenizer) for token_id in ids],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [
-                None  # of a prompt's first token
-                if token.logprob is None
-                else {_token_text(top.token_id, tokenizer): _finite(top.logprob) for top in token.top_logprobs}
-                for token in tokens
-            ],
-            "text_offset": offsets,
+            "top_logprobs": [_tops(token, tokenizer) for token in tokens],
+            "text_offset": offsets.add(tokenizer.token_bytes(one) if tokenizer.has_text(one) else b"" for one in ids),
         }
 
     def opening(self, index: int) -> JsonObject | None:
@@ -219,6 +211,27 @@ def chat_tokens(tokens: Sequence[SampledToken], tokenizer: Tokenizer) -> list[Js
 def _chat_token(token_id: int, logprob: float | None, tokenizer: Tokenizer) -> JsonObject:
     data = tokenizer.token_bytes(token_id)
     return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _tops(token: SampledToken, tokenizer: Tokenizer) -> JsonObject | None:
+    """The logprobs of the likeliest tokens, and of the token itself, which may be none of them. None for the first
+    token of a prompt."""
+    if token.logprob is None:
+        return None
+    found: JsonObject = {}
+    for top in token.top_logprobs:
+        found.setdefault(_completion_token(top.token_id, tokenizer), _finite(top.logprob))  # the likeliest of a text
+    found[_completion_token(token.token_id, tokenizer)] = _finite(token.logprob)
+    return found
+
+
+def _completion_token(token_id: int, tokenizer: Tokenizer) -> str:
+    """A token's text as OpenAI's text completions write it: one that is no whole text by its bytes."""
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def _token_text(token_id: int, tokenizer: Tokenizer) -> str:

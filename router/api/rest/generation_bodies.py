@@ -21,6 +21,7 @@ from router.api.rest.body_types import (
     check_service_tier,
     is_given,
     refuse_if_asked,
+    refuse_unless,
     session_of,
     several,
 )
@@ -76,6 +77,24 @@ class GenerationBody(GuidedFields, kw_only=True):
     prompt_cache_retention: Given = UNSET
     prompt_cache_options: Given = UNSET
 
+    # vLLM's. Its clients write out what these are if nothing is said of them.
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # of those that are not skipped: none
+    return_tokens_as_token_ids: Given = UNSET
+    logits_processors: Given = UNSET
+    guided_decoding_backend: Given = UNSET
+    guided_whitespace_pattern: Given = UNSET
+    kv_transfer_params: Given = UNSET
+    vllm_xargs: Given = UNSET
+
+    of_vllm: ClassVar[tuple[str, ...]] = (
+        "return_tokens_as_token_ids",
+        "logits_processors",
+        "guided_decoding_backend",
+        "guided_whitespace_pattern",
+        "kv_transfer_params",
+        "vllm_xargs",
+    )
     unsupported: ClassVar[tuple[str, ...]] = ()
 
     def check(self) -> None:
@@ -83,7 +102,9 @@ class GenerationBody(GuidedFields, kw_only=True):
         if self.store:
             raise InvalidArgumentError("store", "is not supported: nothing is stored")
         check_service_tier(self.service_tier)
-        refuse_if_asked(self, self.unsupported)
+        refuse_if_asked(self, (*self.unsupported, *self.of_vllm))
+        if self.skip_special_tokens is False:
+            raise InvalidArgumentError("skip_special_tokens", "only true is supported: special tokens have no text")
         self.choices.check()
         if self.use_beam_search and self.stream:
             raise InvalidArgumentError("stream", "is not for beam search: its answers are known when it ends")
@@ -115,11 +136,17 @@ class GenerationBody(GuidedFields, kw_only=True):
 
     @property
     def wants_usage_chunk(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        """If chunks have the usage so far, the last one has all of it unless the client says no: vLLM's default."""
+        options = self.stream_options
+        if options is None:
+            return False
+        return bool(options.continuous_usage_stats if options.include_usage is None else options.include_usage)
 
     @property
     def wants_usage_so_far(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        """No chunk has any usage if the client says that it wants none, as in vLLM."""
+        options = self.stream_options
+        return options is not None and bool(options.continuous_usage_stats) and options.include_usage is not False
 
     def sampling(self) -> dict[str, object]:
         """The sampling parameters that the client set."""
@@ -159,12 +186,25 @@ class ChatBody(GenerationBody, kw_only=True):
     reasoning_effort: str | None = None
     verbosity: Given = UNSET
     web_search_options: Given = UNSET
+    # vLLM's.
+    add_generation_prompt: bool | None = None
+    continue_final_message: Given = UNSET
+    echo: Given = UNSET
+    chat_template: Given = UNSET
+    documents: Given = UNSET
+    mm_processor_kwargs: Given = UNSET
+    media_io_kwargs: Given = UNSET
 
     unsupported: ClassVar[tuple[str, ...]] = (
         "functions",
         "audio",
         "prediction",
-        "verbosity",
+        "continue_final_message",
+        "echo",
+        "chat_template",
+        "documents",
+        "mm_processor_kwargs",
+        "media_io_kwargs",
     )
 
     def check(self) -> None:
@@ -177,7 +217,10 @@ class ChatBody(GenerationBody, kw_only=True):
             raise InvalidArgumentError("function_call", "is not supported: take tool_choice")
         if is_given(self.web_search_options):  # an empty object asks for a search, too
             raise InvalidArgumentError("web_search_options", "is not supported")
-        if self.top_logprobs is not None and not self.logprobs:
+        refuse_unless(self, "verbosity", "medium")
+        if self.add_generation_prompt is False:
+            raise InvalidArgumentError("add_generation_prompt", "only true is supported")
+        if self.top_logprobs and not self.logprobs:
             raise InvalidArgumentError("top_logprobs", "needs logprobs to be true")
 
     @property
@@ -208,8 +251,9 @@ class CompletionBody(GenerationBody, kw_only=True):
     max_tokens: int | None = None
     min_tokens: int | None = None
     suffix: str | None = None
+    prompt_embeds: Given = UNSET
 
-    unsupported: ClassVar[tuple[str, ...]] = ("suffix",)
+    unsupported: ClassVar[tuple[str, ...]] = ("suffix", "prompt_embeds")
 
     def check(self) -> None:
         super().check()

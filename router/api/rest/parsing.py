@@ -16,11 +16,13 @@ from common.errors import InvalidArgumentError
 from router.api.rest.body_types import Body
 
 MAX_SEARCHED_BYTES = 64 * 2**10  # of a body that is not valid, for the field that is to blame
+MAX_KEY_CHARS = 100  # of a key in an error
 
 BodyT = TypeVar("BodyT", bound=Body)
 
 _NO_CHARACTER = re.compile("[\ud800-\udfff]")
 _NO_NUMBER = re.compile(r"NaN|Infinity")
+_INTEGER = re.compile("-?(0|[1-9][0-9]*)")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 
@@ -32,7 +34,7 @@ def parse(body_class: type[BodyT], data: bytes) -> BodyT:
             data.decode()  # values that are only looked at are not decoded below, and some are sent back as they came
         return msgspec.json.decode(data, type=body_class)
     except msgspec.ValidationError as error:
-        raise _wrong(str(error)) from error
+        raise _wrong(str(error), data) from error
     except UnicodeDecodeError as error:
         field = _field_of_bad_text(data)
         raise InvalidArgumentError(field, f"{'' if field else 'the body '}is not valid UTF-8") from error
@@ -44,7 +46,7 @@ def parse(body_class: type[BodyT], data: bytes) -> BodyT:
         raise InvalidArgumentError("", f"the body is not valid JSON: {error}") from error
 
 
-def _wrong(message: str) -> InvalidArgumentError:
+def _wrong(message: str, data: bytes) -> InvalidArgumentError:
     """Makes the error from msgspec's words, which end in the place: ... - at `$.messages[0].role`."""
     reason, _, place = message.replace(" - at `key` in `$", " of a key - at `$").partition(" - at `$")
     path = place.rstrip("`").removeprefix(".").removesuffix("[...]")
@@ -53,7 +55,19 @@ def _wrong(message: str) -> InvalidArgumentError:
             return InvalidArgumentError(f"{path}.{match[1]}" if path else match[1][:100], said)
     if not path:
         return InvalidArgumentError("", "the body must be a JSON object")
+    if path == "logit_bias" and (key := _bad_bias(data)):
+        path = f"{path}.{key[:MAX_KEY_CHARS]}"
     return InvalidArgumentError(path, f"has the wrong type: {reason}")
+
+
+def _bad_bias(data: bytes) -> str:
+    """The first key of `logit_bias` that is no token id, or whose value is no number; empty if the body is too large to
+    look for it."""
+    biases = json.loads(data)["logit_bias"] if len(data) <= MAX_SEARCHED_BYTES else None
+    for key, bias in biases.items() if isinstance(biases, dict) else ():
+        if not _INTEGER.fullmatch(key) or isinstance(bias, bool) or not isinstance(bias, int | float):
+            return str(key)
+    return ""
 
 
 def _field_of_bad_text(data: bytes) -> str:

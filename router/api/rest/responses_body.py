@@ -19,6 +19,7 @@ from router.api.rest.body_types import (
     check_service_tier,
     is_given,
     refuse_if_asked,
+    refuse_unless,
     session_of,
 )
 from router.api.rest.guided import schema_text
@@ -91,7 +92,7 @@ class ResponsesBody(Body, kw_only=True, dict=True):
     tool_choice: str | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    truncation: str | None = None
+    truncation: str | None = None  # nothing is cut: input that does not fit is refused
     reasoning: Reasoning | None = None
     metadata: dict[str, str] | None = None
     stream_options: ResponseStreamOptions | None = None
@@ -136,19 +137,19 @@ class ResponsesBody(Body, kw_only=True, dict=True):
         for index, one in enumerate(self.include or ()):
             if one not in INCLUDED:
                 raise InvalidArgumentError(f"include[{index}]", f"must be one of {', '.join(INCLUDED)}, not {one!r}")
-        if self.top_logprobs is not None and not self.wants_logprobs:
+        if self.top_logprobs and not self.wants_logprobs:
             raise InvalidArgumentError("top_logprobs", f'needs include to have "{LOGPROBS}"')
         if self.stream_options is not None and not self.stream:
             raise InvalidArgumentError("stream_options", "is only allowed with stream")
-        if self.truncation not in (None, "disabled"):
-            raise InvalidArgumentError("truncation", 'only "disabled" is supported')
+        if self.truncation not in (None, "auto", "disabled"):
+            raise InvalidArgumentError("truncation", 'must be "auto" or "disabled"')
         if self.reasoning is not None:
             for name in ("summary", "generate_summary"):
                 if getattr(self.reasoning, name) not in (None, "auto"):
                     reason = 'must be "auto": there are no summaries, and answers have the reasoning itself'
                     raise InvalidArgumentError(f"reasoning.{name}", reason)
         if self.text is not None:
-            refuse_if_asked(self.text, ("verbosity",), where="text")
+            refuse_unless(self.text, "verbosity", "medium", where="text")
         self.guided_text  # noqa: B018 - raises if it is wrong
         for name in ("logprobs", "prompt_logprobs", "max_tokens", "max_completion_tokens", "guided"):
             if getattr(self, name, None) is not None:
@@ -280,5 +281,5 @@ class ResponsesBody(Body, kw_only=True, dict=True):
                 }
                 for one in self.tools or ()
             ],
-            "truncation": "disabled",
+            "truncation": self.truncation or "disabled",
         }

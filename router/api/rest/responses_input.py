@@ -27,6 +27,7 @@ TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 class Part(Body, kw_only=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
     prompt_cache_breakpoint: Given = UNSET  # where a prompt's cached part may end; here it may end anywhere
 
     # Answers have these, and clients send them back. Prompts have no place for them.
@@ -140,7 +141,15 @@ def _text(content: str | list[Part] | None, where: str) -> str:
         return content
     if content is None:
         raise InvalidArgumentError(where, "is required")
+    texts = []
     for index, part in enumerate(content):
+        if part.type == "refusal":
+            if part.refusal is None:
+                raise InvalidArgumentError(f"{where}[{index}].refusal", "must be a string")
+            texts.append(part.refusal)
+            continue
+        if part.refusal is not None:
+            raise InvalidArgumentError(f"{where}[{index}].refusal", f"is not a field of type {part.type!r}")
         if part.type not in (*TEXT_PARTS, "summary_text"):
             raise InvalidArgumentError(f"{where}[{index}].type", "only parts of text are supported")
         if part.text is None:
@@ -148,4 +157,5 @@ def _text(content: str | list[Part] | None, where: str) -> str:
         for name in ("annotations", "logprobs"):
             if not is_list(getattr(part, name)):
                 raise InvalidArgumentError(f"{where}[{index}].{name}", "must be a list")
-    return joined_parts(part.text or "" for part in content)
+        texts.append(part.text)
+    return joined_parts(texts)
