@@ -1,7 +1,7 @@
 """A whole stack on this machine: workers and a router as child processes, started and ended together.
 
     up:    workers and router start at once -> every one has said that it is ready -> the whole answers
-    then:  a worker or LMCache server that ends is started again, unless it does so too often; a router ends the stack
+    then:  a child that ends is started again, unless it does so too often: that ends the stack
     down:  router ends (its answers finish first) -> workers end
 
 All processes start at once, since each needs about the same time to import what it needs. `baton.stack_plan` says which
@@ -49,7 +49,7 @@ class Stack:
     drain_timeout: float  # seconds
     start_timeout: float  # seconds
     router: str = "router"
-    max_restarts: int = 0  # of each child but the router, within WINDOW_S
+    max_restarts: int = 0  # of each child, within WINDOW_S
     variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # of each child; no others of ours
     front_cores: Sequence[int] = ()  # for all but the engines, which choose their own; anywhere if empty
     not_ready: Callable[[Addresses], str] = lambda _: ""  # why the whole does not answer yet; empty if it does
@@ -90,8 +90,8 @@ class Stack:
         return f"waiting for {late}" if late else self.not_ready(self.addresses())
 
     def watch(self) -> Signalled | Finished:
-        """Waits for a signal or for the work beside the stack, and starts workers and LMCache's server again that end.
-        Raises StartupError when one does so too often, or the router ends."""
+        """Waits for a signal or for the work beside the stack, and starts children again that end. Raises StartupError
+        when one does so too often."""
         restarts = Restarts(self.max_restarts)
         while True:
             due = min(self._starts.values(), default=None)
@@ -107,10 +107,10 @@ class Stack:
                     return event
 
     def _plan_restart(self, child: Child, restarts: Restarts) -> None:
-        now, is_router = time.monotonic(), child.name == self.router
-        delay_s = None if is_router else restarts.delay_s(child.name, now)
+        now = time.monotonic()
+        delay_s = restarts.delay_s(child.name, now)
         if delay_s is None:
-            often = not is_router and self.max_restarts > 0
+            often = self.max_restarts > 0
             times = f" {self.max_restarts + 1} times in {WINDOW_S / 60:g} minutes" if often else ""
             raise StartupError(f"{child.name} went away{times}: {child.reason()}")
         kind = _kind(child)
@@ -133,7 +133,10 @@ class Stack:
         environ |= self.variables.get(name, {})
         environ["PYTHONUNBUFFERED"] = "1"
         cores = () if name == LMCACHE else self.front_cores  # it copies KV, for prefill and decode alike
-        return start(name, self.commands[name], self.events, environ=environ, cores=cores)
+        command = self.commands[name]
+        if name == self.router and name in self.ready:
+            command = _at(self.addresses(), command)
+        return start(name, command, self.events, environ=environ, cores=cores)
 
     def _workers(self) -> list[Child]:
         return [child for child in self.children if child.name not in (self.router, LMCACHE)]
@@ -177,7 +180,18 @@ class Stack:
 
 def _kind(child: Child) -> str:
     """What log lines call a child that may be started again."""
-    return "server" if child.name == LMCACHE else "worker"
+    return {LMCACHE: "server", "router": "router"}.get(child.name, "worker")
+
+
+def _at(addresses: Addresses, command: Sequence[str]) -> list[str]:
+    """A router's command with the ports that it found, where it was told to take free ones."""
+    listens = {"--http-listen=": addresses.http, "--grpc-listen=": addresses.grpc}
+    again = list(command)
+    for index, word in enumerate(command):
+        for flag, address in listens.items():
+            if word.startswith(flag) and word.endswith(":0"):
+                again[index] = f"{word.removesuffix('0')}{address.rstrip('/').rpartition(':')[2]}"
+    return again
 
 
 def run(

@@ -32,6 +32,18 @@ _JSON_OPTIONS: JsonCompileOptions = {
     "coerce_one_of": False,
 }
 
+# What llguidance's errors have in them, and what to say instead.
+_LIMITS = (
+    ("NoExtensionBias", "no text matches it"),
+    ("ff_tokens", "it demands a text without end, or one that is far too long"),
+    ("Current row has", "it costs too much to follow: more than 2000 ways to go on at one place"),
+    ("Too many items", "it costs too much to follow: too many ways to read one text"),
+    ("too many expressions", "it costs too much to follow: its repetitions or alternatives are too many"),
+    ("precomputation failed", "it costs too much to compile"),
+    ("initial_lexer_fuel", "it costs too much to compile"),
+    ("lexer states", "it costs too much to follow: too many states"),
+)
+
 GrammarText = Annotated[str, Strict(), Field(max_length=MAX_GRAMMAR_CHARS)]
 
 
@@ -106,12 +118,15 @@ def check_grammar(guided: Guided) -> None:
 
 
 def grammar_error(guided: Guided, error: str) -> str:
-    """llguidance's words in one line, after what the client sent."""
-    first = " ".join(error.partition("<state>")[0].split())
-    if first == "NoExtensionBias":
-        first = "no text matches it"
+    """What is wrong, after what the client sent."""
     (kind,) = guided.kinds
-    return f"{kind} cannot be used: {first[:MAX_REASON_CHARS]}"
+    return f"{kind} cannot be used: {failure_reason(error)}"
+
+
+def failure_reason(error: str) -> str:
+    """llguidance's error in one line; in other words if it names limits of its own."""
+    first = " ".join(error.partition("<state>")[0].split())
+    return next((words for mark, words in _LIMITS if mark in first), first[:MAX_REASON_CHARS])
 
 
 def _schema(text: str) -> object:

@@ -9,6 +9,8 @@ from functools import cache
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
+from common.guided import failure_reason
+
 
 class GuideError(Exception):
     """The answer cannot go on in its grammar; the reason is one line.
@@ -23,8 +25,10 @@ class Guide:
     """Where one answer is in its grammar. It follows from the answer's tokens alone, so that a request that continues
     elsewhere replays them there."""
 
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
-        """`matcher` is at the beginning, and this guide's own. `tokenizer` is the one that it was made with."""
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, *, num_bytes: int = 0) -> None:
+        """`matcher` is at the beginning, and this guide's own. `tokenizer` is the one that it was made with.
+        `num_bytes`: memory that the grammar takes, about."""
+        self.num_bytes = num_bytes
         self.matcher = matcher
         self.tokenizer = tokenizer
         self._num_seen = 0  # output tokens that the matcher has taken in
@@ -80,7 +84,7 @@ class Guide:
         """Why no token is allowed; empty if one is. Known once the mask was made."""
         if not self.matcher.is_error():
             return ""
-        return " ".join(self.matcher.get_error().partition("<state>")[0].split())[:500]
+        return failure_reason(self.matcher.get_error())
 
 
 def make_masks(guides: Sequence[Guide]) -> list[bytes]:

@@ -158,6 +158,7 @@ def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[by
         drafter=load_draft_model(settings, device),
     )
     socket.send(m.encode([core.ready()]))
+    compile_grammar.start()  # it reads the tokenizer, too: not while everything else starts
     loop = _Loop(core, commands, socket, wakeup)
     while True:
         loop.turn()

@@ -29,7 +29,9 @@ class UpSettings(EngineSettings, ConnectorSettings, PolicySettings, LimitSetting
     drain_timeout: float = Field(30.0, ge=0, description="seconds that Ctrl-C or SIGTERM waits for answers to end")
     start_timeout: float = Field(120.0, gt=0, description="seconds that the stack may take to become ready")
     max_restarts: int = Field(
-        5, ge=0, description="times in ten minutes that a worker or LMCache is started again if it ends; then all ends"
+        5,
+        ge=0,
+        description="times in ten minutes that a worker, router or LMCache is started again if it ends; then all ends",
     )
     hints: bool = Field(False, description="when ready, print commands to try, to standard error")
 

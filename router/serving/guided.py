@@ -6,58 +6,70 @@ import json
 import time
 from functools import partial
 
-from common.errors import InvalidArgumentError
-from common.guided import Guided, check_grammar
+from common.errors import InvalidArgumentError, OverloadedError
+from common.grammar_process import GrammarProcess, shared_process
+from common.guided import Guided
 from common.sampling import FieldName
 from router.serving.threads import SHORT, TextThreads
 from router.text.conversation import Tools
 from router.text.forced_calls import closed_schema
 
-MAX_GOOD_GRAMMARS = 64
+MAX_KNOWN_GRAMMARS = 64
 CHECK_EACH_S = 0.5
+MAX_WAIT_S = 10.0  # for others' grammars; each of them takes two seconds at most
 
 
 class Grammars:
-    """Parses grammars, in threads of its own: a costly one takes half a second, and should hold up no text."""
+    """Checks grammars in a process of their own, which they may cost: `common.grammar_process`. Threads wait for it, so
+    that nothing else does."""
 
-    def __init__(self, threads: TextThreads) -> None:
+    def __init__(self, threads: TextThreads, process: GrammarProcess | None = None) -> None:
         self._threads = threads
-        self._good: dict[Guided, None] = {}  # the last ones
+        self._process = process or shared_process()
+        self._known: dict[Guided, str] = {}  # the last ones, and what is wrong with each
 
     async def check(
         self, guided: Guided | None, name: FieldName, tools: Tools | None = None, form: Guided | None = None
     ) -> None:
         """`tools`: whose schemas are a part of `guided`. `form`: another part, the client's own, checked first so that
-        an error has the words of what the client wrote. Raises `InvalidArgumentError`."""
-        if guided is None or guided in self._good:
+        an error has the words of what the client wrote. Raises `InvalidArgumentError`, and `OverloadedError` if
+        others' grammars took all the time that this one may wait."""
+        if guided is None:
             return
         if form is not None:
             await self.check(form, name)
-        await self._threads.run(SHORT + 1, partial(_check, guided, name, tools))
-        self._good[guided] = None
-        while len(self._good) > MAX_GOOD_GRAMMARS:
-            del self._good[next(iter(self._good))]
-
-
-def _check(guided: Guided, name: FieldName, tools: Tools | None) -> None:
-    try:
-        check_grammar(guided)
-    except ValueError as error:
-        if tools is not None:
-            _check_each(tools)
-        raise InvalidArgumentError(name("guided"), str(error)) from error
-
-
-def _check_each(tools: Tools) -> None:
-    """Names the first tool whose schema cannot be kept even alone, of those that the answer is held to; none if that
-    takes longer than `CHECK_EACH_S`."""
-    give_up = time.monotonic() + CHECK_EACH_S
-    for index, tool in enumerate(tools.tools):
-        if time.monotonic() > give_up:
+        if (reason := self._known.get(guided)) is None:
+            begin_by = time.monotonic() + MAX_WAIT_S
+            reason = await self._threads.run(SHORT + 1, partial(self._reason, guided, begin_by))
+            self._known[guided] = reason
+            while len(self._known) > MAX_KNOWN_GRAMMARS:
+                del self._known[next(iter(self._known))]
+        if not reason:
             return
-        is_held = tools.named in ("", tool.name) if tools.is_forced else tool.strict
-        if is_held:
-            try:
-                check_grammar(Guided(json_schema=json.dumps(closed_schema(tool))))
-            except ValueError as error:
-                raise InvalidArgumentError(f"tools[{index}].parameters", str(error)) from error
+        if tools is not None:
+            await self._threads.run(SHORT + 1, partial(self._blame_one, tools))
+        raise InvalidArgumentError(name("guided"), reason)
+
+    def _reason(self, guided: Guided, begin_by: float) -> str:
+        """What is wrong with it; empty if nothing is."""
+        if time.monotonic() > begin_by:
+            raise OverloadedError("others' grammars are being parsed, try again later")
+        try:
+            self._process.check(guided)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _blame_one(self, tools: Tools) -> None:
+        """Names the first tool whose schema cannot be kept even alone, of those that the answer is held to; none if
+        that takes longer than `CHECK_EACH_S`."""
+        give_up = time.monotonic() + CHECK_EACH_S
+        for index, tool in enumerate(tools.tools):
+            if time.monotonic() > give_up:
+                return
+            is_held = tools.named in ("", tool.name) if tools.is_forced else tool.strict
+            if is_held:
+                try:
+                    self._process.check(Guided(json_schema=json.dumps(closed_schema(tool))))
+                except ValueError as error:
+                    raise InvalidArgumentError(f"tools[{index}].parameters", str(error)) from error

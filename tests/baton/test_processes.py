@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -220,14 +220,27 @@ def test_an_lmcache_server_that_ends_is_started_again_as_workers_are(
     all_gone(tmp_path)
 
 
-def test_a_router_that_ends_is_not_started_again(tmp_path: Path) -> None:
+def test_a_router_that_ends_is_started_again_where_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On the ports that it found first; workers go on; not for ever."""
+    caplog.set_level(logging.INFO, "baton.stack")
+    listens = ["--http-listen=h:0", "--grpc-listen=h:0", "--prefill=h:0"]
+    command = [*child(tmp_path, "router", "http=http://h:2 grpc=h:3"), *listens]
+    commands: list[Sequence[str]] = []
+    stack = stack_of(tmp_path, {"router": command}, max_restarts=1)
+
     def work(_: Addresses) -> int:
+        others = {name: (tmp_path / f"{name}.pid").read_text() for name in ("prefill-1", "decode-1")}
+        kill_and_await_the_next(tmp_path, "router")
+        wait_until(lambda: "a router is back" in caplog.messages)
+        assert {name: (tmp_path / f"{name}.pid").read_text() for name in others} == others
+        commands.append(next(one.process.args for one in stack.children if one.name == "router"))  # type: ignore[arg-type]
         kill(tmp_path, "router")
         time.sleep(600)
         return 0
 
-    with pytest.raises(StartupError, match=r"^router went away: ended by SIGKILL$"):
-        run(stack_of(tmp_path, max_restarts=5), work=work)
+    with pytest.raises(StartupError, match=r"^router went away 2 times in 10 minutes: ended by SIGKILL$"):
+        run(stack, work=work)
+    assert list(commands[0][-3:]) == ["--http-listen=h:2", "--grpc-listen=h:3", "--prefill=h:0"]
     all_gone(tmp_path)
 
 

@@ -185,7 +185,7 @@ def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
 async def test_grammars_hold_up_no_texts(threads: TextThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[str] = []
     held, grammar_threads = Held(begun, "grammar"), TextThreads(1, max_waiting=0, what="grammars wait")
-    monkeypatch.setattr("router.serving.guided.check_grammar", lambda _: held())
+    monkeypatch.setattr("common.grammar_process.GrammarProcess.check", lambda *_: held())
     preparation = Preparation(
         request_timeout_s=60, control_tokens=False, threads=threads, grammar_threads=grammar_threads
     )

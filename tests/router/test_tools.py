@@ -172,6 +172,7 @@ def called(**changes: object) -> dict[str, object]:
 
 
 BAD = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+BREAKING = {"type": "object", "properties": {"x": {"const": -(2**63)}}}  # it ends a process that parses it
 UNKEPT = {"type": "function", "function": {"name": "bad", "parameters": BAD}}
 STRICT = {"type": "function", "function": {**UNKEPT["function"], "strict": True}}  # type: ignore[dict-item]
 GOOD = {"type": "function", "function": {"name": "good", "strict": True}}
@@ -361,6 +362,8 @@ async def test_a_named_tool(router: RunningRouter, worker: FakeWorker) -> None:
     [
         ({"tools": tools(strict=True, parameters={"type": "object", "not": {}})}, "tools[0].parameters"),
         ({"tool_choice": "required", "tools": tools(parameters={"type": "object", "not": {}})}, "tools[0].parameters"),
+        ({"tools": tools(strict=True, parameters=BREAKING)}, "tools[0].parameters"),
+        ({"tool_choice": "required", "tools": tools(parameters=BREAKING)}, "tools[0].parameters"),
     ],
 )
 async def test_forms_that_cannot_be_kept(router: RunningRouter, body: dict[str, object], param: str) -> None:
