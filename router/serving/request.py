@@ -143,6 +143,7 @@ class Output:
     logprob: float | None = None  # of all tokens of the answer together; of a beam search
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string, or the stop token's id, that ended it
+    is_cut: bool = False  # it ended inside a call of a tool, whatever ended it
     report: types_pb2.RequestReport | None = None
     usage: types_pb2.Usage | None = None
 

@@ -384,3 +384,66 @@ def test_references_in_schemas_of_several_tools() -> None:
     guided = forced_guide(Tools(tools=made, choice="required"))
     check_guided(guided)
     assert json.loads(guided.json_schema)["$defs"]["t1"]["properties"]["a"] == {"$ref": "#/$defs/t1/$defs/A"}
+
+
+CUT = '<tool_call>{"name": "f", "arguments": {"x": "one'
+WHOLE_AND_CUT = TWO_CALLS[: TWO_CALLS.index("2}")]
+
+
+@each_case(
+    ("answer", "options", "reason"),
+    [
+        (CUT, {}, "stop"),
+        (CUT, {"stop": ["one"]}, "stop"),
+        (CUT, {"max_tokens": len(ids_of(CUT)) - 1}, "length"),
+        (WHOLE_AND_CUT, {}, "stop"),
+        ('{"x": "one', {"tool_choice": NAMED, "stop": ["one"]}, "stop"),
+        ('{"x": 1}', {"tool_choice": NAMED, "max_tokens": 1}, "length"),
+        ('[{"name": "f", "parameters": {"x": "one', {"tool_choice": "required", "stop": ["one"]}, "stop"),
+    ],
+)
+async def test_an_answer_that_ends_inside_a_call_has_the_reason_that_it_was(
+    router: RunningRouter, worker: FakeWorker, answer: str, options: dict[str, Any], reason: str
+) -> None:
+    worker.answer = ids_of(answer)
+    body: dict[str, Any] = {"model": "tiny", "messages": ASK, "tools": [TOOL], "max_tokens": 200, **options}
+    whole = (await router.openai.chat.completions.create(**body)).choices[0]
+    assert whole.finish_reason == reason
+    calls = [call.function for call in whole.message.tool_calls or []]
+    assert calls[-1].name == "f", "what was written of the call is there"
+    with pytest.raises(ValueError, match="line 1"):
+        json.loads(calls[-1].arguments)
+    chunks = [chunk async for chunk in await router.openai.chat.completions.create(**body, stream=True)]
+    assert chunks[-1].choices[0].finish_reason == reason
+
+    if "stop" not in options:
+        body.pop("messages")
+        body["max_output_tokens"] = body.pop("max_tokens")
+        body["tools"] = [{"type": "function", **TOOL["function"]}]
+        if "tool_choice" in options:
+            body["tool_choice"] = {"type": "function", "name": "f"}
+        response = await router.openai.responses.create(**body, input="Do")
+        assert response.status == "incomplete"
+        assert response.output[-1].status == "incomplete"  # type: ignore[union-attr]
+        why = response.incomplete_details
+        assert (why and why.reason) == ("max_output_tokens" if reason == "length" else None)
+
+
+async def test_a_mark_inside_a_string_of_a_strict_call(router: RunningRouter, worker: FakeWorker) -> None:
+    arguments = '{"x": "say </tool_call> now"}'
+    worker.answer = ids_of(f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>')
+    strict = {"type": "function", "function": {"name": "f", "strict": True, "parameters": TEXT_OR_NOTHING}}
+    answer = await router.openai.chat.completions.create(
+        model="tiny",
+        messages=ASK,
+        tools=[strict],  # type: ignore[list-item]
+        max_tokens=200,
+    )
+    choice = answer.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.arguments == arguments
+
+
+TEXT_OR_NOTHING = {"type": "object", "properties": {"x": {"type": "string"}}, "additionalProperties": False}
