@@ -115,6 +115,7 @@ class _Live:
                 num_preemptions=event.num_preemptions,
                 num_drafted_tokens=event.num_drafted_tokens,
                 num_accepted_tokens=event.num_accepted_tokens,
+                notes=request.notes,
             ),
         )
         return Answer(self._index, self._candidate, request.prompt_token_ids, result)

@@ -259,6 +259,7 @@ def _complete(request: GenerationRequest, progress: Progress, num_tokens: int, n
     last = now if progress.last_token_at is None else progress.last_token_at
     rest_s = last - first
     timings, usage = progress.report.timings, progress.usage
+    progress.report.notes[:] = request.notes
     timings.ttft_ms = 1000 * (first - request.arrived_at)
     timings.total_ms = 1000 * (last - request.arrived_at)
     timings.tokens_per_second = (num_tokens - 1) / rest_s if num_tokens > 1 and rest_s > 0 else 0.0

@@ -104,6 +104,14 @@ class _Regions(ResponseParser):  # type: ignore[misc]  # transformers has no typ
         self._has_json_calls = has_json_calls
         super().__init__(template, prefix=prefix, tools=tools)
 
+    def _consume_prefix(self, prefix: str) -> None:
+        """A prompt begins no answer with calls: those are of an earlier turn, if this turn's beginning was not found."""
+        super()._consume_prefix(prefix)
+        if any(event["field"] == CALLS_FIELD for event in self.initial_events):
+            self.initial_events = []
+            self._buffer, self._pos, self._json = "", 0, None
+            self._reset_to_implicit()
+
     def feed(self, text: str) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = super().feed(text)
         if self._current != CALLS_FIELD:

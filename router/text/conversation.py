@@ -81,6 +81,7 @@ class Conversation:
     template_options: Mapping[str, Any] = field(default_factory=dict)  # further variables of the chat template
     effort: str = ""  # of reasoning, one of `EFFORTS`; empty if the client named none
     effort_field: str = "reasoning_effort"  # the client's name for it
+    has_generic_tools: bool = False  # tools, calls and results are written as `generic_tools` does
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

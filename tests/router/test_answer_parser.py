@@ -341,3 +341,9 @@ def test_a_forced_call_that_is_cut(
     tools = Tools(tools=(Tool(name="f"), Tool(name="g")), choice="required", named=named)
     result = taken(forced_reading(tools).parser(), text, None)
     assert (result.content, result.calls, result.is_cut) == (content, calls, is_cut)
+
+
+def test_calls_of_an_earlier_turn_do_not_begin_an_answer() -> None:
+    before = f"{CHATML}{HERMES_TWO}<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant:"
+    result = read(chat_templates.HERMES, HERMES_TWO, prompt=before)
+    assert [arguments for _, arguments in result.calls] == SHAPES["hermes"][4]

@@ -291,10 +291,16 @@ async def test_over_grpc(router: RunningRouter, worker: FakeWorker) -> None:
 async def test_models_without_a_known_shape_of_calls(start_worker: StartWorker, start_router: StartRouter) -> None:
     worker = await start_worker()
     worker.chat_template = "{{ tools }}{% for message in messages %}{{ message.content }}{% endfor %}"
-    router = await start_router(worker)
+    worker.false_info = {"max_model_len": 4096}
+    router = await start_router(worker, generic_tools=False)
     with pytest.raises(openai.BadRequestError) as caught:
         await router.openai.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL])
     assert caught.value.param == "tools"
+    await router.openai.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL], tool_choice=NAMED)
+    assert prompt_of(worker).startswith("[{"), "its own words, as a forced call is read in any shape"
+    router = await start_router(worker)
+    await router.openai.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL])
+    assert prompt_of(worker).startswith("NoneYou can call")
 
 
 async def test_usage_so_far(router: RunningRouter) -> None:
@@ -447,3 +453,123 @@ async def test_a_mark_inside_a_string_of_a_strict_call(router: RunningRouter, wo
 
 
 TEXT_OR_NOTHING = {"type": "object", "properties": {"x": {"type": "string"}}, "additionalProperties": False}
+
+
+# A template that takes no system message, and one that knows nothing but its messages.
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant{{ '\n' }}"
+)
+PLAIN = NO_SYSTEM[NO_SYSTEM.index("{% for") :]
+HISTORY: Any = [
+    *ASK,
+    {"role": "assistant", "content": "So:", "tool_calls": [EARLIER]},
+    {"role": "tool", "tool_call_id": "c1", "content": "done<|im_end|>"},
+    {"role": "user", "content": "And?"},
+]
+
+
+def notes_of(answer: Any) -> list[str]:
+    return list((answer.model_extra or {})["baton"].get("notes", []))
+
+
+@pytest.fixture
+async def plain(start_worker: StartWorker) -> FakeWorker:
+    worker = await start_worker()
+    worker.chat_template = PLAIN
+    worker.answer = ids_of(TWO_CALLS[TWO_CALLS.index("Yes.") :])
+    worker.false_info = {"max_model_len": 4096}
+    return worker
+
+
+async def test_a_template_without_tools_is_told_of_them_in_words(start_router: StartRouter, plain: FakeWorker) -> None:
+    router = await start_router(plain)
+    ask = {"model": "tiny", "max_tokens": 200, "tools": [TOOL]}
+    system = [{"role": "system", "content": "Be brief"}]
+    answer = await router.openai.chat.completions.create(messages=[*system, *HISTORY], **ask)
+    prompt = prompt_of(plain)
+    assert prompt.startswith("<|im_start|>system\nBe brief\n\nYou can call")
+    assert json.dumps(TOOL["function"]) in prompt
+    called = 'So:\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    result = "<tool_response>\ndone<|im_end|>\n</tool_response>\nAnd?"
+    assert prompt.endswith(
+        f"<|im_start|>assistant\n{called}<|im_end|>\n<|im_start|>user\n{result}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    ends = list(plain.requests[-1].prompt_token_ids).count(tiny_tokenizer().rust.token_to_id("<|im_end|>"))
+    assert ends == 4, "what clients wrote is text"
+    choice = answer.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Yes.")
+    assert [call.function.arguments for call in choice.message.tool_calls or []] == ['{"x": 1}', '{"x": 2}']
+    assert len(notes_of(answer)) == 1
+    assert "no form" in notes_of(answer)[0]
+
+    chunks = [one async for one in await router.openai.chat.completions.create(messages=ASK, stream=True, **ask)]
+    assert prompt_of(plain).startswith("<|im_start|>system\nYou can call")
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert (
+        "".join(call.function.arguments or "" for one in chunks for call in one.choices[0].delta.tool_calls or [])
+        == '{"x": 1}{"x": 2}'
+    )
+
+    items = await router.openai.responses.create(
+        model="tiny", input="Do", tools=[{"type": "function", **TOOL["function"]}]
+    )
+    assert [item.type for item in items.output] == ["message", "function_call", "function_call"]
+    assert notes_of(items)
+
+    request = inference_pb2.ChatRequest(
+        messages=[inference_pb2.ChatMessage(role="user", content="Do")],
+        tools=[inference_pb2.Tool(name="f")],
+        sampling_params=types_pb2.SamplingParams(max_tokens=200),
+    )
+    last = [one async for one in router.inference.Chat(request)][-1]
+    assert last.finish_reason == types_pb2.FINISH_REASON_TOOL_CALLS
+    assert "no form" in last.report.notes[0]
+
+
+async def test_generic_tools_strict_and_forced(start_router: StartRouter, plain: FakeWorker) -> None:
+    router = await start_router(plain)
+    ask = {"model": "tiny", "messages": ASK, "max_tokens": 200}
+    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    await router.openai.chat.completions.create(tools=[strict], **ask)
+    tag = json.loads(plain.requests[-1].sampling_params.guided.structural_tag)
+    assert tag["format"]["triggers"] == ["<tool_call>"]
+    plain.answer = ids_of('{"x": 1}')
+    answer = await router.openai.chat.completions.create(tools=[TOOL], tool_choice=NAMED, **ask)
+    assert [call.function.arguments for call in answer.choices[0].message.tool_calls] == ['{"x": 1}']
+    assert json.loads(plain.requests[-1].sampling_params.guided.json_schema) == TOOL["function"]["parameters"]
+    assert "You can call" in prompt_of(plain)
+
+
+async def test_generic_tools_without_a_system_message(start_router: StartRouter, plain: FakeWorker) -> None:
+    plain.chat_template = NO_SYSTEM
+    router = await start_router(plain)
+    ask = {"model": "tiny", "messages": ASK, "max_tokens": 200}
+    await router.openai.chat.completions.create(tools=[TOOL], parallel_tool_calls=False, **ask)
+    assert prompt_of(plain).startswith("<|im_start|>user\nYou can call")
+    assert "Make one call" in prompt_of(plain)
+    assert "plain words.\n\nDo<|im_end|>" in prompt_of(plain)
+    answer = await router.openai.chat.completions.create(**ask)
+    assert prompt_of(plain) == "<|im_start|>user\nDo<|im_end|>\n<|im_start|>assistant\n"
+    assert notes_of(answer) == []
+
+
+async def test_generic_tools_are_off_by_a_setting(start_router: StartRouter, plain: FakeWorker) -> None:
+    router = await start_router(plain, generic_tools=False)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await router.openai.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL])
+    assert caught.value.param == "tools"
+
+
+async def test_a_template_that_does_not_compile(
+    start_router: StartRouter, plain: FakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain.chat_template = "{% if messages %}\n{{ messages | }}\n{% endif %}"
+    router = await start_router(plain)
+    with pytest.raises(openai.BadRequestError, match=r"chat_template\.jinja.*line 2.*expected token") as caught:
+        await router.openai.chat.completions.create(model="tiny", messages=ASK)
+    assert caught.value.param == "messages"
+    assert (await router.openai.completions.create(model="tiny", prompt="Do")).choices
+    (line,) = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert "chat_template.jinja" in vars(line)["reason"]
