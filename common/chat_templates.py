@@ -66,7 +66,9 @@ def template_sources(files: Mapping[str, bytes]) -> dict[str, TemplateSource]:
 def template_error(files: Mapping[str, bytes]) -> str:
     """The first template that cannot be compiled, with the reason in one line; empty if all of them can."""
     try:
-        for source in template_sources(files).values():
+        for name, source in template_sources(files).items():
+            if name not in (DEFAULT, TOOL_USE):  # nobody renders it
+                continue
             try:
                 environment().from_string(source.text)
             except (jinja2.TemplateError, RecursionError) as error:

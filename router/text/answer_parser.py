@@ -70,7 +70,7 @@ class AnswerReader:
         schemas = [tool.as_json() for tool in tools.shown] if has_calls else []
 
         def parser(prefix: str) -> AnswerParser:
-            return AnswerParser(template, self._as_written, prefix, schemas, parallel=tools.parallel)
+            return AnswerParser(template, self._as_written, prefix, schemas, tools)
 
         return Reading(
             parser=partial(parser, prefix),
@@ -95,6 +95,7 @@ class _Regions(ResponseParser):  # type: ignore[misc]  # transformers has no typ
 
     _buffer: str
     _pos: int
+    initial_events: list[dict[str, Any]]
     _opened_at = 0  # where in `_buffer` the open region begins, with what opened it
     _body_at = 0  # where in it its body begins
     _json: JsonText | None = None  # of the open region, if it is JSON
@@ -105,7 +106,7 @@ class _Regions(ResponseParser):  # type: ignore[misc]  # transformers has no typ
         super().__init__(template, prefix=prefix, tools=tools)
 
     def _consume_prefix(self, prefix: str) -> None:
-        """A prompt begins no answer with calls: those are of an earlier turn, if this turn's beginning was not found."""
+        """A prompt begins no answer with calls: they are of an earlier turn, and this one's beginning was not found."""
         super()._consume_prefix(prefix)
         if any(event["field"] == CALLS_FIELD for event in self.initial_events):
             self.initial_events = []
@@ -160,12 +161,12 @@ class AnswerParser:
         template: Any,
         as_written: Mapping[str, Any],
         prefix: str,
-        tools: Sequence[dict[str, Any]],
-        *,
-        parallel: bool,
+        schemas: Sequence[dict[str, Any]],
+        tools: Tools,
     ) -> None:
         self._as_written = as_written
-        self._parallel = parallel
+        self._tools = tools
+        self._parallel = tools.parallel
         self._pieces = Pieces()
         self._content = Spaces()
         self._reasoning = Spaces()
@@ -174,7 +175,7 @@ class AnswerParser:
         self.is_done = False  # the answer has all the calls that it may have
         self.is_cut = False  # it has ended inside a call
         has_json_calls = CALLS_FIELD in as_written and _is_json(as_written[CALLS_FIELD])
-        self._parser = _Regions(template, prefix=prefix, tools=list(tools), has_json_calls=has_json_calls)
+        self._parser = _Regions(template, prefix=prefix, tools=list(schemas), has_json_calls=has_json_calls)
         self._take(self._parser.initial_events)
         self._pieces = Pieces()  # what the template wrote is no part of the answer
 
@@ -227,6 +228,8 @@ class AnswerParser:
     def _show_calls(self, region: _CallRegion) -> None:
         """Shows the parts of unfinished calls that can be shown already."""
         for index, call in enumerate(region.calls):
+            if call.name and not self._tools.may_call(call.name):
+                return
             if index < len(region.numbers):
                 if arguments := call.take():
                     self._pieces.add_call(ToolCallDelta(region.numbers[index], arguments=arguments))
@@ -251,7 +254,10 @@ class AnswerParser:
         if calls is None:  # nothing is lost of what was not shown
             self._pieces.add_text(self._content.add(region.last_call if region.numbers else whole))
         for call in (calls or ())[len(region.numbers) :]:
-            if not self._begin(region, call):
+            if not self._tools.may_call(call.name):  # nobody allowed such a call, so it is text
+                is_alone = calls is not None and len(calls) == 1
+                self._pieces.add_text(self._content.add(whole if is_alone else call.as_text()))
+            elif not self._begin(region, call):
                 return
 
 

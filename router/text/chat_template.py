@@ -18,7 +18,7 @@ import jinja2.meta
 
 from common import chat_templates
 from common.errors import InvalidArgumentError, UnavailableError
-from router.text.conversation import DEFAULT_EFFORT, Conversation
+from router.text.conversation import DEFAULT_EFFORT, Conversation, with_objects
 from router.text.generic_tools import in_words
 
 EFFORT_VARIABLE = "reasoning_effort"
@@ -80,15 +80,20 @@ class ChatTemplate:
             messages = in_words(conversation, takes_system=self._takes_system)
         else:
             messages = [dict(message) for message in conversation.messages]
+        variables: dict[str, object] = {
+            "tools": [tool.as_json() for tool in tools] or None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **self._special_tokens,
+            **{**conversation.template_options, **effort},
+        }
         try:
-            return self._template.render(
-                messages=messages,
-                tools=[tool.as_json() for tool in tools] or None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-                **{**conversation.template_options, **effort},
-            )
+            try:
+                return self._template.render(messages=messages, **variables)
+            except (jinja2.TemplateError, TypeError, LookupError):
+                if (others := with_objects(messages)) is None:
+                    raise
+                return self._template.render(messages=others, **variables)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise InvalidArgumentError("messages", f"the model's chat template refuses them: {error}") from error
 

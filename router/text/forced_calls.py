@@ -26,12 +26,12 @@ def forced_guide(tools: Tools) -> Guided:
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for number, tool in enumerate(tools.tools)
+        for number, tool in enumerate(tools.callable)
     ]
     schema: Json = {"type": "array", "minItems": 1, "items": {"anyOf": calls} if len(calls) > 1 else calls[0]}
     if not tools.parallel:
         schema["maxItems"] = 1
-    schema["$defs"] = {f"t{number}": _moved(closed_schema(tool), number) for number, tool in enumerate(tools.tools)}
+    schema["$defs"] = {f"t{number}": _moved(closed_schema(tool), number) for number, tool in enumerate(tools.callable)}
     return Guided(json_schema=json.dumps(schema))
 
 
@@ -44,7 +44,8 @@ def forced_reading(tools: Tools) -> Reading:
 
 def _only(tools: Tools) -> str:
     """The name of the one tool that is called once; empty if the model chooses."""
-    return tools.named or (tools.tools[0].name if len(tools.tools) == 1 and not tools.parallel else "")
+    tools_left = tools.callable
+    return tools.named or (tools_left[0].name if len(tools_left) == 1 and not tools.parallel else "")
 
 
 def closed_schema(tool: Tool) -> Json:

@@ -20,6 +20,9 @@ class CallText:
     arguments: list[str] = field(default_factory=list)  # pieces of JSON text that nobody took yet
     is_begun: bool = False  # arguments are an object's text, so that they can be shown as they come
 
+    def as_text(self) -> str:
+        return json.dumps({NAME_KEY: self.name, ARGUMENT_KEYS[0]: "".join(self.arguments)}, ensure_ascii=False)
+
     def take(self) -> str:
         taken = "".join(self.arguments)
         self.arguments.clear()

@@ -20,6 +20,7 @@ __all__ = ["worker"]
 
 
 NAMED: Any = {"type": "function", "function": {"name": "f"}}
+ALLOWED: Any = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}
 EARLIER: Any = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
@@ -180,13 +181,16 @@ GOOD = {"type": "function", "function": {"name": "good", "strict": True}}
 @each_case(
     ("body", "param"),
     [
-        ({"tools": [GOOD, UNKEPT], "tool_choice": "required"}, "tools[1].parameters"),
+        ({"tools": [GOOD, UNKEPT], "tool_choice": "required"}, "tools[1].function.parameters"),
         (
             {"tools": [TOOL, UNKEPT], "tool_choice": {"type": "function", "function": {"name": "bad"}}},
-            "tools[1].parameters",
+            "tools[1].function.parameters",
         ),
-        ({"tools": [GOOD, TOOL, STRICT]}, "tools[2].parameters"),
-        ({"tools": [{**UNKEPT, "function": {**UNKEPT["function"], "name": "free"}}, STRICT]}, "tools[1].parameters"),  # type: ignore[dict-item]
+        ({"tools": [GOOD, TOOL, STRICT]}, "tools[2].function.parameters"),
+        (
+            {"tools": [{**UNKEPT, "function": {**UNKEPT["function"], "name": "free"}}, STRICT]},
+            "tools[1].function.parameters",
+        ),  # type: ignore[dict-item]
     ],
 )
 async def test_the_tool_whose_schema_cannot_be_kept_is_named(
@@ -201,10 +205,10 @@ async def test_the_tool_whose_schema_cannot_be_kept_is_named(
     ("body", "param"),
     [
         ({"tools": tools(129)}, "tools"),
-        ({"tools": [*tools(), *tools()]}, "tools[1].name"),
-        ({"tools": tools(name="no name")}, "tools[0].name"),
-        ({"tools": tools(parameters={"type": "array"})}, "tools[0].parameters"),
-        ({"tools": tools(parameters=deep(40))}, "tools[0].parameters"),
+        ({"tools": [*tools(), *tools()]}, "tools[1].function.name"),
+        ({"tools": tools(name="no name")}, "tools[0].function.name"),
+        ({"tools": tools(parameters={"type": "array"})}, "tools[0].function.parameters"),
+        ({"tools": tools(parameters=deep(40))}, "tools[0].function.parameters"),
         ({"tools": tools(parameters=1)}, "tools[0].function.parameters"),
         ({"tools": tools(colour=1)}, "tools[0].function.colour"),
         ({"tools": tools(description="word " * 20_000)}, "tools"),
@@ -213,23 +217,33 @@ async def test_the_tool_whose_schema_cannot_be_kept_is_named(
         ({"tools": [{**TOOL, "custom": {"name": "x"}}]}, "tools[0].custom"),
         ({"tools": [{**TOOL, "custom": {}}]}, "tools[0].custom"),
         ({"tools": [TOOL], "tool_choice": {**NAMED, "custom": {"name": "x"}}}, "tool_choice.custom"),
-        ({"tools": [TOOL], "tool_choice": {**NAMED, "allowed_tools": {"mode": "auto"}}}, "tool_choice.allowed_tools"),
+        ({"tools": [TOOL], "tool_choice": {**NAMED, "allowed_tools": ALLOWED}}, "tool_choice.allowed_tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {**ALLOWED, "mode": "none"}}},
+            "tool_choice.allowed_tools.mode",
+        ),
+        (
+            {"tools": tools(), "tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED}},
+            "tool_choice.allowed_tools.tools",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {**ALLOWED, "tools": []}}},
+            "tool_choice.allowed_tools.tools",
+        ),
         (
             {"messages": [*ASK, {"role": "assistant", "tool_calls": [{**EARLIER, "custom": {"input": "x"}}]}]},
             "messages[1].tool_calls[0].custom",
         ),
         ({"tools": tools(), "tool_choice": "maybe"}, "tool_choice"),
         ({"tools": tools(), "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-        ({"tools": tools(), "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),
+        ({"tools": tools(), "tool_choice": {"type": "custom"}}, "tool_choice.type"),
         (
             {"tools": tools(), "tool_choice": {"type": "function", "function": {"name": ""}}},
             "tool_choice.function.name",
         ),
         ({"messages": [{"role": "user", "content": "x", "name": "a b"}]}, "messages[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),
-        (called(arguments="[]"), "messages[1].tool_calls[0].function.arguments"),
-        (called(arguments="{"), "messages[1].tool_calls[0].function.arguments"),
-        (called(arguments="[" * 5000), "messages[1].tool_calls[0].function.arguments"),
         (called(arguments=json.dumps(deep(40))), "messages[1].tool_calls[0].function.arguments"),
         (called(name=""), "messages[1].tool_calls[0].function.name"),
         ({"messages": [*ASK, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
@@ -276,7 +290,10 @@ async def test_over_grpc(router: RunningRouter, worker: FakeWorker) -> None:
     assert responses[-1].finish_reason == types_pb2.FINISH_REASON_TOOL_CALLS
     assert responses[-1].usage.reasoning_tokens == len(ids_of("hm"))
     for change, field in (
-        (inference_pb2.ChatRequest(tools=[inference_pb2.Tool(name="f", parameters="[]")]), "tools[0].parameters"),
+        (
+            inference_pb2.ChatRequest(tools=[inference_pb2.Tool(name="f", parameters="[]")]),
+            "tools[0].parameters",
+        ),
         (inference_pb2.ChatRequest(tool_choice=inference_pb2.ToolChoice(name="g")), "tool_choice"),
         (inference_pb2.ChatRequest(tool_choice=inference_pb2.ToolChoice(name="")), "tool_choice.name"),
         (inference_pb2.ChatRequest(chat_template_kwargs="{"), "chat_template_kwargs"),
@@ -365,8 +382,11 @@ async def test_a_named_tool(router: RunningRouter, worker: FakeWorker) -> None:
 @each_case(
     ("body", "param"),
     [
-        ({"tools": tools(strict=True, parameters={"type": "object", "not": {}})}, "tools[0].parameters"),
-        ({"tool_choice": "required", "tools": tools(parameters={"type": "object", "not": {}})}, "tools[0].parameters"),
+        ({"tools": tools(strict=True, parameters={"type": "object", "not": {}})}, "tools[0].function.parameters"),
+        (
+            {"tool_choice": "required", "tools": tools(parameters={"type": "object", "not": {}})},
+            "tools[0].function.parameters",
+        ),
     ],
 )
 async def test_forms_that_cannot_be_kept(router: RunningRouter, body: dict[str, object], param: str) -> None:
@@ -573,3 +593,90 @@ async def test_a_template_that_does_not_compile(
     assert (await router.openai.completions.create(model="tiny", prompt="Do")).choices
     (line,) = [one for one in caplog.records if one.levelname == "ERROR"]
     assert "chat_template.jinja" in vars(line)["reason"]
+
+
+async def test_only_allowed_tools_are_called(router: RunningRouter, worker: FakeWorker) -> None:
+    choice: Any = {"type": "allowed_tools", "allowed_tools": ALLOWED}
+    other = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+    ask: Any = {"model": "tiny", "messages": ASK, "tools": TWO_TOOLS, "max_tokens": 200}
+    for stream in (False, True):
+        worker.answer = ids_of(f"{other}{TWO_CALLS}")
+        answer = await router.openai.chat.completions.create(**ask, tool_choice=choice, stream=stream)
+        assert '"name": "g"' in prompt_of(worker), "the model is told of all"
+        tag = json.loads(worker.requests[-1].sampling_params.guided.structural_tag)
+        assert [one["begin"] for one in tag["format"]["tags"]] == ['<tool_call>\n{"name": "f", "arguments": ']
+        if isinstance(answer, openai.AsyncStream):
+            deltas = [chunk.choices[0].delta async for chunk in answer]
+            assert {call.index for one in deltas for call in one.tool_calls or []} == {0, 1}
+            assert other in "".join(one.content or "" for one in deltas)
+        else:
+            assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["f", "f"]
+            assert other in answer.choices[0].message.content
+
+    worker.answer = ids_of('[{"name": "f", "parameters": {"x": 1}}]')
+    required = {**choice, "allowed_tools": {**ALLOWED, "mode": "required"}}
+    answer = await router.openai.chat.completions.create(**ask, tool_choice=required)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    schema = json.loads(worker.requests[-1].sampling_params.guided.json_schema)
+    assert schema["items"]["properties"]["name"] == {"const": "f"}
+
+    functions: Any = [{"type": "function", **tool["function"]} for tool in TWO_TOOLS]
+    allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
+    items = await router.openai.responses.create(model="tiny", input="Do", tools=functions, tool_choice=allowed)
+    assert json.loads(worker.requests[-1].sampling_params.guided.json_schema) == schema
+    assert items.tool_choice.model_dump() == allowed  # type: ignore[union-attr]
+
+    request = inference_pb2.ChatRequest(
+        messages=[inference_pb2.ChatMessage(role="user", content="Do")],
+        tools=[
+            inference_pb2.Tool(name="f", parameters=json.dumps(TOOL["function"]["parameters"])),
+            inference_pb2.Tool(name="g"),
+        ],
+        tool_choice=inference_pb2.ToolChoice(mode=inference_pb2.ToolChoice.MODE_REQUIRED, allowed=["f"]),
+    )
+    _ = [one async for one in router.inference.Chat(request)]
+    assert json.loads(worker.requests[-1].sampling_params.guided.json_schema) == schema
+    request.tool_choice.allowed[:] = ["h"]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        _ = [one async for one in router.inference.Chat(request)]
+    assert (caught.value.details() or "").startswith("tool_choice.allowed")
+
+
+@each_case("arguments", ['{"x": "Par', "[]", "not JSON", "[" * 300, '{"x": "\\ud800"}'])
+async def test_a_call_that_was_cut_is_sent_back(router: RunningRouter, worker: FakeWorker, arguments: str) -> None:
+    answer = await router.openai.chat.completions.create(
+        model="tiny", tools=[TOOL], extra_body=called(arguments=arguments), messages=ASK
+    )
+    assert json.dumps(arguments) in prompt_of(worker)
+    assert notes_of(answer) == [
+        "messages: the arguments of call 'c' are not the JSON text of an object; passed on as they are"
+    ]
+    item: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+    items = await router.openai.responses.create(model="tiny", input=[{"role": "user", "content": "Do"}, item])
+    assert notes_of(items) == notes_of(answer)
+
+
+async def test_templates_that_read_arguments_member_by_member(start_router: StartRouter, worker: FakeWorker) -> None:
+    worker.chat_template = (
+        "{% for message in messages %}{{ message.content }}{% for call in message.tool_calls or [] %}"
+        "{% for key, value in call.function.arguments | items %}<{{ key }}={{ value }}>{% endfor %}{% endfor %}"
+        "{% endfor %}"
+    )
+    router = await start_router(worker)
+    body = called(arguments='{"x": "Par')
+    await router.openai.chat.completions.create(model="tiny", messages=ASK, extra_body=body)
+    assert prompt_of(worker) == 'Do<arguments={"x": "Par>'
+
+
+async def test_half_a_character_is_blamed_on_its_own_field(router: RunningRouter) -> None:
+    for changes, field in (
+        ({"chat_template_kwargs": '{"a": "\\ud800"}'}, "chat_template_kwargs"),
+        (
+            {"tools": [inference_pb2.Tool(name="f", parameters='{"title": "\\udc00"}')]},
+            "tools[0].parameters",
+        ),
+    ):
+        request = inference_pb2.ChatRequest(messages=[inference_pb2.ChatMessage(role="user", content="Do")], **changes)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [one async for one in router.inference.Chat(request)]
+        assert (caught.value.details() or "").startswith(f"{field}: is not valid Unicode")
