@@ -49,6 +49,7 @@ class RequestReport:
     num_drafted_tokens: int = 0  # of the answer, guessed ahead by the decode worker (--speculation)
     num_accepted_tokens: int = 0  # those of them that the model drew too
     num_handovers: int = 0  # those of num_migrations that were planned, since the worker drained
+    notes: tuple[str, ...] = ()  # what was made of the request that its client may not expect
     routing: tuple[str, ...] = ()  # why it went where it went, if the call's metadata asks (x-baton-explain: true)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.chat_templates import FOLDER
 from common.errors import StartupError
 from common.gguf_parts import is_gguf_name, parts_of
 from common.token_table import read_token_ids
@@ -28,6 +29,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
     "config.json",
 )
@@ -168,7 +170,9 @@ def tokenizer_files(model_dir: str | Path) -> dict[str, bytes]:
     path = Path(model_dir)
     if not (path / "tokenizer.json").is_file():
         raise StartupError(f"model {path} has no tokenizer.json; --model takes a Hugging Face model directory on disk")
-    return {name: (path / name).read_bytes() for name in TOKENIZER_FILES if (path / name).is_file()}
+    names = [name for name in TOKENIZER_FILES if (path / name).is_file()]
+    names += sorted(FOLDER + file.name for file in (path / FOLDER).glob("*.jinja"))
+    return {name: (path / name).read_bytes() for name in names}
 
 
 def checkpoint_dtype(files: ModelFiles) -> str:

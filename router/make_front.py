@@ -43,6 +43,7 @@ def make_front(
             grammar_threads=grammar_threads,
             max_answer_tokens=settings.max_answer_tokens,
             max_retain_s=settings.max_retain,
+            generic_tools=settings.generic_tools,
         ),
         Generation(dispatcher, part.demand, quotas, part.queue),
         Embedder(registry, part.demand, quotas, part.queue),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
@@ -15,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from common import metrics
 from common.cache_hints import MAX_RETAIN_S, Retain, check_retain
+from common.chat_templates import template_error
 from common.config import WorkerSettings
 from common.errors import (
     BatonError,
@@ -25,6 +27,7 @@ from common.errors import (
     error_of,
 )
 from common.grpc_transport import Channels
+from common.model_files import tokenizer_files
 from common.retry_budget import RetryBudget
 from common.types import WorkerRole, WorkerState
 from common.validation import ModelLimits, check_priority, check_prompt
@@ -32,6 +35,8 @@ from engine.messages import EngineReady, RequestFailed
 from worker.channels import ChannelPool
 from worker.engine_client import EngineClient
 from worker.engine_stream import EngineStream
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -89,9 +94,13 @@ class Worker:
         self._idle = asyncio.Event()
         self._idle.set()
         self._ready: EngineReady | None = None
+        self.chat_template_error = ""  # why the model's chat template cannot be used; empty if it can, or if none
 
     async def wait_ready(self) -> None:
         """Waits for the engine. Raises `StartupError` with its reason."""
+        self.chat_template_error = await asyncio.to_thread(lambda: template_error(tokenizer_files(self.model_dir)))
+        if self.chat_template_error:
+            log.error("no chats are served with a broken template", extra={"reason": self.chat_template_error})
         self._ready = await self.engine.wait_ready()
 
     @property

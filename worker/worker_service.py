@@ -64,6 +64,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             device_reason=ready.device_reason,
             version=VERSION,
             sampling_parameters=sorted(SAMPLING_PARAMETERS),
+            chat_template_error=worker.chat_template_error,
         )
 
     async def WatchLoad(  # noqa: N802

@@ -35,7 +35,7 @@ from router.fleet.served_model import ServedModel
 from router.serving.preparation import Preparation
 from router.serving.request import GenerationRequest, Prompt
 from router.serving.threads import TextThreads
-from router.text.answer_parts import PartsParser
+from router.text.answer_parts import PartsParser, ended
 from router.text.answer_text import AnswerText
 from router.text.tokenizer import load_tokenizer
 
@@ -115,6 +115,7 @@ class _Live:
                 num_preemptions=event.num_preemptions,
                 num_drafted_tokens=event.num_drafted_tokens,
                 num_accepted_tokens=event.num_accepted_tokens,
+                notes=request.notes,
             ),
         )
         return Answer(self._index, self._candidate, request.prompt_token_ids, result)
@@ -132,7 +133,7 @@ class _Live:
             self._calls.deltas += [
                 ToolCallDelta(one.index, one.call_id, one.name, one.arguments) for one in pieces.calls
             ]
-        return FinishReason.TOOL_CALLS if parser.num_calls and reason is FinishReason.STOP else reason
+        return None if reason is None else ended(parser, reason)
 
 
 class LocalEngine:

@@ -156,6 +156,11 @@ class RouterSettings(PolicySettings, LimitSettings, WebSettings, TlsSettings, He
         False,
         description="messages and deltas of chat answers have their reasoning_content under the name reasoning, too",
     )
+    generic_tools: bool = Field(
+        True,
+        description="tell models whose chat template has no form for tools of them in words, and read calls from their "
+        "text; if not, such a request is refused",
+    )
     worker_wait: float = Field(
         0.0, ge=0, description="seconds that a request waits while there is no worker (a fleet scaled to zero)"
     )

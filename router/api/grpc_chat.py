@@ -60,12 +60,16 @@ def _tools(request: inference_pb2.ChatRequest) -> Tools:
         raise InvalidArgumentError("tool_choice.mode", f"{choice.mode} is not known")
     if choice.WhichOneof("choice") == "name" and not choice.name:
         raise InvalidArgumentError("tool_choice.name", "must not be empty")
+    if choice.allowed and (choice.name or choice.mode == inference_pb2.ToolChoice.MODE_NONE):
+        raise InvalidArgumentError("tool_choice.allowed", "is only for the modes auto and required")
     check_num_tools(len(request.tools), "tools")
     return make_tools(
         [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)],
         "tools",
         choice="required" if choice.name else _MODES[choice.mode],
         named=choice.name,
+        allowed=list(choice.allowed) or None,
+        allowed_field="tool_choice.allowed",
         parallel=request.parallel_tool_calls if request.HasField("parallel_tool_calls") else True,
     )
 

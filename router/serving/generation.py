@@ -23,7 +23,7 @@ from router.serving.fair_queue import FairQueue, Places, name_of
 from router.serving.progress import NewTokens, Progress
 from router.serving.quotas import Quotas
 from router.serving.request import GenerationRequest, Output
-from router.text.answer_parts import PartsParser, Pieces
+from router.text.answer_parts import PartsParser, Pieces, ended
 from router.text.answer_text import AnswerText, NewText
 
 log = logging.getLogger(__name__)
@@ -188,9 +188,10 @@ class _Answer:
             output = Output(text="", tokens=new.tokens, prompt_logprobs=new.prompt_logprobs)
         else:
             pieces.extend(parser.end())
-            if parser.num_calls and end.finish_reason is FinishReason.STOP:
-                end.finish_reason = FinishReason.TOOL_CALLS
+            if end.finish_reason is not None:
+                end.finish_reason = ended(parser, end.finish_reason)
             output = self._last(new, end)
+            output.is_cut = parser.is_cut
         output.text, output.reasoning = pieces.content, pieces.reasoning
         output.tool_calls, output.parts = pieces.calls, pieces.parts
         output.num_reasoning_tokens = num_reasoning_tokens
@@ -258,6 +259,7 @@ def _complete(request: GenerationRequest, progress: Progress, num_tokens: int, n
     last = now if progress.last_token_at is None else progress.last_token_at
     rest_s = last - first
     timings, usage = progress.report.timings, progress.usage
+    progress.report.notes[:] = request.notes
     timings.ttft_ms = 1000 * (first - request.arrived_at)
     timings.total_ms = 1000 * (last - request.arrived_at)
     timings.tokens_per_second = (num_tokens - 1) / rest_s if num_tokens > 1 and rest_s > 0 else 0.0

@@ -67,9 +67,11 @@ class Grammars:
         for index, tool in enumerate(tools.tools):
             if time.monotonic() > give_up:
                 return
+            if not tools.may_call(tool.name):
+                continue
             is_held = tools.named in ("", tool.name) if tools.is_forced else tool.strict
             if is_held:
                 try:
                     self._process.check(Guided(json_schema=json.dumps(closed_schema(tool))))
                 except ValueError as error:
-                    raise InvalidArgumentError(f"tools[{index}].parameters", str(error)) from error
+                    raise InvalidArgumentError(f"{tools.place(index)}.parameters", str(error)) from error

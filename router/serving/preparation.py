@@ -37,7 +37,8 @@ from router.serving.guided import Grammars
 from router.serving.prefix_hints import PrefixHint
 from router.serving.request import GenerationRequest, Prompt, SamplingMessages, new_request_id
 from router.serving.sampling_size import check_size
-from router.serving.threads import TextThreads
+from router.serving.threads import SHORT, TextThreads
+from router.text import generic_tools
 from router.text.answer_form import ChatAnswer
 from router.text.conversation import Conversation, Tools, read_through
 
@@ -58,13 +59,16 @@ class Preparation:
         grammar_threads: TextThreads | None = None,
         max_answer_tokens: int | None = None,
         max_retain_s: float = math.inf,
+        generic_tools: bool = True,
     ) -> None:
         """`control_tokens`: whether text of control tokens in messages becomes control tokens. `max_answer_tokens`: see
-        `AnswerBudget`. `max_retain_s`: for so long a request may have its prompt's KV retained."""
+        `AnswerBudget`. `max_retain_s`: for so long a request may have its prompt's KV retained.
+        `generic_tools`: whether tools are told in words to models that have no form for them."""
         self._request_timeout_s = request_timeout_s
         self._max_answer_tokens = max_answer_tokens
         self._max_retain_s = max_retain_s
         self._control_tokens = control_tokens
+        self._generic_tools = generic_tools
         self._threads = threads
         self._grammars = Grammars(grammar_threads or threads)
 
@@ -116,7 +120,12 @@ class Preparation:
             texts, num_of_tools = read_through([tool.as_json() for tool in tools.tools])
             described = "".join(texts)
             check_text(described, model.limits, "tools")
-        reader, free = model.tokenizer.reader, None
+        reader, free, notes = model.tokenizer.chat_form(tools).reader, None, _notes(conversation)
+        if self._generic_tools and model.tokenizer.needs_generic_tools(conversation):
+            size = 0 if model.tokenizer.has_generic_reader(tools) else SHORT + 1
+            reader = await self._threads.run(size, partial(model.tokenizer.generic_reader, tools))
+            conversation = replace(conversation, has_generic_tools=True)
+            notes.append(generic_tools.NOTE)
         if tools.shown and not tools.is_forced:
             if reader is None or not reader.knows_calls:
                 raise InvalidArgumentError("tools", "the shape in which this model writes calls of tools is not known")
@@ -135,7 +144,7 @@ class Preparation:
         token_ids = _last(token_ids, keep)
         check_prompt(token_ids, model.limits, field)
         if reader is None:
-            return Prompt(token_ids, field, ChatAnswer(tools=tools))
+            return Prompt(token_ids, field, ChatAnswer(tools=tools), notes=tuple(notes))
         answer = ChatAnswer(
             tools=tools,
             reading=reader.reading(text, tools),
@@ -144,7 +153,7 @@ class Preparation:
             free=free,
             tokens=reader.tokens,
         )
-        return Prompt(token_ids, field, answer)
+        return Prompt(token_ids, field, answer, notes=tuple(notes))
 
     async def check_guided(
         self, params: SamplingParams, name: FieldName, tools: Tools | None = None, form: Guided | None = None
@@ -239,6 +248,7 @@ class Preparation:
                 client=client.name if client else "",
                 tenant=client.tenant if client else "",
                 session=_session(client, hints),
+                notes=prompt.notes,
                 explain=hints is not None and hints.explain,
                 prompt_field=prompt.field,
                 reading=reading,
@@ -365,6 +375,16 @@ def _checked(model: ServedModel, sampling: Given, name: FieldName) -> SamplingPa
 def _blaming_tools(name: FieldName) -> FieldName:
     """The client's names for the parameters of an answer whose form the tools alone give."""
     return lambda given: "tools" if given == "guided" else name(given)
+
+
+def _notes(conversation: Conversation) -> list[str]:
+    """What the report says of the conversation as it came."""
+    calls = [call for message in conversation.messages for call in message.get("tool_calls", ())]
+    return [
+        f"messages: the arguments of call {call['id']!r} are not the JSON text of an object; passed on as they are"
+        for call in calls
+        if isinstance(call["function"]["arguments"], str)
+    ]
 
 
 def _session(client: ApiClient | None, hints: CallHints | None) -> str:

@@ -27,6 +27,7 @@ class Prompt:
     field: str
     answer: ChatAnswer | None = None  # of a chat: what the answer may be
     is_cut: bool = False  # whether it lacks its first tokens, as `truncate_prompt_tokens` asked
+    notes: tuple[str, ...] = ()  # of its report: what was made of the client's words that it may not expect
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +89,7 @@ class GenerationRequest:
     client: str = ""  # name of the API key
     tenant: str = ""  # of the API key
     session: str = ""  # requests of one session belong together; empty: it belongs to none
+    notes: tuple[str, ...] = ()  # `Prompt.notes`
     explain: bool = False  # whether the client wants to know why the request went where it went
     prompt_field: str = "prompt"  # the client's name for the prompt
     reading: Reading | None = None  # None if the answer is nothing but text
@@ -143,6 +145,7 @@ class Output:
     logprob: float | None = None  # of all tokens of the answer together; of a beam search
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string, or the stop token's id, that ended it
+    is_cut: bool = False  # it ended inside a call of a tool, whatever ended it
     report: types_pb2.RequestReport | None = None
     usage: types_pb2.Usage | None = None
 

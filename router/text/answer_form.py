@@ -103,7 +103,7 @@ class _PlainParser:
     """An answer that is nothing but text."""
 
     num_calls = 0
-    is_done = False
+    is_done = is_cut = False
 
     def add(self, text: str) -> Pieces:
         pieces = Pieces()
@@ -134,7 +134,7 @@ class _FormParser:
         self._held = ""
         self._answer: PartsParser | None = None
         self.num_calls = 0
-        self.is_done = False
+        self.is_done = self.is_cut = False
 
     def add(self, text: str) -> Pieces:
         pieces = Pieces()
@@ -157,7 +157,7 @@ class _FormParser:
             self._answer = self._text()
             pieces.extend(self._answer.add(self._held))
         pieces.extend(self._answer.end())
-        self.num_calls = self._answer.num_calls
+        self.num_calls, self.is_cut = self._answer.num_calls, self._answer.is_cut
         return pieces
 
     def _begin(self, pieces: Pieces) -> None:

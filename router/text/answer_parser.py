@@ -25,7 +25,7 @@ from router.text.conversation import Tools
 from router.text.response_templates import REASONING_FIELDS, Template, reasoning_marks
 from router.text.strict_calls import StrictCalls
 from router.text.thought import Thought, thought_after
-from router.text.tool_text import ArgumentsText, CallText, ObjectsText, calls_of
+from router.text.tool_text import ArgumentsText, CallText, JsonText, ObjectsText, calls_of
 
 CALLS_FIELD = "tool_calls"
 MAX_KEPT_CHARS = 4096
@@ -70,7 +70,7 @@ class AnswerReader:
         schemas = [tool.as_json() for tool in tools.shown] if has_calls else []
 
         def parser(prefix: str) -> AnswerParser:
-            return AnswerParser(template, self._as_written, prefix, schemas, parallel=tools.parallel)
+            return AnswerParser(template, self._as_written, prefix, schemas, tools)
 
         return Reading(
             parser=partial(parser, prefix),
@@ -90,11 +90,28 @@ class AnswerReader:
 
 
 class _Regions(ResponseParser):  # type: ignore[misc]  # transformers has no types
-    """Also tells how each region was opened and what its whole text was, and drops text that is not needed any more."""
+    """Also tells how each region was opened and what its whole text was, and drops text that is not needed any more.
+    A mark inside a string of a call's JSON ends nothing."""
 
     _buffer: str
     _pos: int
+    initial_events: list[dict[str, Any]]
     _opened_at = 0  # where in `_buffer` the open region begins, with what opened it
+    _body_at = 0  # where in it its body begins
+    _json: JsonText | None = None  # of the open region, if it is JSON
+    _masked = ""  # `_buffer` without what is inside its strings, as far as it was read
+
+    def __init__(self, template: Any, *, prefix: str, tools: list[dict[str, Any]], has_json_calls: bool) -> None:
+        self._has_json_calls = has_json_calls
+        super().__init__(template, prefix=prefix, tools=tools)
+
+    def _consume_prefix(self, prefix: str) -> None:
+        """A prompt begins no answer with calls: they are of an earlier turn, and this one's beginning was not found."""
+        super()._consume_prefix(prefix)
+        if any(event["field"] == CALLS_FIELD for event in self.initial_events):
+            self.initial_events = []
+            self._buffer, self._pos, self._json = "", 0, None
+            self._reset_to_implicit()
 
     def feed(self, text: str) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = super().feed(text)
@@ -109,15 +126,31 @@ class _Regions(ResponseParser):  # type: ignore[misc]  # transformers has no typ
         """Arguments that a model wrote as plain text, as the tool's schema has them."""
         return self._coerce_tool_calls(value) if self._tool_params else value
 
+    def _scan(self, watch: Any, eos: bool) -> Any:
+        if self._json is None:
+            return super()._scan(watch, eos)
+        text = self._buffer
+        self._masked += self._json.masked(text[len(self._masked) :])
+        try:
+            self._buffer = self._masked  # of the same length
+            return super()._scan(watch, eos)
+        finally:
+            self._buffer = text
+
     def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
         super()._open_explicit(events, field, m)
-        self._opened_at = m.start()
+        self._opened_at, self._body_at = m.start(), self._pos
+        if field.name == CALLS_FIELD and self._has_json_calls:
+            self._json, self._masked = JsonText(), self._buffer[: self._pos]
         events[-1]["captures"] = {name: value for name, value in m.groupdict().items() if value is not None}
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
+        body_end = self._body_at + len(self._body)
         super()._close_current(events)
+        self._json = None
         if events and events[-1]["type"] == "region_close":
             events[-1]["whole"] = self._buffer[self._opened_at : self._pos]
+            events[-1]["has_mark"] = self._pos > body_end  # or else the answer's end, or the next call, closed it
 
 
 class AnswerParser:
@@ -128,19 +161,21 @@ class AnswerParser:
         template: Any,
         as_written: Mapping[str, Any],
         prefix: str,
-        tools: Sequence[dict[str, Any]],
-        *,
-        parallel: bool,
+        schemas: Sequence[dict[str, Any]],
+        tools: Tools,
     ) -> None:
         self._as_written = as_written
-        self._parallel = parallel
+        self._tools = tools
+        self._parallel = tools.parallel
         self._pieces = Pieces()
         self._content = Spaces()
         self._reasoning = Spaces()
         self._region: _CallRegion | None = None
         self.num_calls = 0
         self.is_done = False  # the answer has all the calls that it may have
-        self._parser = _Regions(template, prefix=prefix, tools=list(tools))
+        self.is_cut = False  # it has ended inside a call
+        has_json_calls = CALLS_FIELD in as_written and _is_json(as_written[CALLS_FIELD])
+        self._parser = _Regions(template, prefix=prefix, tools=list(schemas), has_json_calls=has_json_calls)
         self._take(self._parser.initial_events)
         self._pieces = Pieces()  # what the template wrote is no part of the answer
 
@@ -185,7 +220,7 @@ class AnswerParser:
         elif self._region is not None and kind == "region_chunk":
             self._region.add(event["text"])
         elif self._region is not None:
-            self._end_region(self._region, event["value"], event["whole"])
+            self._end_region(self._region, event["value"], event["whole"], has_mark=event["has_mark"])
             self._region = None
             if self.num_calls and not self._parallel:
                 self.is_done = True
@@ -193,6 +228,8 @@ class AnswerParser:
     def _show_calls(self, region: _CallRegion) -> None:
         """Shows the parts of unfinished calls that can be shown already."""
         for index, call in enumerate(region.calls):
+            if call.name and not self._tools.may_call(call.name):
+                return
             if index < len(region.numbers):
                 if arguments := call.take():
                     self._pieces.add_call(ToolCallDelta(region.numbers[index], arguments=arguments))
@@ -210,13 +247,17 @@ class AnswerParser:
         self.num_calls += 1
         return True
 
-    def _end_region(self, region: _CallRegion, body: str, whole: str) -> None:
+    def _end_region(self, region: _CallRegion, body: str, whole: str, *, has_mark: bool) -> None:
         self._show_calls(region)
-        calls = region.parsed(body, self._parser)
-        if calls is None and not region.numbers:
-            self._pieces.add_text(self._content.add(whole))
+        calls = region.parsed(body, self._parser, has_mark=has_mark)
+        self.is_cut = calls is None and not has_mark and region.is_open
+        if calls is None:  # nothing is lost of what was not shown
+            self._pieces.add_text(self._content.add(region.last_call if region.numbers else whole))
         for call in (calls or ())[len(region.numbers) :]:
-            if not self._begin(region, call):
+            if not self._tools.may_call(call.name):  # nobody allowed such a call, so it is text
+                is_alone = calls is not None and len(calls) == 1
+                self._pieces.add_text(self._content.add(whole if is_alone else call.as_text()))
+            elif not self._begin(region, call):
                 return
 
 
@@ -227,29 +268,48 @@ class _CallRegion:
         self._template = template
         self._captures = captures
         self._text = _text_of(template, captures)
+        self._has_close = template.close_re is not None
         self.numbers: list[int] = []  # of the calls that were shown, in the whole answer
 
     @property
     def calls(self) -> Sequence[CallText]:
         return () if self._text is None else self._text.calls
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the answer has ended inside a call, if it ends here."""
+        return self._has_close if self._text is None else self._text.is_open
+
+    @property
+    def last_call(self) -> str:
+        """The text of the last call if nothing of it could be shown."""
+        return "" if self._text is None else self._text.last_call
+
     def add(self, text: str) -> None:
         if self._text is not None:
             self._text.add(text)
 
-    def parsed(self, body: str, parser: _Regions) -> list[CallText] | None:
+    def parsed(self, body: str, parser: _Regions, *, has_mark: bool) -> list[CallText] | None:
         """All calls in `body`, by the template that came with the model; None if `body` has no valid calls. Nothing is
-        assumed about what the model writes, or about what the template makes of it."""
+        assumed about what the model writes, or about what the template makes of it. JSON says itself whether it is
+        whole; a call in another shape is whole if its mark has closed it."""
+        if not has_mark and self._has_close and not _is_json(self._template):
+            return None
         try:
             return calls_of(parser.cast(process_field(body, self._template, self._captures)))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
 
 
+def _is_json(template: Any) -> bool:
+    """Whether calls are JSON as everybody writes it."""
+    return template.content == "json" and not template.content_args
+
+
 def _text_of(template: Any, captures: Mapping[str, str]) -> ArgumentsText | ObjectsText | None:
     """How to read a call before it is whole; None if it is JSON only in part."""
     function = template.transform.get("function") if isinstance(template.transform, Mapping) else None
-    if template.content != "json" or template.content_args or function is None:
+    if not _is_json(template) or function is None:
         return None
     if isinstance(function, str) or template.transform_each:
         return ObjectsText()

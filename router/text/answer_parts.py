@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from common.types import FinishReason
+
 _ID_CHARS = string.ascii_letters + string.digits
 
 
@@ -100,12 +102,20 @@ class PartsParser(Protocol):
 
     num_calls: int
     is_done: bool  # the answer has all the calls that it may have
+    is_cut: bool  # known at the end: the answer ended inside a call
 
     def add(self, text: str) -> Pieces: ...
 
     def end(self) -> Pieces:
         """Ends the answer: gives the rest of its parts."""
         ...
+
+
+def ended(parser: PartsParser, reason: FinishReason) -> FinishReason:
+    """Why an answer ended that was read to its end; `reason`: why its text did. If it holds calls, all of them whole,
+    they are why."""
+    has_calls = parser.num_calls > 0 and not parser.is_cut
+    return FinishReason.TOOL_CALLS if has_calls and reason is FinishReason.STOP else reason
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -11,30 +11,19 @@ import json
 import re
 from collections.abc import Mapping
 from datetime import datetime
+from functools import cached_property
 
 import jinja2
-import jinja2.ext
 import jinja2.meta
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 
+from common import chat_templates
 from common.errors import InvalidArgumentError, UnavailableError
-from router.text.conversation import DEFAULT_EFFORT, Conversation
+from router.text.conversation import DEFAULT_EFFORT, Conversation, with_objects
+from router.text.generic_tools import in_words
 
 EFFORT_VARIABLE = "reasoning_effort"
 SWITCHES = ("enable_thinking", "thinking")  # variables that turn reasoning on and off: Qwen3's, DeepSeek's
 _REASONS = re.compile("think|reason", re.IGNORECASE)
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks an assistant's text for training; for serving it is its content."""
-
-    tags = {"generation"}  # noqa: RUF012 - the name that jinja2 looks for, as it declares it
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _raise(message: str) -> None:
@@ -60,9 +49,7 @@ class ChatTemplate:
     """One compiled template. `special_tokens` are its variables: `bos_token`, `eos_token` and the like."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-        )
+        environment = chat_templates.environment()
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now
@@ -72,7 +59,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
             self._template.globals = {**self._template.globals}  # a chain of dictionaries is slow to read through
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise UnavailableError(f"the model's chat template cannot be compiled: {error}") from error
 
     def render(self, conversation: Conversation) -> str:
@@ -80,8 +67,8 @@ class ChatTemplate:
 
         Raises `InvalidArgumentError` if the template refuses the conversation, and for what it does not know of.
         """
-        tools = conversation.tools.shown
-        if tools and "tools" not in self.variables:
+        tools = () if conversation.has_generic_tools else conversation.tools.shown
+        if tools and not self.knows_tools:
             raise InvalidArgumentError("tools", "the model's chat template knows no tools")
         for name in conversation.template_options:
             if name not in self.variables or name in self._special_tokens:
@@ -89,17 +76,49 @@ class ChatTemplate:
                     f"chat_template_kwargs.{name}", "is no variable of the model's chat template"
                 )
         effort = self._effort(conversation)
+        if conversation.has_generic_tools:
+            messages = in_words(conversation, takes_system=self._takes_system)
+        else:
+            messages = [dict(message) for message in conversation.messages]
+        variables: dict[str, object] = {
+            "tools": [tool.as_json() for tool in tools] or None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **self._special_tokens,
+            **conversation.template_options, **effort,
+        }
         try:
-            return self._template.render(
-                messages=[dict(message) for message in conversation.messages],
-                tools=[tool.as_json() for tool in tools] or None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-                **{**conversation.template_options, **effort},
-            )
+            try:
+                return self._template.render(messages=messages, **variables)
+            except (jinja2.TemplateError, TypeError, LookupError):
+                if (others := with_objects(messages)) is None:
+                    raise
+                return self._template.render(messages=others, **variables)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise InvalidArgumentError("messages", f"the model's chat template refuses them: {error}") from error
+
+    @property
+    def knows_tools(self) -> bool:
+        return "tools" in self.variables
+
+    @property
+    def knows_calls(self) -> bool:
+        """Whether it writes earlier calls of tools."""
+        return self.knows_tools or "tool_calls" in self.source
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether it writes the text of a system message: some templates refuse it, some leave it out."""
+        mark = "the-system-text"
+        try:
+            text: str = self._template.render(
+                messages=[{"role": "system", "content": mark}, {"role": "user", "content": "x"}],
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError):
+            return False
+        return mark in text
 
     def _effort(self, conversation: Conversation) -> dict[str, object]:
         """The variables that tell the template how much to reason: one with OpenAI's name, and a switch. Without any of

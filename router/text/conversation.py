@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from common.errors import InvalidArgumentError
@@ -62,7 +62,21 @@ class Tools:
     tools: tuple[Tool, ...] = ()
     choice: Choice = "auto"
     named: str = ""
+    allowed: frozenset[str] | None = None  # names of those that it may call, if these are not all that it is told of
     parallel: bool = True  # whether one answer may hold several calls
+    inner: str = ""  # what the client's entries have around a tool: ".function", or nothing
+
+    def place(self, index: int) -> str:
+        """The client's name for a tool."""
+        return f"tools[{index}]{self.inner}"
+
+    def may_call(self, name: str) -> bool:
+        return self.allowed is None or name in self.allowed
+
+    @property
+    def callable(self) -> tuple[Tool, ...]:
+        """The tools that the model may call."""
+        return tuple(tool for tool in self.shown if self.may_call(tool.name))
 
     @property
     def shown(self) -> tuple[Tool, ...]:
@@ -81,6 +95,7 @@ class Conversation:
     template_options: Mapping[str, Any] = field(default_factory=dict)  # further variables of the chat template
     effort: str = ""  # of reasoning, one of `EFFORTS`; empty if the client named none
     effort_field: str = "reasoning_effort"  # the client's name for it
+    has_generic_tools: bool = False  # tools, calls and results are written as `generic_tools` does
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -172,16 +187,34 @@ def _calls(calls: Sequence[Call], where: str, values: ValueCount) -> list[Json]:
     return made
 
 
-def _arguments(text: str, where: str, values: ValueCount) -> Json:
-    """The arguments as templates take them: an object. Some clients write no text at all if there are none."""
+def _arguments(text: str, where: str, values: ValueCount) -> Json | str:
+    """The arguments as templates take them: an object. Some clients write no text at all if there are none. A text that
+    is no object's stays as it is: an answer may have been cut inside it, and the talk has to go on."""
     try:
         arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(where, "must be the JSON text of an object") from error
-    if not isinstance(arguments, dict):
-        raise InvalidArgumentError(where, "must be the JSON text of an object")
+    except (ValueError, RecursionError):
+        return text
+    if not isinstance(arguments, dict) or not is_unicode(arguments):
+        return text
     values.check(arguments, where)
     return arguments
+
+
+def with_objects(messages: Sequence[Message]) -> list[Json] | None:
+    """`messages` for templates that read arguments member by member: those that are a text become the only member of an
+    object. None if there are none."""
+    is_changed = False
+    made = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            if isinstance(function["arguments"], str):
+                is_changed = True
+                function = {**function, "arguments": {"arguments": function["arguments"]}}
+            calls.append({**call, "function": function})
+        made.append({**message, "tool_calls": calls} if calls else dict(message))
+    return made if is_changed else None
 
 
 def _call_id(call_id: str, where: str) -> str:
@@ -205,14 +238,24 @@ def check_num_tools(num_tools: int, name: str) -> None:
 
 
 def make_tools(
-    tools: Sequence[Tool], where: str, *, choice: str = "auto", named: str = "", parallel: bool = True
+    tools: Sequence[Tool],
+    where: str,
+    *,
+    choice: str = "auto",
+    named: str = "",
+    allowed: Sequence[str] | None = None,
+    allowed_field: str = "tool_choice",
+    parallel: bool = True,
+    inner: str = "",
 ) -> Tools:
-    """Checks the tools and whether what is asked of them can be: `where` is their place in the request."""
+    """Checks the tools and whether what is asked of them can be: `where` is their place in the request, `inner` what
+    holds them there. `allowed`: see `Tools`; `allowed_field`: the client's name for it."""
     check_num_tools(len(tools), where)
+    made = Tools(tools=tuple(tools), parallel=parallel, inner=inner)
     names: set[str] = set()
     values = ValueCount()
     for index, tool in enumerate(tools):
-        place = f"{where}[{index}]"
+        place = made.place(index)
         check_name(tool.name, f"{place}.name")
         if tool.name in names:
             raise InvalidArgumentError(f"{place}.name", f"{tool.name!r} is there twice")
@@ -220,13 +263,21 @@ def make_tools(
         if tool.parameters.get("type", "object") != "object":
             raise InvalidArgumentError(f"{place}.parameters", 'must be a JSON Schema of type "object"')
         values.check(tool.parameters, f"{place}.parameters")
+        if not is_unicode(tool.parameters):
+            raise InvalidArgumentError(f"{place}.parameters", "is not valid Unicode: half of a character is alone")
     if choice not in CHOICES:
         raise InvalidArgumentError("tool_choice", f"must be one of {', '.join(CHOICES)} or name a function")
     if named and named not in names:
         raise InvalidArgumentError("tool_choice", f"{named!r} is not among the tools")
     if choice == "required" and not tools:
         raise InvalidArgumentError("tool_choice", "is only allowed with tools")
-    return Tools(tools=tuple(tools), choice=choice, named=named, parallel=parallel)
+    if allowed is not None:
+        check_num_tools(len(allowed), allowed_field)
+        if not allowed:
+            raise InvalidArgumentError(allowed_field, "must name a tool")
+        if unknown := next((name for name in allowed if name not in names), ""):
+            raise InvalidArgumentError(allowed_field, f"{unknown!r} is not among the tools")
+    return replace(made, choice=choice, named=named, allowed=None if allowed is None else frozenset(allowed))
 
 
 def check_options(options: Mapping[str, Any], where: str) -> None:
@@ -234,6 +285,8 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
     if len(options) > MAX_OPTIONS:
         raise InvalidArgumentError(where, f"must have at most {MAX_OPTIONS} entries, not {len(options)}")
     ValueCount().check(options, where)
+    if not is_unicode(options):
+        raise InvalidArgumentError(where, "is not valid Unicode: half of a character is alone")
     for name in options:
         if name in _OWN_VARIABLES:
             raise InvalidArgumentError(f"{where}.{name}", "is not for clients to set")
@@ -244,6 +297,14 @@ def check_effort(effort: str | None, where: str) -> str:
     if effort is not None and effort not in EFFORTS:
         raise InvalidArgumentError(where, f"must be one of {', '.join(EFFORTS)}")
     return effort or ""
+
+
+def is_unicode(value: object) -> bool:
+    """False if a text in JSON has half of a character alone: JSON can say so (`"\\ud800"`), and UTF-8 cannot."""
+    try:
+        return all(text.isascii() or text.encode() for text in texts_of(value) if text)
+    except UnicodeEncodeError:
+        return False
 
 
 class ValueCount:

@@ -26,12 +26,12 @@ def forced_guide(tools: Tools) -> Guided:
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for number, tool in enumerate(tools.tools)
+        for number, tool in enumerate(tools.callable)
     ]
     schema: Json = {"type": "array", "minItems": 1, "items": {"anyOf": calls} if len(calls) > 1 else calls[0]}
     if not tools.parallel:
         schema["maxItems"] = 1
-    schema["$defs"] = {f"t{number}": _moved(closed_schema(tool), number) for number, tool in enumerate(tools.tools)}
+    schema["$defs"] = {f"t{number}": _moved(closed_schema(tool), number) for number, tool in enumerate(tools.callable)}
     return Guided(json_schema=json.dumps(schema))
 
 
@@ -44,7 +44,8 @@ def forced_reading(tools: Tools) -> Reading:
 
 def _only(tools: Tools) -> str:
     """The name of the one tool that is called once; empty if the model chooses."""
-    return tools.named or (tools.tools[0].name if len(tools.tools) == 1 and not tools.parallel else "")
+    tools_left = tools.callable
+    return tools.named or (tools_left[0].name if len(tools_left) == 1 and not tools.parallel else "")
 
 
 def closed_schema(tool: Tool) -> Json:
@@ -71,9 +72,11 @@ class ForcedParser:
     """Reads one answer. As `answer_parser.AnswerParser`."""
 
     def __init__(self, name: str) -> None:
+        self._name = name
         self._text = ArgumentsText(name) if name else ObjectsText()
+        self._unshown: list[str] = []  # all that came before the first call
         self.num_calls = 0
-        self.is_done = False
+        self.is_done = self.is_cut = False
 
     def add(self, text: str) -> Pieces:
         self._text.add(text)
@@ -85,7 +88,17 @@ class ForcedParser:
             elif call.name and call.is_begun:
                 pieces.add_call(ToolCallDelta(index, new_call_id(), call.name, call.take()))
                 self.num_calls += 1
+        if not self.num_calls:
+            self._unshown.append(text)
         return pieces
 
     def end(self) -> Pieces:
-        return Pieces()
+        """Half a call of which nothing was shown is content, so that no text is lost."""
+        pieces = Pieces()
+        self.is_cut = self._text.is_open or not self._text.calls
+        if self._name and not self.num_calls:
+            pieces.add_call(ToolCallDelta(0, new_call_id(), self._name))
+            self.num_calls = 1
+        elif self.is_cut:
+            pieces.add_text(self._text.last_call if self.num_calls else "".join(self._unshown))
+        return pieces

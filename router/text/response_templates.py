@@ -125,6 +125,13 @@ def response_template(own: object, chat_template: str) -> Template | None:
     return copy.deepcopy({"start_anchor_pattern": _ANCHOR, "fields": {**fields, "content": _CONTENT}})
 
 
+def generic_template(template: Template | None) -> Template:
+    """`template`, of a model's answers, with calls in the shape that `generic_tools` tells of."""
+    made = copy.deepcopy(template or {"start_anchor_pattern": _ANCHOR, "fields": {"content": _CONTENT}})
+    fields = {name: field for name, field in made["fields"].items() if name != "tool_calls"}
+    return {**made, "fields": {"tool_calls": copy.deepcopy(_HERMES_CALLS), **fields}}
+
+
 def _calls(chat_template: str) -> Template | None:
     """The shape of a call; None if the chat template knows no tools, or writes calls in a shape that is not known."""
     if "<tool_call>" in chat_template:

@@ -27,18 +27,20 @@ class StrictCalls:
         self._tokens = tokens
 
     def format(self, tools: Tools) -> Json | None:
-        """The form of an answer in which the model may call `tools`; None if none of them is strict. Arguments of those
-        that are not are any object. Raises `InvalidArgumentError`."""
-        strict = next((index for index, tool in enumerate(tools.shown) if tool.strict), None)
-        if strict is None:
+        """The form of an answer in which the model may call `tools`; None if none of them is strict, and all may be
+        called. Arguments of those that are not strict are any object. Raises `InvalidArgumentError`."""
+        strict = next((i for i, tool in enumerate(tools.shown) if tool.strict and tools.may_call(tool.name)), None)
+        if strict is None and tools.allowed is None:
             return None
         try:
-            if self._shape is CallShape.TAGGED:
+            if self._shape is CallShape.TAGGED and strict is not None:
                 raise ValueError(_NO_MARK)
             tags = self._tags(tools)
         except ValueError as error:
+            if strict is None:
+                return None  # a call of another tool is no call to the parser
             reason = f"is only supported if tool_choice forces a call: {error}"
-            raise InvalidArgumentError(f"tools[{strict}].strict", reason) from error
+            raise InvalidArgumentError(f"{tools.place(strict)}.strict", reason) from error
         return {
             "type": "triggered_tags",
             "triggers": [],
@@ -49,7 +51,7 @@ class StrictCalls:
     def calls(self, tools: Tools) -> Json:
         """The form of an answer that is nothing but calls. Raises `ValueError` if the form of calls is not known."""
         if self._shape is CallShape.LLAMA:
-            return {"type": "or", "elements": [_llama(tool.name) for tool in tools.shown]}
+            return {"type": "or", "elements": [_llama(tool.name) for tool in tools.callable]}
         return {
             "type": "tags_with_separator",
             "tags": self._tags(tools),
@@ -64,11 +66,11 @@ class StrictCalls:
             case CallShape.HERMES | CallShape.TAGGED:
                 return ("<tool_call>",)
             case CallShape.LLAMA:
-                return tuple(_llama_opening(tool.name) for tool in tools.shown)
+                return tuple(_llama_opening(tool.name) for tool in tools.callable)
         return ("[TOOL_CALLS]",)
 
     def _tags(self, tools: Tools) -> list[Json]:
-        schemas = {tool.name: closed_schema(tool) if tool.strict else {"type": "object"} for tool in tools.shown}
+        schemas = {tool.name: closed_schema(tool) if tool.strict else {"type": "object"} for tool in tools.callable}
         match self._shape:
             case CallShape.HERMES:
                 return [self._hermes(name, schema) for name, schema in schemas.items()]

@@ -7,6 +7,7 @@ The `tokenizers` library does the work; the transformers library is imported onl
 from __future__ import annotations
 
 import json
+import logging
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,20 +18,33 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer as RustTokenizer
 
+from common.chat_templates import DEFAULT, FOLDER, TOOL_USE, TemplateSource, compile_error, template_sources
 from common.errors import InvalidArgumentError, UnavailableError
 from router.text.chat_template import ChatTemplate
 from router.text.control_tokens import ControlTokens, Hidden
-from router.text.conversation import Conversation, texts_of
-from router.text.response_templates import response_template
+from router.text.conversation import Conversation, Tools, texts_of
+from router.text.generic_tools import has_calls
+from router.text.response_templates import Template, generic_template, response_template
 
 if TYPE_CHECKING:
     from router.text.answer_parser import AnswerReader
+
+log = logging.getLogger(__name__)
 
 SHORT_DECODE = 256  # tokens; decoded in less than a millisecond
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(slots=True, frozen=True)
+class ChatForm:
+    """How conversations are written, and how their answers are read."""
+
+    template: ChatTemplate | None
+    reader: AnswerReader | None = None  # None if answers are nothing but text
+    error: str = ""  # why there is no template, if there should be one
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,11 +64,19 @@ class Tokenizer:
         chat_template: ChatTemplate | None,
         reader: AnswerReader | None = None,
         special_tokens: Mapping[str, str] | None = None,
+        *,
+        error: str = "",
+        tool_form: ChatForm | None = None,
+        response_template: object = None,
     ) -> None:
-        """`reader`: of answers that have parts. `special_tokens` by their roles: `bos_token`, `eos_token`, ..."""
+        """`reader`: of answers that have parts. `special_tokens` by their roles: `bos_token`, `eos_token`, ...
+        `error`: why there is no template, if there should be one. `tool_form`: of conversations with tools, if it is
+        another one. `response_template`: the tokenizer's own."""
         self.rust = rust
         self.chat_template = chat_template
-        self.reader = reader
+        self._form = ChatForm(chat_template, reader, error)
+        self._tool_form = tool_form
+        self._response_template = response_template
         self.special_tokens = dict(special_tokens or {})
         rust.no_truncation()
         rust.no_padding()
@@ -65,6 +87,7 @@ class Tokenizer:
         self._byte_level = "ByteLevel" in json.dumps(decoder)
         self._byte_fallback = "ByteFallback" in json.dumps(decoder)
         self._joins_tokens = _joins_tokens(decoder)
+        self._generic_readers: dict[str, AnswerReader] = {}
         self._whole_texts: dict[int, WholeText | None] = {}
         self._special_ids = frozenset(
             token_id for token_id, token in rust.get_added_tokens_decoder().items() if token.special
@@ -163,9 +186,41 @@ class Tokenizer:
 
         Raises `InvalidArgumentError` for `messages` if the model has no template, or its template refuses.
         """
-        if self.chat_template is None:
-            raise InvalidArgumentError("messages", "the served model has no chat template; send a prompt instead")
-        return self.chat_template.render(conversation)
+        form = self.chat_form(conversation.tools)
+        if form.template is None:
+            reason = form.error or "the served model has no chat template"
+            raise InvalidArgumentError("messages", f"{reason}; send a prompt instead")
+        return form.template.render(conversation)
+
+    def chat_form(self, tools: Tools) -> ChatForm:
+        return self._tool_form if tools.shown and self._tool_form is not None else self._form
+
+    def needs_generic_tools(self, conversation: Conversation) -> bool:
+        """Whether the model's own form has no words for this conversation's tools, calls or results."""
+        tools = conversation.tools
+        form = self.chat_form(tools)
+        if form.template is None:
+            return False
+        if not tools.shown:
+            return not form.template.knows_calls and has_calls(conversation.messages)
+        if tools.is_forced:  # such an answer is read without knowing the model's own calls
+            return not form.template.knows_tools
+        return not (form.template.knows_tools and form.reader is not None and form.reader.knows_calls)
+
+    def has_generic_reader(self, tools: Tools) -> bool:
+        return self._source(tools) in self._generic_readers
+
+    def _source(self, tools: Tools) -> str:
+        template = self.chat_form(tools).template
+        return "" if template is None else template.source
+
+    def generic_reader(self, tools: Tools) -> AnswerReader:
+        """Of answers to conversations with generic tools. Blocking: its first call may take a second."""
+        source = self._source(tools)
+        if source not in self._generic_readers:
+            own = response_template(self._response_template, source)
+            self._generic_readers[source] = _answer_reader(generic_template(own), self.rust)
+        return self._generic_readers[source]
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for, even if that is only a part of a character."""
@@ -225,9 +280,8 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
         raise UnavailableError("the worker has no tokenizer files")
     try:
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
-        template = _template_source(files, config)
+        sources = template_sources(files)
         special_tokens = _special_tokens(files, config)
-        chat_template = ChatTemplate(template, special_tokens) if template else None
         if "tokenizer.json" in files:
             rust = RustTokenizer.from_str(files["tokenizer.json"].decode())
         else:
@@ -236,30 +290,44 @@ def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
         raise
     except Exception as error:  # `tokenizers` raises bare Exception
         raise UnavailableError(f"the worker's tokenizer files cannot be loaded: {error}") from error
-    return Tokenizer(rust, chat_template, _reader(config, template, rust), special_tokens)
+    own = config.get("response_template")
+    forms = {
+        name: _chat_form(source, own, rust, special_tokens)
+        for name, source in sources.items()
+        if name in (DEFAULT, TOOL_USE)
+    }
+    form = forms.get(DEFAULT, ChatForm(None, _reader(own, "", rust)))
+    return Tokenizer(
+        rust,
+        form.template,
+        form.reader,
+        special_tokens,
+        error=form.error,
+        tool_form=forms.get(TOOL_USE),
+        response_template=own,
+    )
 
 
-def _reader(config: Mapping[str, object], chat_template: str, rust: RustTokenizer) -> AnswerReader | None:
-    template = response_template(config.get("response_template"), chat_template)
-    if template is None:
-        return None
+def _chat_form(source: TemplateSource, own: object, rust: RustTokenizer, special_tokens: Mapping[str, str]) -> ChatForm:
+    """A template that cannot be compiled keeps chats from being served, and nothing else."""
+    try:
+        template = ChatTemplate(source.text, special_tokens)
+    except UnavailableError as error:
+        reason = compile_error(source, error.__cause__ or error)
+        log.error("no chats are served with a broken template", extra={"file": source.file, "reason": reason})
+        return ChatForm(None, error=reason)
+    return ChatForm(template, _reader(own, source.text, rust))
+
+
+def _reader(own: object, chat_template: str, rust: RustTokenizer) -> AnswerReader | None:
+    template = response_template(own, chat_template)
+    return None if template is None else _answer_reader(template, rust)
+
+
+def _answer_reader(template: Template, rust: RustTokenizer) -> AnswerReader:
     from router.text.answer_parser import AnswerReader
 
     return AnswerReader(template, rust)
-
-
-def _template_source(files: Mapping[str, bytes], config: Mapping[str, object]) -> str:
-    """The default chat template, from the places where it is kept, newest convention first; empty if there is
-    none."""
-    if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode()
-    template = config.get("chat_template")
-    if template is None and "chat_template.json" in files:
-        template = json.loads(files["chat_template.json"]).get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {str(entry["name"]): str(entry["template"]) for entry in template}
-        return named.get("default", "")
-    return template if isinstance(template, str) else ""
 
 
 def _special_tokens(files: Mapping[str, bytes], config: Mapping[str, object]) -> dict[str, str]:
@@ -279,6 +347,8 @@ def _convert(files: Mapping[str, bytes]) -> RustTokenizer:
 
     with tempfile.TemporaryDirectory(prefix="baton-tokenizer-") as directory:
         for name, content in files.items():
+            if name.startswith(FOLDER):
+                continue
             if Path(name).name != name:
                 raise UnavailableError(f"the worker sent a tokenizer file that is not a bare name: {name!r}")
             (Path(directory) / name).write_bytes(content)

@@ -20,10 +20,46 @@ class CallText:
     arguments: list[str] = field(default_factory=list)  # pieces of JSON text that nobody took yet
     is_begun: bool = False  # arguments are an object's text, so that they can be shown as they come
 
+    def as_text(self) -> str:
+        return json.dumps({NAME_KEY: self.name, ARGUMENT_KEYS[0]: "".join(self.arguments)}, ensure_ascii=False)
+
     def take(self) -> str:
         taken = "".join(self.arguments)
         self.arguments.clear()
         return taken
+
+
+class JsonText:
+    """Where in a JSON text its strings are, and whether it is whole. A text that is no JSON is followed as far as that
+    goes: a string never has a raw line break or another control character, so a quote that nobody closed ends there."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_text = self._is_escaped = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an object, a list or a string has begun that has not ended."""
+        return self._depth > 0 or self._in_text
+
+    def masked(self, text: str) -> str:
+        """The next piece of the text, with what is inside strings replaced: what is left is of the JSON itself."""
+        masked = []
+        for char in text:
+            if not self._in_text:
+                self._in_text = char == '"'
+                self._depth += (char in "{[") - (char in "}]" and self._depth > 0)
+            elif self._is_escaped:
+                self._is_escaped, char = False, _MASK
+            elif char == '"' or char < " ":
+                self._in_text = False
+            else:
+                self._is_escaped, char = char == "\\", _MASK
+            masked.append(char)
+        return "".join(masked)
+
+
+_MASK = "\ue000"  # no mark of any model has it
 
 
 class ArgumentsText:
@@ -32,8 +68,20 @@ class ArgumentsText:
     def __init__(self, name: str) -> None:
         self.calls = [CallText(name)]
         self._spaces = ""
+        self._json = JsonText()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the text has ended inside the call, if it ends here."""
+        return self._json.is_open or not self.calls[0].is_begun
+
+    @property
+    def last_call(self) -> str:
+        """The text of the last call, as far as it has come; empty once it has begun."""
+        return ""
 
     def add(self, text: str) -> None:
+        self._json.masked(text)
         call = self.calls[0]
         if not call.is_begun:
             text = text.lstrip()
@@ -59,10 +107,26 @@ class ObjectsText:
         self._raw: list[str] = []  # of the key or the value that is being read
         self._num_shown = 0  # entries of `_raw`
         self._at_value = False
+        self._last_call: list[str] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the text has ended inside a call, if it ends here."""
+        return self._depth > 0
+
+    @property
+    def last_call(self) -> str:
+        """The text of the last call, as far as it has come; empty once its name and the beginning of its arguments
+        are known."""
+        return "".join(self._last_call)
 
     def add(self, text: str) -> None:
         for char in text:
             self._take(char)
+            if self.calls:
+                self._last_call.append(char)
+                if self.calls[-1].name and self.calls[-1].is_begun:
+                    self._last_call.clear()
 
     def _take(self, char: str) -> None:
         if self._in_text:
@@ -96,6 +160,7 @@ class ObjectsText:
             return
         if self._depth == 0:
             self.calls.append(CallText())
+            self._last_call.clear()
             self._forget()
         else:
             self._raw.append(char)

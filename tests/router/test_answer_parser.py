@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from common.errors import UnavailableError
 from router.text.answer_parser import AnswerReader
-from router.text.answer_parts import TextPart
+from router.text.answer_parts import PartsParser, TextPart
 from router.text.conversation import Tool, Tools
 from router.text.detokenizer import Detokenizer
+from router.text.forced_calls import forced_reading
 from router.text.response_templates import response_template
 from router.text.tokenizer import Tokenizer
 from tests.router import chat_templates
@@ -38,6 +39,7 @@ class Read:
     reasoning: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
+    is_cut: bool = False
 
     @property
     def parsed(self) -> list[tuple[str, Any]]:
@@ -59,7 +61,11 @@ def read(
     tools = tools or Tools(tools=(WEATHER,))
     reading = AnswerReader(template, tiny_tokenizer().rust).reading(prompt, tools)
     assert reading is not None
-    parser = reading.parser()
+    return taken(reading.parser(), text, cuts)
+
+
+def taken(parser: PartsParser, text: str, cuts: list[int] | None) -> Read:
+    """What `parser` makes of `text`, which is cut as in `read`."""
     ends = range(len(text) + 1) if cuts is None else [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     result = Read()
     for pieces in [*(parser.add(text[a:b]) for a, b in itertools.pairwise(ends)), parser.end()]:
@@ -73,6 +79,7 @@ def read(
             name, arguments = result.calls[delta.index]
             result.calls[delta.index] = (name, arguments + delta.arguments)
     assert parser.num_calls == len(result.calls)
+    result.is_cut = parser.is_cut
     return result
 
 
@@ -258,3 +265,85 @@ def test_control_tokens_that_open_calls_are_seen_and_no_others() -> None:
     text = "".join(detokenizer.add(token_id) for token_id in ids) + detokenizer.flush()
     assert text == "é [TOOL_CALLS]get_weather[ARGS]{}"
     assert "".join(Detokenizer(tokenizer, []).add(token_id) for token_id in ids) == "é get_weather{}"
+
+
+MARKS = {
+    "hermes": "</tool_call>",
+    "llama": "<|python_tag|>",
+    "llama python tag": "<|python_tag|>{",
+    "mistral list": "[TOOL_CALLS] [",
+    "mistral": " [TOOL_CALLS]get_weather[ARGS]{}",
+}
+
+
+@pytest.mark.parametrize("shape", MARKS)
+@given(cuts=st.one_of(st.none(), st.lists(st.integers(0, 400), max_size=12)))
+def test_a_mark_inside_a_string_ends_nothing(shape: str, cuts: list[int] | None) -> None:
+    chat_template, text, content, _, arguments = SHAPES[shape]
+    city = f'say \\" {MARKS[shape]} now\\\\'
+    changed = text.replace("Paris", city)
+    result = read(chat_template, changed, cuts=cuts)
+    assert result.content == content
+    assert result.calls == [("get_weather", one.replace("Paris", city)) for one in arguments]
+
+
+def test_a_quote_that_nobody_closed_hides_no_later_call() -> None:
+    good = '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
+    bad = '<tool_call>\n{"name: 1}\n</tool_call>'
+    result = read(chat_templates.HERMES, bad + good)
+    assert (result.content, result.calls) == (bad, [("get_weather", "{}")])
+
+
+@pytest.mark.parametrize(
+    ("shape", "text", "content", "calls", "is_cut"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1', "", [("f", '{"x": 1')], True),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1}', "", [("f", '{"x": 1}')], True),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1}}\n', "", [("f", '{"x": 1}')], False),
+        ("hermes", 'A <tool_call>{"name": "f"', 'A <tool_call>{"name": "f"', [], True),
+        ("tagged", TAGGED[TAGGED.index("<tool") : TAGGED.index("</function>")], ..., [], True),
+        ("llama", '{"name": "f", "parameters": {"x": "a', "", [("f", '{"x": "a')], True),
+        (
+            "mistral list",
+            '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arg',
+            '{"name": "g", "arg',
+            [("f", "{}")],
+            True,
+        ),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[ARGS]{", "", [("f", "{}"), ("g", "{")], True),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[ARGS]{}", "", [("f", "{}"), ("g", "{}")], False),
+    ],
+)
+def test_what_ends_inside_a_call_is_cut(
+    shape: str, text: str, content: str, calls: list[tuple[str, str]], is_cut: bool
+) -> None:
+    result = read(SHAPES[shape][0], text)
+    assert result.content == (text if content is ... else content)
+    assert (result.calls, result.is_cut) == (calls, is_cut)
+
+
+@pytest.mark.parametrize(
+    ("named", "text", "content", "calls", "is_cut"),
+    [
+        ("f", "", "", [("f", "")], True),
+        ("f", "{", "", [("f", "{")], True),
+        ("f", '{"x": "}', "", [("f", '{"x": "}')], True),
+        ("f", '{"x": "}"}', "", [("f", '{"x": "}"}')], False),
+        ("", "[", "[", [], True),
+        ("", '[{"name": "f", "par', '[{"name": "f", "par', [], True),
+        ("", '[{"name": "f", "parameters": {}}, {"na', '{"na', [("f", "{}")], True),
+        ("", '[{"name": "f", "parameters": {}}]', "", [("f", "{}")], False),
+    ],
+)
+def test_a_forced_call_that_is_cut(
+    named: str, text: str, content: str, calls: list[tuple[str, str]], is_cut: bool
+) -> None:
+    tools = Tools(tools=(Tool(name="f"), Tool(name="g")), choice="required", named=named)
+    result = taken(forced_reading(tools).parser(), text, None)
+    assert (result.content, result.calls, result.is_cut) == (content, calls, is_cut)
+
+
+def test_calls_of_an_earlier_turn_do_not_begin_an_answer() -> None:
+    before = f"{CHATML}{HERMES_TWO}<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant:"
+    result = read(chat_templates.HERMES, HERMES_TWO, prompt=before)
+    assert [arguments for _, arguments in result.calls] == SHAPES["hermes"][4]

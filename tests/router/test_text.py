@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,9 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from common import model_files
+from common.chat_templates import template_error
 from common.errors import InvalidArgumentError, UnavailableError
 from router.text.chat_template import ChatTemplate
-from router.text.conversation import Conversation
+from router.text.conversation import Conversation, Tool, Tools
 from router.text.detokenizer import MAX_PENDING, REPLACEMENT, Detokenizer
 from router.text.stop_strings import StopStrings
 from router.text.tokenizer import Tokenizer, load_tokenizer
@@ -288,3 +293,32 @@ def test_templates_are_found_where_publishers_put_them() -> None:
 def test_files_that_make_no_tokenizer(files: dict[str, bytes]) -> None:
     with pytest.raises(UnavailableError, match="tokenizer"):
         load_tokenizer(files)
+
+
+def test_a_template_for_tools_is_taken_as_transformers_does() -> None:
+    files = {name: data for name, data in tokenizer_files().items() if name != "chat_template.jinja"}
+    config = json.loads(files["tokenizer_config.json"])
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with {{ tools }}"}]
+    in_config = {**files, "tokenizer_config.json": json.dumps({**config, "chat_template": named}).encode()}
+    in_files = {
+        **in_config,  # which files of their own replace
+        "chat_template.jinja": b"plain file",
+        "additional_chat_templates/tool_use.jinja": b"file with {{ tools }}",
+        "additional_chat_templates/rag.jinja": b"{% broken",
+    }
+    ask = [{"role": "user", "content": "x"}]
+    tools = Tools(tools=(Tool(name="f"),))
+    for one, plain in ((in_config, "plain"), (in_files, "plain file")):
+        tokenizer = load_tokenizer(one)
+        assert tokenizer.render_chat(Conversation(messages=ask)) == plain
+        assert tokenizer.render_chat(Conversation(messages=ask, tools=replace(tools, choice="none"))) == plain
+        assert "'name': 'f'" in tokenizer.render_chat(Conversation(messages=ask, tools=tools))
+
+
+def test_templates_are_read_from_a_model_directory(tmp_path: Path) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "tokenizer.json").write_bytes(b"{}")
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_bytes(b"{% broken")
+    read = model_files.tokenizer_files(tmp_path)
+    assert sorted(read) == ["additional_chat_templates/tool_use.jinja", "tokenizer.json"]
+    assert "additional_chat_templates/tool_use.jinja cannot be compiled at line 1" in template_error(read)

@@ -20,6 +20,7 @@ __all__ = ["worker"]
 
 
 NAMED: Any = {"type": "function", "function": {"name": "f"}}
+ALLOWED: Any = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}
 EARLIER: Any = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
@@ -181,13 +182,16 @@ GOOD = {"type": "function", "function": {"name": "good", "strict": True}}
 @each_case(
     ("body", "param"),
     [
-        ({"tools": [GOOD, UNKEPT], "tool_choice": "required"}, "tools[1].parameters"),
+        ({"tools": [GOOD, UNKEPT], "tool_choice": "required"}, "tools[1].function.parameters"),
         (
             {"tools": [TOOL, UNKEPT], "tool_choice": {"type": "function", "function": {"name": "bad"}}},
-            "tools[1].parameters",
+            "tools[1].function.parameters",
         ),
-        ({"tools": [GOOD, TOOL, STRICT]}, "tools[2].parameters"),
-        ({"tools": [{**UNKEPT, "function": {**UNKEPT["function"], "name": "free"}}, STRICT]}, "tools[1].parameters"),  # type: ignore[dict-item]
+        ({"tools": [GOOD, TOOL, STRICT]}, "tools[2].function.parameters"),
+        (
+            {"tools": [{**UNKEPT, "function": {**UNKEPT["function"], "name": "free"}}, STRICT]},
+            "tools[1].function.parameters",
+        ),  # type: ignore[dict-item]
     ],
 )
 async def test_the_tool_whose_schema_cannot_be_kept_is_named(
@@ -202,10 +206,10 @@ async def test_the_tool_whose_schema_cannot_be_kept_is_named(
     ("body", "param"),
     [
         ({"tools": tools(129)}, "tools"),
-        ({"tools": [*tools(), *tools()]}, "tools[1].name"),
-        ({"tools": tools(name="no name")}, "tools[0].name"),
-        ({"tools": tools(parameters={"type": "array"})}, "tools[0].parameters"),
-        ({"tools": tools(parameters=deep(40))}, "tools[0].parameters"),
+        ({"tools": [*tools(), *tools()]}, "tools[1].function.name"),
+        ({"tools": tools(name="no name")}, "tools[0].function.name"),
+        ({"tools": tools(parameters={"type": "array"})}, "tools[0].function.parameters"),
+        ({"tools": tools(parameters=deep(40))}, "tools[0].function.parameters"),
         ({"tools": tools(parameters=1)}, "tools[0].function.parameters"),
         ({"tools": tools(colour=1)}, "tools[0].function.colour"),
         ({"tools": tools(description="word " * 20_000)}, "tools"),
@@ -214,23 +218,33 @@ async def test_the_tool_whose_schema_cannot_be_kept_is_named(
         ({"tools": [{**TOOL, "custom": {"name": "x"}}]}, "tools[0].custom"),
         ({"tools": [{**TOOL, "custom": {}}]}, "tools[0].custom"),
         ({"tools": [TOOL], "tool_choice": {**NAMED, "custom": {"name": "x"}}}, "tool_choice.custom"),
-        ({"tools": [TOOL], "tool_choice": {**NAMED, "allowed_tools": {"mode": "auto"}}}, "tool_choice.allowed_tools"),
+        ({"tools": [TOOL], "tool_choice": {**NAMED, "allowed_tools": ALLOWED}}, "tool_choice.allowed_tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {**ALLOWED, "mode": "none"}}},
+            "tool_choice.allowed_tools.mode",
+        ),
+        (
+            {"tools": tools(), "tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED}},
+            "tool_choice.allowed_tools.tools",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {**ALLOWED, "tools": []}}},
+            "tool_choice.allowed_tools.tools",
+        ),
         (
             {"messages": [*ASK, {"role": "assistant", "tool_calls": [{**EARLIER, "custom": {"input": "x"}}]}]},
             "messages[1].tool_calls[0].custom",
         ),
         ({"tools": tools(), "tool_choice": "maybe"}, "tool_choice"),
         ({"tools": tools(), "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-        ({"tools": tools(), "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),
+        ({"tools": tools(), "tool_choice": {"type": "custom"}}, "tool_choice.type"),
         (
             {"tools": tools(), "tool_choice": {"type": "function", "function": {"name": ""}}},
             "tool_choice.function.name",
         ),
         ({"messages": [{"role": "user", "content": "x", "name": "a b"}]}, "messages[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),
-        (called(arguments="[]"), "messages[1].tool_calls[0].function.arguments"),
-        (called(arguments="{"), "messages[1].tool_calls[0].function.arguments"),
-        (called(arguments="[" * 5000), "messages[1].tool_calls[0].function.arguments"),
         (called(arguments=json.dumps(deep(40))), "messages[1].tool_calls[0].function.arguments"),
         (called(name=""), "messages[1].tool_calls[0].function.name"),
         ({"messages": [*ASK, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
@@ -277,7 +291,10 @@ async def test_over_grpc(router: RunningRouter, worker: FakeWorker) -> None:
     assert responses[-1].finish_reason == types_pb2.FINISH_REASON_TOOL_CALLS
     assert responses[-1].usage.reasoning_tokens == len(ids_of("hm"))
     for change, field in (
-        (inference_pb2.ChatRequest(tools=[inference_pb2.Tool(name="f", parameters="[]")]), "tools[0].parameters"),
+        (
+            inference_pb2.ChatRequest(tools=[inference_pb2.Tool(name="f", parameters="[]")]),
+            "tools[0].parameters",
+        ),
         (inference_pb2.ChatRequest(tool_choice=inference_pb2.ToolChoice(name="g")), "tool_choice"),
         (inference_pb2.ChatRequest(tool_choice=inference_pb2.ToolChoice(name="")), "tool_choice.name"),
         (inference_pb2.ChatRequest(chat_template_kwargs="{"), "chat_template_kwargs"),
@@ -292,10 +309,16 @@ async def test_over_grpc(router: RunningRouter, worker: FakeWorker) -> None:
 async def test_models_without_a_known_shape_of_calls(start_worker: StartWorker, start_router: StartRouter) -> None:
     worker = await start_worker()
     worker.chat_template = "{{ tools }}{% for message in messages %}{{ message.content }}{% endfor %}"
-    router = await start_router(worker)
+    worker.false_info = {"max_model_len": 4096}
+    router = await start_router(worker, generic_tools=False)
     with pytest.raises(openai.BadRequestError) as caught:
         await router.openai.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL])
     assert caught.value.param == "tools"
+    await router.openai.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL], tool_choice=NAMED)
+    assert prompt_of(worker).startswith("[{"), "its own words, as a forced call is read in any shape"
+    router = await start_router(worker)
+    await router.openai.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL])
+    assert prompt_of(worker).startswith("NoneYou can call")
 
 
 async def test_usage_so_far(router: RunningRouter) -> None:
@@ -360,10 +383,13 @@ async def test_a_named_tool(router: RunningRouter, worker: FakeWorker) -> None:
 @each_case(
     ("body", "param"),
     [
-        ({"tools": tools(strict=True, parameters={"type": "object", "not": {}})}, "tools[0].parameters"),
-        ({"tool_choice": "required", "tools": tools(parameters={"type": "object", "not": {}})}, "tools[0].parameters"),
-        ({"tools": tools(strict=True, parameters=BREAKING)}, "tools[0].parameters"),
-        ({"tool_choice": "required", "tools": tools(parameters=BREAKING)}, "tools[0].parameters"),
+        ({"tools": tools(strict=True, parameters={"type": "object", "not": {}})}, "tools[0].function.parameters"),
+        (
+            {"tool_choice": "required", "tools": tools(parameters={"type": "object", "not": {}})},
+            "tools[0].function.parameters",
+        ),
+        ({"tools": tools(strict=True, parameters=BREAKING)}, "tools[0].function.parameters"),
+        ({"tool_choice": "required", "tools": tools(parameters=BREAKING)}, "tools[0].function.parameters"),
     ],
 )
 async def test_forms_that_cannot_be_kept(router: RunningRouter, body: dict[str, object], param: str) -> None:
@@ -387,3 +413,273 @@ def test_references_in_schemas_of_several_tools() -> None:
     guided = forced_guide(Tools(tools=made, choice="required"))
     check_guided(guided)
     assert json.loads(guided.json_schema)["$defs"]["t1"]["properties"]["a"] == {"$ref": "#/$defs/t1/$defs/A"}
+
+
+CUT = '<tool_call>{"name": "f", "arguments": {"x": "one'
+WHOLE_AND_CUT = TWO_CALLS[: TWO_CALLS.index("2}")]
+
+
+@each_case(
+    ("answer", "options", "reason"),
+    [
+        (CUT, {}, "stop"),
+        (CUT, {"stop": ["one"]}, "stop"),
+        (CUT, {"max_tokens": len(ids_of(CUT)) - 1}, "length"),
+        (WHOLE_AND_CUT, {}, "stop"),
+        ('{"x": "one', {"tool_choice": NAMED, "stop": ["one"]}, "stop"),
+        ('{"x": 1}', {"tool_choice": NAMED, "max_tokens": 1}, "length"),
+        ('[{"name": "f", "parameters": {"x": "one', {"tool_choice": "required", "stop": ["one"]}, "stop"),
+    ],
+)
+async def test_an_answer_that_ends_inside_a_call_has_the_reason_that_it_was(
+    router: RunningRouter, worker: FakeWorker, answer: str, options: dict[str, Any], reason: str
+) -> None:
+    worker.answer = ids_of(answer)
+    body: dict[str, Any] = {"model": "tiny", "messages": ASK, "tools": [TOOL], "max_tokens": 200, **options}
+    whole = (await router.openai.chat.completions.create(**body)).choices[0]
+    assert whole.finish_reason == reason
+    calls = [call.function for call in whole.message.tool_calls or []]
+    assert calls[-1].name == "f", "what was written of the call is there"
+    with pytest.raises(ValueError, match="line 1"):
+        json.loads(calls[-1].arguments)
+    chunks = [chunk async for chunk in await router.openai.chat.completions.create(**body, stream=True)]
+    assert chunks[-1].choices[0].finish_reason == reason
+
+    if "stop" not in options:
+        body.pop("messages")
+        body["max_output_tokens"] = body.pop("max_tokens")
+        body["tools"] = [{"type": "function", **TOOL["function"]}]
+        if "tool_choice" in options:
+            body["tool_choice"] = {"type": "function", "name": "f"}
+        response = await router.openai.responses.create(**body, input="Do")
+        assert response.status == "incomplete"
+        assert response.output[-1].status == "incomplete"  # type: ignore[union-attr]
+        why = response.incomplete_details
+        assert (why and why.reason) == ("max_output_tokens" if reason == "length" else None)
+
+
+async def test_a_mark_inside_a_string_of_a_strict_call(router: RunningRouter, worker: FakeWorker) -> None:
+    arguments = '{"x": "say </tool_call> now"}'
+    worker.answer = ids_of(f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>')
+    strict = {"type": "function", "function": {"name": "f", "strict": True, "parameters": TEXT_OR_NOTHING}}
+    answer = await router.openai.chat.completions.create(
+        model="tiny",
+        messages=ASK,
+        tools=[strict],  # type: ignore[list-item]
+        max_tokens=200,
+    )
+    choice = answer.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.arguments == arguments
+
+
+TEXT_OR_NOTHING = {"type": "object", "properties": {"x": {"type": "string"}}, "additionalProperties": False}
+
+
+# A template that takes no system message, and one that knows nothing but its messages.
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant{{ '\n' }}"
+)
+PLAIN = NO_SYSTEM[NO_SYSTEM.index("{% for") :]
+HISTORY: Any = [
+    *ASK,
+    {"role": "assistant", "content": "So:", "tool_calls": [EARLIER]},
+    {"role": "tool", "tool_call_id": "c1", "content": "done<|im_end|>"},
+    {"role": "user", "content": "And?"},
+]
+
+
+def notes_of(answer: Any) -> list[str]:
+    return list((answer.model_extra or {})["baton"].get("notes", []))
+
+
+@pytest.fixture
+async def plain(start_worker: StartWorker) -> FakeWorker:
+    worker = await start_worker()
+    worker.chat_template = PLAIN
+    worker.answer = ids_of(TWO_CALLS[TWO_CALLS.index("Yes.") :])
+    worker.false_info = {"max_model_len": 4096}
+    return worker
+
+
+async def test_a_template_without_tools_is_told_of_them_in_words(start_router: StartRouter, plain: FakeWorker) -> None:
+    router = await start_router(plain)
+    ask = {"model": "tiny", "max_tokens": 200, "tools": [TOOL]}
+    system = [{"role": "system", "content": "Be brief"}]
+    answer = await router.openai.chat.completions.create(messages=[*system, *HISTORY], **ask)
+    prompt = prompt_of(plain)
+    assert prompt.startswith("<|im_start|>system\nBe brief\n\nYou can call")
+    assert json.dumps(TOOL["function"]) in prompt
+    called = 'So:\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    result = "<tool_response>\ndone<|im_end|>\n</tool_response>\nAnd?"
+    assert prompt.endswith(
+        f"<|im_start|>assistant\n{called}<|im_end|>\n<|im_start|>user\n{result}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    ends = list(plain.requests[-1].prompt_token_ids).count(tiny_tokenizer().rust.token_to_id("<|im_end|>"))
+    assert ends == 4, "what clients wrote is text"
+    choice = answer.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Yes.")
+    assert [call.function.arguments for call in choice.message.tool_calls or []] == ['{"x": 1}', '{"x": 2}']
+    assert len(notes_of(answer)) == 1
+    assert "no form" in notes_of(answer)[0]
+
+    chunks = [one async for one in await router.openai.chat.completions.create(messages=ASK, stream=True, **ask)]
+    assert prompt_of(plain).startswith("<|im_start|>system\nYou can call")
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert (
+        "".join(call.function.arguments or "" for one in chunks for call in one.choices[0].delta.tool_calls or [])
+        == '{"x": 1}{"x": 2}'
+    )
+
+    items = await router.openai.responses.create(
+        model="tiny", input="Do", tools=[{"type": "function", **TOOL["function"]}]
+    )
+    assert [item.type for item in items.output] == ["message", "function_call", "function_call"]
+    assert notes_of(items)
+
+    request = inference_pb2.ChatRequest(
+        messages=[inference_pb2.ChatMessage(role="user", content="Do")],
+        tools=[inference_pb2.Tool(name="f")],
+        sampling_params=types_pb2.SamplingParams(max_tokens=200),
+    )
+    last = [one async for one in router.inference.Chat(request)][-1]
+    assert last.finish_reason == types_pb2.FINISH_REASON_TOOL_CALLS
+    assert "no form" in last.report.notes[0]
+
+
+async def test_generic_tools_strict_and_forced(start_router: StartRouter, plain: FakeWorker) -> None:
+    router = await start_router(plain)
+    ask = {"model": "tiny", "messages": ASK, "max_tokens": 200}
+    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    await router.openai.chat.completions.create(tools=[strict], **ask)
+    tag = json.loads(plain.requests[-1].sampling_params.guided.structural_tag)
+    assert tag["format"]["triggers"] == ["<tool_call>"]
+    plain.answer = ids_of('{"x": 1}')
+    answer = await router.openai.chat.completions.create(tools=[TOOL], tool_choice=NAMED, **ask)
+    assert [call.function.arguments for call in answer.choices[0].message.tool_calls] == ['{"x": 1}']
+    assert json.loads(plain.requests[-1].sampling_params.guided.json_schema) == TOOL["function"]["parameters"]
+    assert "You can call" in prompt_of(plain)
+
+
+async def test_generic_tools_without_a_system_message(start_router: StartRouter, plain: FakeWorker) -> None:
+    plain.chat_template = NO_SYSTEM
+    router = await start_router(plain)
+    ask = {"model": "tiny", "messages": ASK, "max_tokens": 200}
+    await router.openai.chat.completions.create(tools=[TOOL], parallel_tool_calls=False, **ask)
+    assert prompt_of(plain).startswith("<|im_start|>user\nYou can call")
+    assert "Make one call" in prompt_of(plain)
+    assert "plain words.\n\nDo<|im_end|>" in prompt_of(plain)
+    answer = await router.openai.chat.completions.create(**ask)
+    assert prompt_of(plain) == "<|im_start|>user\nDo<|im_end|>\n<|im_start|>assistant\n"
+    assert notes_of(answer) == []
+
+
+async def test_generic_tools_are_off_by_a_setting(start_router: StartRouter, plain: FakeWorker) -> None:
+    router = await start_router(plain, generic_tools=False)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await router.openai.chat.completions.create(model="tiny", messages=ASK, tools=[TOOL])
+    assert caught.value.param == "tools"
+
+
+async def test_a_template_that_does_not_compile(
+    start_router: StartRouter, plain: FakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain.chat_template = "{% if messages %}\n{{ messages | }}\n{% endif %}"
+    router = await start_router(plain)
+    with pytest.raises(openai.BadRequestError, match=r"chat_template\.jinja.*line 2.*expected token") as caught:
+        await router.openai.chat.completions.create(model="tiny", messages=ASK)
+    assert caught.value.param == "messages"
+    assert (await router.openai.completions.create(model="tiny", prompt="Do")).choices
+    (line,) = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert "chat_template.jinja" in vars(line)["reason"]
+
+
+async def test_only_allowed_tools_are_called(router: RunningRouter, worker: FakeWorker) -> None:
+    choice: Any = {"type": "allowed_tools", "allowed_tools": ALLOWED}
+    other = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+    ask: Any = {"model": "tiny", "messages": ASK, "tools": TWO_TOOLS, "max_tokens": 200}
+    for stream in (False, True):
+        worker.answer = ids_of(f"{other}{TWO_CALLS}")
+        answer = await router.openai.chat.completions.create(**ask, tool_choice=choice, stream=stream)
+        assert '"name": "g"' in prompt_of(worker), "the model is told of all"
+        tag = json.loads(worker.requests[-1].sampling_params.guided.structural_tag)
+        assert [one["begin"] for one in tag["format"]["tags"]] == ['<tool_call>\n{"name": "f", "arguments": ']
+        if isinstance(answer, openai.AsyncStream):
+            deltas = [chunk.choices[0].delta async for chunk in answer]
+            assert {call.index for one in deltas for call in one.tool_calls or []} == {0, 1}
+            assert other in "".join(one.content or "" for one in deltas)
+        else:
+            assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["f", "f"]
+            assert other in answer.choices[0].message.content
+
+    worker.answer = ids_of('[{"name": "f", "parameters": {"x": 1}}]')
+    required = {**choice, "allowed_tools": {**ALLOWED, "mode": "required"}}
+    answer = await router.openai.chat.completions.create(**ask, tool_choice=required)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    schema = json.loads(worker.requests[-1].sampling_params.guided.json_schema)
+    assert schema["items"]["properties"]["name"] == {"const": "f"}
+
+    functions: Any = [{"type": "function", **tool["function"]} for tool in TWO_TOOLS]
+    allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
+    items = await router.openai.responses.create(model="tiny", input="Do", tools=functions, tool_choice=allowed)
+    assert json.loads(worker.requests[-1].sampling_params.guided.json_schema) == schema
+    assert items.tool_choice.model_dump() == allowed  # type: ignore[union-attr]
+
+    request = inference_pb2.ChatRequest(
+        messages=[inference_pb2.ChatMessage(role="user", content="Do")],
+        tools=[
+            inference_pb2.Tool(name="f", parameters=json.dumps(TOOL["function"]["parameters"])),
+            inference_pb2.Tool(name="g"),
+        ],
+        tool_choice=inference_pb2.ToolChoice(mode=inference_pb2.ToolChoice.MODE_REQUIRED, allowed=["f"]),
+    )
+    _ = [one async for one in router.inference.Chat(request)]
+    assert json.loads(worker.requests[-1].sampling_params.guided.json_schema) == schema
+    request.tool_choice.allowed[:] = ["h"]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        _ = [one async for one in router.inference.Chat(request)]
+    assert (caught.value.details() or "").startswith("tool_choice.allowed")
+
+
+@each_case("arguments", ['{"x": "Par', "[]", "not JSON", "[" * 300, '{"x": "\\ud800"}'])
+async def test_a_call_that_was_cut_is_sent_back(router: RunningRouter, worker: FakeWorker, arguments: str) -> None:
+    answer = await router.openai.chat.completions.create(
+        model="tiny", tools=[TOOL], extra_body=called(arguments=arguments), messages=ASK
+    )
+    assert json.dumps(arguments) in prompt_of(worker)
+    assert notes_of(answer) == [
+        "messages: the arguments of call 'c' are not the JSON text of an object; passed on as they are"
+    ]
+    item: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+    items = await router.openai.responses.create(model="tiny", input=[{"role": "user", "content": "Do"}, item])
+    assert notes_of(items) == notes_of(answer)
+
+
+async def test_templates_that_read_arguments_member_by_member(start_router: StartRouter, worker: FakeWorker) -> None:
+    worker.chat_template = (
+        "{% for message in messages %}{{ message.content }}{% for call in message.tool_calls or [] %}"
+        "{% for key, value in call.function.arguments | items %}<{{ key }}={{ value }}>{% endfor %}{% endfor %}"
+        "{% endfor %}"
+    )
+    router = await start_router(worker)
+    body = called(arguments='{"x": "Par')
+    await router.openai.chat.completions.create(model="tiny", messages=ASK, extra_body=body)
+    assert prompt_of(worker) == 'Do<arguments={"x": "Par>'
+
+
+async def test_half_a_character_is_blamed_on_its_own_field(router: RunningRouter) -> None:
+    for changes, field in (
+        ({"chat_template_kwargs": '{"a": "\\ud800"}'}, "chat_template_kwargs"),
+        (
+            {"tools": [inference_pb2.Tool(name="f", parameters='{"title": "\\udc00"}')]},
+            "tools[0].parameters",
+        ),
+    ):
+        request = inference_pb2.ChatRequest(messages=[inference_pb2.ChatMessage(role="user", content="Do")], **changes)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [one async for one in router.inference.Chat(request)]
+        assert (caught.value.details() or "").startswith(f"{field}: is not valid Unicode")

@@ -504,6 +504,7 @@ class RequestReport(_message.Message):
     NUM_BLOCKS_LENT_FIELD_NUMBER: _builtins.int
     NUM_HEDGES_FIELD_NUMBER: _builtins.int
     NUM_HEDGES_WON_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     """address; empty if the decode worker prefilled in place"""
     decode_worker: _builtins.str
@@ -535,6 +536,10 @@ class RequestReport(_message.Message):
     def routing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """why it went where it went, if asked for (x-baton-explain: true)"""
 
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what was made of the request that its client may not expect"""
+
     def __init__(
         self,
         *,
@@ -554,10 +559,11 @@ class RequestReport(_message.Message):
         num_blocks_lent: _builtins.int = ...,
         num_hedges: _builtins.int = ...,
         num_hedges_won: _builtins.int = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "fallback_reason", b"fallback_reason", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks_lent", b"num_blocks_lent", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_drafted_tokens", b"num_drafted_tokens", "num_handovers", b"num_handovers", "num_hedges", b"num_hedges", "num_hedges_won", b"num_hedges_won", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "num_retries", b"num_retries", "prefill_worker", b"prefill_worker", "routing", b"routing", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_worker", b"decode_worker", "fallback_reason", b"fallback_reason", "notes", b"notes", "num_accepted_tokens", b"num_accepted_tokens", "num_blocks_lent", b"num_blocks_lent", "num_blocks_moved", b"num_blocks_moved", "num_bytes_moved", b"num_bytes_moved", "num_drafted_tokens", b"num_drafted_tokens", "num_handovers", b"num_handovers", "num_hedges", b"num_hedges", "num_hedges_won", b"num_hedges_won", "num_migrations", b"num_migrations", "num_preemptions", b"num_preemptions", "num_retries", b"num_retries", "prefill_worker", b"prefill_worker", "routing", b"routing", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,6 +19,8 @@ from router.text.tokenizer import Tokenizer
 
 JsonObject = dict[str, object]
 
+_LISTS = ("routing", "notes")  # fields of a report that are lists of lines
+
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
@@ -176,7 +178,7 @@ def _as_json(message: Message) -> JsonObject:
         name = described.name
         if name == "timings":
             content[name] = _as_json(value)
-        elif name == "routing":
+        elif name in _LISTS:
             content[name] = list(value)
         else:
             content[name] = round(value, 3) if isinstance(value, float) else value
@@ -190,10 +192,10 @@ def _unset(descriptor: Descriptor) -> JsonObject:
 
 @functools.cache
 def _defaults(descriptor: Descriptor) -> tuple[tuple[str, object, Descriptor | None], ...]:
-    """Each field with its value if it is not set, or with the descriptor of its message. Reasons of routing are only in
-    answers whose clients asked for them."""
+    """Each field with its value if it is not set, or with the descriptor of its message. Lists are only in reports that
+    have something in them."""
     return tuple(
-        (field.name, field.default_value, field.message_type) for field in descriptor.fields if field.name != "routing"
+        (field.name, field.default_value, field.message_type) for field in descriptor.fields if field.name not in _LISTS
     )
 
 

@@ -46,7 +46,8 @@ class GenerationHandlers(Handlers):
         arrived_at = time.monotonic()
         body = parse(ChatBody, await self._read(request))
         chat_format = ChatFormat(
-            is_named_call=isinstance(body.tool_choice, NamedTool), also_reasoning=self._front.also_reasoning
+            is_named_call=isinstance(body.tool_choice, NamedTool) and body.tool_choice.is_named,
+            also_reasoning=self._front.also_reasoning,
         )
 
         async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:

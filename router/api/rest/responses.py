@@ -148,7 +148,7 @@ class ResponseAnswer:
             yield from self._open(_Item("message", f"msg_{self._request_id}", 0))
         if self._items[-1].kind == "message":
             self._hold(self._items[-1].logprobs.add(self._take_logprobs()))  # of what ended it
-        self._items[-1].is_whole = output.finish_reason is not FinishReason.LENGTH
+        self._items[-1].is_whole = not _is_cut(output)
         yield from self._close()
 
     def _add(self, kind: str, prefix: str, text: str) -> Iterator[tuple[str, JsonObject]]:
@@ -222,8 +222,12 @@ class ResponseAnswer:
     # ---------------------------------------------------------------------------------------- response
 
     def _status(self) -> str:
-        is_cut = self._last is not None and self._last.finish_reason is FinishReason.LENGTH
-        return "incomplete" if is_cut else "completed"
+        return "incomplete" if self._last is not None and _is_cut(self._last) else "completed"
+
+    def _incomplete_details(self) -> JsonObject | None:
+        """OpenAI has words for a limit, and none for a stop string or a model's end inside a call."""
+        is_at_limit = self._last is not None and self._last.finish_reason is FinishReason.LENGTH
+        return {"reason": "max_output_tokens"} if is_at_limit else None
 
     def _response(self, status: str) -> JsonObject:
         params = self._request.sampling_params
@@ -233,7 +237,7 @@ class ResponseAnswer:
             "created_at": self._created,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": self._incomplete_details() if status == "incomplete" else None,
             "model": self._request.model.limits.model,
             "output": [] if status == "in_progress" else [item.json() for item in self._items],
             "temperature": params.temperature,
@@ -255,6 +259,11 @@ class ResponseAnswer:
             }
             response["baton"] = baton_report(self._request_id, [self._last.report])
         return response
+
+
+def _is_cut(last: Output) -> bool:
+    """Whether an answer ended before it was whole."""
+    return last.finish_reason is FinishReason.LENGTH or last.is_cut
 
 
 def _place(item: _Item) -> JsonObject:

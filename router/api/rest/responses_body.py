@@ -25,7 +25,7 @@ from router.api.rest.body_types import (
 from router.api.rest.guided import schema_text
 from router.api.rest.responses_input import InputItem, num_parts, turns_of
 from router.api.rest.sampling_fields import with_sampling
-from router.api.rest.tools import JsonObject
+from router.api.rest.tools import JsonObject, allowed_mode
 from router.text.conversation import (
     Conversation,
     Json,
@@ -53,9 +53,22 @@ class ResponseTool(Body, kw_only=True):
     strict: bool | None = None
 
 
+class ResponseToolName(Body, kw_only=True):
+    type: str
+    name: str
+
+
 class ResponseToolChoice(Body, kw_only=True):
     type: str
     name: str = ""
+    mode: str | None = None  # this and `tools`: of type allowed_tools
+    tools: list[ResponseToolName] | None = None
+
+    def json(self) -> JsonObject:
+        if self.type != "allowed_tools":
+            return {"type": self.type, "name": self.name}
+        names = [{"type": one.type, "name": one.name} for one in self.tools or ()]
+        return {"type": self.type, "mode": self.mode, "tools": names}
 
 
 class TextFormat(Body, kw_only=True):
@@ -240,9 +253,26 @@ class ResponsesBody(Body, kw_only=True, dict=True):
             tools.append(Tool(name=one.name, description=one.description, strict=bool(one.strict), **given))
         parallel = self.parallel_tool_calls is not False
         choice = self.tool_choice
+        if isinstance(choice, ResponseToolChoice) and choice.type == "allowed_tools":
+            for index, entry in enumerate(choice.tools or ()):
+                if entry.type != "function":
+                    raise InvalidArgumentError(f"tool_choice.tools[{index}].type", 'must be "function"')
+            return make_tools(
+                tools,
+                "tools",
+                choice=allowed_mode(choice.mode or "", "tool_choice.mode"),
+                allowed=[entry.name for entry in choice.tools or ()],
+                allowed_field="tool_choice.tools",
+                parallel=parallel,
+            )
         if isinstance(choice, ResponseToolChoice):
+            for name in ("mode", "tools"):
+                if getattr(choice, name) is not None:
+                    raise InvalidArgumentError(f"tool_choice.{name}", 'is only for type "allowed_tools"')
             if choice.type != "function":
-                raise InvalidArgumentError("tool_choice.type", f'must be "function", not {choice.type!r}')
+                raise InvalidArgumentError(
+                    "tool_choice.type", f'must be "function" or "allowed_tools", not {choice.type!r}'
+                )
             if not choice.name:
                 raise InvalidArgumentError("tool_choice.name", "must not be empty")
             return make_tools(tools, "tools", choice="required", named=choice.name, parallel=parallel)
@@ -258,7 +288,7 @@ class ResponsesBody(Body, kw_only=True, dict=True):
     def echoed(self) -> JsonObject:
         """What a response repeats of its request."""
         choice = self.tool_choice
-        named = {"type": "function", "name": choice.name} if isinstance(choice, ResponseToolChoice) else None
+        named = choice.json() if isinstance(choice, ResponseToolChoice) else None
         return {
             "background": False,
             "instructions": self.instructions,

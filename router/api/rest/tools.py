@@ -36,11 +36,25 @@ class FunctionName(Body, kw_only=True):
     name: str
 
 
+class AllowedTool(Body, kw_only=True):
+    type: str
+    function: FunctionName
+
+
+class AllowedTools(Body, kw_only=True):
+    mode: str
+    tools: list[AllowedTool]
+
+
 class NamedTool(Body, kw_only=True):
     type: str
     function: FunctionName | None = None
-    custom: Given = UNSET  # of other types, as is the next
-    allowed_tools: Given = UNSET
+    allowed_tools: AllowedTools | None = None
+    custom: Given = UNSET  # of another type
+
+    @property
+    def is_named(self) -> bool:
+        return self.type == "function"
 
 
 class FunctionCall(Body, kw_only=True):
@@ -69,17 +83,45 @@ def chat_tools(given: Sequence[FunctionTool], choice: str | NamedTool | None, *,
             raise InvalidArgumentError(f"tools[{index}].function", "is required")
         _refuse(one, f"tools[{index}]", "custom")
         tools.append(one.function.tool())
-    named = ""
-    if isinstance(choice, NamedTool):
+    named, allowed = "", None
+    if isinstance(choice, NamedTool) and choice.type == "allowed_tools":
+        if choice.allowed_tools is None:
+            raise InvalidArgumentError("tool_choice.allowed_tools", "is required")
+        _refuse(choice, "tool_choice", "custom", "function", kind="allowed_tools")
+        allowed, where = [], "tool_choice.allowed_tools"
+        for index, entry in enumerate(choice.allowed_tools.tools):
+            if entry.type != "function":
+                raise InvalidArgumentError(f"{where}.tools[{index}].type", f'must be "function", not {entry.type!r}')
+            allowed.append(entry.function.name)
+        choice = allowed_mode(choice.allowed_tools.mode, f"{where}.mode")
+    elif isinstance(choice, NamedTool):
         if choice.type != "function":
-            raise InvalidArgumentError("tool_choice.type", f'must be "function", not {choice.type!r}')
+            raise InvalidArgumentError(
+                "tool_choice.type", f'must be "function" or "allowed_tools", not {choice.type!r}'
+            )
         if choice.function is None:
             raise InvalidArgumentError("tool_choice.function", "is required")
         _refuse(choice, "tool_choice", "custom", "allowed_tools")
         if not choice.function.name:
             raise InvalidArgumentError("tool_choice.function.name", "must not be empty")
         named, choice = choice.function.name, "required"
-    return make_tools(tools, "tools", choice=choice or "auto", named=named, parallel=parallel)
+    return make_tools(
+        tools,
+        "tools",
+        choice=choice or "auto",
+        named=named,
+        allowed=allowed,
+        allowed_field="tool_choice.allowed_tools.tools",
+        parallel=parallel,
+        inner=".function",
+    )
+
+
+def allowed_mode(mode: str, where: str) -> str:
+    """How the model calls some of its tools. Raises `InvalidArgumentError`."""
+    if mode not in ("auto", "required"):
+        raise InvalidArgumentError(where, f'must be "auto" or "required", not {mode!r}')
+    return mode
 
 
 def calls_of(given: Sequence[ToolCall], where: str) -> list[Call]:
@@ -96,11 +138,12 @@ def calls_of(given: Sequence[ToolCall], where: str) -> list[Call]:
     return calls
 
 
-def _refuse(given: Body, where: str, *names: str) -> None:
-    """Fields of other types beside `function`."""
+def _refuse(given: Body, where: str, *names: str, kind: str = "function") -> None:
+    """Fields of other types beside `kind`."""
     for name in names:
-        if is_given(getattr(given, name)):
-            raise InvalidArgumentError(f"{where}.{name}", 'is not a field of type "function"')
+        value = getattr(given, name)
+        if is_given(value) or isinstance(value, Body):
+            raise InvalidArgumentError(f"{where}.{name}", f'is not a field of type "{kind}"')
 
 
 def delta_json(delta: ToolCallDelta) -> JsonObject:
