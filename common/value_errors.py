@@ -51,8 +51,12 @@ def _place(loc: Sequence[int | str], name: Callable[[str], str]) -> tuple[str, s
     """(field, entry) from pydantic's path: `logit_bias` and `5` for ("logit_bias", 5)."""
     path = [part for part in loc[1:] if part != "[key]"]
     entry = str(path.pop()) if path and isinstance(path[-1], int) else ""
+    own = str(loc[0]) if loc else ""
+    given = name(own) if loc else ""
+    if given != own:  # the client wrote it in another shape (`guided_choice`), which has no such members
+        path = [part for part in path if isinstance(part, int)]
     inner = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    return (name(str(loc[0])) if loc else "") + inner, entry
+    return given + inner, entry
 
 
 def _number(bound: object) -> object:

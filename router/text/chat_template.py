@@ -85,7 +85,8 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": True,
             **self._special_tokens,
-            **conversation.template_options, **effort,
+            **conversation.template_options,
+            **effort,
         }
         try:
             try:

@@ -94,8 +94,8 @@ HALVES = [{"x": [1] * (MAX_VALUES // 2)}] * 2
         (lambda: of_chat(messages=[calling(*HALVES)]), "messages[0].tool_calls[1].function.arguments"),
         (lambda: of_chat(messages=[calling(HALVES[0])] * 2), "messages[1].tool_calls[0].function.arguments"),
         (lambda: of_chat(messages=[calling(*[{}] * MAX_CALLS)] * 200), "messages[128].tool_calls"),
-        (lambda: of_chat(tools=[tool(MANY)]), "tools[0].parameters"),
-        (lambda: of_chat(tools=[tool(one, f"f{n}") for n, one in enumerate(HALVES)]), "tools[1].parameters"),
+        (lambda: of_chat(tools=[tool(MANY)]), "tools[0].function.parameters"),
+        (lambda: of_chat(tools=[tool(one, f"f{n}") for n, one in enumerate(HALVES)]), "tools[1].function.parameters"),
         (lambda: of_chat(chat_template_kwargs=MANY), "chat_template_kwargs"),
         (lambda: of_responses(input=[call_item(MANY)]), "input[0].arguments"),
         (lambda: of_responses(input=[call_item(HALVES[0])] * 2), "input[1].arguments"),
@@ -156,7 +156,7 @@ async def test_values_without_text_are_work_for_threads(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(TextThreads, "run", run)
     threads = TextThreads(1)
-    preparation = Preparation(request_timeout_s=60, control_tokens=False, threads=threads)
+    preparation = Preparation(request_timeout_s=60, control_tokens=False, threads=threads, generic_tools=False)
     for arguments in ({}, {"x": [1] * 1000}):
         await preparation.chat_prompt(MODEL, of_chat(messages=[USER, calling(arguments)]))
     threads.close()

@@ -379,7 +379,6 @@ BAD_CHAT = [
     ({"n": 129}, "n"),
     ({"n": 9, "use_beam_search": True}, "n"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # of which its template knows nothing
     ({"function_call": {"name": "f"}}, "function_call"),
     ({"response_format": {"type": "yaml"}}, "response_format.type"),
     ({"nonsense": 1}, "nonsense"),

@@ -77,7 +77,7 @@ async def test_asked_for(
         ({"guided_choice": []}, "guided_choice", "must not be empty"),
         ({"guided_grammar": ""}, "guided_grammar", "must not be empty"),
         ({"guided_json": ""}, "guided_json", "must not be empty"),
-        ({"guided_choice": [""]}, "guided_choice.choice", "must not be empty"),
+        ({"guided_choice": [""]}, "guided_choice", "must not be empty"),
         ({"guided_grammar": "root ::= ("}, "guided_grammar", "cannot be parsed"),
         ({"guided_regex": "a", **response_format("json_object")}, "guided_regex", "cannot be together"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one"),

@@ -151,7 +151,7 @@ async def test_what_is_refused(start_worker: StartWorker, start_router: StartRou
     router = await start_router(worker)
     with pytest.raises(openai.BadRequestError) as caught:
         await router.openai.chat.completions.create(model="tiny", messages=ASK, tools=TWO_TOOLS)
-    assert caught.value.param == "tools[1].strict"
+    assert caught.value.param == "tools[1].function.strict"
 
 
 @each_case(

@@ -215,6 +215,16 @@ async def test_the_tool_whose_schema_cannot_be_kept_is_named(
         ({"tools": tools(description="word " * 20_000)}, "tools"),
         ({"tools": tools(description="word " * 800)}, "messages"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tools": [TOOL, {"type": "custom", "name": "x", "format": {"type": "text"}}]}, "tools[1].type"),
+        ({"tools": [{"type": "function", "name": "x"}]}, "tools[0].name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice.type"),
+        (
+            {"messages": [*ASK, {"role": "assistant", "tool_calls": [{"id": "c", "type": "custom", "input": "x"}]}]},
+            "messages[1].tool_calls[0].type",
+        ),
+        ({"guided_choice": [""]}, "guided_choice"),
+        ({"structured_outputs": {"choice": [""]}}, "structured_outputs"),
+        ({"guided": {"choice": [""]}}, "guided.choice"),
         ({"tools": [{**TOOL, "custom": {"name": "x"}}]}, "tools[0].custom"),
         ({"tools": [{**TOOL, "custom": {}}]}, "tools[0].custom"),
         ({"tools": [TOOL], "tool_choice": {**NAMED, "custom": {"name": "x"}}}, "tool_choice.custom"),
@@ -557,7 +567,9 @@ async def test_generic_tools_strict_and_forced(start_router: StartRouter, plain:
     strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
     await router.openai.chat.completions.create(tools=[strict], **ask)
     tag = json.loads(plain.requests[-1].sampling_params.guided.structural_tag)
-    assert tag["format"]["triggers"] == ["<tool_call>"]
+    (call,) = tag["format"]["tags"]
+    assert call["begin"]["value"] == "<tool_call>"
+    assert call["content"]["elements"][1]["json_schema"] == TOOL["function"]["parameters"]
     plain.answer = ids_of('{"x": 1}')
     answer = await router.openai.chat.completions.create(tools=[TOOL], tool_choice=NAMED, **ask)
     assert [call.function.arguments for call in answer.choices[0].message.tool_calls] == ['{"x": 1}']
@@ -606,8 +618,9 @@ async def test_only_allowed_tools_are_called(router: RunningRouter, worker: Fake
         worker.answer = ids_of(f"{other}{TWO_CALLS}")
         answer = await router.openai.chat.completions.create(**ask, tool_choice=choice, stream=stream)
         assert '"name": "g"' in prompt_of(worker), "the model is told of all"
-        tag = json.loads(worker.requests[-1].sampling_params.guided.structural_tag)
-        assert [one["begin"] for one in tag["format"]["tags"]] == ['<tool_call>\n{"name": "f", "arguments": ']
+        form = worker.requests[-1].sampling_params.guided.structural_tag
+        assert json.dumps('\n{"name": "f", "arguments": ') in form
+        assert json.dumps('"name": "g"')[1:-1] not in form
         if isinstance(answer, openai.AsyncStream):
             deltas = [chunk.choices[0].delta async for chunk in answer]
             assert {call.index for one in deltas for call in one.tool_calls or []} == {0, 1}
@@ -620,13 +633,14 @@ async def test_only_allowed_tools_are_called(router: RunningRouter, worker: Fake
     required = {**choice, "allowed_tools": {**ALLOWED, "mode": "required"}}
     answer = await router.openai.chat.completions.create(**ask, tool_choice=required)
     assert answer.choices[0].finish_reason == "tool_calls"
-    schema = json.loads(worker.requests[-1].sampling_params.guided.json_schema)
-    assert schema["items"]["properties"]["name"] == {"const": "f"}
+    form = worker.requests[-1].sampling_params.guided
+    assert '"name": {"const": "f"}' in form.structural_tag
+    assert '"const": "g"' not in form.structural_tag
 
     functions: Any = [{"type": "function", **tool["function"]} for tool in TWO_TOOLS]
     allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
     items = await router.openai.responses.create(model="tiny", input="Do", tools=functions, tool_choice=allowed)
-    assert json.loads(worker.requests[-1].sampling_params.guided.json_schema) == schema
+    assert worker.requests[-1].sampling_params.guided == form
     assert items.tool_choice.model_dump() == allowed  # type: ignore[union-attr]
 
     request = inference_pb2.ChatRequest(
@@ -638,7 +652,7 @@ async def test_only_allowed_tools_are_called(router: RunningRouter, worker: Fake
         tool_choice=inference_pb2.ToolChoice(mode=inference_pb2.ToolChoice.MODE_REQUIRED, allowed=["f"]),
     )
     _ = [one async for one in router.inference.Chat(request)]
-    assert json.loads(worker.requests[-1].sampling_params.guided.json_schema) == schema
+    assert worker.requests[-1].sampling_params.guided == form
     request.tool_choice.allowed[:] = ["h"]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         _ = [one async for one in router.inference.Chat(request)]
@@ -683,3 +697,22 @@ async def test_half_a_character_is_blamed_on_its_own_field(router: RunningRouter
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             _ = [one async for one in router.inference.Chat(request)]
         assert (caught.value.details() or "").startswith(f"{field}: is not valid Unicode")
+
+
+@each_case(
+    ("body", "param"),
+    [
+        ({"tools": [{"type": "web_search", "filters": {}}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice.type"),
+        ({"input": [{"role": "user", "content": "x"}, {"type": "shell_call", "action": {}}]}, "input[1].type"),
+        ({"tools": [{"type": "function", "name": "no name"}]}, "tools[0].name"),
+        (
+            {"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "function", "mode": "auto"}},
+            "tool_choice.mode",
+        ),
+    ],
+)
+async def test_tools_that_responses_refuse(router: RunningRouter, body: dict[str, object], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await router.openai.responses.create(model="tiny", input="Do", extra_body=body)
+    assert caught.value.param == param

@@ -30,3 +30,19 @@ async def test_files_are_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     answers.append(await servicer.GetTokenizer(ask, context))
     assert {answer.files[0].name for answer in answers} == {"tokenizer.json"}
     assert read == [tmp_path]
+
+
+async def test_a_template_that_does_not_compile_is_said_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def wait_ready() -> None:
+        pass
+
+    (tmp_path / "tokenizer.json").write_bytes(b"{}")
+    worker = cast("Any", SimpleNamespace(model_dir=tmp_path, engine=SimpleNamespace(wait_ready=wait_ready)))
+    for template, error in ((b"{{ messages }}", ""), (b"{% if messages %}", "chat_template.jinja cannot be compiled")):
+        (tmp_path / "chat_template.jinja").write_bytes(template)
+        await Worker.wait_ready(worker)
+        assert error in worker.chat_template_error
+        assert bool(worker.chat_template_error) is bool(error)
+        assert len(caplog.records) == bool(error)

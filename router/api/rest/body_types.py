@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
+from typing import ClassVar, cast
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -16,7 +16,8 @@ Given = Raw | UnsetType
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    pass
+    kinds: ClassVar[tuple[str, ...]] = ()
+    """What `type` may be, of an object of which others have kinds with fields of their own."""
 
 
 class RetainBody(Body, kw_only=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TypeVar
+from typing import TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -23,6 +23,7 @@ BodyT = TypeVar("BodyT", bound=Body)
 _NO_CHARACTER = re.compile("[\ud800-\udfff]")
 _NO_NUMBER = re.compile(r"NaN|Infinity")
 _INTEGER = re.compile("-?(0|[1-9][0-9]*)")
+_PART = re.compile(r"\[\d+\]|[^.\[\]]+")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 
@@ -34,7 +35,8 @@ def parse(body_class: type[BodyT], data: bytes) -> BodyT:
             data.decode()  # values that are only looked at are not decoded below, and some are sent back as they came
         return msgspec.json.decode(data, type=body_class)
     except msgspec.ValidationError as error:
-        raise _wrong(str(error), data) from error
+        wrong = _wrong(str(error), data)
+        raise _other_kind(body_class, wrong.field, data) or wrong from error
     except UnicodeDecodeError as error:
         field = _field_of_bad_text(data)
         raise InvalidArgumentError(field, f"{'' if field else 'the body '}is not valid UTF-8") from error
@@ -58,6 +60,42 @@ def _wrong(message: str, data: bytes) -> InvalidArgumentError:
     if path == "logit_bias" and (key := _bad_bias(data)):
         path = f"{path}.{key[:MAX_KEY_CHARS]}"
     return InvalidArgumentError(path, f"has the wrong type: {reason}")
+
+
+def _other_kind(body_class: type[Body], field: str, data: bytes) -> InvalidArgumentError | None:
+    """Says that an object around `field` is of a kind that is not known here, if one is: its fields are then no more
+    wrong than it is. None if none is, or if the body is too large to look for it."""
+    if len(data) > MAX_SEARCHED_BYTES:
+        return None
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    kind: type[Body] | None = body_class
+    path = ""
+    for part in _PART.findall(field):
+        try:
+            value = value[int(part[1:-1]) if part.startswith("[") else part]
+        except (LookupError, TypeError):
+            return None
+        path += part if part.startswith("[") else f".{part}" if path else part
+        if not part.startswith("["):
+            kind = None if kind is None else _body_of(kind, part)
+        named = value.get("type") if isinstance(value, dict) else None
+        if kind is not None and kind.kinds and isinstance(named, str) and named not in kind.kinds:
+            known = " or ".join(f'"{one}"' for one in kind.kinds)
+            return InvalidArgumentError(f"{path}.type", f"must be {known}, not {named[:MAX_KEY_CHARS]!r}")
+    return None
+
+
+def _body_of(body_class: type[Body], name: str) -> type[Body] | None:
+    """The class of what a field holds, or of its entries; None if it holds values that are no bodies."""
+    left: list[object] = [get_type_hints(body_class).get(name)]
+    for one in left:
+        if isinstance(one, type) and issubclass(one, Body):
+            return one
+        left += get_args(one)
+    return None
 
 
 def _bad_bias(data: bytes) -> str:

@@ -46,6 +46,8 @@ INCLUDED = (LOGPROBS, KEPT_REASONING)  # what `include` may ask for
 
 
 class ResponseTool(Body, kw_only=True):
+    kinds = ("function",)
+
     type: str
     name: str = ""
     description: str | None = None
@@ -54,11 +56,15 @@ class ResponseTool(Body, kw_only=True):
 
 
 class ResponseToolName(Body, kw_only=True):
+    kinds = ("function",)
+
     type: str
     name: str
 
 
 class ResponseToolChoice(Body, kw_only=True):
+    kinds = ("function", "allowed_tools")
+
     type: str
     name: str = ""
     mode: str | None = None  # this and `tools`: of type allowed_tools

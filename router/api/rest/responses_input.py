@@ -38,6 +38,8 @@ class Part(Body, kw_only=True):
 class InputItem(Body, kw_only=True):
     """One of several kinds, by `type`: a message, a function's call, its output, reasoning."""
 
+    kinds = tuple(FIELDS)
+
     type: str = "message"
     role: str | None = None
     content: str | list[Part] | None = None

@@ -27,6 +27,8 @@ class Function(Body, kw_only=True):
 
 
 class FunctionTool(Body, kw_only=True):
+    kinds = ("function",)
+
     type: str
     function: Function | None = None
     custom: Given = UNSET  # of another type
@@ -37,6 +39,8 @@ class FunctionName(Body, kw_only=True):
 
 
 class AllowedTool(Body, kw_only=True):
+    kinds = ("function",)
+
     type: str
     function: FunctionName
 
@@ -47,6 +51,8 @@ class AllowedTools(Body, kw_only=True):
 
 
 class NamedTool(Body, kw_only=True):
+    kinds = ("function", "allowed_tools")
+
     type: str
     function: FunctionName | None = None
     allowed_tools: AllowedTools | None = None
@@ -64,6 +70,8 @@ class FunctionCall(Body, kw_only=True):
 
 class ToolCall(Body, kw_only=True):
     """A call in an assistant's message."""
+
+    kinds = ("function",)
 
     id: str
     type: str = "function"
