@@ -450,3 +450,26 @@ def test_more_prompts_than_are_in_flight_and_a_failure() -> None:
         with pytest.raises(InvalidArgumentError, match="top_p"):
             llm.chat([[("user", "!INVALID_ARGUMENT")], [("user", "wait forever")]], use_tqdm=False)
         assert router.ended.wait(60)  # the other one was cancelled
+
+
+def test_tools_for_a_template_that_knows_none(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, max_len=1024)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_id()}))
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        (output,) = llm.chat("hello", greedy(100), use_tqdm=False, tools=TOOLS, tool_choice="weather")
+    (call,) = output.outputs[0].tool_calls
+    assert call.values() in ({"unit": "C"}, {"unit": "F"})
+    assert output.prompt_token_ids is not None
+    assert "You can call the functions" in tiny_tokenizer().decode(output.prompt_token_ids)
+
+
+def test_an_answer_that_ends_inside_a_call(llm_with_tools: LLM) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"unit": "say </tool_call> now"}}\n</tool_call>'
+    for end, reason, arguments in (
+        (None, "tool_calls", '{"unit": "say </tool_call> now"}'),
+        (" now", "stop", '{"unit": "say </tool_call>'),
+    ):
+        params = greedy(200, guided={"regex": re.escape(f"Yes.\n{call}")}, **({} if end is None else {"stop": [end]}))
+        (output,) = llm_with_tools.chat("hello", params, use_tqdm=False, tools=TOOLS)
+        (made,) = output.outputs[0].tool_calls
+        assert (output.outputs[0].finish_reason, made.arguments) == (reason, arguments)
