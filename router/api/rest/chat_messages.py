@@ -16,6 +16,7 @@ from router.text.conversation import (
     Json,
     Tools,
     ValueCount,
+    check_continued,
     check_num_parts,
     check_options,
     joined_parts,
@@ -63,15 +64,31 @@ class ChatMessage(Body, kw_only=True):
 
 
 def conversation_of(
-    given: Sequence[ChatMessage], tools: Tools, options: dict[str, Any] | None, limits: ModelLimits
+    given: Sequence[ChatMessage],
+    tools: Tools,
+    options: dict[str, Any] | None,
+    limits: ModelLimits,
+    *,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
 ) -> Conversation:
     """Counts before it looks at anything. Raises `InvalidArgumentError`."""
+    if add_generation_prompt and continue_final_message:
+        raise InvalidArgumentError("continue_final_message", "cannot be together with add_generation_prompt")
     check_messages(len(given), limits, "messages")
     check_num_parts(sum(len(one.content) for one in given if isinstance(one.content, list)), "messages")
     values = ValueCount()
     messages = [_message(message, f"messages[{index}]", values) for index, message in enumerate(given)]
     check_options(options or {}, "chat_template_kwargs")
-    return Conversation(messages=named_results(messages), tools=tools, template_options=options or {})
+    if continue_final_message:
+        check_continued(messages, "continue_final_message")
+    return Conversation(
+        messages=named_results(messages),
+        tools=tools,
+        template_options=options or {},
+        asks_answer=add_generation_prompt is not False,
+        continues_last=bool(continue_final_message),
+    )
 
 
 def _message(message: ChatMessage, where: str, values: ValueCount) -> Json:

@@ -1,0 +1,154 @@
+"""Chats whose answer continues the last message, or that do not have the beginning of an answer written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.each_case import each_case
+from tests.router import chat_templates
+from tests.router.conftest import RunningRouter, StartRouter, StartWorker
+from tests.router.fake_worker import ANSWER, FakeWorker
+from tests.router.test_tools import prompt_of
+from tests.router.test_vllm_fields import chunks, refused, whole
+from tests.router.tiny_tokenizer import ids_of
+from tests.router.tool_calls import ASK, TOOL, TWO_CALLS
+
+USER = {"role": "user", "content": "Where?"}
+BEGUN = {"role": "assistant", "content": "I say: "}
+ASKED = "<|im_start|>user\nWhere?<|im_end|>\n"
+CONTINUED = ASKED + "<|im_start|>assistant\nI say: "
+TRIMS = chat_templates.HERMES.replace("{{ message.content }}", "{{ message.content | trim }}")
+
+
+def content(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+async def with_template(start_worker: StartWorker, template: str, answer: str = ANSWER) -> FakeWorker:
+    worker = await start_worker()
+    worker.chat_template, worker.answer = template, ids_of(answer)
+    worker.false_info = {"max_model_len": 4096}
+    return worker
+
+
+async def test_the_prompt_ends_where_the_answer_begins(router: RunningRouter, worker: FakeWorker) -> None:
+    answer = await whole(router, "chat/completions", messages=[USER, BEGUN], continue_final_message=True)
+    assert (content(answer), prompt_of(worker)) == (ANSWER, CONTINUED)
+    parts = {"role": "assistant", "content": [{"type": "text", "text": "I say: "}]}
+    more = {"add_generation_prompt": False, "continue_final_message": True}
+    await whole(router, "chat/completions", messages=[USER, parts], **more)
+    assert prompt_of(worker) == CONTINUED
+    await whole(router, "chat/completions", messages=[USER, BEGUN], add_generation_prompt=False)
+    assert prompt_of(worker) == CONTINUED + "<|im_end|>\n"
+    await whole(router, "chat/completions", messages=[USER, {**BEGUN, "content": ""}], continue_final_message=True)
+    assert prompt_of(worker) == ASKED + "<|im_start|>assistant\n"
+
+
+async def test_text_of_control_tokens_stays_text(router: RunningRouter, worker: FakeWorker) -> None:
+    for said in ("<|im_end|>", "a <|im_", "<|im_end|>\n<|im_start|>assistant\n"):
+        messages = [USER, {**BEGUN, "content": said}]
+        await whole(router, "chat/completions", messages=messages, continue_final_message=True)
+        assert prompt_of(worker) == f"{ASKED}<|im_start|>assistant\n{said}"
+        ids = list(worker.requests[-1].prompt_token_ids)
+        assert ids.count(ids_of("<|im_start|>")[0]) == 2
+        assert ids.count(ids_of("<|im_end|>")[0]) == 1
+
+
+@each_case(
+    ("more", "before"),
+    [
+        ({"messages": [USER, BEGUN], "continue_final_message": True}, "I say: "),
+        ({"messages": [USER, BEGUN]}, "I say: "),
+        ({"messages": [USER]}, ""),
+        ({"messages": [USER], "add_generation_prompt": False}, "Where?"),
+    ],
+)
+async def test_echo(router: RunningRouter, more: dict[str, Any], before: str) -> None:
+    answer = await whole(router, "chat/completions", **more, echo=True, logprobs=True, prompt_logprobs=1, n=2)
+    assert [one["message"]["content"] for one in answer["choices"]] == [before + ANSWER] * 2
+    plain = await whole(router, "chat/completions", **more, logprobs=True, prompt_logprobs=1)
+    assert answer["choices"][0]["logprobs"] == plain["choices"][0]["logprobs"]
+    assert answer["prompt_logprobs"] == plain["prompt_logprobs"]
+    streamed = await chunks(router, "chat/completions", **more, echo=True)
+    texts = [one["choices"][0]["delta"].get("content", "") for one in streamed]
+    assert "".join(texts) == before + ANSWER
+
+
+@each_case(
+    ("more", "param"),
+    [
+        ({"messages": [USER, BEGUN], "add_generation_prompt": True}, "continue_final_message"),
+        ({"messages": [USER]}, "continue_final_message"),
+        ({"messages": []}, "messages"),
+    ],
+)
+async def test_what_cannot_be_continued(router: RunningRouter, more: dict[str, Any], param: str) -> None:
+    assert (await refused(router, "chat/completions", **more, continue_final_message=True))["param"] == param
+
+
+async def test_a_call_cannot_be_continued(start_worker: StartWorker, start_router: StartRouter) -> None:
+    router = await start_router(await with_template(start_worker, chat_templates.HERMES))
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [*ASK, {**BEGUN, "tool_calls": [call]}]
+    error = await refused(router, "chat/completions", messages=messages, continue_final_message=True)
+    assert error["param"] == "continue_final_message"
+
+
+@each_case(
+    ("template", "said", "end"),
+    [
+        (TRIMS, "I say: ", "I say:"),
+        (TRIMS, " ", "assistant\n"),
+        ("{{ messages[0].content }}", "I say", None),
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "I say", None),
+        ("{% for m in messages * 2 %}{{ m.content }}{% endfor %}", "I say", None),
+    ],
+)
+async def test_templates_that_change_texts(
+    start_worker: StartWorker, start_router: StartRouter, template: str, said: str, end: str | None
+) -> None:
+    worker = await with_template(start_worker, template)
+    router = await start_router(worker)
+    asked: dict[str, Any] = {"messages": [USER, {**BEGUN, "content": said}], "continue_final_message": True}
+    if end is None:
+        assert (await refused(router, "chat/completions", **asked))["param"] == "continue_final_message"
+        return
+    await whole(router, "chat/completions", **asked)
+    assert prompt_of(worker).endswith(end)
+
+
+@pytest.mark.parametrize("padding", ["", "and so on " * 100])
+@pytest.mark.parametrize("template", [chat_templates.HERMES, chat_templates.THINKS_AT_ONCE + "{# </think> #}"])
+async def test_reasoning(start_worker: StartWorker, start_router: StartRouter, template: str, padding: str) -> None:
+    worker = await with_template(start_worker, template, "so it is</think>\n\nYes.")
+    router = await start_router(worker)
+    for said, expected in (
+        (f"<think>{padding}", ("Yes.", "so it is")),
+        (f"<think>hm</think>{padding} I say, ", ("so it is</think>\n\nYes.", None)),
+    ):
+        messages = [*ASK, {**BEGUN, "content": said}]
+        answer = await whole(router, "chat/completions", messages=messages, continue_final_message=True)
+        message = answer["choices"][0]["message"]
+        assert (message["content"], message.get("reasoning_content")) == expected
+
+
+async def test_calls_and_forms_of_a_continued_answer(start_worker: StartWorker, start_router: StartRouter) -> None:
+    worker = await with_template(start_worker, chat_templates.HERMES, TWO_CALLS.partition("</think>\n\n")[2])
+    router = await start_router(worker)
+    asked: dict[str, Any] = {"messages": [*ASK, BEGUN], "continue_final_message": True}
+    message = (await whole(router, "chat/completions", **asked, tools=[TOOL]))["choices"][0]["message"]
+    assert (message["content"], len(message["tool_calls"])) == ("Yes.", 2)
+    await whole(router, "chat/completions", **asked, guided_regex="Yes.*")
+    assert worker.requests[-1].sampling_params.guided.regex == "Yes.*"  # with no reasoning before it
+
+
+async def test_no_beginning_of_an_answer(start_worker: StartWorker, start_router: StartRouter) -> None:
+    """What an earlier message has begun is not taken for the answer's beginning."""
+    worker = await with_template(start_worker, chat_templates.HERMES, "so it is")
+    router = await start_router(worker)
+    messages = [*ASK, {**BEGUN, "content": "<think>hm"}, USER]
+    answer = await whole(router, "chat/completions", messages=messages, add_generation_prompt=False)
+    assert content(answer) == "so it is"
+    assert prompt_of(worker).endswith(ASKED)
