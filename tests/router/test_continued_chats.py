@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.each_case import each_case
@@ -152,3 +153,55 @@ async def test_no_beginning_of_an_answer(start_worker: StartWorker, start_router
     answer = await whole(router, "chat/completions", messages=messages, add_generation_prompt=False)
     assert content(answer) == "so it is"
     assert prompt_of(worker).endswith(ASKED)
+
+
+# --------------------------------------------------------------------------------------------------- tokens of a chat
+
+
+async def post(router: RunningRouter, path: str, body: dict[str, Any]) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        return await client.post(path, json=body)
+
+
+@each_case(
+    "more",
+    [
+        {},
+        {"tools": [TOOL]},
+        {"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}, "add_generation_prompt": True},
+        {"add_generation_prompt": False},
+        {"messages": [USER, BEGUN], "continue_final_message": True},
+    ],
+)
+async def test_tokens_are_those_of_the_chat(
+    start_worker: StartWorker, start_router: StartRouter, more: dict[str, Any]
+) -> None:
+    worker = await with_template(start_worker, chat_templates.HERMES)
+    router = await start_router(worker)
+    asked = {"messages": [USER], **more}
+    tokens = (await post(router, "/tokenize", {"model": "tiny", **asked})).json()
+    await whole(router, "chat/completions", **asked)
+    ids = list(worker.requests[-1].prompt_token_ids)
+    assert tokens == {"tokens": ids, "token_ids": ids, "count": len(ids), "max_model_len": 4096}
+
+
+@each_case(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{**USER, "role": "nobody"}]}, "messages[0].role"),
+        ({"messages": [{**USER, "content": "word " * 400}]}, "messages"),
+        ({"messages": [USER], "text": "a"}, "text"),
+        ({"messages": [USER], "prompt": "a"}, "prompt"),
+        ({"messages": [USER], "add_special_tokens": True}, "add_special_tokens"),
+        ({"messages": [USER], "tools": [TOOL]}, "tools"),  # of which the template knows nothing
+        ({"messages": [USER], "continue_final_message": True}, "continue_final_message"),
+        ({"messages": [USER], "chat_template": "x"}, "chat_template"),
+        ({"text": "a", "chat_template": "x"}, "chat_template"),
+        ({"text": "a", "tools": []}, "tools"),
+        ({"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
+    ],
+)
+async def test_chats_without_tokens(router: RunningRouter, body: dict[str, Any], param: str) -> None:
+    answer = await post(router, "/tokenize", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

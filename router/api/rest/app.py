@@ -88,7 +88,7 @@ def make_app(front: Front, root_path: str = "") -> ASGIApp:
     model = openapi.json_answer("Model")
     get("/v1/models/{model:path}", information.model, "One model", model, openapi.MODEL_PARAMETER)
     tokens, text = openapi.json_answer("Tokens"), openapi.json_answer("Text")
-    post("/tokenize", tokenizer.tokenize, "Token ids of a text", TokenizeBody, tokens)
+    post("/tokenize", tokenizer.tokenize, "Token ids of a text or a chat", TokenizeBody, tokens)
     post("/detokenize", tokenizer.detokenize, "The text of token ids", DetokenizeBody, text)
     special = "Special tokens and the chat template, for harnesses"
     get("/tokenizer_info", tokenizer.tokenizer_info, special, openapi.json_answer("TokenizerInfo"))

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from fastapi import Request
 from fastapi.responses import Response
+from msgspec import UNSET
 
 from common.errors import InvalidArgumentError
-from common.validation import check_model
+from common.validation import ModelLimits, check_model
 from router.api.api_keys import current_client
-from router.api.rest.body_types import Body
+from router.api.rest.body_types import Body, Given, refuse_if_asked
+from router.api.rest.chat_messages import ChatMessage, conversation_of
 from router.api.rest.errors import json_response
 from router.api.rest.handlers import Handlers
 from router.api.rest.parsing import parse
+from router.api.rest.tools import FunctionTool, chat_tools
+from router.fleet.served_model import ServedModel
+from router.text.conversation import Conversation
 
 
 class TokenizeBody(Body, kw_only=True):
@@ -20,11 +27,47 @@ class TokenizeBody(Body, kw_only=True):
     prompt: str | None = None  # vLLM's name for `text`; the answer then has its name for `token_ids`, too
     add_special_tokens: bool | None = None
 
+    # Of a chat, as vLLM's clients ask for it.
+    messages: list[ChatMessage] | None = None
+    tools: list[FunctionTool] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Given = UNSET
+
+    of_chat: ClassVar[tuple[str, ...]] = (
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template_kwargs",
+    )
+
     def check(self) -> None:
+        refuse_if_asked(self, ("chat_template",))
+        if self.messages is not None:
+            if self.text is not None or self.prompt is not None:
+                name = "prompt" if self.text is None else "text"
+                raise InvalidArgumentError(name, "cannot be together with messages")
+            if self.add_special_tokens:
+                raise InvalidArgumentError("add_special_tokens", "is not for messages: the chat template writes them")
+            return
         if self.text is None and self.prompt is None:
             raise InvalidArgumentError("text", "is required")
         if None not in (self.text, self.prompt):
             raise InvalidArgumentError("prompt", "cannot be together with text, another name of it")
+        for name in self.of_chat:
+            if getattr(self, name) is not None:
+                raise InvalidArgumentError(name, "is only for messages")
+
+    def conversation(self, limits: ModelLimits) -> Conversation:
+        return conversation_of(
+            self.messages or [],
+            chat_tools(self.tools or (), None, parallel=True),
+            self.chat_template_kwargs,
+            limits,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        )
 
 
 class DetokenizeBody(Body, kw_only=True):
@@ -47,12 +90,18 @@ class TokenizerHandlers(Handlers):
         model = self._front.admission.served()
         check_model(body.model or "", model.limits)
         body.check()
-        name, text = ("prompt", body.prompt) if body.text is None else ("text", body.text)
-        special = body.add_special_tokens is not False
-        ids = await self._front.preparation.tokenize(model, text or "", name, add_special_tokens=special)
-        of_vllm = {"tokens": ids} if name == "prompt" else {}
+        ids = await self._token_ids(model, body)
+        of_vllm = {"tokens": ids} if body.text is None else {}
         known = {"count": len(ids), "max_model_len": model.limits.max_model_len}
         return json_response({"token_ids": ids, **of_vllm, **known})
+
+    async def _token_ids(self, model: ServedModel, body: TokenizeBody) -> list[int]:
+        preparation = self._front.preparation
+        if body.messages is not None:
+            return (await preparation.chat_prompt(model, body.conversation(model.limits), has_answer=False)).token_ids
+        name, text = ("prompt", body.prompt) if body.text is None else ("text", body.text)
+        special = body.add_special_tokens is not False
+        return await preparation.tokenize(model, text or "", name, add_special_tokens=special)
 
     async def detokenize(self, request: Request) -> Response:
         body = parse(DetokenizeBody, await self._read(request))
