@@ -10,7 +10,7 @@ import pytest
 from tests.each_case import each_case
 from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
-from tests.router.fake_worker import ANSWER, FakeWorker
+from tests.router.fake_worker import ANSWER, MAX_MODEL_LEN, FakeWorker
 from tests.router.test_tools import prompt_of
 from tests.router.test_vllm_fields import chunks, refused, whole
 from tests.router.tiny_tokenizer import ids_of
@@ -205,3 +205,55 @@ async def test_tokens_are_those_of_the_chat(
 async def test_chats_without_tokens(router: RunningRouter, body: dict[str, Any], param: str) -> None:
     answer = await post(router, "/tokenize", body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+# -------------------------------------------------------------------------------------------------- vectors of a chat
+
+
+@each_case(
+    ("more", "prompt"),
+    [
+        ({}, ASKED),
+        ({"add_generation_prompt": True}, ASKED + "<|im_start|>assistant\n"),
+        ({"messages": [USER, BEGUN], "continue_final_message": True}, CONTINUED),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, ASKED),
+    ],
+)
+async def test_a_chat_has_one_vector(
+    start_worker: StartWorker, start_router: StartRouter, more: dict[str, Any], prompt: str
+) -> None:
+    worker = await with_template(start_worker, chat_templates.HERMES)
+    router = await start_router(worker)
+    answer = await whole(router, "embeddings", **{"messages": [USER], **more})
+    assert list(worker.embedded[-1].prompt_token_ids) == ids_of(prompt)
+    assert [one["embedding"] for one in answer["data"]] == [[len(ids_of(prompt)), ids_of(prompt)[0], 0.5]]
+    assert answer["usage"]["prompt_tokens"] == len(ids_of(prompt))
+
+
+async def test_a_chat_may_fill_the_context(router: RunningRouter) -> None:
+    """As a text may: there is no answer to leave room for."""
+    rest = {"messages": [{**USER, "content": ""}]}
+    num_around = (await post(router, "/tokenize", {**rest, "add_generation_prompt": False})).json()["count"]
+    most = MAX_MODEL_LEN - num_around
+    assert (await post(router, "/v1/embeddings", {"messages": [{**USER, "content": "!" * most}]})).status_code == 200
+    error = await refused(router, "embeddings", messages=[{**USER, "content": "!" * (most + 1)}])
+    assert error["param"] == "messages"
+
+
+@each_case(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [USER], "input": "a"}, "input"),
+        ({"messages": [USER], "add_special_tokens": True}, "add_special_tokens"),
+        ({"messages": [USER], "chat_template": "x"}, "chat_template"),
+        ({"messages": [USER], "dimensions": 0}, "dimensions"),
+        (
+            {"messages": [USER, BEGUN], "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
+        ({"input": "a", "continue_final_message": True}, "continue_final_message"),
+    ],
+)
+async def test_chats_without_a_vector(router: RunningRouter, body: dict[str, Any], param: str) -> None:
+    assert (await refused(router, "embeddings", **body))["param"] == param

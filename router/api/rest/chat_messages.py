@@ -91,6 +91,42 @@ def conversation_of(
     )
 
 
+class ChatInPlace(Body, kw_only=True):
+    """A body that may have a chat in the place of a text, as vLLM's clients send it."""
+
+    messages: list[ChatMessage] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Given = UNSET
+    add_special_tokens: bool | None = None  # of the text
+
+    of_chat: ClassVar[tuple[str, ...]] = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+    of_text: ClassVar[tuple[str, ...]] = ()
+
+    def check_chat(self) -> None:
+        """Raises `InvalidArgumentError` for what is of a text and of a chat at once."""
+        refuse_if_asked(self, ("chat_template",))
+        for name in self.of_chat if self.messages is None else self.of_text:
+            if getattr(self, name) is not None:
+                reason = "is only for messages" if self.messages is None else "cannot be together with messages"
+                raise InvalidArgumentError(name, reason)
+        if self.messages is not None and self.add_special_tokens:
+            raise InvalidArgumentError("add_special_tokens", "is not for messages: the chat template writes them")
+
+    def conversation_with(self, tools: Tools, limits: ModelLimits, *, asks_answer: bool = True) -> Conversation:
+        """`asks_answer`: what holds if the client says nothing of `add_generation_prompt`."""
+        asks = asks_answer and not self.continue_final_message
+        return conversation_of(
+            self.messages or [],
+            tools,
+            self.chat_template_kwargs,
+            limits,
+            add_generation_prompt=asks if self.add_generation_prompt is None else self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        )
+
+
 def _message(message: ChatMessage, where: str, values: ValueCount) -> Json:
     refuse_if_asked(message, message.unsupported, where=where)
     if message.type not in (None, "text", "message"):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fastapi import Request
 from fastapi.responses import Response
-from msgspec import UNSET
 
 from common.errors import InvalidArgumentError
 from common.validation import ModelLimits, check_model
 from router.api.api_keys import current_client
-from router.api.rest.body_types import Body, Given, refuse_if_asked
-from router.api.rest.chat_messages import ChatMessage, conversation_of
+from router.api.rest.body_types import Body
+from router.api.rest.chat_messages import ChatInPlace
 from router.api.rest.errors import json_response
 from router.api.rest.handlers import Handlers
 from router.api.rest.parsing import parse
@@ -21,53 +20,26 @@ from router.fleet.served_model import ServedModel
 from router.text.conversation import Conversation
 
 
-class TokenizeBody(Body, kw_only=True):
+class TokenizeBody(ChatInPlace, kw_only=True):
     model: str | None = None
     text: str | None = None
     prompt: str | None = None  # vLLM's name for `text`; the answer then has its name for `token_ids`, too
-    add_special_tokens: bool | None = None
+    tools: list[FunctionTool] | None = None  # of `messages`
 
-    # Of a chat, as vLLM's clients ask for it.
-    messages: list[ChatMessage] | None = None
-    tools: list[FunctionTool] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: Given = UNSET
-
-    of_chat: ClassVar[tuple[str, ...]] = (
-        "tools",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template_kwargs",
-    )
+    of_chat: ClassVar[tuple[str, ...]] = (*ChatInPlace.of_chat, "tools")
+    of_text: ClassVar[tuple[str, ...]] = ("text", "prompt")
 
     def check(self) -> None:
-        refuse_if_asked(self, ("chat_template",))
+        self.check_chat()
         if self.messages is not None:
-            if self.text is not None or self.prompt is not None:
-                name = "prompt" if self.text is None else "text"
-                raise InvalidArgumentError(name, "cannot be together with messages")
-            if self.add_special_tokens:
-                raise InvalidArgumentError("add_special_tokens", "is not for messages: the chat template writes them")
             return
         if self.text is None and self.prompt is None:
             raise InvalidArgumentError("text", "is required")
         if None not in (self.text, self.prompt):
             raise InvalidArgumentError("prompt", "cannot be together with text, another name of it")
-        for name in self.of_chat:
-            if getattr(self, name) is not None:
-                raise InvalidArgumentError(name, "is only for messages")
 
     def conversation(self, limits: ModelLimits) -> Conversation:
-        return conversation_of(
-            self.messages or [],
-            chat_tools(self.tools or (), None, parallel=True),
-            self.chat_template_kwargs,
-            limits,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message,
-        )
+        return self.conversation_with(chat_tools(self.tools or (), None, parallel=True), limits)
 
 
 class DetokenizeBody(Body, kw_only=True):
