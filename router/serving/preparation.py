@@ -152,7 +152,7 @@ class Preparation:
         if reader is None:
             return Prompt(token_ids, field, ChatAnswer(tools=tools), notes=tuple(notes))
         continued = conversation.continued
-        if continued is None and not (conversation.asks_answer or model.tokenizer.always_asks_answer):
+        if continued is None and not (conversation.asks_answer or model.tokenizer.always_asks_answer(tools)):
             text = ""  # nothing of the answer is written: what the messages end with is not its beginning
         answer = ChatAnswer(
             tools=tools,

@@ -148,10 +148,10 @@ class Tokenizer:
             before = before[: len(before) - (len(content) - len(trimmed))]
         return before
 
-    @property
-    def always_asks_answer(self) -> bool:
+    def always_asks_answer(self, tools: Tools) -> bool:
         """Whether the chat template writes the same whether or not an answer is asked for."""
-        return self.chat_template is not None and "add_generation_prompt" not in self.chat_template.variables
+        template = self.chat_form(tools).template
+        return template is not None and "add_generation_prompt" not in template.variables
 
     def _hide(self, conversation: Conversation, hidden: Hidden) -> Conversation:
         """Hides control tokens in all texts that a client wrote. Roles are left alone: they are checked to be one of a

@@ -135,12 +135,16 @@ async def test_reasoning(start_worker: StartWorker, start_router: StartRouter, t
         assert (message["content"], message.get("reasoning_content")) == expected
 
 
-async def test_calls_and_forms_of_a_continued_answer(start_worker: StartWorker, start_router: StartRouter) -> None:
-    worker = await with_template(start_worker, chat_templates.HERMES, TWO_CALLS.partition("</think>\n\n")[2])
+@pytest.mark.parametrize("template", [chat_templates.HERMES, chat_templates.THINKS_AT_ONCE])  # one knows no tools
+async def test_calls_and_forms_of_a_continued_answer(
+    start_worker: StartWorker, start_router: StartRouter, template: str
+) -> None:
+    worker = await with_template(start_worker, template, TWO_CALLS.partition("</think>\n\n")[2])
     router = await start_router(worker)
     asked: dict[str, Any] = {"messages": [*ASK, BEGUN], "continue_final_message": True}
     message = (await whole(router, "chat/completions", **asked, tools=[TOOL]))["choices"][0]["message"]
     assert (message["content"], len(message["tool_calls"])) == ("Yes.", 2)
+    assert prompt_of(worker).endswith("I say: ")
     await whole(router, "chat/completions", **asked, guided_regex="Yes.*")
     assert worker.requests[-1].sampling_params.guided.regex == "Yes.*"  # with no reasoning before it
 
@@ -194,7 +198,7 @@ async def test_tokens_are_those_of_the_chat(
         ({"messages": [USER], "text": "a"}, "text"),
         ({"messages": [USER], "prompt": "a"}, "prompt"),
         ({"messages": [USER], "add_special_tokens": True}, "add_special_tokens"),
-        ({"messages": [USER], "tools": [TOOL]}, "tools"),  # of which the template knows nothing
+        ({"messages": [USER], "tools": [TOOL, TOOL]}, "tools[1].function.name"),
         ({"messages": [USER], "continue_final_message": True}, "continue_final_message"),
         ({"messages": [USER], "chat_template": "x"}, "chat_template"),
         ({"text": "a", "chat_template": "x"}, "chat_template"),
