@@ -105,10 +105,16 @@ class Preparation:
         return made
 
     async def chat_prompt(
-        self, model: ServedModel, conversation: Conversation, field: str = "messages", *, keep: int | None = None
+        self,
+        model: ServedModel,
+        conversation: Conversation,
+        field: str = "messages",
+        *,
+        has_answer: bool = True,
+        keep: int | None = None,
     ) -> Prompt:
         """The template writes special tokens out itself, so none are added. `field`: the client's name for messages.
-        `keep`: so many tokens at most, the last ones."""
+        `has_answer`, `keep`: see `prompts`."""
         messages, tools = conversation.messages, conversation.tools
         check_messages(len(messages), model.limits, field)
         texts, num_values = read_through([list(messages), dict(conversation.template_options)])
@@ -142,13 +148,16 @@ class Preparation:
         except InvalidArgumentError as error:
             raise InvalidArgumentError(field if error.field == "messages" else error.field, error.reason) from error
         token_ids = _last(token_ids, keep)
-        check_prompt(token_ids, model.limits, field)
+        check_prompt(token_ids, model.limits, field, has_answer=has_answer)
         if reader is None:
             return Prompt(token_ids, field, ChatAnswer(tools=tools), notes=tuple(notes))
+        continued = conversation.continued
+        if continued is None and not (conversation.asks_answer or model.tokenizer.always_asks_answer(tools)):
+            text = ""  # nothing of the answer is written: what the messages end with is not its beginning
         answer = ChatAnswer(
             tools=tools,
-            reading=reader.reading(text, tools),
-            thought=reader.thought(text),
+            reading=reader.reading(text, tools, continued),
+            thought=reader.thought(text, continued),
             calls=reader.strict if tools.shown else None,
             free=free,
             tokens=reader.tokens,

@@ -59,14 +59,18 @@ class AnswerReader:
             for has_calls, patterns in ((True, _patterns(as_text)), (False, _patterns(without)))
         }
 
-    def reading(self, prompt: str, tools: Tools) -> Reading | None:
-        """How to read the answer to `prompt`; None if the answer is plain text."""
+    def reading(self, prompt: str, tools: Tools, continued: str | None = None) -> Reading | None:
+        """How to read the answer to `prompt`; None if the answer is plain text. `continued`: text at the end of
+        `prompt` that the answer continues."""
         has_calls = self.knows_calls and bool(tools.shown)
         if not has_calls and not self.knows_parts:
             return None
         template = self._with_calls if has_calls else self._without_calls
         tail = prompt[-PROMPT_TAIL_CHARS:]
         prefix = tail if template.start_anchor_re.search(tail) else ""
+        if continued and continued.strip():  # it is content, unless it has begun to reason
+            thought = self.thought(prompt, continued)
+            prefix = self._marks[0] if self._marks and thought is not None and not thought.open else ""
         schemas = [tool.as_json() for tool in tools.shown] if has_calls else []
 
         def parser(prefix: str) -> AnswerParser:
@@ -78,14 +82,15 @@ class AnswerReader:
             shown_token_ids=self._shown[has_calls],
         )
 
-    def thought(self, prompt: str) -> Thought | None:
-        """The reasoning with which the answer to `prompt` may begin; None if it has none, or not any more."""
+    def thought(self, prompt: str, continued: str | None = None) -> Thought | None:
+        """The reasoning with which the answer to `prompt` may begin; None if it has none, or not any more. `continued`:
+        see `reading`."""
         if self._marks is None:
             return None
-        tail = prompt[-PROMPT_TAIL_CHARS:]
-        begun = (
-            self._with_calls.truncate_past_last_anchor(tail) if self._with_calls.start_anchor_re.search(tail) else ""
-        )
+        written = continued or ""
+        tail = prompt[-PROMPT_TAIL_CHARS - len(written) :]
+        is_found = self._with_calls.start_anchor_re.search(tail)
+        begun = self._with_calls.truncate_past_last_anchor(tail) if is_found else written
         return thought_after(tail, begun, *self._marks)
 
 

@@ -63,7 +63,7 @@ class ChatTemplate:
             raise UnavailableError(f"the model's chat template cannot be compiled: {error}") from error
 
     def render(self, conversation: Conversation) -> str:
-        """The prompt that asks for the assistant's next message.
+        """The prompt that asks for the assistant's next message, or without `asks_answer` the messages alone.
 
         Raises `InvalidArgumentError` if the template refuses the conversation, and for what it does not know of.
         """
@@ -83,7 +83,7 @@ class ChatTemplate:
         variables: dict[str, object] = {
             "tools": [tool.as_json() for tool in tools] or None,
             "documents": None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": conversation.asks_answer and not conversation.continues_last,
             **self._special_tokens,
             **conversation.template_options,
             **effort,

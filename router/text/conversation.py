@@ -96,6 +96,13 @@ class Conversation:
     effort: str = ""  # of reasoning, one of `EFFORTS`; empty if the client named none
     effort_field: str = "reasoning_effort"  # the client's name for it
     has_generic_tools: bool = False  # tools, calls and results are written as `generic_tools` does
+    asks_answer: bool = True  # whether the template writes the beginning of an answer behind the messages
+    continues_last: bool = False  # whether the answer continues the last message; see `check_continued`
+
+    @property
+    def continued(self) -> str | None:
+        """The text that the answer continues; None if it begins anew."""
+        return str(self.messages[-1]["content"]) if self.continues_last else None
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -139,6 +146,14 @@ def make_message(
     if name:
         message["name"] = check_name(name, f"{where}.name")
     return message
+
+
+def check_continued(messages: Sequence[Message], where: str) -> None:
+    """Checks whether an answer can continue the last message."""
+    if messages[-1]["role"] != "assistant":
+        raise InvalidArgumentError(where, "the last message must be the assistant's")
+    if messages[-1].get("tool_calls"):
+        raise InvalidArgumentError(where, "the last message must not have tool_calls")
 
 
 def joined_parts(texts: Iterable[str]) -> str:

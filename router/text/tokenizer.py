@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -111,13 +112,16 @@ class Tokenizer:
 
         If `control_tokens`, the text of a control token in a message becomes that token, as in transformers; else it
         stays text.
-        `check` sees the prompt before it is tokenized. Raises `InvalidArgumentError` for `messages`.
+        `check` sees the prompt before it is tokenized. Raises `InvalidArgumentError` for `messages`, and for
+        `continue_final_message` if the template does not write the last message's text.
         """
         hidden = Hidden(_texts(conversation))
         if not control_tokens:
             conversation = self._hide(conversation, hidden)
         try:
-            text = self.render_chat(conversation)
+            text = (
+                self._render_continued(conversation) if conversation.continues_last else self.render_chat(conversation)
+            )
         except InvalidArgumentError as error:
             raise InvalidArgumentError(error.field, hidden.shown(error.reason)) from error
         shown = hidden.shown(text)
@@ -125,6 +129,29 @@ class Tokenizer:
         if hidden or (not control_tokens and self._control.may_be_normalized_into):
             return self._control.encode(text, hidden), shown
         return self.encode(text, add_special_tokens=False), shown
+
+    def _render_continued(self, conversation: Conversation) -> str:
+        """The prompt up to the end of the last message's text: nobody but the template knows where that is, so a mark
+        that occurs nowhere else goes through it."""
+        *earlier, last = conversation.messages
+        content, mark = str(last["content"]), secrets.token_hex(16)
+        marked = replace(conversation, messages=[*earlier, {**last, "content": f"{content}{mark} "}])
+        try:
+            text = self.render_chat(marked)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(error.field, error.reason.replace(mark, "")) from error
+        before, found, after = text.rpartition(mark)
+        if not found or mark in before:
+            reason = "the model's chat template does not write the last message as it is"
+            raise InvalidArgumentError("continue_final_message", reason)
+        if not after.startswith(" ") and (trimmed := content.rstrip()):  # the template trims texts
+            before = before[: len(before) - (len(content) - len(trimmed))]
+        return before
+
+    def always_asks_answer(self, tools: Tools) -> bool:
+        """Whether the chat template writes the same whether or not an answer is asked for."""
+        template = self.chat_form(tools).template
+        return template is not None and "add_generation_prompt" not in template.variables
 
     def _hide(self, conversation: Conversation, hidden: Hidden) -> Conversation:
         """Hides control tokens in all texts that a client wrote. Roles are left alone: they are checked to be one of a

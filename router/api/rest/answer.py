@@ -104,7 +104,9 @@ class Answer:
         for index, (choice, request) in enumerate(zip(self._choices, requests, strict=True)):
             if echo is not None:
                 text = echo.texts[index // self._num_candidates]
-                choice.echo = EchoedPrompt(text, request.prompt_token_ids, generates=echo.generates)
+                choice.echo = EchoedPrompt(
+                    text, request.prompt_token_ids, generates=echo.generates, is_prompt=echo.is_prompt
+                )
             if wants_logprobs:
                 choice.offsets = TextOffsets(0 if choice.echo is None else choice.echo.num_chars, _end_of(request))
         self.failure: BatonError | None = None  # what `events` told its reader as an event

@@ -80,7 +80,7 @@ def make_app(front: Front, root_path: str = "") -> ASGIApp:
     post("/v1/completions", generation.completions, "Continue prompts", CompletionBody, openapi.COMPLETION_ANSWER)
     items = "Answer a conversation, item by item"
     post("/v1/responses", generation.responses, items, ResponsesBody, openapi.RESPONSE_ANSWER)
-    post("/v1/embeddings", embedding.embeddings, "Vectors of texts", EmbeddingsBody, embeddings)
+    post("/v1/embeddings", embedding.embeddings, "Vectors of texts or of a chat", EmbeddingsBody, embeddings)
     post("/v1/cache/retain", prefixes.retain, "Keep a prompt's KV for a while", RetainPrefixBody, hinted)
     post("/v1/cache/evict", prefixes.evict, "Forget a prompt's KV", PrefixBody, hinted)
     post("/v1/cache/prefetch", prefixes.prefetch, "Have a prompt's KV ready", PrefixBody, hinted)
@@ -88,7 +88,7 @@ def make_app(front: Front, root_path: str = "") -> ASGIApp:
     model = openapi.json_answer("Model")
     get("/v1/models/{model:path}", information.model, "One model", model, openapi.MODEL_PARAMETER)
     tokens, text = openapi.json_answer("Tokens"), openapi.json_answer("Text")
-    post("/tokenize", tokenizer.tokenize, "Token ids of a text", TokenizeBody, tokens)
+    post("/tokenize", tokenizer.tokenize, "Token ids of a text or a chat", TokenizeBody, tokens)
     post("/detokenize", tokenizer.detokenize, "The text of token ids", DetokenizeBody, text)
     special = "Special tokens and the chat template, for harnesses"
     get("/tokenizer_info", tokenizer.tokenizer_info, special, openapi.json_answer("TokenizerInfo"))

@@ -16,6 +16,7 @@ from router.text.conversation import (
     Json,
     Tools,
     ValueCount,
+    check_continued,
     check_num_parts,
     check_options,
     joined_parts,
@@ -63,15 +64,67 @@ class ChatMessage(Body, kw_only=True):
 
 
 def conversation_of(
-    given: Sequence[ChatMessage], tools: Tools, options: dict[str, Any] | None, limits: ModelLimits
+    given: Sequence[ChatMessage],
+    tools: Tools,
+    options: dict[str, Any] | None,
+    limits: ModelLimits,
+    *,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
 ) -> Conversation:
     """Counts before it looks at anything. Raises `InvalidArgumentError`."""
+    if add_generation_prompt and continue_final_message:
+        raise InvalidArgumentError("continue_final_message", "cannot be together with add_generation_prompt")
     check_messages(len(given), limits, "messages")
     check_num_parts(sum(len(one.content) for one in given if isinstance(one.content, list)), "messages")
     values = ValueCount()
     messages = [_message(message, f"messages[{index}]", values) for index, message in enumerate(given)]
     check_options(options or {}, "chat_template_kwargs")
-    return Conversation(messages=named_results(messages), tools=tools, template_options=options or {})
+    if continue_final_message:
+        check_continued(messages, "continue_final_message")
+    return Conversation(
+        messages=named_results(messages),
+        tools=tools,
+        template_options=options or {},
+        asks_answer=add_generation_prompt is not False,
+        continues_last=bool(continue_final_message),
+    )
+
+
+class ChatInPlace(Body, kw_only=True):
+    """A body that may have a chat in the place of a text, as vLLM's clients send it."""
+
+    messages: list[ChatMessage] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Given = UNSET
+    add_special_tokens: bool | None = None  # of the text
+
+    of_chat: ClassVar[tuple[str, ...]] = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+    of_text: ClassVar[tuple[str, ...]] = ()
+
+    def check_chat(self) -> None:
+        """Raises `InvalidArgumentError` for what is of a text and of a chat at once."""
+        refuse_if_asked(self, ("chat_template",))
+        for name in self.of_chat if self.messages is None else self.of_text:
+            if getattr(self, name) is not None:
+                reason = "is only for messages" if self.messages is None else "cannot be together with messages"
+                raise InvalidArgumentError(name, reason)
+        if self.messages is not None and self.add_special_tokens:
+            raise InvalidArgumentError("add_special_tokens", "is not for messages: the chat template writes them")
+
+    def conversation_with(self, tools: Tools, limits: ModelLimits, *, asks_answer: bool = True) -> Conversation:
+        """`asks_answer`: what holds if the client says nothing of `add_generation_prompt`."""
+        asks = asks_answer and not self.continue_final_message
+        return conversation_of(
+            self.messages or [],
+            tools,
+            self.chat_template_kwargs,
+            limits,
+            add_generation_prompt=asks if self.add_generation_prompt is None else self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        )
 
 
 def _message(message: ChatMessage, where: str, values: ValueCount) -> Json:

@@ -1,4 +1,4 @@
-"""An answer that begins with its prompt: what `echo` of a text completion asks for."""
+"""An answer that begins with its prompt, or with a message of its chat: what `echo` asks for."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from router.text.tokenizer import Tokenizer
 @dataclass(slots=True, frozen=True)
 class Echo:
     """`texts`: of the prompts. Not `generates`: the prompt is the whole answer, and the token that workers add to it is
-    dropped."""
+    dropped. Not `is_prompt`: each text is only a part of its prompt, so the prompt's tokens do not come with it."""
 
     texts: Sequence[str]
-    generates: bool
+    generates: bool = True
+    is_prompt: bool = True
 
 
 class EchoedPrompt:
     """One choice's. Puts the prompt before what comes of the answer."""
 
-    def __init__(self, text: str, prompt_token_ids: Sequence[int], *, generates: bool) -> None:
+    def __init__(self, text: str, prompt_token_ids: Sequence[int], *, generates: bool, is_prompt: bool = True) -> None:
         self.num_chars = len(text)
         self._text = text
         self._first_token_id = prompt_token_ids[0]
         self._generates = generates
+        self._is_prompt = is_prompt
         self._is_begun = False
         self._data = text.encode()
         self._num_bytes = 0  # of the text, that belong to tokens so far
@@ -39,9 +41,13 @@ class EchoedPrompt:
         token, so it has no logprob."""
         if not self._generates:
             output = _without_tokens(output)
+        if not self._is_prompt:
+            output = replace(output, prompt_logprobs=[])
         if self._is_begun:
             return output
         self._is_begun = True
+        if not self._is_prompt:
+            return replace(output, text=self._text + output.text)
         first = SampledToken(self._first_token_id)
         return replace(output, text=self._text + output.text, prompt_logprobs=[first, *output.prompt_logprobs])
 

@@ -16,22 +16,26 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from common.errors import InvalidArgumentError
-from common.validation import check_model
+from common.validation import ModelLimits, check_model
 from protos.baton.v1 import embed_pb2
 from router.api.api_keys import current_client
-from router.api.rest.body_types import Body, several
+from router.api.rest.body_types import several
+from router.api.rest.chat_messages import ChatInPlace
 from router.api.rest.disconnect import json_answer
 from router.api.rest.handlers import Handlers, request_id_of
 from router.api.rest.large_json import PART_BYTES
 from router.api.rest.parsing import parse
 from router.api.rest.tools import JsonObject
+from router.fleet.served_model import ServedModel
 from router.serving.embedding import MAX_AT_ONCE, Embedded, EmbedRequest, check_num_inputs
+from router.serving.request import Prompt
+from router.text.conversation import Conversation, Tools
 
 _POOLINGS = {"last": embed_pb2.POOLING_LAST, "mean": embed_pb2.POOLING_MEAN}
 
 
-class EmbeddingsBody(Body, kw_only=True):
-    input: str | list[str | int | list[int]]
+class EmbeddingsBody(ChatInPlace, kw_only=True):
+    input: str | list[str | int | list[int]] | None = None
     model: str | None = None
     encoding_format: str | None = None
     dimensions: int | None = None
@@ -39,7 +43,6 @@ class EmbeddingsBody(Body, kw_only=True):
     # Not OpenAI's.
     pooling: str | None = None
     normalize: bool | None = None
-    add_special_tokens: bool | None = None
     cache_salt: str | None = None
     request_id: str | None = None
 
@@ -47,6 +50,7 @@ class EmbeddingsBody(Body, kw_only=True):
     user: str | None = None
 
     formats: ClassVar[tuple[str, ...]] = ("float", "base64")
+    of_text: ClassVar[tuple[str, ...]] = ("input",)
 
     def check(self) -> None:
         """Raises `InvalidArgumentError` for what is well formed and still cannot be done."""
@@ -56,10 +60,17 @@ class EmbeddingsBody(Body, kw_only=True):
             raise InvalidArgumentError("pooling", f"must be last or mean, not {self.pooling!r}")
         if self.dimensions is not None and self.dimensions < 1:
             raise InvalidArgumentError("dimensions", f"must be at least 1, not {self.dimensions}")
-        check_num_inputs(len(self.inputs()), "input")
+        self.check_chat()
+        if self.messages is None:
+            check_num_inputs(len(self.inputs()), "input")
 
     def inputs(self) -> list[str | list[int]]:
+        if self.input is None:
+            raise InvalidArgumentError("input", "is required")
         return several(self.input, "input")
+
+    def conversation(self, limits: ModelLimits) -> Conversation:
+        return self.conversation_with(Tools(), limits, asks_answer=False)
 
     @property
     def pooling_value(self) -> embed_pb2.Pooling.ValueType:
@@ -118,11 +129,7 @@ class EmbeddingHandlers(Handlers):
             model = await front.admission.serving()
             check_model(body.model or "", model.limits)
             body.check()
-            special = body.add_special_tokens is not False
-            inputs = body.inputs()
-            prompts = await front.preparation.prompts(
-                model, inputs, "input", add_special_tokens=special, has_answer=False
-            )
+            prompts = await self._prompts(model, body)
             wanted = front.preparation.embed_request(
                 model,
                 prompts,
@@ -135,8 +142,15 @@ class EmbeddingHandlers(Handlers):
                 client=client,
             )
             with front.admission.gate.bytes_held() as held:
-                with front.admission.gate.requests(client.name if client else "", min(len(inputs), MAX_AT_ONCE) - 1):
+                with front.admission.gate.requests(client.name if client else "", min(len(prompts), MAX_AT_ONCE) - 1):
                     embedded = await front.embedder.embed(wanted, held.grow)
                 async with aclosing(embeddings_parts(body, wanted, embedded)) as parts:
                     async for part in parts:
                         yield part
+
+    async def _prompts(self, model: ServedModel, body: EmbeddingsBody) -> list[Prompt]:
+        preparation = self._front.preparation
+        if body.messages is not None:
+            return [await preparation.chat_prompt(model, body.conversation(model.limits), has_answer=False)]
+        special = body.add_special_tokens is not False
+        return await preparation.prompts(model, body.inputs(), "input", add_special_tokens=special, has_answer=False)

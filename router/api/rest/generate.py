@@ -51,9 +51,14 @@ class GenerationHandlers(Handlers):
         )
 
         async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
-            return [await self._front.preparation.chat_prompt(model, body.conversation(model.limits), keep=keep)]
+            conversation = body.conversation(model.limits)
+            echoed.append(body.echoed(conversation))
+            return [await self._front.preparation.chat_prompt(model, conversation, keep=keep)]
 
-        return await self._generate(request, body, prompts, self._answer_maker(body, chat_format), arrived_at)
+        echoed: list[str] = []
+        echo = Echo(echoed, is_prompt=False) if body.echo else None
+        make_answer = self._answer_maker(body, chat_format, echo)
+        return await self._generate(request, body, prompts, make_answer, arrived_at)
 
     async def responses(self, request: Request) -> Response:
         arrived_at = time.monotonic()

@@ -188,8 +188,8 @@ class ChatBody(GenerationBody, kw_only=True):
     web_search_options: Given = UNSET
     # vLLM's.
     add_generation_prompt: bool | None = None
-    continue_final_message: Given = UNSET
-    echo: Given = UNSET
+    continue_final_message: bool | None = None  # whether the answer continues the last message
+    echo: bool | None = None
     chat_template: Given = UNSET
     documents: Given = UNSET
     mm_processor_kwargs: Given = UNSET
@@ -199,8 +199,6 @@ class ChatBody(GenerationBody, kw_only=True):
         "functions",
         "audio",
         "prediction",
-        "continue_final_message",
-        "echo",
         "chat_template",
         "documents",
         "mm_processor_kwargs",
@@ -218,14 +216,18 @@ class ChatBody(GenerationBody, kw_only=True):
         if is_given(self.web_search_options):  # an empty object asks for a search, too
             raise InvalidArgumentError("web_search_options", "is not supported")
         refuse_unless(self, "verbosity", "medium")
-        if self.add_generation_prompt is False:
-            raise InvalidArgumentError("add_generation_prompt", "only true is supported")
         if self.top_logprobs and not self.logprobs:
             raise InvalidArgumentError("top_logprobs", "needs logprobs to be true")
 
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
+
+    def echoed(self, conversation: Conversation) -> str:
+        """What comes before the answer: the last message if the answer is of the same role, as in vLLM."""
+        last = conversation.messages[-1]
+        asks = conversation.asks_answer and not conversation.continues_last
+        return str(last["content"]) if self.echo and (last["role"] == "assistant" or not asks) else ""
 
     def sampling(self) -> dict[str, object]:
         given = super().sampling()
@@ -237,7 +239,14 @@ class ChatBody(GenerationBody, kw_only=True):
 
     def conversation(self, limits: ModelLimits) -> Conversation:
         tools = chat_tools(self.tools or (), self.tool_choice, parallel=self.parallel_tool_calls is not False)
-        conversation = conversation_of(self.messages, tools, self.chat_template_kwargs, limits)
+        conversation = conversation_of(
+            self.messages,
+            tools,
+            self.chat_template_kwargs,
+            limits,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        )
         effort = check_effort(self.reasoning_effort, "reasoning_effort")
         return replace(conversation, effort=effort) if effort else conversation
 

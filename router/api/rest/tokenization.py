@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from fastapi import Request
 from fastapi.responses import Response
 
 from common.errors import InvalidArgumentError
-from common.validation import check_model
+from common.validation import ModelLimits, check_model
 from router.api.api_keys import current_client
 from router.api.rest.body_types import Body
+from router.api.rest.chat_messages import ChatInPlace
 from router.api.rest.errors import json_response
 from router.api.rest.handlers import Handlers
 from router.api.rest.parsing import parse
+from router.api.rest.tools import FunctionTool, chat_tools
+from router.fleet.served_model import ServedModel
+from router.text.conversation import Conversation
 
 
-class TokenizeBody(Body, kw_only=True):
+class TokenizeBody(ChatInPlace, kw_only=True):
     model: str | None = None
     text: str | None = None
     prompt: str | None = None  # vLLM's name for `text`; the answer then has its name for `token_ids`, too
-    add_special_tokens: bool | None = None
+    tools: list[FunctionTool] | None = None  # of `messages`
+
+    of_chat: ClassVar[tuple[str, ...]] = (*ChatInPlace.of_chat, "tools")
+    of_text: ClassVar[tuple[str, ...]] = ("text", "prompt")
 
     def check(self) -> None:
+        self.check_chat()
+        if self.messages is not None:
+            return
         if self.text is None and self.prompt is None:
             raise InvalidArgumentError("text", "is required")
         if None not in (self.text, self.prompt):
             raise InvalidArgumentError("prompt", "cannot be together with text, another name of it")
+
+    def conversation(self, limits: ModelLimits) -> Conversation:
+        return self.conversation_with(chat_tools(self.tools or (), None, parallel=True), limits)
 
 
 class DetokenizeBody(Body, kw_only=True):
@@ -47,12 +62,18 @@ class TokenizerHandlers(Handlers):
         model = self._front.admission.served()
         check_model(body.model or "", model.limits)
         body.check()
-        name, text = ("prompt", body.prompt) if body.text is None else ("text", body.text)
-        special = body.add_special_tokens is not False
-        ids = await self._front.preparation.tokenize(model, text or "", name, add_special_tokens=special)
-        of_vllm = {"tokens": ids} if name == "prompt" else {}
+        ids = await self._token_ids(model, body)
+        of_vllm = {"tokens": ids} if body.text is None else {}
         known = {"count": len(ids), "max_model_len": model.limits.max_model_len}
         return json_response({"token_ids": ids, **of_vllm, **known})
+
+    async def _token_ids(self, model: ServedModel, body: TokenizeBody) -> list[int]:
+        preparation = self._front.preparation
+        if body.messages is not None:
+            return (await preparation.chat_prompt(model, body.conversation(model.limits), has_answer=False)).token_ids
+        name, text = ("prompt", body.prompt) if body.text is None else ("text", body.text)
+        special = body.add_special_tokens is not False
+        return await preparation.tokenize(model, text or "", name, add_special_tokens=special)
 
     async def detokenize(self, request: Request) -> Response:
         body = parse(DetokenizeBody, await self._read(request))
