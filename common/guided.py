@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import ConfigDict, Field, Strict
 
-from common.structural_tag import quoted, structural_tag_grammar
+from common import json_schema
+from common.lark_text import ascii_classes, with_kept_schemas
+from common.structural_tag import Forms, quoted, structural_tag_grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -30,6 +32,8 @@ _JSON_OPTIONS: JsonCompileOptions = {
     # Lenient schemas would drop keywords that llguidance cannot keep, and treat oneOf as anyOf even if the two differ.
     "lenient": False,
     "coerce_one_of": False,
+    # Not \\uXXXX: it would spell the name of a property a second time, as if it were another one.
+    "json_allowed_escapes": 'nrbtf\\"',
 }
 
 # What llguidance's errors have in them, and what to say instead.
@@ -94,19 +98,15 @@ def _grammar_of(guided: Guided) -> str:
     if guided.json_object:
         return LLMatcher.grammar_from_json_schema('{"type": "object"}', None, _JSON_OPTIONS)
     if guided.json_schema:
-        schema = _schema(guided.json_schema)
-        if schema is False:
-            raise ValueError("json_schema cannot be used: no text matches it")
-        if schema is True:
-            schema = {}
+        schema = kept_schema(_schema(guided.json_schema), "json_schema")
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), None, _JSON_OPTIONS)
     if guided.regex:
-        return LLMatcher.grammar_from_regex(guided.regex)
+        return LLMatcher.grammar_from_regex(ascii_classes(guided.regex))
     if guided.choice:
         return "start: " + " | ".join(map(quoted, guided.choice))
     if guided.structural_tag:
-        return structural_tag_grammar(guided.structural_tag, _JSON_OPTIONS)
-    return _lark(guided.grammar)
+        return structural_tag_grammar(guided.structural_tag, Forms(_JSON_OPTIONS, kept_schema, kept_lark))
+    return kept_lark(guided.grammar, "grammar")
 
 
 def check_grammar(guided: Guided) -> None:
@@ -129,6 +129,27 @@ def failure_reason(error: str) -> str:
     return next((words for mark, words in _LIMITS if mark in first), first[:MAX_REASON_CHARS])
 
 
+def json_text(value: object) -> str:
+    """JSON of a schema or a tag, which has as many characters as the client's text: non-ASCII ones as they are."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which only an escape can say
+        return json.dumps(value)
+    return text
+
+
+def kept_schema(schema: object, name: str) -> dict[str, Any]:
+    """A schema equal to `schema` that llguidance keeps to the letter. Raises `ValueError` with the client's `name`."""
+    try:
+        exact = json_schema.exact(schema)
+    except json_schema.UnkeptError as error:
+        raise ValueError(f"{name} cannot be used: {str(error)[:MAX_REASON_CHARS]}") from error
+    if exact is False:
+        raise ValueError(f"{name} cannot be used: no text matches it")
+    return exact if isinstance(exact, dict) else {}
+
+
 def _schema(text: str) -> object:
     try:
         schema = json.loads(text)
@@ -141,11 +162,16 @@ def _schema(text: str) -> object:
     return schema
 
 
-def _lark(text: str) -> str:
-    """`text` itself if it is Lark; translated if it is EBNF (`root ::= ...`)."""
+def kept_lark(text: str, name: str) -> str:
+    """`text` itself if it is Lark, but for its `%json` schemas; translated if it is EBNF (`root ::= ...`). Raises
+    `ValueError` with the client's `name`."""
     from llguidance.gbnf_to_lark import any_to_lark
 
+    if text.lstrip().startswith("{"):  # llguidance's own JSON
+        raise ValueError(f"{name} cannot be parsed: it must be EBNF or Lark")
     try:
-        return any_to_lark(text)
+        lark = any_to_lark(text)
     except Exception as error:  # the translator raises bare Exception
-        raise ValueError(f"grammar cannot be parsed: {str(error)[:MAX_REASON_CHARS]}") from error
+        raise ValueError(f"{name} cannot be parsed: {str(error)[:MAX_REASON_CHARS]}") from error
+    options = {"json_allowed_escapes": _JSON_OPTIONS["json_allowed_escapes"]}
+    return with_kept_schemas(lark, lambda schema: kept_schema(schema, f"{name}: %json"), options)

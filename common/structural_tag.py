@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard, cast
+
+from common.lark_text import ascii_classes
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -21,9 +24,18 @@ _TEXT = r"/(.|\n)*/"
 JsonObject = Mapping[str, object]
 
 
-def structural_tag_grammar(text: str, json_options: JsonCompileOptions) -> str:
+@dataclass(slots=True, frozen=True)
+class Forms:
+    """Of parts of a tag. Both functions take the client's name for a part, and raise `ValueError` with it."""
+
+    json_options: JsonCompileOptions
+    schema: Callable[[object, str], dict[str, object]]  # one that llguidance keeps to the letter
+    lark: Callable[[str, str], str]  # of Lark or EBNF
+
+
+def structural_tag_grammar(text: str, forms: Forms) -> str:
     """Raises `ValueError` with a reason that names the place."""
-    return _Grammar(json_options).of(tag_format(text))
+    return _Grammar(forms).of(tag_format(text))
 
 
 def tag_format(text: str) -> JsonObject:
@@ -47,8 +59,8 @@ def tag_format(text: str) -> JsonObject:
 class _Grammar:
     """Rules collected on the way through one tag. Expressions are Lark; each place is named as in the client's JSON."""
 
-    def __init__(self, json_options: JsonCompileOptions) -> None:
-        self._json_options = json_options
+    def __init__(self, forms: Forms) -> None:
+        self._forms = forms
         self._rules: list[str] = []
         self._parts: list[dict[str, str]] = []  # whole grammars inside this one
         self._formats: dict[str, Callable[[JsonObject, str, int], str]] = {
@@ -105,8 +117,8 @@ class _Grammar:
             raise ValueError(f"{place}.json_schema must be a JSON schema that something matches")
         if isinstance(schema, dict) and "x-guidance" in schema:
             raise ValueError(f"{place}.json_schema must not have x-guidance")
-        given = schema if isinstance(schema, dict) else {}
-        return self._rule("%json " + json.dumps({**given, "x-guidance": self._json_options}))
+        given = self._forms.schema(schema, f"{place}.json_schema")
+        return self._rule("%json " + json.dumps({**given, "x-guidance": self._forms.json_options}))
 
     def _any_text(self, format_: JsonObject, place: str, _: int) -> str:
         """Free text is allowed at the very end, or before a tag's end (`_tag`): otherwise nothing says where it
@@ -129,17 +141,12 @@ class _Grammar:
         from llguidance import LLMatcher
 
         _only(format_, place, "type", "pattern")
-        grammar = json.loads(LLMatcher.grammar_from_regex(_text(format_, "pattern", place)))
+        grammar = json.loads(LLMatcher.grammar_from_regex(ascii_classes(_text(format_, "pattern", place))))
         return self._part(grammar["grammars"][0]["lark_grammar"])
 
     def _grammar(self, format_: JsonObject, place: str, _: int) -> str:
-        from llguidance.gbnf_to_lark import any_to_lark
-
         _only(format_, place, "type", "grammar")
-        try:
-            return self._part(any_to_lark(_text(format_, "grammar", place)))
-        except Exception as error:  # the translator raises bare Exception
-            raise ValueError(f"{place}.grammar cannot be parsed: {error}") from error
+        return self._part(self._forms.lark(_text(format_, "grammar", place), f"{place}.grammar"))
 
     def _part(self, lark: str) -> str:
         name = f"part{len(self._parts)}"

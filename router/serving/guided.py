@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from functools import partial
 
 from common.errors import InvalidArgumentError, OverloadedError
 from common.grammar_process import GrammarProcess, shared_process
-from common.guided import Guided
+from common.guided import Guided, json_text
 from common.sampling import FieldName
 from router.serving.threads import SHORT, TextThreads
 from router.text.conversation import Tools
@@ -72,6 +71,6 @@ class Grammars:
             is_held = tools.named in ("", tool.name) if tools.is_forced else tool.strict
             if is_held:
                 try:
-                    self._process.check(Guided(json_schema=json.dumps(closed_schema(tool))))
+                    self._process.check(Guided(json_schema=json_text(closed_schema(tool))))
                 except ValueError as error:
                     raise InvalidArgumentError(f"{tools.place(index)}.parameters", str(error)) from error

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from common.errors import InvalidArgumentError
-from common.guided import MAX_GRAMMAR_CHARS, Guided
+from common.guided import MAX_GRAMMAR_CHARS, Guided, json_text
 from common.sampling import FieldName
 from common.structural_tag import tag_format
 from router.text.answer_parts import PartsParser, Pieces, Reading, Spaces
@@ -74,7 +74,7 @@ class ChatAnswer:
     def _tag(self, format_: Json, name: FieldName) -> Guided:
         if self.thought is not None:
             format_ = after_thought(self.thought, format_, self.tokens)
-        text = json.dumps({"type": "structural_tag", "format": format_}, ensure_ascii=False)
+        text = json_text({"type": "structural_tag", "format": format_})
         if len(text) > MAX_GRAMMAR_CHARS:
             reason = f"the form of the whole answer has {len(text)} characters, more than {MAX_GRAMMAR_CHARS}"
             raise InvalidArgumentError(name("guided"), reason)

@@ -6,19 +6,20 @@ how the model would write a call by itself, so both work with every model whose 
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
-from common.guided import Guided
+from common.guided import Guided, json_text
 from router.text.answer_parts import Pieces, Reading, ToolCallDelta, new_call_id
 from router.text.conversation import Json, Tool, Tools
 from router.text.tool_text import ArgumentsText, ObjectsText
+
+_NOTES = frozenset(
+    ["type", "$schema", "$id", "id", "$comment", "$defs", "definitions", "title", "description", "default", "examples"]
+)
 
 
 def forced_guide(tools: Tools) -> Guided:
     """The form of the answer. Requires `tools.is_forced`."""
     if name := _only(tools):
-        return Guided(json_schema=json.dumps(closed_schema(next(tool for tool in tools.tools if tool.name == name))))
+        return Guided(json_schema=json_text(closed_schema(next(tool for tool in tools.tools if tool.name == name))))
     calls = [
         {
             "type": "object",
@@ -31,8 +32,10 @@ def forced_guide(tools: Tools) -> Guided:
     schema: Json = {"type": "array", "minItems": 1, "items": {"anyOf": calls} if len(calls) > 1 else calls[0]}
     if not tools.parallel:
         schema["maxItems"] = 1
-    schema["$defs"] = {f"t{number}": _moved(closed_schema(tool), number) for number, tool in enumerate(tools.callable)}
-    return Guided(json_schema=json.dumps(schema))
+    schema["$defs"] = {
+        f"t{number}": _resource(closed_schema(tool), number) for number, tool in enumerate(tools.callable)
+    }
+    return Guided(json_schema=json_text(schema))
 
 
 def forced_reading(tools: Tools) -> Reading:
@@ -49,23 +52,20 @@ def _only(tools: Tools) -> str:
 
 
 def closed_schema(tool: Tool) -> Json:
-    """The schema of the arguments. One without any members means that there are no arguments."""
-    if tool.parameters.get("properties") or "additionalProperties" in tool.parameters or "$ref" in tool.parameters:
-        return {"type": "object", **tool.parameters}
-    return {**tool.parameters, "type": "object", "additionalProperties": False}
+    """The schema of the arguments. One that asks for nothing means that there are no arguments."""
+    schema: Json = {"type": "object", **tool.parameters}
+    if any(
+        value not in ({}, []) or key == "additionalProperties" for key, value in schema.items() if key not in _NOTES
+    ):
+        return schema
+    return {**schema, "type": "object", "additionalProperties": False}
 
 
-def _moved(value: Any, number: int) -> Any:
-    """A schema that is a part of another one now: references to its root lead to where it is."""
-    if isinstance(value, list):
-        return [_moved(one, number) for one in value]
-    if not isinstance(value, dict):
-        return value
-    moved = {key: _moved(one, number) for key, one in value.items()}
-    reference = value.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = f"#/$defs/t{number}{reference[1:]}"
-    return moved
+def _resource(schema: Json, number: int) -> Json:
+    """A schema inside another one, whose references lead to where they led before: it has an id."""
+    given = schema.get("$id", schema.get("id"))
+    id_ = given if isinstance(given, str) and not given.startswith("#") else f"tool:{number}"
+    return {"$id": id_, **{key: value for key, value in schema.items() if key not in ("$id", "id")}}
 
 
 class ForcedParser:

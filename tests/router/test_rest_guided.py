@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import httpx
 import pytest
@@ -107,6 +108,50 @@ async def test_schemas_of_any_depth_are_refused(router: RunningRouter) -> None:
     """Some are not too deep for who looks over them, and too deep for who decodes them, in a few frames more."""
     async with httpx.AsyncClient(base_url=router.url) as client:
         for depth in range(800, 1010, 2):
-            schema = '{"a":' * depth + "1" + "}" * depth
+            schema = '{"items":' * depth + "1" + "}" * depth
             response = await client.post("/v1/completions", content=f'{{"prompt": "Hi", "guided_json": {schema}}}')
             assert response.status_code == 400, (depth, response.text)
+
+
+LONG = {"const": "漢" * 11_000}  # six times as many characters if each is written as an escape
+
+
+@each_case(
+    "fields",
+    [
+        {"guided_json": LONG},
+        {"guided": {"json_schema": json.dumps(LONG, ensure_ascii=False)}},
+        {"structured_outputs": {"json": LONG}},
+        response_format("json_schema", json_schema={"schema": LONG}),
+        response_format("structural_tag", format={"type": "json_schema", "json_schema": LONG}),
+    ],
+)
+async def test_a_long_schema_is_counted_in_characters_of_its_text(router: RunningRouter, fields: Any) -> None:
+    response = await post(router, **fields)
+    assert response.status_code == 200, response.text
+
+
+@each_case(
+    ("schema", "words"),
+    [
+        ({"properties": {"a": {"enum": [1234567890123456789]}}}, "enum at #/properties/a: 1234567890123456789"),
+        ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, "oneOf at #/oneOf: two of its branches may hold at once"),
+        ({"multipleOf": -3}, "multipleOf at #: must be above 0, not -3"),
+    ],
+)
+async def test_what_a_schema_cannot_keep_is_named(router: RunningRouter, schema: object, words: str) -> None:
+    given = (
+        {"guided_json": schema},
+        {"guided_grammar": f"start: %json {json.dumps(schema)}"},
+        response_format("json_schema", json_schema={"schema": schema}),
+        response_format("structural_tag", format={"type": "json_schema", "json_schema": schema}),
+    )
+    for fields in given:
+        response = await post(router, **fields)  # type: ignore[arg-type]
+        assert (response.status_code, words in response.text) == (400, True), response.text
+
+
+async def test_half_a_surrogate_pair_is_refused(router: RunningRouter) -> None:
+    async with httpx.AsyncClient(base_url=router.url) as client:
+        response = await client.post("/v1/completions", content='{"prompt": "Hi", "guided_json": {"const": "\\ud800"}}')
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "guided_json")

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import openai
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from protos.baton.v1 import inference_pb2, types_pb2
 from tests.each_case import each_case
@@ -408,21 +409,60 @@ async def test_forms_that_cannot_be_kept(router: RunningRouter, body: dict[str, 
     assert caught.value.param == param
 
 
-def test_references_in_schemas_of_several_tools() -> None:
+DATA = {"$ref": "#/$defs/A"}
+ADDRESSED = {"$id": "https://example.com/tool", "$defs": {"A": {"$anchor": "here", "type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "good", "bad"),
+    [
+        ({"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "integer"}}}, {"a": 1}, {"a": "x"}),
+        ({**ADDRESSED, "properties": {"a": {"$ref": "#here"}}}, {"a": 1}, {"a": "x"}),
+        ({**ADDRESSED, "properties": {"a": {"$ref": "tool#/$defs/A"}}}, {"a": 1}, {"a": "x"}),
+        ({"properties": {"a": {"const": DATA}}}, {"a": DATA}, {"a": {"$ref": "#/$defs/t1/$defs/A"}}),
+        ({"properties": {"a": {"enum": [DATA]}}}, {"a": DATA}, {"a": {"$ref": "#/$defs/t1/$defs/A"}}),
+        ({"properties": {"a": {"type": "integer", "default": DATA}}}, {"a": 1}, {"a": "x"}),
+        ({"properties": {"$ref": {"type": "integer"}}}, {"$ref": 1}, {"$ref": "x"}),
+        ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, {"a": 1}, {}),
+        ({"required": ["a"]}, {"a": 1}, {}),
+        ({"minProperties": 1}, {"a": 1}, {}),
+        ({"properties": {}, "required": []}, {}, {"a": 1}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("choice", ["required", "named"])
+def test_schemas_of_several_tools(parameters: dict[str, object], good: object, bad: object, choice: str) -> None:
+    """Each as if its tool were the only one. Two of them have the same id."""
+    from common.guided import check_grammar, check_guided, grammar_of
+    from router.text.conversation import Tool, Tools
+    from router.text.forced_calls import forced_guide
+
+    made = (Tool(name="f", parameters={**ADDRESSED, "required": ["z"]}), Tool(name="g", parameters=parameters))
+    named = "g" if choice == "named" else ""
+    guided = forced_guide(Tools(tools=made, choice="required", named=named))
+    check_guided(guided)
+    check_grammar(guided)
+
+    def takes(arguments: object) -> bool:
+        text = json.dumps(arguments if named else [{"name": "g", "parameters": arguments}])
+        matcher = LLMatcher(LLTokenizer("byte"), grammar_of(guided), log_level=0)
+        return bool(matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting())
+
+    assert takes(good)
+    assert not takes(bad)
+
+
+@pytest.mark.parametrize("named", ["", "f"])
+def test_a_tools_long_schema_is_counted_in_characters_of_its_text(named: str) -> None:
     from common.guided import check_guided
     from router.text.conversation import Tool, Tools
     from router.text.forced_calls import forced_guide
 
-    parameters = {
-        "type": "object",
-        "properties": {"a": {"$ref": "#/$defs/A"}},
-        "$defs": {"A": {"type": "object", "properties": {"next": {"$ref": "#/$defs/A"}, "n": {"type": "integer"}}}},
-        "required": ["a"],
-    }
-    made = (Tool(name="f", parameters=parameters), Tool(name="g", parameters=parameters), Tool(name="h"))
-    guided = forced_guide(Tools(tools=made, choice="required"))
+    guided = forced_guide(
+        Tools(tools=(Tool(name="f", parameters={"const": "漢" * 11_000}),), choice="required", named=named)
+    )
     check_guided(guided)
-    assert json.loads(guided.json_schema)["$defs"]["t1"]["properties"]["a"] == {"$ref": "#/$defs/t1/$defs/A"}
+    assert len(guided.json_schema) < 12_000
 
 
 CUT = '<tool_call>{"name": "f", "arguments": {"x": "one'

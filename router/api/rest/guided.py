@@ -5,14 +5,13 @@ At most one of them. Schemas and structural tags are objects, or texts of such.
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 
 import msgspec
 from msgspec import UNSET, Raw
 
 from common.errors import InvalidArgumentError
-from common.guided import MAX_GRAMMAR_CHARS, Guided
+from common.guided import MAX_GRAMMAR_CHARS, Guided, json_text
 from router.api.rest.body_types import Body, Given, is_given
 
 MAX_SCHEMA_BYTES = 4 * MAX_GRAMMAR_CHARS  # as the client wrote it, with its white space
@@ -157,7 +156,7 @@ def schema_text(given: Given, name: str) -> str:
         value = msgspec.json.decode(given)
         if value is None:
             return ""
-        return value if isinstance(value, str) else json.dumps(value)
+        return value if isinstance(value, str) else json_text(value)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(name, f"cannot be read: {error}") from error
     except RecursionError as error:

@@ -1,0 +1,347 @@
+"""Reads a client's schema into plain ones: references are resolved, and what constrains nothing is dropped.
+
+Older drafts are read as what they mean in 2020-12. Keywords that a draft does not know constrain nothing in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from common.json_schema import numbers
+from common.json_schema.plain import NUMBERS, TYPES, Plain, UnkeptError, all_of, any_of, is_same
+from common.json_schema.references import DRAFT_6, DRAFT_7, DRAFT_2019, Document, Place
+
+# Formats that llguidance keeps, and those that the standard defines and llguidance lacks. Any other is an annotation,
+# says the standard.
+_UNKEPT_FORMATS = frozenset(("regex", "uri-template", "iri", "iri-reference", "idn-email", "idn-hostname"))
+FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+
+# Formats that llguidance lacks and a pattern can say. Of references (RFC 3986), those with an IP literal are left out.
+_TOKENS = "(?:/(?:[^/~]|~[01])*)*"
+_HOST = "(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})"
+_FIRST, _NEXT = _HOST.replace("=-]", "=@-]"), _HOST.replace("=-]", "=:@-]")
+_ROOTED = f"//(?:(?:{_HOST}|:)*@)?{_HOST}*(?::[0-9]*)?(?:/{_NEXT}*)*|/(?:{_NEXT}+(?:/{_NEXT}*)*)?"
+_PATTERNS = {
+    "json-pointer": f"^{_TOKENS}$",
+    "relative-json-pointer": f"^(?:0|[1-9][0-9]*)(?:#|{_TOKENS})$",
+    "uri-reference": (
+        f"^(?:[A-Za-z][A-Za-z0-9+.-]*:(?:{_ROOTED}|{_NEXT}+(?:/{_NEXT}*)*)?|{_ROOTED}|{_FIRST}+(?:/{_NEXT}*)*)?"
+        f"(?:[?](?:{_NEXT}|[/?])*)?(?:#(?:{_NEXT}|[/?])*)?$"
+    ),
+}
+_SINCE = {
+    **dict.fromkeys(("contains", "propertyNames"), DRAFT_6),
+    "if": DRAFT_7,
+    **dict.fromkeys(
+        [
+            "prefixItems",
+            "dependentRequired",
+            "dependentSchemas",
+            "minContains",
+            "maxContains",
+            "unevaluatedItems",
+            "unevaluatedProperties",
+            "$dynamicRef",
+            "$recursiveRef",
+        ],
+        DRAFT_2019,
+    ),
+}
+_SIZES = [
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "minProperties",
+    "maxProperties",
+    "minContains",
+    "maxContains",
+]
+
+
+class Reader:
+    """Of one document. `definitions` is complete once `read` has returned."""
+
+    def __init__(self, root: Any) -> None:
+        self._document = Document(root)
+        self._root = root
+        self._numbers: dict[tuple[str, ...], int] = {}  # of definitions, by their paths
+        self._waiting: list[tuple[Any, Place, int]] = []
+        self.definitions: dict[int, Plain] = {}
+        self.bounds: set[float] = set()  # of numbers, in all of the document
+
+    def read(self) -> Plain:
+        """The root. Raises `UnkeptError`."""
+        root = self._schema(self._root, Place())
+        while self._waiting:
+            schema, place, number = self._waiting.pop()
+            self.definitions[number] = self._schema(schema, place)
+        return root
+
+    def _schema(self, schema: Any, place: Place) -> Plain:
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise UnkeptError("schema", str(place), "must be an object, or true or false")
+        place = self._document.at(schema, place)
+        plain: dict[str, Any] = {"type": self._types(schema, place)}
+        parts: list[tuple[str, Any, str]] = []
+        late: list[tuple[str, Any, str]] = []
+        for keyword, value in schema.items():
+            if _SINCE.get(keyword, 0) > place.draft:
+                continue
+            if (read := _KEYWORDS.get(keyword)) is not None and not (keyword == "format" and value in list(_PATTERNS)):
+                read(self, schema, value, place, plain)
+                if keyword in ("properties", "prefixItems", "items"):
+                    plain["before"] = len(parts)
+            elif keyword == "format" and value in list(_PATTERNS):
+                parts.append(("allOf", [{"type": TYPES, "pattern": _PATTERNS[value]}], str(place / keyword)))
+            elif (read_parts := _PARTS.get(keyword)) is not None:
+                some = parts if keyword in _NAMING else late
+                some += [(kind, part, str(place / keyword)) for kind, part in read_parts(self, schema, value, place)]
+        self._unevaluated(schema, plain, place)
+        if parts := parts + late:
+            plain["parts"] = parts
+        else:
+            plain.pop("before", None)
+        return True if plain == {"type": TYPES} else plain
+
+    def _types(self, schema: dict[str, Any], place: Place) -> frozenset[str]:
+        given = schema.get("type")
+        if given is None and "type" not in schema:
+            return TYPES
+        names = given if isinstance(given, list) else [given]
+        types: set[str] = set()
+        for name in names:
+            if name == "number":
+                types |= NUMBERS
+            elif isinstance(name, str) and name in TYPES and name != "fraction":
+                types.add(name)
+            else:
+                raise UnkeptError("type", str(place), f"Invalid type: {name}")
+        return frozenset(types)
+
+    def _list(self, values: Any, place: Place) -> list[Plain]:
+        if not isinstance(values, list) or not values:
+            raise UnkeptError(place.path[-1], str(place), "must be a list of schemas that is not empty")
+        return [self._schema(value, place / index) for index, value in enumerate(values)]
+
+    def _mapping(self, values: Any, place: Place) -> dict[str, Plain]:
+        if not isinstance(values, dict):
+            raise UnkeptError(place.path[-1], str(place), "must be an object of schemas")
+        return {key: self._schema(value, place / key) for key, value in values.items()}
+
+    # ------------------------------------------------------------------------------------------------ keywords
+
+    def _const(self, _: Any, value: Any, __: Place, plain: dict[str, Any]) -> None:
+        self._restrict(plain, [value])
+
+    def _enum(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
+        if not isinstance(value, list):
+            raise UnkeptError("enum", str(place), "must be a list")
+        self._restrict(plain, value)
+
+    def _restrict(self, plain: dict[str, Any], values: list[Any]) -> None:
+        before = plain.get("enum")
+        plain["enum"] = values if before is None else [one for one in before if any(is_same(one, v) for v in values)]
+
+    def _bound(self, schema: dict[str, Any], value: Any, place: Place, plain: dict[str, Any], keyword: str) -> None:
+        exclusive = "exclusive" + keyword[0].upper() + keyword[1:]
+        is_exclusive = schema.get(exclusive) is True  # as draft 4 has it
+        bound = numbers.number(value, keyword, str(place))
+        plain[exclusive if is_exclusive else keyword] = bound
+        self.bounds.add(bound)
+
+    def _exclusive(self, value: Any, place: Place, plain: dict[str, Any], keyword: str) -> None:
+        if not isinstance(value, bool):
+            plain[keyword] = numbers.number(value, keyword, str(place))
+            self.bounds.add(plain[keyword])
+
+    def _multiple(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
+        if (multiple := numbers.number(value, "multipleOf", str(place))) <= 0:
+            raise UnkeptError("multipleOf", str(place), f"must be above 0, not {value}")
+        plain["multipleOf"] = multiple
+
+    def _size(self, value: Any, place: Place, plain: dict[str, Any], keyword: str) -> None:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise UnkeptError(keyword, str(place), f"must be an integer of at least 0, not {value!r}")
+        plain[keyword] = value
+
+    def _pattern(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
+        if not isinstance(value, str):
+            raise UnkeptError("pattern", str(place), "must be a text")
+        plain["pattern"] = value
+
+    def _format(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
+        if not isinstance(value, str):
+            raise UnkeptError("format", str(place), "must be a text")
+        if value in FORMATS or value in _UNKEPT_FORMATS:
+            plain["format"] = value
+
+    def _required(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
+        if isinstance(value, bool):  # of a property, as draft 3 had it: it constrains nothing here
+            return
+        plain["required"] = _names(value, "required", place)
+
+    def _properties(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
+        plain["properties"] = self._mapping(value, place / "properties")
+
+    def _patterns(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
+        plain["patternProperties"] = self._mapping(value, place / "patternProperties")
+
+    def _inner(self, value: Any, place: Place, plain: dict[str, Any], keyword: str) -> None:
+        plain[keyword] = self._schema(value, place / keyword)
+
+    def _items(self, schema: dict[str, Any], value: Any, place: Place, plain: dict[str, Any]) -> None:
+        if isinstance(value, list):
+            plain["prefixItems"] = [self._schema(one, place / "items" / n) for n, one in enumerate(value)]
+            if "additionalItems" in schema:
+                plain["items"] = self._schema(schema["additionalItems"], place / "additionalItems")
+        else:
+            plain["items"] = self._schema(value, place / "items")
+
+    def _prefix(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
+        plain["prefixItems"] = self._list(value, place / "prefixItems")
+
+    def _unique(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
+        if not isinstance(value, bool):
+            raise UnkeptError("uniqueItems", str(place), "must be true or false")
+        if value:
+            plain["uniqueItems"] = True
+
+    def _unevaluated(self, schema: dict[str, Any], plain: dict[str, Any], place: Place) -> None:
+        for keyword, sibling in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+            if keyword not in schema or _SINCE[keyword] > place.draft or schema[keyword] in (True, {}):
+                continue
+            if sibling in plain:  # then nothing is left unevaluated
+                continue
+            if set(schema) & _IN_PLACE or "contains" in schema:
+                raise UnkeptError(
+                    keyword, str(place), "is only kept without $ref, allOf, anyOf, oneOf and others beside it"
+                )
+            plain[sibling] = self._schema(schema[keyword], place / keyword)
+
+    # --------------------------------------------------------------------------------------------------- parts
+
+    def _reference(self, _: Any, value: Any, place: Place) -> list[tuple[str, Any]]:
+        if not isinstance(value, str):
+            raise UnkeptError("$ref", str(place), "must be a text")
+        schema, target = self._document.resolve(value, place)
+        number = self._numbers.get(target.path)
+        if number is None:
+            number = self._numbers[target.path] = len(self._numbers)
+            self._waiting.append((schema, target, number))
+        return [("$ref", number)]
+
+    def _dynamic(self, _: Any, __: Any, place: Place) -> list[tuple[str, Any]]:
+        raise UnkeptError("$dynamicRef", str(place), "is not supported")
+
+    def _all(self, _: Any, value: Any, place: Place) -> list[tuple[str, Any]]:
+        return [("allOf", self._list(value, place / "allOf"))]
+
+    def _any(self, _: Any, value: Any, place: Place) -> list[tuple[str, Any]]:
+        return [("anyOf", self._list(value, place / "anyOf"))]
+
+    def _one(self, _: Any, value: Any, place: Place) -> list[tuple[str, Any]]:
+        return [("oneOf", self._list(value, place / "oneOf"))]
+
+    def _not(self, _: Any, value: Any, place: Place) -> list[tuple[str, Any]]:
+        return [("not", self._schema(value, place / "not"))]
+
+    def _if(self, schema: dict[str, Any], value: Any, place: Place) -> list[tuple[str, Any]]:
+        if "then" not in schema and "else" not in schema:
+            return []
+        condition = self._schema(value, place / "if")
+        then = self._schema(schema.get("then", True), place / "then")
+        if "else" not in schema:
+            return [("anyOf", [_negated(condition, place / "if"), then])]
+        other = self._schema(schema["else"], place / "else")
+        if "then" not in schema:
+            return [("anyOf", [condition, other])]
+        return [("anyOf", [all_of([condition, then]), all_of([_negated(condition, place / "if"), other])])]
+
+    def _dependencies(self, _: Any, value: Any, place: Place) -> list[tuple[str, Any]]:
+        if not isinstance(value, dict):
+            raise UnkeptError("dependencies", str(place), "must be an object")
+        parts: list[tuple[str, Any]] = []
+        for key, needs in value.items():
+            at = place / "dependencies" / key
+            if isinstance(needs, list | str):
+                names = _names([needs] if isinstance(needs, str) else needs, "dependencies", at)
+                then: Plain = {"type": TYPES, "required": names} if names else True
+            else:
+                then = self._schema(needs, at)
+            without: Plain = {"type": TYPES, "properties": {key: False}}
+            if (either := any_of([without, then])) is not True:
+                parts.append(("allOf", [either]))
+        return parts
+
+
+def _negated(schema: Plain, place: Place) -> Plain:
+    return {"type": TYPES, "parts": [("not", schema, str(place))]}
+
+
+def _names(value: Any, keyword: str, place: Place) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise UnkeptError(keyword, str(place), "must be a list of texts")
+    return list(dict.fromkeys(value))
+
+
+_Read = Callable[[Reader, Any, Any, Place, dict[str, Any]], None]
+
+
+def _bound(keyword: str) -> _Read:
+    return lambda reader, schema, value, place, plain: reader._bound(schema, value, place, plain, keyword)
+
+
+def _exclusive(keyword: str) -> _Read:
+    return lambda reader, _, value, place, plain: reader._exclusive(value, place, plain, keyword)
+
+
+def _size(keyword: str) -> _Read:
+    return lambda reader, _, value, place, plain: reader._size(value, place, plain, keyword)
+
+
+def _inner(keyword: str) -> _Read:
+    return lambda reader, _, value, place, plain: reader._inner(value, place, plain, keyword)
+
+
+_KEYWORDS: dict[str, _Read] = {
+    "const": Reader._const,
+    "enum": Reader._enum,
+    "minimum": _bound("minimum"),
+    "maximum": _bound("maximum"),
+    "exclusiveMinimum": _exclusive("exclusiveMinimum"),
+    "exclusiveMaximum": _exclusive("exclusiveMaximum"),
+    "multipleOf": Reader._multiple,
+    **{keyword: _size(keyword) for keyword in _SIZES},
+    "pattern": Reader._pattern,
+    "format": Reader._format,
+    "required": Reader._required,
+    "properties": Reader._properties,
+    "patternProperties": Reader._patterns,
+    "additionalProperties": _inner("additionalProperties"),
+    "propertyNames": _inner("propertyNames"),
+    "items": Reader._items,
+    "prefixItems": Reader._prefix,
+    "contains": _inner("contains"),
+    "uniqueItems": Reader._unique,
+}
+_PARTS: dict[str, Callable[[Reader, Any, Any, Place], list[tuple[str, Any]]]] = {
+    "$ref": Reader._reference,
+    "$dynamicRef": Reader._dynamic,
+    "$recursiveRef": Reader._dynamic,
+    "allOf": Reader._all,
+    "anyOf": Reader._any,
+    "oneOf": Reader._one,
+    "not": Reader._not,
+    "if": Reader._if,
+    "dependencies": Reader._dependencies,
+    "dependentRequired": Reader._dependencies,
+    "dependentSchemas": Reader._dependencies,
+}
+_IN_PLACE = frozenset(_PARTS)
+_NAMING = frozenset(("$ref", "allOf", "anyOf", "oneOf"))  # those whose keys come before the keys of later `properties`
