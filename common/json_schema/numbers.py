@@ -28,16 +28,16 @@ def number(value: Any, keyword: str, place: str) -> int | float:
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
-def check_constant(value: Any, place: str) -> Any:
+def check_constant(value: Any, keyword: str, place: str) -> Any:
     """`value`, a JSON value, as llguidance writes it without change. Raises `UnkeptError`."""
     if isinstance(value, list):
-        return [check_constant(one, place) for one in value]
+        return [check_constant(one, keyword, place) for one in value]
     if isinstance(value, dict):
-        return {key: check_constant(one, place) for key, one in value.items()}
+        return {key: check_constant(one, keyword, place) for key, one in value.items()}
     if isinstance(value, int | float) and not isinstance(value, bool):
-        value = number(value, "enum", place)
+        value = number(value, keyword, place)
         if not _is_kept(value):
-            raise UnkeptError("enum", place, f"{value} is a number that cannot be kept exactly")
+            raise UnkeptError(keyword, place, f"{value} is a number that cannot be kept exactly")
     return value
 
 

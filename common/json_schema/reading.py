@@ -134,13 +134,13 @@ class Reader:
 
     # ------------------------------------------------------------------------------------------------ keywords
 
-    def _const(self, _: Any, value: Any, __: Place, plain: dict[str, Any]) -> None:
-        self._restrict(plain, [value])
+    def _const(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
+        self._restrict(plain, [numbers.check_constant(value, "const", str(place))])
 
     def _enum(self, _: Any, value: Any, place: Place, plain: dict[str, Any]) -> None:
         if not isinstance(value, list):
             raise UnkeptError("enum", str(place), "must be a list")
-        self._restrict(plain, value)
+        self._restrict(plain, numbers.check_constant(value, "enum", str(place)))
 
     def _restrict(self, plain: dict[str, Any], values: list[Any]) -> None:
         before = plain.get("enum")

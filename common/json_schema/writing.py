@@ -97,7 +97,7 @@ class _Writer:
         written: dict[str, Any] = {}
         more: list[tuple[str, Any, str]] = []  # parts that keywords become
         if enum is not None:
-            written["enum"] = [numbers.check_constant(value, place) for value in enum]
+            written["enum"] = enum
             if not enum:
                 return False
         if "string" in types:

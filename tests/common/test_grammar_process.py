@@ -49,15 +49,15 @@ TWO = {
     "b": {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"]},
 }
 HOSTILE = {
-    "const": (schema({"const": LEAST}), "beyond 64 bits"),
-    "enum": (schema({"enum": [1, LEAST]}), "beyond 64 bits"),
-    "bounds": (schema({"type": "integer", "minimum": -1e30, "maximum": -1e29}), "beyond 64 bits"),
-    "lark-json": (Guided(grammar=f'start: %json {{"const": {LEAST}}}'), "beyond 64 bits"),
+    "const": (schema({"const": LEAST}), "cannot be kept exactly"),
+    "enum": (schema({"enum": [1, LEAST]}), "cannot be kept exactly"),
+    "bounds": (schema({"type": "integer", "minimum": -1e30, "maximum": -1e29}), "cannot be kept exactly"),
+    "lark-json": (Guided(grammar=f'start: %json {{"const": {LEAST}}}'), "cannot be kept exactly"),
     "tag": (
         Guided(
             structural_tag=json.dumps({"format": {"type": "json_schema", "json_schema": {"const": LEAST}}}),
         ),
-        "beyond 64 bits",
+        "cannot be kept exactly",
     ),
     **{f"chain-{link}": (chain(1100, link), "refers too often") for link in ("items", "anyOf", "allOf", "properties")},
     "rules": (Guided(grammar=f"start: r0\n{rules(3000)}"), "refers too often"),
@@ -98,7 +98,8 @@ def test_a_hostile_grammar_is_refused_and_the_next_one_is_checked(
     with pytest.raises(ValueError, match=words) as caught:
         process.check(guided)
     (kind,) = guided.kinds
-    assert str(caught.value).startswith(f"{kind} cannot be used: ")
+    assert str(caught.value).startswith(kind)
+    assert " cannot be used: " in str(caught.value)
     assert process.check(GOOD).grammar
     assert process.pid == keeper  # what died was a copy of it, which costs nothing to replace
 

@@ -198,8 +198,8 @@ def _by(way: str, schema: object) -> Guided:
     ("schema", "words"),
     [
         ({"enum": [1234567890123456789]}, "enum at #: 1234567890123456789 is a number that cannot be kept exactly"),
-        ({"properties": {"a": {"const": [2**53 + 1]}}}, "enum at #/properties/a: 9007199254740993"),
-        ({"const": -(2**63)}, "enum at #: -9223372036854775808"),
+        ({"properties": {"a": {"const": [2**53 + 1]}}}, "const at #/properties/a: 9007199254740993"),
+        ({"const": -(2**63)}, "const at #: -9223372036854775808"),
         ({"type": "integer", "minimum": 2**63, "maximum": 2**63 + 1}, "minimum at #: 9223372036854775808"),
         ({"type": "integer", "minimum": -1e30, "maximum": -1e29}, "minimum at #: -1e[+]30"),
         ({"type": "integer", "minimum": 2**53 + 1}, "minimum at #: 9007199254740993"),
