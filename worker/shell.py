@@ -98,7 +98,7 @@ class Worker:
 
     async def wait_ready(self) -> None:
         """Waits for the engine. Raises `StartupError` with its reason."""
-        self.chat_template_error = await asyncio.to_thread(lambda: template_error(tokenizer_files(self.model_dir)))
+        self.chat_template_error = await asyncio.to_thread(_template_error, Path(self.model_dir))
         if self.chat_template_error:
             log.error("no chats are served with a broken template", extra={"reason": self.chat_template_error})
         self._ready = await self.engine.wait_ready()
@@ -232,3 +232,9 @@ def ends_counted(service: str) -> Iterator[None]:
 def error_from(event: RequestFailed) -> BatonError:
     """The error that an engine's refusal stands for."""
     return error_of(event.grpc_code, event.reason, field=event.field)
+
+
+def _template_error(model_dir: Path) -> str:
+    if not (model_dir / "tokenizer.json").is_file():
+        return ""  # the engine says so, and does not start
+    return template_error(tokenizer_files(model_dir))

@@ -20,6 +20,7 @@ from router.processes.remote_queue import RemoteQueue
 from router.serving import beams
 from router.serving.fair_queue import FairQueue
 from tests.each_case import each_case
+from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches, sample
 from tests.router.fake_worker import FakeWorker
 from tests.router.tiny_tokenizer import eos_id, tiny_tokenizer, vocab_size
@@ -143,7 +144,9 @@ def test_what_the_docs_say_of_that_bound() -> None:
     assert beams.most_tokens(4, 2_048, 16) == 8_192
 
 
-async def test_forced_calls_are_refused(router: RunningRouter) -> None:
+async def test_forced_calls_are_refused(worker: FakeWorker, start_router: StartRouter) -> None:
+    worker.chat_template = chat_templates.HERMES
+    router = await start_router(worker)
     body = {"messages": ASK, "tools": [TOOL], "tool_choice": "required", "use_beam_search": True, "n": 2}
     async with httpx.AsyncClient(base_url=router.url) as client:
         answer = await client.post("/v1/chat/completions", json=body)

@@ -46,7 +46,7 @@ async def test_refused_by_name_and_the_next_request_is_served(
             refused = await client.post("/v1/chat/completions", json={"messages": MESSAGES, **fields})
             assert refused.status_code == 400, refused.text
             assert refused.json()["error"]["param"] == param, refused.text
-            assert "cannot be used: it" in refused.json()["error"]["message"]
+            assert "cannot be used: " in refused.json()["error"]["message"]
         served = await client.post("/v1/chat/completions", json={"messages": MESSAGES, "guided_regex": "a+"})
         assert served.status_code == 200, served.text
 

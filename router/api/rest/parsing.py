@@ -35,8 +35,7 @@ def parse(body_class: type[BodyT], data: bytes) -> BodyT:
             data.decode()  # values that are only looked at are not decoded below, and some are sent back as they came
         return msgspec.json.decode(data, type=body_class)
     except msgspec.ValidationError as error:
-        wrong = _wrong(str(error), data)
-        raise _other_kind(body_class, wrong.field, data) or wrong from error
+        raise _refusal(body_class, str(error), data) from error
     except UnicodeDecodeError as error:
         field = _field_of_bad_text(data)
         raise InvalidArgumentError(field, f"{'' if field else 'the body '}is not valid UTF-8") from error
@@ -46,6 +45,12 @@ def parse(body_class: type[BodyT], data: bytes) -> BodyT:
         if field := _field_of_bad_text(data):
             raise InvalidArgumentError(field, "is not valid: text must be UTF-8, and numbers finite") from error
         raise InvalidArgumentError("", f"the body is not valid JSON: {error}") from error
+
+
+def _refusal(body_class: type[Body], message: str, data: bytes) -> InvalidArgumentError:
+    """Not made where it is raised: an error that its own traceback's frame keeps waits for the garbage collector."""
+    wrong = _wrong(message, data)
+    return _other_kind(body_class, wrong.field, data) or wrong
 
 
 def _wrong(message: str, data: bytes) -> InvalidArgumentError:
