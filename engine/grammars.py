@@ -67,8 +67,9 @@ class GrammarCompiler:
         return Guide(matcher, tokenizer, num_bytes=checked.num_bytes)
 
     def start(self) -> None:
-        """Starts the process that checks grammars, so that the first one does not wait for it."""
-        if not self._failure:
+        """Starts the process that checks grammars, so that the first one does not wait for it; not for a model without
+        guided text."""
+        if self._tokenizer is not None:
             shared_process(self._tokens).start()
 
     def load(self) -> None:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from tests.faults.matrix import Counted
-from tests.integration.stack import Fleet, Member, descendants
+from tests.integration.stack import Fleet, Member, engines
 
 NUM_LOOKS = 3  # on a busy machine one may come too late
 LOOK_TIMEOUT_S = 5.0
@@ -111,7 +111,7 @@ def places(router: str) -> set[str]:
 
 
 def engine_pid(member: Member) -> int:
-    (pid,) = descendants(member.process.popen.pid)
+    (pid,) = engines(member.process.popen.pid)
     return pid
 
 

@@ -67,6 +67,19 @@ def descendants(pid: int) -> set[int]:
     return children | {below for child in children for below in descendants(child)}
 
 
+def engines(pid: int) -> set[int]:
+    """Engine processes below `pid`, without those that check grammars for them."""
+    return {one for one in descendants(pid) if b"engine.process" in command(one)}
+
+
+def command(pid: int) -> bytes:
+    """The command line, with a NUL after each argument; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
 def alive(pids: set[int]) -> set[int]:
     """Those that run; a zombie does not."""
     found = set()

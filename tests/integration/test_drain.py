@@ -16,7 +16,7 @@ from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2, 
 from tests.chaos.tiny_model import random_prompt
 from tests.faults import watch
 from tests.integration.ask import Salt
-from tests.integration.stack import CALL_TIMEOUT_S, START_TIMEOUT_S, Fleet, Member, descendants, running, wait_for
+from tests.integration.stack import CALL_TIMEOUT_S, START_TIMEOUT_S, Fleet, Member, engines, running, wait_for
 from tests.integration.tiny import Case, make_cases, tiny_fleet
 
 pytestmark = pytest.mark.timeout(600)
@@ -180,5 +180,5 @@ def count_files(fleet: Fleet) -> int:
 
 
 def engine_of(member: Member) -> int:
-    (engine,) = descendants(member.process.popen.pid)
+    (engine,) = engines(member.process.popen.pid)
     return engine

@@ -12,7 +12,7 @@ import pytest
 
 from tests.chaos.tiny_model import random_prompt
 from tests.integration.ask import Salt
-from tests.integration.stack import START_TIMEOUT_S, Fleet, alive, descendants, kill, running, wait_for
+from tests.integration.stack import START_TIMEOUT_S, Fleet, alive, descendants, engines, kill, running, wait_for
 from tests.integration.tiny import Case, make_cases, tiny_fleet
 
 pytestmark = pytest.mark.timeout(600)
@@ -38,7 +38,7 @@ def test_a_decode_engine_that_hangs_in_mid_stream(fleet: Fleet, cases: list[Case
         answer = client.generate(case.prompt, cache_salt=salt(), **case.options)
         next(iter(answer))
         victim = fleet.busy("decode")
-        (engine,) = descendants(victim.process.popen.pid)
+        (engine,) = engines(victim.process.popen.pid)
         os.kill(engine, signal.SIGSTOP)
         result = answer.result()
     assert victim.process.popen.wait(START_TIMEOUT_S) == 1
@@ -52,7 +52,7 @@ def test_a_decode_engine_that_hangs_in_mid_stream(fleet: Fleet, cases: list[Case
 def test_a_prefill_engine_that_hangs(fleet: Fleet, salt: Salt) -> None:
     """The decode worker computes the prompt itself."""
     victim = next(member for member in fleet.members if member.role == "prefill")
-    (engine,) = descendants(victim.process.popen.pid)
+    (engine,) = engines(victim.process.popen.pid)
     os.kill(engine, signal.SIGSTOP)
     with fleet.client() as client:
         options = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}
@@ -85,7 +85,7 @@ def test_a_whole_worker_that_was_stopped_does_not_blame_its_engine(fleet: Fleet,
 def test_an_engine_that_hangs_ends_with_its_front(fleet: Fleet) -> None:
     """The engine is stopped, so it cannot see its standard input close."""
     victim = next(member for member in fleet.members if member.role == "prefill")
-    (engine,) = descendants(victim.process.popen.pid)
+    (engine,) = engines(victim.process.popen.pid)
     os.kill(engine, signal.SIGSTOP)
     kill(victim.process)
     wait_for("the engine is gone", lambda: not alive({engine}))

@@ -16,7 +16,7 @@ from common.sampling import SamplingOptions
 from tests.integration.ask import Salt, check
 from tests.integration.prompts import BY_NAME
 from tests.integration.reference import Expected
-from tests.integration.stack import CALL_TIMEOUT_S, Fleet, Member, descendants, kill, running, wait_for
+from tests.integration.stack import CALL_TIMEOUT_S, Fleet, Member, descendants, engines, kill, running, wait_for
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -74,7 +74,7 @@ def test_engine_killed_in_mid_stream(fleet: Fleet, expected: Answers, salt: Salt
         )
         next(iter(answer))
         victim = fleet.busy("decode")
-        (engine,) = descendants(victim.process.popen.pid)
+        (engine,) = engines(victim.process.popen.pid)
         os.kill(engine, signal.SIGKILL)
         result = answer.result()
     try:

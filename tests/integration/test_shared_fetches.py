@@ -12,7 +12,7 @@ import pytest
 
 from tests.chaos.tiny_model import random_prompt
 from tests.integration.ask import Salt
-from tests.integration.stack import Fleet, descendants, running, wait_for
+from tests.integration.stack import Fleet, engines, running, wait_for
 from tests.integration.tiny import tiny_fleet
 from tests.nixl import skip_without_nixl
 
@@ -48,7 +48,7 @@ def test_each_block_moves_once(fleet: Fleet, salt: Salt) -> None:
 def test_the_first_of_them_is_cancelled(fleet: Fleet, salt: Salt) -> None:
     prompt, one_salt = random_prompt(random.Random(2), NUM_TOKENS), salt()
     prefill = next(member for member in fleet.members if member.role == "prefill")
-    (engine,) = descendants(prefill.process.popen.pid)
+    (engine,) = engines(prefill.process.popen.pid)
     with fleet.client() as client, ThreadPoolExecutor(NUM_REQUESTS) as pool:
         os.kill(engine, signal.SIGSTOP)  # or it might be done before anything is cancelled
         answers = [
