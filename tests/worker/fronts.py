@@ -19,7 +19,7 @@ from common.types import WorkerRole
 from decode_service import servicer as decode_servicer
 from prefill_service import servicer as prefill_servicer
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
-from tests.integration.stack import engines
+from tests.integration.stack import descendants
 from tests.worker.fake_engine import SPEC, Script
 from worker.server import serve
 
@@ -96,14 +96,14 @@ async def front(role: WorkerRole, folder: Path, **settings: Any) -> AsyncIterato
         WorkerRole.BOTH: [prefill_servicer.add_service, decode_servicer.add_service],
     }[role]
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    before = engines_of_this()
+    before = descendants_of_this()
     task = asyncio.create_task(
         serve(WorkerSettings(listen="127.0.0.1:0", **settings), role, folder, "fake", services, ready.set_result)
     )
     await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         task.result()
-    (engine_pid,) = engines_of_this() - before
+    (engine_pid,) = descendants_of_this() - before
     one = Front(role, folder, ready.result(), task, engine_pid)
     try:
         yield one
@@ -114,8 +114,8 @@ async def front(role: WorkerRole, folder: Path, **settings: Any) -> AsyncIterato
         await one.channel.close()
 
 
-def engines_of_this() -> set[int]:
-    return engines(os.getpid())
+def descendants_of_this() -> set[int]:
+    return descendants(os.getpid())
 
 
 def request_of(
