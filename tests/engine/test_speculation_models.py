@@ -181,7 +181,7 @@ def test_the_distribution_is_transformers(
     models: Path, odds_of_answers: torch.Tensor, monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
     """Chi-squared of 20,000 drawn answers, of which each token but the first may be a guess. 50 share a step."""
-    monkeypatch.setattr("engine.local.device.info.free_rows", lambda *_, **__: 1e6)  # so that so many draft at all
+    monkeypatch.setattr("engine.local.loading.free_rows", lambda *_, **__: 1e6)  # so that so many draft at all
     path = few_tokens(models, "few")
     if drafter == "ngram":
         core = engine(path, 256, max_model_len=128, speculation="ngram")

@@ -38,7 +38,13 @@ assert text == whole.choices[0].message.content, text
 
 for choice, reason in (("required", "tool_calls"), ({"type": "function", "function": {"name": "weather"}}, "stop")):
     answer = client.chat.completions.create(
-        model=MODEL, messages=ASK, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False, max_tokens=64
+        model=MODEL,
+        messages=ASK,
+        tools=[TOOL],
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        max_tokens=64,
+        reasoning_effort="none",  # the template lets models think, and this one would for too long
     )
     (call,) = answer.choices[0].message.tool_calls
     assert (answer.choices[0].finish_reason, call.function.name) == (reason, "weather"), answer
@@ -50,7 +56,9 @@ for choice, reason in (("required", "tool_calls"), ({"type": "function", "functi
     again = client.chat.completions.create(model=MODEL, messages=[*ASK, *results], tools=[TOOL], max_tokens=4)
     assert again.usage.completion_tokens <= 4, again
 
-parsed = client.chat.completions.parse(model=MODEL, messages=ASK, response_format=City, temperature=0, max_tokens=60)
+parsed = client.chat.completions.parse(
+    model=MODEL, messages=ASK, response_format=City, temperature=0, max_tokens=60, reasoning_effort="none"
+)
 assert isinstance(parsed.choices[0].message.parsed, City), parsed
 
 response = client.responses.create(
@@ -63,7 +71,14 @@ with client.responses.stream(
     kinds = [event.type for event in events]
     assert events.get_final_response().output_text == response.output_text
 assert kinds[0] == "response.created", kinds
-typed = client.responses.parse(model=MODEL, input="Tokyo", text_format=City, temperature=0, max_output_tokens=60)
+typed = client.responses.parse(
+    model=MODEL,
+    input="Tokyo",
+    text_format=City,
+    temperature=0,
+    max_output_tokens=60,
+    reasoning={"effort": "none"},
+)
 assert isinstance(typed.output_parsed, City), typed
 
 vectors = [one.embedding for one in client.embeddings.create(model=MODEL, input=["a cat", "a kitten", "tax law"]).data]
