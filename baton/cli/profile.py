@@ -24,7 +24,7 @@ def profile(settings: EngineSettings, *, minutes: float, out: str | None) -> int
     from common.model_files import open_model
     from engine.embedded_model import ensure_model
     from engine.local.device import LocalDevice
-    from engine.profile.profile import make_profile, verdict
+    from engine.profile.profile import PARTS, make_profile, verdict
     from engine.profile.report import page
 
     folder = open_model(ensure_model(settings.model, settings.cache_dir, click.echo)).path
@@ -32,9 +32,7 @@ def profile(settings: EngineSettings, *, minutes: float, out: str | None) -> int
     device.warm_up()
     console = Console(stderr=True)
     with Progress(console=console, disable=not sys.stderr.isatty()) as bar:
-        tasks = {
-            what: bar.add_task(what, total=1.0) for what in ("measuring", "measuring other steps", "running requests")
-        }
+        tasks = {what: bar.add_task(what, total=1.0) for what in PARTS}
         made = make_profile(
             device, settings, minutes=minutes, progress=lambda what, share: bar.update(tasks[what], completed=share)
         )
