@@ -8,6 +8,12 @@ from itertools import accumulate, pairwise
 import torch
 
 
+def page_locked(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor`, or a copy of it, from which copies to `device` need not wait for anything."""
+    # Of memory that can be swapped out, CUDA may wait for what it computes before it copies.
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
 def to_device(
     values: Sequence[int] | Sequence[float] | Sequence[bool] | torch.Tensor,
     device: torch.device,
@@ -16,9 +22,13 @@ def to_device(
     """`values` as a tensor on `device`, which fills it when its turn comes. Until then nobody may change a tensor that
     was given."""
     tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=dtype)
-    if device.type == "cuda":  # it may wait for what it computes before it copies memory that can be swapped out
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return page_locked(tensor, device).to(device, non_blocking=True)
+
+
+def wait_for(device: torch.device) -> None:
+    """Waits until `device` has computed all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def read(tensors: Sequence[torch.Tensor]) -> list[list[float]]:

@@ -47,6 +47,9 @@ class EngineSettings(ModelSettings):
         None, gt=0, description="KV cache size in GiB; if unset 1 on CPU, --memory-utilization on CUDA"
     )
     memory_utilization: float = Field(0.9, gt=0, le=1, description="share of a CUDA device's memory that may be used")
+    enforce_eager: bool = Field(
+        False, description="never replay recorded CUDA graphs, which decode steps take where FlashInfer is"
+    )
     max_model_len: Positive | None = Field(None, description="prompt and answer tokens; the model's own if unset")
     max_num_seqs: Positive = Field(64, description="requests in one batch")
     max_num_batched_tokens: Positive = Field(2048, description="tokens in one engine step")

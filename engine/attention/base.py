@@ -57,6 +57,15 @@ class StepAttention(ABC):
         """
 
 
+class FixedDecode(StepAttention):
+    """Attention of a fixed number of single tokens, whose tables lie at fixed addresses: a recorded graph of kernels
+    reads them there each time it is replayed."""
+
+    @abstractmethod
+    def fill(self, sequences: Sequence[StepRow]) -> None:
+        """Takes the tables of the next replay, in whose order its tokens lie. Does not wait for the device."""
+
+
 class AttentionBackend(ABC):
     """Bound to one cache `[num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim]`.
 
@@ -78,6 +87,12 @@ class AttentionBackend(ABC):
     @abstractmethod
     def prepare(self, sequences: Sequence[StepRow]) -> StepAttention:
         """`sequences` in the order in which their tokens lie in the step's flat batch."""
+
+    has_fixed_decode = False
+
+    def fixed_decode(self, size: int) -> FixedDecode:
+        """Attention of `size` single tokens for a recorded graph, if `has_fixed_decode`."""
+        raise NotImplementedError(f"{type(self).__name__}: {size} single tokens in a recorded graph")
 
 
 def first_seen(num_before: int, window: int) -> int:
@@ -101,6 +116,10 @@ class KVWriter:
         """The rows of layer 0 that each new token's K and V take, `[num_tokens, num_planes * num_kv_heads]` int64."""
         blocks, offsets = map(torch.from_numpy, tables.slots())
         return to_device((blocks.long() * self._rows_per_block + offsets)[:, None] + self._planes, self._device)
+
+    def fixed_rows(self, size: int) -> torch.Tensor:
+        """Memory for what `rows` gives for `size` tokens."""
+        return torch.zeros((size, len(self._planes)), dtype=torch.int64, device=self._device)
 
     def write(self, layer: int, rows: torch.Tensor, kv: torch.Tensor) -> None:
         """`rows` as above, whichever the layer is."""

@@ -4,6 +4,9 @@ Layers with different windows are planned apart; tables begin at the block in wh
 
 They read K and V where they lie: each layer is a strided view of the one cache tensor,
 `[num_blocks, 2, num_kv_heads, block_size, head_dim]` ("HND").
+
+A plan is made on the host and copied to the device from page-locked memory that the next plan overwrites. So a step may
+be prepared only when the device has computed the step before.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ import torch
 
 from common.errors import StartupError
 from common.types import KVCacheSpec
-from engine.attention.base import AttentionBackend, AttentionShape, KVWriter, StepAttention
+from engine.attention.base import AttentionBackend, AttentionShape, FixedDecode, KVWriter, StepAttention
 from engine.attention.step_tables import Int32s, StepTables
-from engine.device_copies import to_device
+from engine.device_copies import page_locked, to_device
 from engine.step import StepRow
 
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends for split-KV partial results
@@ -41,50 +44,86 @@ def import_flashinfer() -> ModuleType:
 
 
 class FlashInferBackend(AttentionBackend):
-    def __init__(self, cache: torch.Tensor, spec: KVCacheSpec, shape: AttentionShape) -> None:
+    has_fixed_decode = True
+
+    def __init__(
+        self, cache: torch.Tensor, spec: KVCacheSpec, shape: AttentionShape, *, max_table_blocks: int | None = None
+    ) -> None:
+        """`max_table_blocks`: of one sequence, in recorded graphs; as many as the cache has if None."""
         super().__init__(cache, spec, shape)
         self.writer = KVWriter(self)
-        flashinfer = import_flashinfer()
-        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
-        prefill_workspace = torch.empty_like(workspace)
+        self._flashinfer = import_flashinfer()
+        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        prefill_workspace = torch.zeros_like(self._workspace)
         # Tensor cores pay off for decode if several query heads share a KV head.
-        grouped = shape.num_heads // spec.num_kv_heads >= 4
+        self._is_grouped = shape.num_heads // spec.num_kv_heads >= 4
+        self._max_table_blocks = min(max_table_blocks or len(cache), len(cache))
+        self._fixed_ids: dict[int, torch.Tensor] = {}  # block ids of recorded graphs, by window
         # By window. They run one after another, so they share their workspaces.
         self.decode: dict[int, _Wrapper] = {}
         self.prefill: dict[int, _Wrapper] = {}
         for window in shape.distinct_windows():
-            self.decode[window] = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                workspace, "HND", use_tensor_cores=grouped
+            self.decode[window] = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace, "HND", use_tensor_cores=self._is_grouped
             )
-            self.prefill[window] = flashinfer.BatchPrefillWithPagedKVCacheWrapper(prefill_workspace, "HND")
+            self.prefill[window] = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(prefill_workspace, "HND")
 
     def prepare(self, sequences: Sequence[StepRow]) -> StepAttention:
         """Decodes first, then prefill chunks: the model runner's order. Other orders cost one index each layer."""
         tables = StepTables(sequences, self.spec.block_size)
         decodes, chunks = (np.flatnonzero(each).astype(np.int32) for each in (tables.num_new == 1, tables.num_new != 1))
-        spec, shape = self.spec, self.shape
-        sizes = (shape.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size)
-        for window in shape.distinct_windows():
-            options: dict[str, object] = {
-                "q_data_type": self.cache.dtype,
-                "kv_data_type": self.cache.dtype,
-                "sm_scale": shape.softmax_scale,
-                "window_left": window - 1,  # tokens beside the query's own; -1: all
-                "logits_soft_cap": shape.soft_cap,
-            }
+        for window in self.shape.distinct_windows():
             if len(decodes):
-                self.decode[window].plan(*self._tables(tables, decodes, window), *sizes, **options)
+                self.plan_decodes(self.decode[window], tables, decodes, window)
             if len(chunks):
                 offsets = torch.from_numpy(np.append(np.int32(0), tables.num_new[chunks].cumsum(dtype=np.int32)))
                 planned = self._tables(tables, chunks, window)
-                self.prefill[window].plan(offsets, *planned, *sizes, causal=True, **options)
+                self.prefill[window].plan(
+                    page_locked(offsets, self.device), *planned, *self._sizes(), causal=True, **self._options(window)
+                )
         return _FlashInferStep(self, tables, num_decodes=len(decodes), num_chunks=len(chunks))
+
+    def fixed_decode(self, size: int) -> FixedDecode:
+        """The largest size first: block ids of all sizes lie in the same memory."""
+        for window in self.shape.distinct_windows():
+            if window not in self._fixed_ids:
+                shape = size * self._max_table_blocks
+                self._fixed_ids[window] = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        return _FixedFlashInferDecode(self, size)
+
+    def fixed_wrapper(self, size: int, window: int) -> _Wrapper:
+        wrapper: _Wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "HND",
+            use_cuda_graph=True,
+            use_tensor_cores=self._is_grouped,
+            paged_kv_indptr_buffer=torch.zeros(size + 1, dtype=torch.int32, device=self.device),
+            paged_kv_indices_buffer=self._fixed_ids[window],
+            paged_kv_last_page_len_buffer=torch.ones(size, dtype=torch.int32, device=self.device),
+        )
+        return wrapper
+
+    def plan_decodes(self, wrapper: _Wrapper, tables: StepTables, rows: Int32s, window: int) -> None:
+        wrapper.plan(*self._tables(tables, rows, window), *self._sizes(), **self._options(window))
+
+    def _sizes(self) -> tuple[int, int, int, int]:
+        return self.shape.num_heads, self.spec.num_kv_heads, self.spec.head_dim, self.spec.block_size
+
+    def _options(self, window: int) -> dict[str, object]:
+        return {
+            "q_data_type": self.cache.dtype,
+            "kv_data_type": self.cache.dtype,
+            "sm_scale": self.shape.softmax_scale,
+            "window_left": window - 1,  # tokens beside the query's own; -1: all
+            "logits_soft_cap": self.shape.soft_cap,
+        }
 
     def _tables(self, tables: StepTables, rows: Int32s, window: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Offsets into the block ids, the block ids (on the device), and the tokens in each last block, all int32."""
         block_ids, offsets = tables.flat(rows, window)
-        last = (tables.num_before[rows] + tables.num_new[rows] - 1) % tables.block_size + 1
-        return offsets, to_device(block_ids, self.device), torch.from_numpy(last)
+        last = torch.from_numpy((tables.num_before[rows] + tables.num_new[rows] - 1) % tables.block_size + 1)
+        # FlashInfer reads offsets and lengths on the host, too, and copies them to the device.
+        return page_locked(offsets, self.device), to_device(block_ids, self.device), page_locked(last, self.device)
 
 
 class _FlashInferStep(StepAttention):
@@ -102,7 +141,8 @@ class _FlashInferStep(StepAttention):
     def forward(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         self._writer.write(layer, self._rows, kv)
         cache = self._cache[:, layer]
-        q = q.contiguous() if self._order is None else q[self._order]
+        if self._order is not None:
+            q = q[self._order]
         parts: list[torch.Tensor] = []
         window = self._shape.window(layer)
         if self._decode:
@@ -113,6 +153,26 @@ class _FlashInferStep(StepAttention):
         if self._order is not None:
             out = torch.empty_like(out).index_copy_(0, self._order, out)
         return out.flatten(1)
+
+
+class _FixedFlashInferDecode(FixedDecode):
+    def __init__(self, backend: FlashInferBackend, size: int) -> None:
+        self._backend = backend
+        self._rows = backend.writer.fixed_rows(size)
+        self._wrappers = {window: backend.fixed_wrapper(size, window) for window in backend.shape.distinct_windows()}
+        self._all = np.arange(size, dtype=np.int32)
+
+    def fill(self, sequences: Sequence[StepRow]) -> None:
+        backend = self._backend
+        tables = StepTables(sequences, backend.spec.block_size)
+        for window, wrapper in self._wrappers.items():
+            backend.plan_decodes(wrapper, tables, self._all, window)
+        self._rows.copy_(backend.writer.rows(tables), non_blocking=True)
+
+    def forward(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        backend = self._backend
+        backend.writer.write(layer, self._rows, kv)
+        return self._wrappers[backend.shape.window(layer)].run(q, backend.cache[:, layer]).flatten(1)
 
 
 def _decodes_first(tables: StepTables) -> torch.Tensor:

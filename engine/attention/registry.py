@@ -31,10 +31,13 @@ def attention_backend(
     shape: AttentionShape,
     name: str | None = None,
     kernels: Kernels | None = None,
+    *,
+    max_table_blocks: int | None = None,
 ) -> AttentionBackend:
     """The backend called `name`, else the fastest that this device has. Raises `StartupError` for an unknown name.
 
-    `kernels` are those of the CPU whose cache it is, None if it has none."""
+    `kernels` are those of the CPU whose cache it is, None if it has none. `max_table_blocks`: of one sequence; as many
+    as the cache has if None."""
     if name is None:
         name = "native" if kernels is not None and NativeBackend.takes(spec) else _default_for(cache, spec, shape)
     if name == "native" and kernels is not None:
@@ -50,6 +53,8 @@ def attention_backend(
     if name == "flashinfer" and shape.sinks is not None:
         raise StartupError("attention backend flashinfer: attention with sinks is not supported; take torch")
     log.info("attention backend", extra={"backend": name, "device": str(cache.device)})
+    if backend is FlashInferBackend:
+        return FlashInferBackend(cache, spec, shape, max_table_blocks=max_table_blocks)
     return backend(cache, spec, shape)
 
 

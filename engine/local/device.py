@@ -20,8 +20,9 @@ from engine.attention.base import AttentionShape
 from engine.attention.registry import attention_backend
 from engine.blocks.host_tier import BlockCopy
 from engine.device import Device, DeviceInfo, KVPlane, Ticket, do_nothing
-from engine.device_copies import read, to_device
+from engine.device_copies import read, to_device, wait_for
 from engine.draws import draw
+from engine.local.graphs import DecodeGraphs, graph_sizes
 from engine.local.host_cache import allocate_host_cache, copy_blocks
 from engine.local.loading import load_model
 from engine.local.memory import fit_context, num_cache_blocks
@@ -58,7 +59,11 @@ class LocalDevice(Device):
         self._raises = raises
         num_blocks = num_cache_blocks(spec, loaded.device, settings)
         max_model_len = fit_context(loaded.max_model_len, num_blocks, settings)
-        self.kv_cache = torch.empty((num_blocks, *spec.block_shape), dtype=loaded.dtype, device=loaded.device)
+        may_record = loaded.device.type == "cuda" and not settings.enforce_eager
+        blocks = torch.empty(
+            (num_blocks + may_record, *spec.block_shape), dtype=loaded.dtype, device=loaded.device
+        )  # one more than the engine knows, for the padding of recorded graphs
+        self.kv_cache = blocks[:num_blocks]
         prepare_pages(self.kv_cache)
         self._host_cache = allocate_host_cache(settings, spec, loaded.device)
         self.info = DeviceInfo(
@@ -83,7 +88,11 @@ class LocalDevice(Device):
             value_dim=model.latent_value_dim,
             sinks=model.sinks,
         )
-        self._attention = attention_backend(self.kv_cache, spec, shape, attention, self._kernels)
+        self._attention = attention_backend(
+            blocks, spec, shape, attention, self._kernels, max_table_blocks=-(-max_model_len // spec.block_size)
+        )
+        self._graphs: DecodeGraphs | None = None
+        self._graph_sizes = graph_sizes(settings.max_num_seqs) if may_record else []
         self._begun: dict[int, StepInput] = {}
         self._drawn: deque[tuple[int, list[SampledToken | None]]] = deque(maxlen=KEPT_STEPS)
         log.info(
@@ -137,7 +146,7 @@ class LocalDevice(Device):
 
     def warm_up(self) -> None:
         """Computes a prompt, a token after it and a token after the longest context, so that no request waits for what
-        happens once: choosing kernels, allocating workspaces."""
+        happens once: choosing kernels, allocating workspaces, recording graphs."""
         info = self.info
         num_tokens = min(WARM_UP_TOKENS, info.num_blocks * info.spec.block_size - 1, info.max_model_len - 1)
         blocks = list(range(-(-(num_tokens + 1) // info.spec.block_size)))
@@ -149,6 +158,11 @@ class LocalDevice(Device):
             (info.max_model_len - 1, [0], longest),
         ):
             self.execute([StepRow(token_ids=token_ids, num_computed_tokens=start, block_ids=block_ids, draw=likeliest)])
+        if self._graph_sizes and self._attention.has_fixed_decode:
+            with torch.inference_mode():
+                self._graphs = DecodeGraphs(
+                    self._model, self._attention, spare_block=info.num_blocks, sizes=self._graph_sizes
+                )
 
     def _resolved(self, row: StepRow, first: Drawn) -> StepRow:
         """The row with the token that an earlier step drew as its first one."""
@@ -162,6 +176,8 @@ class LocalDevice(Device):
         tokens: list[SampledToken | None] = [None] * len(rows)
         if not rows:
             return StepOutput(tokens=tokens)
+        if self._graphs is not None and self._graphs.takes(rows):
+            return StepOutput(tokens=self._replay(self._graphs, rows))
         # Decodes first, by length: attention then sees neighbours that it can compute together.
         order = sorted(range(len(rows)), key=lambda index: _attention_order(rows[index]))
         hidden = self._forward([rows[index] for index in order], between_layers)
@@ -187,7 +203,25 @@ class LocalDevice(Device):
             states = hidden if len(draws) == len(hidden) else hidden[to_device(last_tokens, self.device)]
             for index, token in zip(drawing, self._sample(states, draws), strict=True):
                 tokens[index] = token
+        if not draws and not pooled and not scores:  # nothing was read: others may read the blocks once this ends
+            wait_for(self.device)
         return StepOutput(tokens=tokens, scores=scores, pooled=totals)
+
+    def _replay(self, graphs: DecodeGraphs, rows: Sequence[StepRow]) -> list[SampledToken | None]:
+        """The same as a step of such rows gives, by a recorded graph."""
+        logits, best = graphs.run(rows)
+        drawing = [index for index, row in enumerate(rows) if row.draw is not None]
+        draws = [row.draw for row in rows if row.draw is not None]
+        tokens: list[SampledToken | None] = [None] * len(rows)
+        if not draws:
+            wait_for(self.device)
+            return tokens
+        if len(draws) < len(rows):
+            index = to_device(drawing, self.device)
+            logits, best = logits[index], best[index]
+        for place, token in zip(drawing, self._choose(best, lambda: logits, draws), strict=True):
+            tokens[place] = token
+        return tokens
 
     def _forward(self, rows: Sequence[StepRow], between_layers: Callable[[], None]) -> torch.Tensor:
         """Hidden states of all new tokens, `[that many, hidden_size]`, row by row."""
@@ -200,11 +234,18 @@ class LocalDevice(Device):
 
     def _sample(self, states: torch.Tensor, draws: Sequence[Draw]) -> list[SampledToken | None]:
         """A token for each row of `states`. If all want the likeliest one and nothing else, no logits are kept."""
-        if all(one.is_likeliest for one in draws):
-            (token_ids,) = read([self._model.best_tokens(states)])
+        best = self._model.best_tokens(states) if all(one.is_likeliest for one in draws) else None
+        return self._choose(best, lambda: self._model.logits(states), draws)
+
+    def _choose(
+        self, best: torch.Tensor | None, logits: Callable[[], torch.Tensor], draws: Sequence[Draw]
+    ) -> list[SampledToken | None]:
+        """`best`: the likeliest token of each row, if it is known. `logits` are changed."""
+        if best is not None and all(one.is_likeliest for one in draws):
+            (token_ids,) = read([best])
             if not self._padding.has_any_of(token_ids):
                 return [SampledToken(int(token_id)) for token_id in token_ids]
-        return sample(self._padding.mask(self._model.logits(states)), draws, self._kernels)
+        return sample(self._padding.mask(logits()), draws, self._kernels)
 
     def _pool(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.last_states(hidden).float().sum(dim=0)

@@ -6,7 +6,6 @@ import math
 import random
 import sys
 from dataclasses import replace
-from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -20,6 +19,7 @@ from engine.attention.flashinfer import FlashInferBackend, import_flashinfer
 from engine.attention.registry import _default_for, attention_backend
 from engine.models.latent import LatentAttention
 from engine.step import StepRow
+from tests.engine.fake_flashinfer import fake_flashinfer
 from tests.engine.kernels.variants import VARIANTS, kernels
 
 SPEC = KVCacheSpec(model_id="m", num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
@@ -196,96 +196,6 @@ def test_blocks_before_every_window_are_not_read(name: str, num_new: int, monkey
     step = StepRow(token_ids=[0] * num_new, num_computed_tokens=100, block_ids=table)
     result = backend.prepare([step]).forward(0, q[100:], kv[100:])
     torch.testing.assert_close(result, by_formula(shape, 0, q, kv)[100:], atol=1e-5, rtol=1e-5)
-
-
-class FakeWrapper:
-    """FlashInfer's paged attention by its documented tables, in plain torch; `plan` takes what the real one takes."""
-
-    def __init__(self, workspace: torch.Tensor, kv_layout: str, *, use_tensor_cores: bool = False) -> None:
-        assert kv_layout == "HND"
-        assert workspace.dtype == torch.uint8
-
-    def _plan(
-        self,
-        qo_indptr: torch.Tensor,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        sizes: tuple[int, ...],
-        options: dict[str, object],
-    ) -> None:
-        assert sizes == (SHAPE.num_heads, SPEC.num_kv_heads, SPEC.head_dim, SPEC.block_size)
-        window, cap = options.pop("window_left"), options.pop("logits_soft_cap")
-        assert isinstance(window, int)
-        assert isinstance(cap, float)
-        self._window_left, self._soft_cap = window, cap
-        assert options == {"q_data_type": torch.float32, "kv_data_type": torch.float32, "sm_scale": 0.4}
-        assert {t.dtype for t in (qo_indptr, indptr, indices, last_page_len)} == {torch.int32}
-        self._tables = (qo_indptr.tolist(), indptr.tolist(), indices.tolist(), last_page_len.tolist())
-
-    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor:
-        qo_indptr, indptr, indices, last_page_len = self._tables
-        assert q.is_contiguous()
-        assert q.shape[0] == qo_indptr[-1]
-        out = torch.empty_like(q)
-        for i, last in enumerate(last_page_len):
-            pages = paged_kv_cache[indices[indptr[i] : indptr[i + 1]]]
-            length = (len(pages) - 1) * SPEC.block_size + last
-            keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].repeat_interleave(3, dim=1)
-            queries = q[qo_indptr[i] : qo_indptr[i + 1]].transpose(0, 1)
-            scores = queries @ keys.transpose(1, 2) * 0.4
-            if self._soft_cap:
-                scores = torch.tanh(scores / self._soft_cap) * self._soft_cap
-            before = length - queries.shape[1]
-            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(before + 1)
-            if self._window_left >= 0:
-                hidden |= torch.ones(scores.shape[1:], dtype=torch.bool).tril(before - self._window_left - 1)
-            attended = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ values
-            out[qo_indptr[i] : qo_indptr[i + 1]] = attended.transpose(0, 1)
-        return out
-
-
-class FakeDecodeWrapper(FakeWrapper):
-    def plan(
-        self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        **options: object,
-    ) -> None:
-        rows = torch.arange(len(indptr), dtype=torch.int32)
-        self._plan(rows, indptr, indices, last_page_len, (num_qo_heads, num_kv_heads, head_dim, page_size), options)
-
-
-class FakePrefillWrapper(FakeWrapper):
-    def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        *,
-        causal: bool = False,
-        **options: object,
-    ) -> None:
-        assert causal
-        sizes = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
-        self._plan(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, sizes, options)
-
-
-def fake_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = ModuleType("flashinfer")
-    vars(fake)["BatchDecodeWithPagedKVCacheWrapper"] = FakeDecodeWrapper
-    vars(fake)["BatchPrefillWithPagedKVCacheWrapper"] = FakePrefillWrapper
-    monkeypatch.setitem(sys.modules, "flashinfer", fake)
 
 
 @each_shape

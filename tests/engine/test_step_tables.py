@@ -29,9 +29,10 @@ from engine.request import Request
 from engine.step import StepInput, StepOutput, StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
+from tests.engine.fake_flashinfer import fake_flashinfer
 from tests.engine.fakes import BLOCK_SIZE, FakeDevice, add, assert_idle, make_core, reference, run, tokens_of
 from tests.engine.kernels.variants import VARIANTS, kernels
-from tests.engine.test_model_attention import NUM_BLOCKS, SHAPE, SPEC, fake_flashinfer, make_backend
+from tests.engine.test_model_attention import NUM_BLOCKS, SHAPE, SPEC, make_backend
 
 WINDOWS = (0, 1, 3, 4, 9, 40)
 

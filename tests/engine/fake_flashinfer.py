@@ -1,0 +1,192 @@
+"""FlashInfer's wrappers for paged attention in plain torch, for machines without a GPU.
+
+Parameters are those of FlashInfer 0.7.2, in its order and with its defaults, without those that Baton has no use for;
+`test_fake_flashinfer.py` compares them where the package is installed. `run` reads what the real kernels read: if a
+wrapper was made for recorded graphs, the caller's fixed memory, as far as the last plan filled it.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+
+class _Wrapper:
+    fixed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # offsets, block ids, tokens in last blocks
+
+    def _begin(self, workspace: torch.Tensor, kv_layout: str, backend: str) -> None:
+        assert kv_layout == "HND"
+        assert backend == "auto"
+        assert workspace.dtype == torch.uint8
+        assert not workspace.any(), "it must be zero when it is used first"
+
+    def _keep(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        sizes: tuple[int, int, int, int],
+        *,
+        window_left: int,
+        logits_soft_cap: float | None,
+        sm_scale: float | None,
+        dtypes: tuple[object, object],
+    ) -> None:
+        """Checks a plan as the real one does, and more: whatever follows from the documentation of a parameter."""
+        num_heads, num_kv_heads, head_dim, page_size = sizes
+        assert num_heads % num_kv_heads == 0
+        assert {each.dtype for each in (indptr, indices, last_page_len)} == {torch.int32}
+        assert {each.ndim for each in (indptr, indices, last_page_len)} == {1}
+        assert indptr.device.type == last_page_len.device.type == "cpu", "it would be copied to the host"
+        counts = indptr.diff()
+        assert indptr[0] == 0
+        assert indptr[-1] == len(indices)
+        assert len(counts) == len(last_page_len)
+        assert (counts > 0).all()
+        assert ((last_page_len > 0) & (last_page_len <= page_size)).all()
+        assert window_left >= -1
+        if self.fixed is not None:
+            fixed_indptr, fixed_indices, fixed_last = self.fixed
+            assert len(indices) <= len(fixed_indices)
+            fixed_indptr.copy_(indptr)
+            fixed_indices[: len(indices)].copy_(indices)
+            fixed_last.copy_(last_page_len)
+        self._tables = self.fixed or (indptr, indices, last_page_len)
+        self._sizes, self._dtypes = sizes, dtypes
+        self._window_left, self._soft_cap = window_left, logits_soft_cap or 0.0
+        self._scale = head_dim**-0.5 if sm_scale is None else sm_scale
+
+    def _run(self, q: torch.Tensor, cache: torch.Tensor, qo_indptr: list[int]) -> torch.Tensor:
+        num_heads, num_kv_heads, head_dim, page_size = self._sizes
+        assert self._dtypes == (q.dtype, cache.dtype)
+        assert q.shape == (qo_indptr[-1], num_heads, head_dim)
+        assert cache.shape[1:] == (2, num_kv_heads, page_size, head_dim)
+        assert q.stride(-1) == cache.stride(-1) == 1
+        indptr, indices, last_page_len = (each.tolist() for each in self._tables)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        for i, last in enumerate(last_page_len):
+            pages = cache[indices[indptr[i] : indptr[i + 1]]]
+            length = (len(pages) - 1) * page_size + last
+            heads = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+            keys, values = heads.repeat_interleave(num_heads // num_kv_heads, dim=1).float()
+            queries = q[qo_indptr[i] : qo_indptr[i + 1]].transpose(0, 1).float()
+            scores = queries @ keys.transpose(1, 2) * self._scale
+            if self._soft_cap:
+                scores = torch.tanh(scores / self._soft_cap) * self._soft_cap
+            before = length - queries.shape[1]
+            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(before + 1)
+            if self._window_left >= 0:
+                hidden |= torch.ones(scores.shape[1:], dtype=torch.bool).tril(before - self._window_left - 1)
+            attended = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ values
+            out[qo_indptr[i] : qo_indptr[i + 1]] = attended.transpose(0, 1).to(q.dtype)
+        return out
+
+
+class FakeDecodeWrapper(_Wrapper):
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        self._begin(float_workspace_buffer, kv_layout, backend)
+        if use_cuda_graph:
+            assert paged_kv_indptr_buffer is not None
+            assert paged_kv_indices_buffer is not None
+            assert paged_kv_last_page_len_buffer is not None
+            assert len(paged_kv_indptr_buffer) == len(paged_kv_last_page_len_buffer) + 1
+            self.fixed = paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: str | torch.dtype | None = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        sm_scale: float | None = None,
+    ) -> None:
+        assert self.fixed is None or len(last_page_len) == len(self.fixed[2]), "a graph's batch size is fixed"
+        self._keep(
+            indptr,
+            indices,
+            last_page_len,
+            (num_qo_heads, num_kv_heads, head_dim, page_size),
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            dtypes=(q_data_type, kv_data_type),
+        )
+
+    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor:
+        return self._run(q, paged_kv_cache, list(range(len(self._tables[2]) + 1)))
+
+
+class FakePrefillWrapper(_Wrapper):
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, backend: str = "auto") -> None:
+        self._begin(float_workspace_buffer, kv_layout, backend)
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+    ) -> None:
+        assert causal
+        assert qo_indptr.dtype == torch.int32
+        assert qo_indptr.device.type == "cpu"
+        self._rows: list[int] = qo_indptr.tolist()
+        assert len(self._rows) == len(paged_kv_indptr)
+        self._keep(
+            paged_kv_indptr,
+            paged_kv_indices,
+            paged_kv_last_page_len,
+            (num_qo_heads, num_kv_heads, head_dim_qk, page_size),
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            dtypes=(q_data_type, kv_data_type),
+        )
+
+    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor) -> torch.Tensor:
+        return self._run(q, paged_kv_cache, self._rows)
+
+
+WRAPPERS = {
+    "BatchDecodeWithPagedKVCacheWrapper": FakeDecodeWrapper,
+    "BatchPrefillWithPagedKVCacheWrapper": FakePrefillWrapper,
+}
+
+
+def fake_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`import flashinfer` gives these wrappers."""
+    fake = ModuleType("flashinfer")
+    vars(fake).update(WRAPPERS)
+    monkeypatch.setitem(sys.modules, "flashinfer", fake)

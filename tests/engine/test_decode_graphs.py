@@ -1,0 +1,172 @@
+"""Recorded decode steps give what the same steps give, and write where they write.
+
+The recorder here calls the function again, on the memory that the graph was made with. So all but the recording is
+tested: which size a step takes, padding, and that every input lies in that memory (FlashInfer's fakes read it there).
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.config import EngineSettings
+from common.sampling import SamplingParams
+from engine.attention.base import AttentionShape
+from engine.attention.flashinfer import FlashInferBackend
+from engine.draws import draw
+from engine.local.device import LocalDevice
+from engine.local.graphs import DecodeGraphs, Replay, graph_sizes
+from engine.step import Scoring, StepRow
+from tests.engine.fake_flashinfer import fake_flashinfer
+from tests.engine.tiny_models import FAMILIES, VOCAB_SIZE, full_logprobs, make_model
+
+NUM_BLOCKS = 40
+SIZES = [1, 2, 4, 7]
+GREEDY = SamplingParams(temperature=0.0)
+UNLIKE = (
+    GREEDY,
+    SamplingParams(temperature=0.0, logprobs=3),
+    SamplingParams(temperature=0.9, seed=4, top_p=0.9),
+    SamplingParams(temperature=0.0, allowed_token_ids=(5, 6)),
+)
+
+
+class Recorder:
+    """Stands for CUDA graphs."""
+
+    def __init__(self) -> None:
+        self.replayed = 0
+
+    def __call__(self, compute: Replay) -> Replay:
+        def replay() -> tuple[torch.Tensor, torch.Tensor]:
+            self.replayed += 1
+            return compute()
+
+        return replay
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "qwen3_moe"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / request.param, FAMILIES[request.param])
+
+
+@pytest.fixture
+def make_device(path: Path, monkeypatch: pytest.MonkeyPatch) -> type[LocalDevice]:
+    fake_flashinfer(monkeypatch)
+
+    class Device(LocalDevice):
+        """A model on the CPU with FlashInfer's tables, and a block more than it tells of."""
+
+        def __init__(self) -> None:
+            given = {"device": "cpu", "dtype": "float32", "num_blocks": NUM_BLOCKS, "kernels": "torch"}
+            super().__init__(path, EngineSettings.model_validate(given), raises=True)
+            model, spec = self._model, self.info.spec
+            self.blocks = torch.full((NUM_BLOCKS + 1, *spec.block_shape), float("nan"))
+            shape = AttentionShape(
+                num_heads=model.num_heads,
+                softmax_scale=model.softmax_scale,
+                windows=model.windows,
+                soft_cap=model.soft_cap,
+            )
+            self._attention = FlashInferBackend(self.blocks, spec, shape)
+            self.recorder = Recorder()
+
+        def record(self) -> None:
+            with torch.inference_mode():
+                self._graphs = DecodeGraphs(
+                    self._model, self._attention, spare_block=NUM_BLOCKS, sizes=SIZES, recorder=self.recorder
+                )
+
+    return Device
+
+
+def prompts(rng: random.Random) -> list[tuple[list[int], list[int]]]:
+    """Tokens and block tables of sequences of several lengths."""
+    free = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    lengths = (3, 15, 16, 31, 40, 50, 17)
+    return [
+        ([rng.randrange(3, VOCAB_SIZE) for _ in range(n)], [free.pop() for _ in range(-(-(n + 9) // 16))])
+        for n in lengths
+    ]
+
+
+def test_graphs_give_what_steps_give(make_device: type[LocalDevice]) -> None:
+    devices = [make_device(), make_device()]
+    eager, graphed = devices
+    graphed.record()  # type: ignore[attr-defined]
+    sequences = prompts(random.Random(3))
+    chunks = [StepRow(token_ids=ids, num_computed_tokens=0, block_ids=table) for ids, table in sequences]
+    for device in devices:
+        device.execute(chunks)
+    assert graphed.recorder.replayed == 0  # type: ignore[attr-defined]
+    for index, count in enumerate((7, 6, 5, 4, 2, 1)):
+        rows = [
+            StepRow(
+                token_ids=[5 + index],
+                num_computed_tokens=len(ids) + index,
+                block_ids=table,
+                draw=draw(SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE), index),
+            )
+            for ids, table in sequences[:count]
+        ]
+        for ours, expected in zip(graphed.execute(rows), eager.execute(rows), strict=True):
+            assert ours is not None
+            assert expected is not None
+            torch.testing.assert_close(full_logprobs(ours, VOCAB_SIZE), full_logprobs(expected, VOCAB_SIZE))
+    assert graphed.recorder.replayed == 6  # type: ignore[attr-defined]
+    written, wanted = (device.blocks[:NUM_BLOCKS] for device in devices)  # type: ignore[attr-defined]
+    torch.testing.assert_close(written, wanted, equal_nan=True)
+    assert wanted.isnan().any()
+    assert eager.blocks[NUM_BLOCKS].isnan().all()  # type: ignore[attr-defined]
+    padding = graphed.blocks[NUM_BLOCKS].isnan()  # type: ignore[attr-defined]
+    assert not padding[..., 0, :].any()  # where token 0 of the spare block is
+    assert padding[..., 1:, :].all()
+
+
+def test_every_kind_of_draw(make_device: type[LocalDevice]) -> None:
+    eager, graphed = make_device(), make_device()
+    graphed.record()  # type: ignore[attr-defined]
+    ids, table = prompts(random.Random(1))[4]
+    for params in (*((each,) * 3 for each in UNLIKE), UNLIKE):
+        rows = [
+            StepRow(token_ids=[7 + row], num_computed_tokens=len(ids), block_ids=[table[row]] * 9, draw=draw(one, 0))
+            for row, one in enumerate(params)
+        ]
+        rows.insert(1, StepRow(token_ids=[9], num_computed_tokens=3, block_ids=[39]))  # draws nothing
+        for device in (eager, graphed):
+            device.blocks.zero_()  # type: ignore[attr-defined]
+        tokens, expected = graphed.execute(rows), eager.execute(rows)
+        assert tokens[1] is expected[1] is None
+        for one, other in zip(tokens, expected, strict=True):
+            assert (one and one.token_id) == (other and other.token_id)
+            assert len(one.top_logprobs if one else ()) == len(other.top_logprobs if other else ())
+    assert graphed.recorder.replayed == 5  # type: ignore[attr-defined]
+
+
+def test_what_a_graph_takes(make_device: type[LocalDevice]) -> None:
+    device = make_device()
+    device.record()  # type: ignore[attr-defined]
+    graphs = device._graphs
+    assert graphs is not None
+    single = StepRow(token_ids=[1], num_computed_tokens=4, block_ids=[0], draw=draw(GREEDY, 0))
+    assert [graphs.takes([single] * count) for count in (0, 1, 7, 8)] == [False, True, True, False]
+    assert [graphs.size_for(count) for count in range(1, 8)] == [1, 2, 4, 4, 7, 7, 7]
+    for other in (
+        StepRow(token_ids=[1, 2], num_computed_tokens=4, block_ids=[0]),
+        StepRow(token_ids=[1], num_computed_tokens=4, block_ids=[0], num_pooled=1),
+        StepRow(token_ids=[1], num_computed_tokens=4, block_ids=[0], score=Scoring(start=0, token_ids=[2], num_top=0)),
+    ):
+        assert not graphs.takes([single, other])
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 64, 100, 256, 1000])
+def test_sizes(largest: int) -> None:
+    sizes = graph_sizes(largest)
+    assert sizes[-1] == largest
+    assert sizes == sorted(set(sizes))
+    steps = [(low, high) for low, high in pairwise(sizes) if low >= 8]
+    assert all(high - low <= max(8, low / 8) for low, high in steps)

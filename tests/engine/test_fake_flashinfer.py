@@ -1,0 +1,25 @@
+"""The fake wrappers take what FlashInfer's own take, where that is installed. It imports without a GPU."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from tests.engine.fake_flashinfer import WRAPPERS
+
+
+@pytest.mark.parametrize("method", ["__init__", "plan", "run"])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_parameters_are_the_real_ones(name: str, method: str) -> None:
+    real = getattr(pytest.importorskip("flashinfer"), name)
+    of = getattr(real, method)
+    if method == "plan":  # the decode wrapper's takes any keywords, and hands them to another one
+        of = getattr(real, "_plan_impl", of)
+    theirs = inspect.signature(of).parameters
+    ours = inspect.signature(getattr(WRAPPERS[name], method)).parameters
+    positional = [each for each in ours if ours[each].kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert positional == list(theirs)[: len(positional)]
+    for each in ours:
+        assert each in theirs
+        assert ours[each].default == theirs[each].default, each
