@@ -6,9 +6,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from baton.async_client import AsyncClient
-    from baton.client import Client
-    from baton.messages import Message, Tool
+    from baton.client.async_client import AsyncClient
+    from baton.client.messages import Message, Tool
+    from baton.client.sync_client import Client
     from baton.offline.llm import LLM
     from baton.offline.params import SamplingParams
     from common.beam_search import BeamSearchParams
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "AsyncClient", "BeamSearchParams", "Client", "Message", "Retain", "SamplingParams", "Tool"]
 
 _PLACES = {
-    "AsyncClient": "baton.async_client",
+    "AsyncClient": "baton.client.async_client",
     "BeamSearchParams": "common.beam_search",
-    "Client": "baton.client",
+    "Client": "baton.client.sync_client",
     "LLM": "baton.offline.llm",
-    "Message": "baton.messages",
+    "Message": "baton.client.messages",
     "Retain": "common.cache_hints",
     "SamplingParams": "baton.offline.params",
-    "Tool": "baton.messages",
+    "Tool": "baton.client.messages",
 }
 
 

@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 
 from common.errors import BatonError
-from router.text.chat_template import ChatTemplate
+from text.chat_template import ChatTemplate
 
 log = logging.getLogger(__name__)
 

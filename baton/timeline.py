@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import textwrap
 
-from baton.report import RequestReport, Usage
+from baton.client.report import RequestReport, Usage
 from common.types import FinishReason
 
 _NAME_WIDTH = 12

@@ -30,7 +30,7 @@ from bench.processes import running
 from bench.quiet import QuietClient
 from bench.rude import KINDS
 from common.config import DEFAULT_MODEL, default_cache_dir
-from engine.embedded_model import ensure_model
+from engine.loading.embedded_model import ensure_model
 
 QUIET_KEY, RUDE_KEY = "quiet" * 8, "rude-" * 8
 REQUESTS = ("grpc", "rest")  # the quiet client's questions that workers answer

@@ -16,7 +16,7 @@ from common.config import DEFAULT_MODEL, EngineSettings, default_cache_dir
 from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
-from engine.embedded_model import ensure_model
+from engine.loading.embedded_model import ensure_model
 from engine.local.device import LocalDevice
 from kv_store.no_store import NoStore
 

@@ -48,8 +48,8 @@ from bench.engine_systems import (
 )
 from bench.limit import Limit, Machine
 from common.config import DEFAULT_MODEL, default_cache_dir
-from engine.embedded_model import ensure_model
 from engine.kernels.choice import TORCH, choose
+from engine.loading.embedded_model import ensure_model
 
 PEERS = ("transformers", "llamacpp", "vllm")
 QUANTIZATIONS = ("int8", "int4")

@@ -31,10 +31,10 @@ from common.sampling import SamplingParams
 from common.types import SampledToken
 from engine import messages as m
 from engine.core import EngineCore
-from engine.grammars import GrammarCompiler
 from engine.kernels.choice import AUTO, INSTRUCTION_SETS, TORCH, choose
 from engine.kernels.library import Kernels
 from engine.local.device import LocalDevice
+from engine.sampling.grammars import GrammarCompiler
 from engine.step import StepOutput, StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector

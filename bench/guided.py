@@ -26,9 +26,9 @@ from common.guided import Guided
 from common.model_files import open_model
 from common.sampling import SamplingParams
 from engine import messages as m
-from engine.embedded_model import ensure_model
-from engine.grammars import GrammarCompiler
-from engine.guide import Guide, make_masks
+from engine.loading.embedded_model import ensure_model
+from engine.sampling.grammars import GrammarCompiler
+from engine.sampling.guide import Guide, make_masks
 
 BATCH = 32
 NUM_STEPS = 60

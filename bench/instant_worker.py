@@ -20,8 +20,8 @@ import uvloop
 from tokenizers import Tokenizer
 
 from bench.steps import Steps
-from common.grpc_options import MAX_MESSAGE_BYTES, worker_server_options
-from common.grpc_server import add_handlers
+from common.grpc.options import MAX_MESSAGE_BYTES, worker_server_options
+from common.grpc.server import add_handlers
 from common.model_files import TOKENIZER_FILES
 from protos.baton.v1 import decode_pb2, types_pb2, worker_pb2
 from worker.many_calls import Caller, ManyCalls, OneCall

@@ -25,7 +25,7 @@ from bench.engine import LLAMA_1B, random_model
 from bench.engine_systems import BatonEngine, Row, Transformers
 from bench.measure import interleave, print_table
 from common.config import DEFAULT_MODEL, default_cache_dir
-from engine.embedded_model import ensure_model
+from engine.loading.embedded_model import ensure_model
 from engine.models import registry
 
 ROWS = (Row(1, 512), Row(1, 128, 16), Row(8, 128, 8))

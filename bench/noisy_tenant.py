@@ -29,8 +29,8 @@ from bench.router.load import quantile
 from bench.router.process_cost import cpu_s
 from bench.tenant_load import Asked, TenantClient
 from common.config import DEFAULT_MODEL, default_cache_dir
-from engine.embedded_model import ensure_model
-from router.serving.quotas import BURST_S
+from engine.loading.embedded_model import ensure_model
+from router.limits.quotas import BURST_S
 
 QUIET_KEY, NOISY_KEY = "quiet" * 8, "noisy" * 8
 ALONE, WITHIN = "alone", "beside one within its limit"

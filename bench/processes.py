@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from baton.processes import Child
+from baton.stack.processes import Child
 from common.errors import StartupError
 
 _END_GRACE_S = 60.0

@@ -24,7 +24,7 @@ from urllib.error import HTTPError
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.client import Client
+from baton.client.sync_client import Client
 from bench.processes import ready_client
 from common.errors import BatonError, OverloadedError
 

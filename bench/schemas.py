@@ -24,7 +24,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from common.config import DEFAULT_MODEL, default_cache_dir
 from common.guided import Guided, grammar_of
-from engine.embedded_model import ensure_model
+from engine.loading.embedded_model import ensure_model
 
 Names = list[list[str]]  # of the properties of each object schema
 MAX_STEPS = 5000  # of looking for the order of an instance's keys

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from baton.client import Client
+from baton.client.sync_client import Client
 from bench.engine_systems import random_prompts
 from bench.measure import interleave, print_table, write_json
 from bench.processes import running_stack
 from common.config import DEFAULT_MODEL, default_cache_dir
-from engine.dtype import resolve_dtype
-from engine.embedded_model import ensure_model
+from engine.loading.dtype import resolve_dtype
+from engine.loading.embedded_model import ensure_model
 
 
 def measure(client: Client, args: argparse.Namespace, seed: list[int]) -> Mapping[str, float]:

@@ -21,8 +21,8 @@ from bench.engine_systems import BatonEngine, random_prompts
 from bench.measure import interleave, print_table, write_json
 from bench.processes import running_stack
 from common.config import DEFAULT_MODEL, default_cache_dir
-from engine.dtype import resolve_dtype
-from engine.embedded_model import ensure_model
+from engine.loading.dtype import resolve_dtype
+from engine.loading.embedded_model import ensure_model
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from bench.engine_systems import GREEDY, BatonEngine, Row, add_kernels_option, check_kernels
 from common.config import DEFAULT_MODEL, default_cache_dir
 from common.sampling import SamplingParams, TokenSequence
-from engine.embedded_model import ensure_model
+from engine.loading.embedded_model import ensure_model
 
 STEPS = 16
 

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import grpc
 
 from bench.processes import ready_client
-from common.grpc_status import error_of_call
+from common.grpc.status import error_of_call
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 PATIENCE_S = 120.0

@@ -22,8 +22,8 @@ from common.config import DEFAULT_MODEL, EngineSettings, default_cache_dir
 from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
-from engine.dtype import resolve_dtype
-from engine.embedded_model import ensure_model
+from engine.loading.dtype import resolve_dtype
+from engine.loading.embedded_model import ensure_model
 from engine.local.device import LocalDevice
 from kv_store.base import ConnectorConfig
 from kv_store.shared_storage.connector import SharedStorageConnector

@@ -24,7 +24,7 @@ from bench.processes import running
 from bench.router.process_cost import own_cpu_s
 from common.config import WorkerSettings
 from common.errors import InternalError
-from common.grpc_options import CHANNEL_OPTIONS
+from common.grpc.options import CHANNEL_OPTIONS
 from common.types import WorkerRole
 from decode_service.servicer import add_service
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
@@ -32,7 +32,7 @@ from worker import engine_process
 from worker.server import serve
 
 NUM_PROMPT_TOKENS = 50
-MAX_TOKENS = 1024  # more of them would need credit (`common.call_window`)
+MAX_TOKENS = 1024  # more of them would need credit (`common.grpc.call_window`)
 
 
 class Load:

@@ -1,7 +1,7 @@
 """A model directory as Hugging Face lays it out: config.json, *.safetensors, tokenizer.json. Reads it without torch.
 
-In place of safetensors there may be one GGUF file, `weights.gguf` (engine/checkpoints/gguf_model.py), or a link of that
-name to a part of one (common/gguf_parts.py).
+In place of safetensors there may be one GGUF file, `weights.gguf` (engine/loading/checkpoints/gguf_model.py), or a link
+of that name to a part of one (common/gguf_parts.py).
 
 Routers read the tokenizer files, workers the weights; both name the weights by `model_identity`.
 """

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from common.config import TlsSettings
 from common.errors import ConfigError, StartupError
-from common.watched_files import WatchedFiles, read_file
+from common.process.watched_files import WatchedFiles, read_file
 
 
 @dataclass(slots=True, frozen=True)

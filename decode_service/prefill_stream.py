@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from common.errors import TransferError
-from common.grpc_streams import MessageStream
+from common.grpc.streams import MessageStream
 from decode_service.prefill_events import PrefillEvents
 from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc
 from worker.shell import Worker

@@ -14,19 +14,19 @@ from common.block_hash import root_hash
 from common.config import EngineSettings
 from common.types import FinishReason, WorkerLoad
 from engine import messages as m
+from engine.arrivals import Intake
 from engine.blocks.block_manager import BlockManager
 from engine.cache_hints import CacheHints
 from engine.device import Device
 from engine.forward_pass import ForwardPass, Pass
-from engine.grammars import Compiler, Grammars
 from engine.housekeeping import Housekeeping
-from engine.intake import Intake
 from engine.integrity import IntegrityReport
 from engine.pooling import embedding
 from engine.remote_kv import RemoteKV
 from engine.reports import report_not_stored, report_preempted, report_settled, report_unreachable
-from engine.schedule import NewToken, SchedulerConfig, SchedulerOutput
-from engine.scheduler import Scheduler
+from engine.sampling.grammars import Compiler, Grammars
+from engine.scheduling.schedule import NewToken, SchedulerConfig, SchedulerOutput
+from engine.scheduling.scheduler import Scheduler
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.speculation import Drafter, Speculation
 from kv_store.base import KVConnector

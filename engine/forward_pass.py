@@ -10,13 +10,13 @@ from itertools import islice
 from common.types import SampledToken
 from engine import messages as m
 from engine.device import Device, Ticket
-from engine.draws import draw
-from engine.guide import Guide, GuideError, make_masks
 from engine.pooling import add_pooled
-from engine.prompt_scores import MAX_EVENT_TOKENS, next_scores
 from engine.reports import report_draft
 from engine.request import Request, RequestStatus
-from engine.schedule import SchedulerOutput
+from engine.sampling.draws import draw
+from engine.sampling.guide import Guide, GuideError, make_masks
+from engine.sampling.prompt_scores import MAX_EVENT_TOKENS, next_scores
+from engine.scheduling.schedule import SchedulerOutput
 from engine.speculation.checks import DraftedToken, accepted_tokens, checked_tokens
 from engine.step import StepInput, StepOutput, StepRow
 

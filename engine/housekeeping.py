@@ -13,7 +13,7 @@ from engine.cache_hints import CacheHints
 from engine.device import Device
 from engine.remote_kv import RemoteKV
 from engine.reports import report_counts, report_retained
-from engine.scheduler import Scheduler
+from engine.scheduling.scheduler import Scheduler
 
 
 class Housekeeping:

@@ -1,6 +1,6 @@
 """Layers that models are built from. Which implementation runs is decided here and nowhere else.
 
-Weights lie in plain tensors, allocated on the device and filled by `engine.weights`; `finish()` then turns each
+Weights lie in plain tensors, allocated on the device and filled by `engine.loading.weights`; `finish()` then turns each
 layer into the form that computes fastest. No autograd, no modules: a call is its few tensor operations.
 """
 

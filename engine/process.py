@@ -24,10 +24,10 @@ import zmq
 from common import metrics
 from common.config import WorkerSettings
 from common.errors import BatonError, ConfigError
-from common.grpc_options import LOSS_NOTICED_S
+from common.grpc.options import LOSS_NOTICED_S
 from common.logs import setup_logging
 from common.metric_relay import MetricRelay
-from common.tasks import end_with_threads
+from common.process.tasks import end_with_threads
 from common.types import WorkerLoad
 from engine import messages as m
 
@@ -120,8 +120,8 @@ def _pin(cores: Sequence[int]) -> bool:
 def _serve(bootstrap: Bootstrap, settings: WorkerSettings, socket: zmq.Socket[bytes]) -> None:
     """Loads the model, then: commands in, one step, events out, for ever."""
     from engine.core import EngineCore
-    from engine.grammars import GrammarCompiler
     from engine.local.device import LocalDevice
+    from engine.sampling.grammars import GrammarCompiler
     from engine.speculation.draft_model import load_draft_model
     from kv_store.base import ConnectorConfig
     from kv_store.registry import create_connector, create_store

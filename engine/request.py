@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from common.cache_hints import Retain
 from common.sampling import SamplingParams
 from common.types import PRIORITY_S, FinishReason
-from engine.logit_changes import LogitChanges
 from engine.messages import Embed, RequestMode
+from engine.sampling.logit_changes import LogitChanges
 from engine.speculation.record import DraftRecord
 
 if TYPE_CHECKING:
-    from engine.guide import Guide
+    from engine.sampling.guide import Guide
 
 
 class RequestStatus(StrEnum):

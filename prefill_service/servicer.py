@@ -18,8 +18,8 @@ import grpc
 
 from common import metrics
 from common.errors import BatonError, IncompatibleError, InvalidArgumentError
-from common.grpc_options import LOSS_NOTICED_S
-from common.grpc_streams import uncancelled
+from common.grpc.options import LOSS_NOTICED_S
+from common.grpc.streams import uncancelled
 from common.sampling import SamplingParams
 from engine import messages as m
 from prefill_service.borrowing import Borrowing

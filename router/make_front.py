@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from common.config import RouterSettings
 from router.fleet.registry import Registry
-from router.serving.admission import Admission
-from router.serving.dispatch import Dispatcher
-from router.serving.embedding import Embedder
+from router.limits.admission import Admission
+from router.limits.gate import MESSAGE_BYTES, MIB, Gate, GateLimits
+from router.limits.quotas import Quotas
+from router.preparing.preparation import Preparation
+from router.processes.shared_state import Part
+from router.running.dispatch import Dispatcher
+from router.running.embedding import Embedder
+from router.running.prefix_hints import PrefixHints
+from router.running.threads import TextThreads
 from router.serving.front import Front
-from router.serving.gate import MESSAGE_BYTES, MIB, Gate, GateLimits
 from router.serving.generation import Generation
-from router.serving.part import Part
-from router.serving.prefix_hints import PrefixHints
-from router.serving.preparation import Preparation
-from router.serving.quotas import Quotas
-from router.serving.threads import TextThreads
 
 
 def make_front(

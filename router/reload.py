@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from common.config import LimitSettings, PolicySettings, RouterSettings
 from common.errors import BatonError, StartupError
-from common.watched_files import WatchedFiles
+from common.process.watched_files import WatchedFiles
+from router.limits.fair_queue import Places
 from router.policy.base import Policy
 from router.policy.registry import create_policy
-from router.serving.dispatch import Dispatcher
-from router.serving.fair_queue import Places
+from router.running.dispatch import Dispatcher
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import sys
 
 from common.config import RouterSettings
 from common.errors import ConfigError, StartupError
-from common.unix_sockets import socket_path
+from common.process.unix_sockets import socket_path
 from router import server
 from router.processes import parent
 from router.reload import SettingsFile

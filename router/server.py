@@ -12,36 +12,36 @@ import grpc
 import uvicorn
 from starlette.types import ASGIApp
 
-from common.allocator import keep_few_arenas
 from common.config import RouterSettings
-from common.grpc_health import NOT_SERVING, SERVING, Health
-from common.grpc_options import client_server_options
-from common.grpc_server import make_server, until_ended
-from common.grpc_transport import Channels
-from common.open_files import allow_open_files
-from common.tasks import VitalTasks, count_tasks
+from common.grpc.health import NOT_SERVING, SERVING, Health
+from common.grpc.options import client_server_options
+from common.grpc.server import make_server, until_ended
+from common.grpc.transport import Channels
+from common.process.allocator import keep_few_arenas
+from common.process.open_files import allow_open_files
+from common.process.tasks import VitalTasks, count_tasks
+from common.process.unix_sockets import remove, socket_path
 from common.tls import serving_files
-from common.unix_sockets import remove, socket_path
 from router.api.api_keys import ApiKeys
 from router.api.grpc_auth import KeyInterceptor
 from router.api.grpc_services import DEMAND, INFERENCE, MAX_OPEN_CALLS, ROUTER, add_services, bind, bind_health
 from router.api.rest.app import make_app
-from router.api.rest.auth import KeyMiddleware
-from router.api.rest.cors import CorsMiddleware
-from router.api.rest.limits import LimitMiddleware
-from router.api.rest.listener import listen
-from router.api.rest.protocol import MAX_HEAD_BYTES, Connections
-from router.api.rest.root_path import RootPathMiddleware
-from router.api.rest.tls_listener import accept_tls
+from router.api.rest.http.auth import KeyMiddleware
+from router.api.rest.http.cors import CorsMiddleware
+from router.api.rest.http.limits import LimitMiddleware
+from router.api.rest.http.listener import listen
+from router.api.rest.http.protocol import MAX_HEAD_BYTES, Connections
+from router.api.rest.http.root_path import RootPathMiddleware
+from router.api.rest.http.tls_listener import accept_tls
 from router.fleet.discovery.follow import fixed, follow
 from router.fleet.registry import Registry
+from router.limits.quotas import Quotas
 from router.make_front import make_front
+from router.processes.shared_state import Part
 from router.reload import Reload, SettingsFile, policy_of
-from router.serving.dispatch import Dispatcher, DispatchLimits
+from router.running.dispatch import Dispatcher, DispatchLimits
+from router.running.threads import TextThreads
 from router.serving.front import Front
-from router.serving.part import Part
-from router.serving.quotas import Quotas
-from router.serving.threads import TextThreads
 from router.stop_signals import hang_up_signal, stop_signals
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from common import grpc_server
+from common.grpc import server as grpc_server
 
 
 def breaks_when(broken: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ faults at random under load. With `FAULTS_ROUTERS=3` three routers share the wor
 After every cell, whatever it was:
 
 - every block of every living worker is free or cached again, and no lease is left, at the latest a keepalive interval
-  (5 s within the fleet, 20 s for a client that vanished: [`common/grpc_options.py`](../common/grpc_options.py)) and a
+  (5 s within the fleet, 20 s for a client that vanished: [`common/grpc/options.py`](../common/grpc/options.py)) and a
   transfer's timeout after the fault, while it lasts (with nixl 3 s more:
   [the end of a lease](kv-plane.md#the-end-of-a-lease));
 - `check_integrity()` holds on every worker;
@@ -54,8 +54,8 @@ worker should receive is dropped, what it sends still arrives, and may be all th
 A router that hangs or is cut off is given up by its workers after the keepalive interval, and a gRPC client by its
 router after 20 s, not before; an answer that is complete by then is delivered when it comes back. HTTP/1.1 has no
 pings: a REST client is given up 30 s after its host was last heard of
-([`router/api/rest/listener.py`](../router/api/rest/listener.py)), and one that hangs goes on being answered until it
-has taken nothing for as long. A hung engine is ended by its front after `--engine-timeout`.
+([`router/api/rest/http/listener.py`](../router/api/rest/http/listener.py)), and one that hangs goes on being answered
+until it has taken nothing for as long. A hung engine is ended by its front after `--engine-timeout`.
 
 With `lmcache` nothing is cut: its server and the workers share one host's memory. If it has no line of its own, what
 holds for a store holds for it.

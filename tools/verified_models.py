@@ -32,7 +32,6 @@ from common.config import EngineSettings
 from common.errors import StartupError
 from common.sampling import SamplingParams
 from common.types import SampledToken
-from engine.draws import draw
 from engine.local.device import LocalDevice
 from engine.models import registry
 from engine.models.adapted_attention import ADAPTED
@@ -40,6 +39,7 @@ from engine.models.attention_interface import UnsupportedAttentionError, check_l
 from engine.models.families import FAMILIES
 from engine.models.text_part import COMPOSITES
 from engine.models.verified import COMPARED_WITH, REFUSED, VERIFIED
+from engine.sampling.draws import draw
 from engine.step import StepRow
 from tools.small_models import VARIATIONS, VOCAB_SIZE, UnbuildableError, build, one_line, save, small_config
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from common.grpc_transport import Channels
+from common.grpc.transport import Channels
 
 IDLE_S = 300.0  # without a call: its worker may be gone for good, as pods that come and go have ever new addresses
 

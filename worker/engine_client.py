@@ -21,7 +21,7 @@ from common import metrics
 from common.config import WorkerSettings
 from common.errors import BatonError, OverloadedError, StartupError, UnavailableError
 from common.metric_relay import MetricRelay
-from common.tasks import VitalTasks
+from common.process.tasks import VitalTasks
 from common.types import WorkerLoad
 from engine import messages as m
 from worker.block_feed import BlockFeed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.config import WorkerSettings
-from common.grpc_options import LOSS_NOTICED_S
+from common.grpc.options import LOSS_NOTICED_S
 
 LEASE_MARGIN_S = 3.0  # what the other end's event loop and engine may take to act on what they have noticed
 

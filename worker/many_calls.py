@@ -4,8 +4,8 @@
        ^                                 │
        └──── all that waits, as one message, whenever the one before is on its way
 
-A call waits alone if its router leaves too much of it unread (`common.call_window`): what all calls have on their way
-is bounded, and nobody is held up by another one's reader. Whatever ends the stream cancels its calls.
+A call waits alone if its router leaves too much of it unread (`common.grpc.call_window`): what all calls have on their
+way is bounded, and nobody is held up by another one's reader. Whatever ends the stream cancels its calls.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, Protocol
 
 import grpc
 
-from common.call_window import MAX_EVENTS, MAX_TOKENS, STARTS_KEY, TOKEN_COST, WINDOW_BYTES
 from common.errors import DeadlineError, InvalidArgumentError, OverloadedError
-from common.grpc_calls import failure_of
-from common.grpc_status import rich_status
-from common.grpc_streams import uncancelled
+from common.grpc.call_window import MAX_EVENTS, MAX_TOKENS, STARTS_KEY, TOKEN_COST, WINDOW_BYTES
+from common.grpc.calls import failure_of
+from common.grpc.status import rich_status
+from common.grpc.streams import uncancelled
 from protos.baton.v1 import decode_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]

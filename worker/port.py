@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 from common.config import WorkerSettings
-from common.grpc_options import (
+from common.grpc.options import (
     MAX_PEERS,
     REQUEST_OTHER_BYTES,
     REQUEST_TOKEN_BYTES,
     Options,
     worker_server_options,
 )
-from common.open_files import allow_open_files
+from common.process.open_files import allow_open_files
 
 MOST_POSITIONS = 2**20  # if config.json does not say how many
 OTHER_CALLS = 256  # of those that watch and ask

@@ -7,14 +7,14 @@ from typing import Any, cast
 
 import grpc
 
-from common.grpc_calls import Context, handle_call, receive, send
-from common.grpc_options import LOSS_NOTICED_S
+from common.grpc.calls import Context, handle_call, receive, send
+from common.grpc.options import LOSS_NOTICED_S
 
 RECEIVE_TIMEOUT_S = LOSS_NOTICED_S  # for a call's one message to come; callers are neighbours
 
 
 class ReceivingInterceptor(grpc.aio.ServerInterceptor):
-    """Handles every call as `common.grpc_calls` does. Handlers raise `BatonError`, whose status the call gets."""
+    """Handles every call as `common.grpc.calls` does. Handlers raise `BatonError`, whose status the call gets."""
 
     async def intercept_service(
         self,

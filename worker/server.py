@@ -14,11 +14,11 @@ from grpc_reflection.v1alpha import reflection
 
 from common.config import WorkerSettings
 from common.errors import StartupError
-from common.grpc_health import SERVING, Health
-from common.grpc_server import make_server, until_ended
-from common.grpc_transport import add_port, health_server
-from common.reflection import ReflectionPool
-from common.tasks import VitalTasks, count_tasks
+from common.grpc.health import SERVING, Health
+from common.grpc.reflection import ReflectionPool
+from common.grpc.server import make_server, until_ended
+from common.grpc.transport import add_port, health_server
+from common.process.tasks import VitalTasks, count_tasks
 from common.tls import serving_files
 from common.types import WorkerRole, WorkerState
 from worker.drain import drain

@@ -26,7 +26,7 @@ from common.errors import (
     UnavailableError,
     error_of,
 )
-from common.grpc_transport import Channels
+from common.grpc.transport import Channels
 from common.model_files import tokenizer_files
 from common.retry_budget import RetryBudget
 from common.types import WorkerRole, WorkerState

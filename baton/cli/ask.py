@@ -20,16 +20,16 @@ from common.config import ChatSettings, ClientSettings, DemoSettings, GenerateSe
 from common.errors import BatonError, ConfigError
 
 if TYPE_CHECKING:
-    from baton.client import Answer, Client
-    from baton.report import FleetWorker, Result
-    from baton.stack import Addresses
+    from baton.client.report import FleetWorker, Result
+    from baton.client.sync_client import Answer, Client
+    from baton.stack.local_stack import Addresses
     from common.sampling import SamplingOptions
 
 DEMO_QUESTION = "What is the capital of Japan?"
 
 
 def connect(settings: ClientSettings) -> Client:
-    from baton.client import Client
+    from baton.client.sync_client import Client
 
     return Client(
         settings.router,
@@ -208,15 +208,16 @@ def models(settings: ClientSettings) -> int:
 
 def demo(settings: DemoSettings, *, question: tuple[str, ...]) -> int:
     """Brings a stack up, asks it one question, prints the answer and where its time went, and ends the stack."""
-    from baton import stack, stack_plan
     from baton.cli.serve import prepare_model
-    from baton.kv_directory import kv_directory
+    from baton.stack import local_stack as stack
+    from baton.stack import stack_plan
+    from baton.stack.kv_directory import kv_directory
     from common.logs import setup_logging
 
     text = " ".join(question) or DEMO_QUESTION
 
     def ask(addresses: Addresses) -> int:
-        from baton.client import Client
+        from baton.client.sync_client import Client
 
         print(f"{len(running.children)} processes: {', '.join(running.commands)}", file=sys.stderr)
         print(f"\n> {text}", flush=True)

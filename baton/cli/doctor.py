@@ -15,7 +15,7 @@ from baton.settings import UP_SETTINGS
 from common.config import UpSettings
 
 if TYPE_CHECKING:
-    from baton.doctor import Finding
+    from baton.doctor.checks import Finding
 
 _MARKS = {"ok": ("✓", "green"), "hint": ("!", "yellow"), "problem": ("✗", "red")}
 _ASCII = {"✓": "+", "✗": "x", "→": "->"}
@@ -26,7 +26,7 @@ def doctor(settings: UpSettings, *, as_json: bool, tune: bool) -> int:
     """Exit code 1 if there is a problem."""
     logging.disable(logging.WARNING)  # what is looked at would log that it is looked at
     try:
-        from baton.doctor import Level, examine
+        from baton.doctor.checks import Level, examine
 
         findings = []
         for finding in examine(settings, tune=tune):

@@ -22,7 +22,7 @@ def profile(settings: EngineSettings, *, minutes: float, out: str | None) -> int
 
     from common.batch_time_file import encode
     from common.model_files import open_model
-    from engine.embedded_model import ensure_model
+    from engine.loading.embedded_model import ensure_model
     from engine.local.device import LocalDevice
     from engine.profile.profile import PARTS, make_profile, verdict
     from engine.profile.report import page

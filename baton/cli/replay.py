@@ -14,7 +14,7 @@ from common.config import EngineSettings
 def replay(settings: EngineSettings, *, file: str, as_json: bool) -> int:
     """Exit code 1 if a result differs. The file says what the steps were recorded with; what is set here goes first."""
     from common.model_files import open_model
-    from engine.embedded_model import ensure_model
+    from engine.loading.embedded_model import ensure_model
     from engine.local.device import LocalDevice
     from engine.replay.replay import check_header
     from engine.replay.replay import replay as compute

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, TypeVar
 from baton.cli.options import SettingsCommand
 from baton.settings import UP_SETTINGS, WORKER_SETTINGS, RouterCommandSettings
 from common.config import DEFAULT_MODEL, AutoscalerSettings, RouterSettings, UpSettings, WorkerSettings
-from common.garbage import look_rarely
 from common.logs import setup_logging
+from common.process.garbage_collection import look_rarely
+from common.process.unix_sockets import socket_path
 from common.types import WorkerRole
-from common.unix_sockets import socket_path
-from engine.device_choice import choose_device
-from engine.dtype import resolve_dtype
+from engine.loading.dtype import resolve_dtype
+from engine.local.device_choice import choose_device
 
 if TYPE_CHECKING:
-    from baton.stack import Addresses
+    from baton.stack.local_stack import Addresses
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +43,9 @@ Try it from another terminal (Ctrl-C here ends the stack):
 
 
 def up(settings: UpSettings) -> int:
-    from baton import stack, stack_plan
-    from baton.kv_directory import kv_directory
+    from baton.stack import local_stack as stack
+    from baton.stack import stack_plan
+    from baton.stack.kv_directory import kv_directory
 
     setup_logging("up", level=settings.log_level, log_format=settings.log_format)
     stack_plan.check(settings)
@@ -57,7 +58,7 @@ def prepare_model(settings: S) -> S:
     """What is decided once, before several workers do so: makes sure that the model is on disk (progress to standard
     error), and chooses device and dtype, which all workers need alike."""
     from baton.template_check import warn_of_template
-    from engine.embedded_model import ensure_model
+    from engine.loading.embedded_model import ensure_model
 
     path = ensure_model(settings.model, settings.cache_dir, lambda line: print(line, file=sys.stderr, flush=True))
     warn_of_template(path)
@@ -83,7 +84,7 @@ def _hints(addresses: Addresses) -> str:
 
 
 def worker(settings: WorkerSettings, *, role: WorkerRole) -> int:
-    from baton.worker_process import main
+    from baton.stack.worker_process import main
 
     return main(settings, role)
 

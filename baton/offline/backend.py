@@ -6,9 +6,9 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from baton.messages import Message, Tool
+from baton.client.messages import Message, Tool
+from baton.client.report import Result
 from baton.offline.params import SamplingParams
-from baton.report import Result
 from common.beam_search import Beam, BeamSearchParams
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from baton.messages import Message, Tool, ToolCall
-from baton.requests import Messages
+from baton.client.messages import Message, Tool, ToolCall
+from baton.client.requests import Messages
 from common.errors import InvalidArgumentError
-from router.text.conversation import joined_parts
+from text.conversation import joined_parts
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""

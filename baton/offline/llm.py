@@ -20,8 +20,8 @@ from typing import Any, Self, TypeVar
 
 from tqdm.auto import tqdm
 
-from baton.client import Client
-from baton.messages import Tool
+from baton.client.messages import Tool
+from baton.client.sync_client import Client
 from baton.offline.backend import Answer, Ask, Backend, Chat
 from baton.offline.inputs import ChatMessages, Prompt, conversations_of, prompts_of, tools_of
 from baton.offline.outputs import (

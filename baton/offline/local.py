@@ -10,10 +10,10 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import TypeVar, cast
 
-from baton.messages import Calls, ToolCallDelta
+from baton.client.messages import Calls, ToolCallDelta
+from baton.client.report import RequestReport, Result, Usage
+from baton.client.requests import chat_messages, template_options, tool_choice_message, tool_messages
 from baton.offline.backend import Answer, Ask, Beams, Chat, Vector
-from baton.report import RequestReport, Result, Usage
-from baton.requests import chat_messages, template_options, tool_choice_message, tool_messages
 from common.beam_search import BeamSearch, BeamSearchParams
 from common.choices import Choices
 from common.config import EngineSettings
@@ -24,20 +24,20 @@ from common.types import FinishReason, SampledToken, TokenLogprob
 from common.validation import ModelLimits
 from engine import messages as m
 from engine.core import EngineCore
-from engine.embedded_model import ensure_model
-from engine.grammars import GrammarCompiler
+from engine.loading.embedded_model import ensure_model
 from engine.local.device import LocalDevice
+from engine.sampling.grammars import GrammarCompiler
 from engine.speculation.draft_model import load_draft_model
 from kv_store.no_store import NoStore
 from protos.baton.v1 import inference_pb2
 from router.api.grpc_chat import conversation
 from router.fleet.served_model import ServedModel
-from router.serving.preparation import Preparation
-from router.serving.request import GenerationRequest, Prompt
-from router.serving.threads import TextThreads
-from router.text.answer_parts import PartsParser, ended
-from router.text.answer_text import AnswerText
-from router.text.tokenizer import load_tokenizer
+from router.preparing.preparation import Preparation
+from router.running.request import GenerationRequest, Prompt
+from router.running.threads import TextThreads
+from text.answer_parts import PartsParser, ended
+from text.answer_text import AnswerText
+from text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.messages import ToolCall
+from baton.client.messages import ToolCall
 
 
 @dataclass(slots=True, frozen=True)

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from typing import cast
 
-from baton.client import Answer as Stream
-from baton.client import Client
+from baton.client.sync_client import Answer as Stream
+from baton.client.sync_client import Client
 from baton.offline.backend import Answer, Ask, Beams, Chat, Vector
 from common.beam_search import Beam, BeamSearchParams
 from common.choices import MAX_BEAM_WIDTH, AnswerOptions

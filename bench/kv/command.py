@@ -14,8 +14,8 @@ from bench.kv.settings import BenchSettings, Progress, show_progress
 from bench.router.command import router
 from common.config import DEFAULT_MODEL, default_cache_dir
 from common.errors import BatonError, ConfigError
-from engine.dtype import resolve_dtype
-from engine.embedded_model import ensure_model
+from engine.loading.dtype import resolve_dtype
+from engine.loading.embedded_model import ensure_model
 
 PARTS = {  # in the order of running; modules are imported when their part runs
     "handoff": "bench.kv.handoff",

@@ -28,7 +28,7 @@ from common.errors import StartupError, TransferError
 from common.sampling import SamplingParams
 from engine import messages as m
 from engine.blocks.block_manager import BlockManager
-from engine.embedded_model import ensure_model
+from engine.loading.embedded_model import ensure_model
 from engine.request import Request
 from kv_store.base import BlockRef
 from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc

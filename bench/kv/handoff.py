@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from baton import lmcache_server
-from baton.stack_plan import free_ports
+from baton.stack import lmcache_server
+from baton.stack.stack_plan import free_ports
 from bench.kv.pair import MEMCPY, RAW_NIXL, PairConfig, measure_pair
 from bench.kv.results import Bar, Results
 from bench.kv.settings import BenchSettings, Progress

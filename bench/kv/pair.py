@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from baton.stack_plan import usable_cores
+from baton.stack.stack_plan import usable_cores
 from bench.nixl_raw import RawNixlReads
 from common.errors import BatonError, TransferError
 from common.types import KVCacheSpec

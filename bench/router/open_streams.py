@@ -23,7 +23,7 @@ from bench.router.load import quantile
 from bench.router.process_cost import cpu_s, peak_mib, resident_mib
 from bench.router.systems import System
 from common.errors import InternalError
-from common.open_files import allow_open_files
+from common.process.open_files import allow_open_files
 
 OPEN, COUNT, END = "open", "count", "end"
 STREAMS_PER_PROCESS = 2500

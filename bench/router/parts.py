@@ -22,8 +22,8 @@ from bench.router.process_cost import cpu_s
 from bench.router.systems import BATON, Spec, System, router, workers
 from common.config import DEFAULT_MODEL, default_cache_dir
 from common.errors import BatonError
-from common.open_files import allow_open_files
-from engine.embedded_model import ensure_model
+from common.process.open_files import allow_open_files
+from engine.loading.embedded_model import ensure_model
 
 BAR_STREAMS = 32
 OPEN_WORKERS = 4

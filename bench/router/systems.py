@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.processes import Child
+from baton.stack.processes import Child
 from bench.processes import running, started
 from bench.router.clients import Endpoint, ask
 from common.errors import BatonError, ConfigError, InternalError, StartupError

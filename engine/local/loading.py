@@ -12,9 +12,9 @@ from common.config import EngineSettings
 from common.errors import StartupError
 from common.model_files import ModelFiles, model_identity, open_model
 from common.types import KVCacheSpec
-from engine.device_choice import choose_device
-from engine.dtype import resolve_dtype
 from engine.kernels.library import Kernels, load_kernels
+from engine.loading.dtype import resolve_dtype
+from engine.local.device_choice import choose_device
 from engine.local.memory import check_weights_fit, longest_context, weight_bytes
 from engine.local.vocabulary import Padding, known_ends
 from engine.models.base import CausalLM

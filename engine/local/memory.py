@@ -10,8 +10,8 @@ from common.config import EngineSettings
 from common.errors import StartupError
 from common.model_files import ModelFiles, read_safetensors_header
 from common.types import KVCacheSpec
-from engine.checkpoints.gguf_file import read_gguf
-from engine.checkpoints.gguf_tensors import PLAIN
+from engine.loading.checkpoints.gguf_file import read_gguf
+from engine.loading.checkpoints.gguf_tensors import PLAIN
 from engine.local.host_memory import available_bytes
 from engine.models.registry import is_read, max_positions
 from engine.models.transformers_model import is_mxfp4

@@ -11,12 +11,12 @@ from engine.attention.base import StepAttention
 from engine.attention.native import NativeStep
 from engine.kernels.library import Kernels
 from engine.layers import Embedding, Linear, Place, RMSNorm, RotaryEmbedding
+from engine.loading.weights import load_weights
 from engine.models.base import CausalLM
 from engine.models.description import DecoderConfig
 from engine.models.layer import DecoderLayer
 from engine.models.native import NativeDecoder
 from engine.models.text_part import is_composite, text_name
-from engine.weights import load_weights
 
 
 class Decoder(CausalLM):

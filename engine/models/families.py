@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from common.errors import StartupError
-from engine.checkpoints.hf_quantized import QUANTIZATION_KEYS, scheme_of
 from engine.kernels.library import Activation
+from engine.loading.checkpoints.hf_quantized import QUANTIZATION_KEYS, scheme_of
 from engine.models.description import DecoderConfig, ExpertsConfig, Rope
 from engine.models.hf_config import HFConfig, read_hf_config
 from engine.models.rope import read_rope

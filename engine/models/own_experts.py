@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from common.allocator import give_back_freed
+from common.process.allocator import give_back_freed
 from engine.kernels.library import Activation, Kernels
 from engine.layers import Linear
 from engine.models.experts import ExpertMLPs, Gate

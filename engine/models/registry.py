@@ -12,7 +12,7 @@ import torch
 
 from common.errors import StartupError
 from common.model_files import ModelFiles
-from engine.checkpoints.own_head import has_own_head
+from engine.loading.checkpoints.own_head import has_own_head
 from engine.models.base import CausalLM, ConfigReader
 from engine.models.decoder import Decoder
 from engine.models.families import FAMILIES, describe, read_family_config

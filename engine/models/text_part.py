@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from common.errors import StartupError
 from common.model_files import ModelFiles, read_safetensors_header
-from engine.checkpoints.hf_quantized import QUANTIZATION_KEYS
+from engine.loading.checkpoints.hf_quantized import QUANTIZATION_KEYS
 from engine.models.families import FAMILIES
 
 COMPOSITES = frozenset(

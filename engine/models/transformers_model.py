@@ -19,11 +19,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from common.allocator import freeing_at_once, give_back_freed
 from common.errors import StartupError
 from common.model_files import ModelFiles
+from common.process.allocator import freeing_at_once, give_back_freed
 from engine.attention.base import StepAttention
 from engine.kernels.library import Kernels
+from engine.loading.progress import with_progress
+from engine.loading.weights import check_files
 from engine.models.adapted_attention import ADAPTED, adapt_attention
 from engine.models.attention_interface import (
     INTERFACE,
@@ -43,8 +45,6 @@ from engine.models.own_experts import experts_of, is_experts, own_experts
 from engine.models.own_layers import Calls, own_linears, swap_heads
 from engine.models.positions import GivenPositions, first_position
 from engine.models.verified import COMPARED_WITH
-from engine.progress import with_progress
-from engine.weights import check_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

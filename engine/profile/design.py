@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from common.batch_time_fit import KNOTS
 from common.sampling import SamplingParams
-from engine.draws import draw
+from engine.sampling.draws import draw
 from engine.step import StepRow
 
 _GREEDY = SamplingParams(temperature=0.0)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.types import SampledToken
-from engine.guide import Guide, GuideError
-from engine.logit_changes import LogitChanges
 from engine.request import Request
+from engine.sampling.guide import Guide, GuideError
+from engine.sampling.logit_changes import LogitChanges
 
 
 @dataclass(slots=True, frozen=True)

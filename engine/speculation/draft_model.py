@@ -20,11 +20,11 @@ from common.model_files import open_model
 from common.sampling import SamplingParams
 from engine.blocks.block_manager import BlockManager
 from engine.device import Device
-from engine.draws import draw
-from engine.embedded_model import ensure_model
+from engine.loading.embedded_model import ensure_model
 from engine.local.device import LocalDevice
 from engine.local.memory import weight_bytes
 from engine.request import Request, RequestStatus
+from engine.sampling.draws import draw
 from engine.step import StepRow
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from engine.request import Request
-from engine.schedule import SchedulerConfig
+from engine.scheduling.schedule import SchedulerConfig
 
 
 class Drafter(Protocol):

@@ -11,7 +11,7 @@ import ssl
 import sys
 import urllib.request
 
-from baton.client import Client
+from baton.client.sync_client import Client
 from common.errors import UnauthenticatedError
 
 QUESTION = "What is the capital of Japan?"

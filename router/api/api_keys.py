@@ -24,8 +24,8 @@ from contextvars import ContextVar
 from common import metrics
 from common.errors import StartupError, UnauthenticatedError
 from common.logs import RareLine
-from common.watched_files import WatchedFiles, read_file
-from router.serving.clients import ApiClient
+from common.process.watched_files import WatchedFiles, read_file
+from router.limits.clients import ApiClient
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from protos.convert import role_to_proto, state_to_proto
 from router.fleet.endpoint import Endpoint
 from router.fleet.registry import Registry
 from router.fleet.track_record import Traffic
-from router.serving.part import Part
-from router.serving.question import Question
+from router.processes.question import Question
+from router.processes.shared_state import Part
 
 STATUS_TIMEOUT_S = 2.0
 BREAKERS = ("closed", "half open", "slow", "open")  # what keeps more requests away comes later

@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 import grpc
 
 from common.errors import UnauthenticatedError
-from common.grpc_calls import Context, abort
+from common.grpc.calls import Context, abort
 from router.api.api_keys import ApiKeys, current_client
 
 OPEN_SERVICES = frozenset({"grpc.health.v1.Health", "baton.v1.DemandService"})

@@ -7,7 +7,7 @@ from typing import Any
 
 from common.errors import InvalidArgumentError
 from protos.baton.v1 import inference_pb2
-from router.text.conversation import (
+from text.conversation import (
     Call,
     Conversation,
     Json,

@@ -15,11 +15,11 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from common.errors import DeadlineError, InvalidArgumentError
-from common.grpc_calls import Context, handle_call, receive, send
-from common.grpc_server import add_handlers
+from common.grpc.calls import Context, handle_call, receive, send
+from common.grpc.server import add_handlers
 from router.api.api_keys import current_client
 from router.api.grpc_parser import Parser
-from router.serving.gate import Gate
+from router.limits.gate import Gate
 
 UnaryHandler = Callable[[Message, Context], Awaitable[Message]]
 StreamHandler = Callable[[Message, Context], AsyncGenerator[Message, None]]

@@ -8,22 +8,22 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from common.errors import StartupError
-from common.grpc_calls import Context, handle_call, send
-from common.grpc_health import Health
-from common.grpc_server import add_handlers
-from common.grpc_transport import add_port, health_server
-from common.reflection import ReflectionPool
+from common.grpc.calls import Context, handle_call, send
+from common.grpc.health import Health
+from common.grpc.reflection import ReflectionPool
+from common.grpc.server import add_handlers
+from common.grpc.transport import add_port, health_server
+from common.process.unix_sockets import let_group_in, make_way, socket_path
 from common.tls import TlsFiles
-from common.unix_sockets import let_group_in, make_way, socket_path
 from protos.baton.v1 import demand_pb2, inference_pb2, router_pb2
 from router.api.fleet_service import FleetService
 from router.api.grpc_handlers import add_service
 from router.api.grpc_parser import Parser
 from router.api.inference_service import InferenceService
 from router.fleet.registry import Registry
-from router.serving.demand import DemandService
+from router.limits.demand import DemandService
+from router.limits.gate import MESSAGE_BYTES, Gate, GateLimits
 from router.serving.front import Front
-from router.serving.gate import MESSAGE_BYTES, Gate, GateLimits
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
 ROUTER = router_pb2.DESCRIPTOR.services_by_name["RouterService"]

@@ -20,11 +20,11 @@ from protos.messages import given_fields, message_of, value_of
 from router.api.api_keys import current_client
 from router.api.grpc_chat import conversation
 from router.fleet.served_model import ServedModel
+from router.limits.clients import call_hints
+from router.running.embedding import MAX_AT_ONCE, check_num_inputs
+from router.running.request import GenerationRequest, Output, Prompt
 from router.serving.choices import candidates, likeliest, merged
-from router.serving.clients import call_hints
-from router.serving.embedding import MAX_AT_ONCE, check_num_inputs
 from router.serving.front import Front
-from router.serving.request import GenerationRequest, Output, Prompt
 
 Context = grpc.aio.ServicerContext[object, object]
 

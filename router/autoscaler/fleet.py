@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from common.grpc_streams import uncancelled
-from common.grpc_transport import Channels
-from common.tasks import VitalTasks
+from common.grpc.streams import uncancelled
+from common.grpc.transport import Channels
+from common.process.tasks import VitalTasks
 from common.types import WorkerLoad, WorkerRole, WorkerState
 from protos.baton.v1 import demand_pb2, demand_pb2_grpc, worker_pb2, worker_pb2_grpc
 from protos.convert import state_of

@@ -16,8 +16,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from common.errors import StartupError, UnavailableError
-from router.api.rest.protocol import MAX_HEAD_BYTES, Connections, LimitedProtocol
-from router.api.rest.tls_listener import accept_tls
+from router.api.rest.http.protocol import MAX_HEAD_BYTES, Connections, LimitedProtocol
+from router.api.rest.http.tls_listener import accept_tls
 from router.autoscaler.board import METRIC_NAMES, Board
 from router.autoscaler.external_metrics import Receive, Scope, Send
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from grpc_health.v1 import health_pb2
 
 from common.errors import StartupError
-from common.grpc_health import SERVING, Health
-from common.grpc_options import client_server_options
-from common.grpc_server import make_server, until_ended
-from common.grpc_transport import add_port
+from common.grpc.health import SERVING, Health
+from common.grpc.options import client_server_options
+from common.grpc.server import make_server, until_ended
+from common.grpc.transport import add_port
 from common.tls import TlsFiles
 from router.api.grpc_handlers import add_service
 from router.autoscaler.board import Board
 from router.autoscaler.keda import SERVICE, ExternalScaler
 from router.autoscaler.rules import Targets
-from router.serving.gate import Gate, GateLimits
+from router.limits.gate import Gate, GateLimits
 
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 MAX_MESSAGE_BYTES = 64 * 2**10

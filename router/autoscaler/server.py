@@ -17,9 +17,9 @@ from collections.abc import Callable, Coroutine
 
 from common.config import AutoscalerSettings
 from common.errors import ConfigError
-from common.grpc_transport import Channels
+from common.grpc.transport import Channels
 from common.logs import setup_logging
-from common.tasks import VitalTasks
+from common.process.tasks import VitalTasks
 from common.tls import serving_files
 from common.types import WorkerRole
 from router.autoscaler import http

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import StartupError
-from router.api.rest.protocol import LimitedProtocol
+from router.api.rest.http.protocol import LimitedProtocol
 
 log = logging.getLogger(__name__)
 

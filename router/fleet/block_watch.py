@@ -11,7 +11,7 @@ import grpc
 
 from common import metrics
 from common.block_hash import HASH_BYTES
-from common.grpc_streams import uncancelled
+from common.grpc.streams import uncancelled
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from router.fleet.prefix_index import PrefixIndex
 

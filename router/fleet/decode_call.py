@@ -1,7 +1,7 @@
 """One request on a decode worker, as its router sees it: in a stream of many (`decode_stream`), or in one of its own.
 
 What arrives for a call waits until the call's reader takes it, independent of other calls of the stream. It is bounded
-(`common.call_window`), and tokens that wait are given together.
+(`common.grpc.call_window`), and tokens that wait are given together.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import NoReturn, Protocol
 import grpc
 from google.protobuf.message import DecodeError
 
-from common.call_window import TOKEN_COST, WINDOW_BYTES
-from common.grpc_status import Metadata
-from common.grpc_streams import MessageStream
+from common.grpc.call_window import TOKEN_COST, WINDOW_BYTES
+from common.grpc.status import Metadata
+from common.grpc.streams import MessageStream
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc
 from protos.convert import finish_reason_of
 

@@ -21,10 +21,10 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, status_pb2
 
-from common.call_window import MAX_EVENTS, MAX_TOKENS, STARTS_KEY
-from common.grpc_options import REQUEST_OTHER_BYTES, REQUEST_TOKEN_BYTES
-from common.grpc_status import DETAILS_KEY
-from common.grpc_streams import end_call
+from common.grpc.call_window import MAX_EVENTS, MAX_TOKENS, STARTS_KEY
+from common.grpc.options import REQUEST_OTHER_BYTES, REQUEST_TOKEN_BYTES
+from common.grpc.status import DETAILS_KEY
+from common.grpc.streams import end_call
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc
 from router.fleet.call_outbox import START_BYTES, CallOutbox
 from router.fleet.decode_call import CallFailedError, DecodeCall, SingleCall

@@ -19,8 +19,8 @@ from prometheus_client import Gauge
 
 from common import metrics
 from common.errors import UnavailableError
-from common.grpc_transport import Channels
-from common.tasks import VitalTasks
+from common.grpc.transport import Channels
+from common.process.tasks import VitalTasks
 from common.types import WorkerRole, WorkerState
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from protos.convert import role_of

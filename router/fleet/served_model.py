@@ -9,7 +9,7 @@ from common.types import WorkerRole
 from common.validation import ModelLimits
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from protos.convert import role_of
-from router.text.tokenizer import Tokenizer, load_tokenizer
+from text.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(slots=True, frozen=True)

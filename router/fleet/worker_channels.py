@@ -6,7 +6,7 @@ import asyncio
 
 import grpc
 
-from common.grpc_transport import Channels
+from common.grpc.transport import Channels
 from router.fleet.worker import Worker
 
 

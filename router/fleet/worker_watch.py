@@ -16,7 +16,7 @@ import grpc
 
 from common import metrics
 from common.errors import UnavailableError
-from common.grpc_streams import uncancelled
+from common.grpc.streams import uncancelled
 from common.types import WorkerLoad, WorkerState
 from protos.baton.v1 import worker_pb2, worker_pb2_grpc
 from protos.convert import sampling_parameters_of, state_of

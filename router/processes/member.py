@@ -17,17 +17,17 @@ import msgspec
 from common import metrics
 from common.config import RouterSettings
 from common.errors import BatonError, ConfigError, InternalError, UnavailableError
-from common.garbage import look_rarely
 from common.logs import setup_logging
-from common.tasks import VitalTasks
+from common.process.garbage_collection import look_rarely
+from common.process.tasks import VitalTasks
 from router.processes import scrape
 from router.processes.messages import Answer, Ask, Beat, Failed, Link, Placed, Refused
+from router.processes.question import Question, T
 from router.processes.remote_queue import RemoteQueue
 from router.processes.shared_demand import SharedDemand
 from router.processes.shared_ledger import SharedLedger
+from router.processes.shared_state import Part
 from router.reload import SettingsFile
-from router.serving.part import Part
-from router.serving.question import Question, T
 
 log = logging.getLogger(__name__)
 

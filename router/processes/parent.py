@@ -21,8 +21,9 @@ from dataclasses import replace
 
 from common.config import RouterSettings
 from common.errors import BatonError, OverloadedError, StartupError
-from common.restarts import WINDOW_S, Restarts
-from common.tasks import VitalTasks
+from common.process.restarts import WINDOW_S, Restarts
+from common.process.tasks import VitalTasks
+from router.limits.fair_queue import FairQueue
 from router.processes import scrape
 from router.processes.child import Child, start
 from router.processes.member import Place
@@ -31,7 +32,6 @@ from router.processes.ports import held
 from router.processes.shared_folder import shared_folder
 from router.processes.shared_ledger import SharedLedger
 from router.reload import SettingsFile
-from router.serving.fair_queue import FairQueue
 from router.stop_signals import hang_up_signal, stop_signals
 
 log = logging.getLogger(__name__)

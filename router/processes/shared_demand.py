@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from protos.baton.v1 import demand_pb2
+from router.limits.demand import MIN_INTERVAL_S, Demand
 from router.processes.shared_ledger import TOTAL, SharedLedger
-from router.serving.demand import MIN_INTERVAL_S, Demand
 
 RUNNING, WAITING = "running requests", "waiting requests"
 REQUESTS, PROMPT_TOKENS = f"{TOTAL}requests", f"{TOTAL}prompt tokens"

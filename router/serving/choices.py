@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from common.choices import Choices
 from common.types import SampledToken
+from router.running.request import GenerationRequest, Output, Siblings
 from router.serving.generation import Generation
-from router.serving.request import GenerationRequest, Output, Siblings
 
 MAX_AHEAD = 16  # outputs of all choices together that wait for their reader
 

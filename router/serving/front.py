@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.serving.admission import Admission
-from router.serving.decisions import Decision
-from router.serving.embedding import Embedder
+from router.limits.admission import Admission
+from router.preparing.preparation import Preparation
+from router.processes.shared_state import Part
+from router.running.decisions import Decision
+from router.running.embedding import Embedder
+from router.running.prefix_hints import PrefixHints
 from router.serving.generation import Generation
-from router.serving.part import Part
-from router.serving.prefix_hints import PrefixHints
-from router.serving.preparation import Preparation
 
 
 @dataclass(slots=True, frozen=True)

@@ -15,16 +15,16 @@ from common.beam_search import Beam
 from common.errors import BatonError
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
-from router.serving.admission import DEADLINE_SLACK_S
-from router.serving.beams import search
-from router.serving.demand import Demand
-from router.serving.dispatch import Dispatcher
-from router.serving.fair_queue import FairQueue, Places, name_of
-from router.serving.progress import NewTokens, Progress
-from router.serving.quotas import Quotas
-from router.serving.request import GenerationRequest, Output
-from router.text.answer_parts import PartsParser, Pieces, ended
-from router.text.answer_text import AnswerText, NewText
+from router.limits.admission import DEADLINE_SLACK_S
+from router.limits.demand import Demand
+from router.limits.fair_queue import FairQueue, Places, name_of
+from router.limits.quotas import Quotas
+from router.running.beams import search
+from router.running.dispatch import Dispatcher
+from router.running.progress import NewTokens, Progress
+from router.running.request import GenerationRequest, Output
+from text.answer_parts import PartsParser, Pieces, ended
+from text.answer_text import AnswerText, NewText
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import httpx
 
-from common.call_window import STARTS_KEY
+from common.grpc.call_window import STARTS_KEY
 from protos.baton.v1 import (
     decode_pb2,
     decode_pb2_grpc,

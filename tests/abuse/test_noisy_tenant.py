@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from bench.tenant_load import TenantClient
-from router.serving.quotas import BURST_S
+from router.limits.quotas import BURST_S
 from tests.abuse.conftest import NOISY_KEY, NOISY_REQUESTS_PER_SECOND, QUIET_TENANT_KEY
 from tests.abuse.rude import Target
 

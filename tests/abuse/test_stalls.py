@@ -18,7 +18,7 @@ import time
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from common.grpc_health import SERVING, Health
+from common.grpc.health import SERVING, Health
 
 
 def work(cpu_s: float) -> None:

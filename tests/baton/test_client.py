@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 import baton
-from baton.async_client import AsyncClient
-from baton.call_errors import CancelledError
 from baton.cli.main import main
-from baton.client import Client
-from baton.messages import Tool
-from baton.report import ModelCard, Prefix, PrefixOnWorker, Usage
+from baton.client.async_client import AsyncClient
+from baton.client.call_errors import CancelledError
+from baton.client.messages import Tool
+from baton.client.report import ModelCard, Prefix, PrefixOnWorker, Usage
+from baton.client.sync_client import Client
 from common.cache_hints import Retain
 from common.errors import (
     BatonError,

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from baton import AsyncClient, Client, Message, Tool
-from baton.messages import ToolCall
-from baton.report import Usage
+from baton.client.messages import ToolCall
+from baton.client.report import Usage
 from common.errors import InvalidArgumentError, UnavailableError
 from common.types import FinishReason
 from protos.baton.v1 import embed_pb2, inference_pb2, router_pb2

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from baton import cluster_check
-from baton.cluster_check import INSTALL, ROUTER
-from baton.doctor import Level, _cluster
+from baton.doctor.checks import Level, _cluster, cluster_check
+from baton.doctor.cluster_check import INSTALL, ROUTER
 
 pytest.importorskip("kubernetes", reason="the extra `kubernetes` is not installed")
 

@@ -11,19 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from baton import doctor, tuning
 from baton.cli.main import main
-from baton.doctor import Level, examine
+from baton.doctor.checks import Level, doctor, examine, tuning
+from baton.doctor.speed import CpuSpeed, measure_cpu
+from baton.doctor.tuning import Measured, measure_products, rules_of
 from baton.settings import UP_SETTINGS
-from baton.speed import CpuSpeed, measure_cpu
-from baton.tuning import Measured, measure_products, rules_of
 from common.cpu import read_cpu
 from common.errors import StartupError
 from common.model_files import open_model
-from engine.device_choice import DeviceChoice
-from engine.dtype import DtypeChoice, choose_dtype
 from engine.kernels.choice import TORCH, Choice, choose, choose_among
 from engine.kernels.table import Rule, Tuned, load_table, tuned_file, write_tuned
+from engine.loading.dtype import DtypeChoice, choose_dtype
+from engine.local.device_choice import DeviceChoice
 from engine.local.memory import weight_bytes
 from tests.engine.tiny_models import make_model
 

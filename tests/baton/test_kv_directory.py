@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton import kv_directory
+from baton.stack import kv_directory
 from common.errors import StartupError
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton import lmcache_server, stack_plan
+from baton.stack import lmcache_server, stack_plan
 from common.config import UpSettings
 from common.errors import StartupError
 
@@ -30,7 +30,7 @@ def test_a_stack_starts_one_server_for_all_its_workers() -> None:
     assert list(commands) == ["lmcache", "prefill-1", "decode-1", "router"]
     _, *server = commands["lmcache"]
     address = server[server.index("--listen") + 1]
-    assert server == ["-m", "baton.lmcache_server", "--listen", address, "--size-gb", "0.5"]
+    assert server == ["-m", "baton.stack.lmcache_server", "--listen", address, "--size-gb", "0.5"]
     assert [address_of(commands[name]) for name in ("prefill-1", "decode-1")] == [address] * 2
 
 

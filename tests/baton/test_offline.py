@@ -14,19 +14,19 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from baton import LLM, Client, SamplingParams
-from baton.messages import Message, Tool
+from baton.client.messages import Message, Tool
 from baton.offline.local import LocalEngine
 from baton.offline.outputs import RequestOutput
 from common.errors import ConfigError, InvalidArgumentError, UnavailableError
 from common.sampling import parameters
 from engine import messages as m
-from router.api.rest.chat_messages import ChatMessage, ContentPart, conversation_of
-from router.text.conversation import Tools
+from router.api.rest.openai.chat_messages import ChatMessage, ContentPart, conversation_of
 from tests.baton.fake_router import fake_router
 from tests.chaos.tiny_model import random_prompt, reference_answer, write_tiny_model
 from tests.router.chat_templates import HERMES
 from tests.router.test_every_parameter import LIMITS, example, sent
 from tests.router.tiny_tokenizer import eos_id, ids_of, tiny_tokenizer
+from text.conversation import Tools
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kernels": "torch", "num_threads": 1, "num_blocks": 64, "block_size": 16}
 PROMPTS = [random_prompt(random.Random(number), length) for number, length in enumerate((40, 3, 17, 33))]

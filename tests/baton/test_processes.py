@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.processes import Child, tethered
-from baton.stack import Addresses, Stack, run
-from baton.stack_plan import usable_cores
+from baton.stack.local_stack import Addresses, Stack, run
+from baton.stack.processes import Child, tethered
+from baton.stack.stack_plan import usable_cores
 from common.errors import InternalError, StartupError, UnavailableError
 
 # A child that says it is ready, writes its pid (and that it was drained) to files, and ends on SIGTERM.
@@ -202,7 +202,7 @@ def test_an_lmcache_server_that_ends_is_started_again_as_workers_are(
 ) -> None:
     """The same command, so at the same address; workers and router go on."""
     command = child(tmp_path, "lmcache", "lmcache=127.0.0.1:5555")
-    caplog.set_level(logging.INFO, "baton.stack")
+    caplog.set_level(logging.INFO, "baton.stack.local_stack")
 
     def work(_: Addresses) -> int:
         others = {name: (tmp_path / f"{name}.pid").read_text() for name in ("prefill-1", "decode-1", "router")}
@@ -222,7 +222,7 @@ def test_an_lmcache_server_that_ends_is_started_again_as_workers_are(
 
 def test_a_router_that_ends_is_started_again_where_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """On the ports that it found first; workers go on; not for ever."""
-    caplog.set_level(logging.INFO, "baton.stack")
+    caplog.set_level(logging.INFO, "baton.stack.local_stack")
     listens = ["--http-listen=h:0", "--grpc-listen=h:0", "--prefill=h:0"]
     command = [*child(tmp_path, "router", "http=http://h:2 grpc=h:3"), *listens]
     commands: list[Sequence[str]] = []
@@ -245,8 +245,8 @@ def test_a_router_that_ends_is_started_again_where_it_was(tmp_path: Path, caplog
 
 
 def test_a_signal_drains_while_a_worker_waits_for_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.restarts.FIRST_DELAY_S", 600.0)
-    monkeypatch.setattr("common.restarts.MAX_DELAY_S", 600.0)
+    monkeypatch.setattr("common.process.restarts.FIRST_DELAY_S", 600.0)
+    monkeypatch.setattr("common.process.restarts.MAX_DELAY_S", 600.0)
     stack = stack_of(tmp_path, max_restarts=1)
 
     def work(_: Addresses) -> int:
@@ -284,7 +284,7 @@ def test_an_error_of_the_work_is_the_error_of_the_run(tmp_path: Path) -> None:
 
 
 def test_a_child_that_does_not_drain_in_time_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.stack._KILL_GRACE_S", 0.3)
+    monkeypatch.setattr("baton.stack.local_stack._KILL_GRACE_S", 0.3)
     stubborn = child(tmp_path, "router", "http=u grpc=a", STUBBORN)
     assert run(stack_of(tmp_path, {"router": stubborn}, drain_timeout=0.0), work=lambda _: 0) == 0
     all_gone(tmp_path)
@@ -304,7 +304,7 @@ def test_a_thread_that_watches_a_child_ends_the_run_when_it_ends(
         raise OSError("no such process")
 
     monkeypatch.setattr(Child, "reap", broken)
-    monkeypatch.setattr("baton.stack._KILL_GRACE_S", 0.3)
+    monkeypatch.setattr("baton.stack.local_stack._KILL_GRACE_S", 0.3)
     with pytest.raises(InternalError, match="decode-1 is not watched any more"):
         run(stack_of(tmp_path, drain_timeout=0.0))
     (child_process,) = told
@@ -316,7 +316,7 @@ PARENT = """
 import sys
 from pathlib import Path
 from tests.baton.test_processes import STUBBORN, child, stack_of
-from baton.stack import run
+from baton.stack.local_stack import run
 folder = Path(sys.argv[1])
 extra = {"decode-1": child(folder, "decode-1", script=STUBBORN)} if "stubborn" in sys.argv else {}
 sys.exit(run(stack_of(folder, extra), on_ready=lambda a: print("ready", a.http, a.grpc, flush=True)))

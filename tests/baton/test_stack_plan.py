@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from baton import stack_plan
 from baton.cli.serve import prepare_model
+from baton.stack import stack_plan
 from common.config import UpSettings
 from common.errors import ConfigError, StartupError
-from engine.device_choice import choose_device
+from engine.local.device_choice import choose_device
 
 
 def test_plan_of_two_prefill_one_decode_and_one_of_both_roles() -> None:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from baton import stack_plan
 from baton.settings import load
-from baton.stack import Stack, run
+from baton.stack.local_stack import Stack, run, stack_plan
 from baton.template_check import warn_of_template
 from common.config import UpSettings
 from common.errors import ConfigError, StartupError

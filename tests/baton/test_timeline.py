@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.report import RequestReport, Timings, Usage
+from baton.client.report import RequestReport, Timings, Usage
 from baton.timeline import render_timeline
 from common.types import FinishReason
 

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
-from baton import lmcache_server
 from baton.cli import main as cli
+from baton.stack import lmcache_server
 from bench.kv.colocated import CHAT_NEW, STACKS
 from bench.kv.command import BENCH, CONNECTORS, PARTS
 from bench.kv.exposed import OVERLAP
@@ -30,7 +30,7 @@ from bench.kv.picture import draw
 from bench.kv.tiny_model import make_tiny_model
 from common.config import DEFAULT_MODEL, default_cache_dir
 from common.errors import StartupError
-from engine.embedded_model import ensure_model
+from engine.loading.embedded_model import ensure_model
 from tests.bench.test_kv_results import exposed_results
 from tests.nixl import HAS_NIXL
 

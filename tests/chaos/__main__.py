@@ -25,8 +25,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton import lmcache_server
-from baton.stack_plan import free_ports
+from baton.stack import lmcache_server
+from baton.stack.stack_plan import free_ports
 from tests.chaos.cases import make_cases, with_references
 from tests.chaos.faults import DRAIN_TIMEOUT_S, Faults, StoreServer
 from tests.chaos.load import REQUEST_TIMEOUT_S, ClientThread, Tally

@@ -11,8 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.call_errors import CancelledError
-from baton.client import Client
+from baton.client.call_errors import CancelledError
+from baton.client.sync_client import Client
 from common.errors import BatonError, DeadlineError
 from tests.chaos.cases import Case
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.sampler import uniform
+from engine.sampling.sampler import uniform
 from tests.router.tiny_tokenizer import endless_tokenizer_files, vocab_size
 
 TIE = 1e-5  # float32 logits of one token differ by about 1e-6 between batches

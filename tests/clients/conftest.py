@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from common.config import DEFAULT_MODEL, default_cache_dir
-from engine.embedded_model import ensure_model, package_is_installed
+from engine.loading.embedded_model import ensure_model, package_is_installed
 from tests.integration.stack import Stack, running
 from tests.router.chat_templates import HERMES
 

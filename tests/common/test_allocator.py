@@ -1,4 +1,4 @@
-"""What `common.allocator` says holds for a process of its own."""
+"""What `common.process.allocator` says holds for a process of its own."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from common.allocator import NUM_ARENAS
+from common.process.allocator import NUM_ARENAS
 
 SCRIPT = """
 import ctypes, sys, threading
-from common.allocator import keep_few_arenas
+from common.process.allocator import keep_few_arenas
 if sys.argv[1] == "few":
     keep_few_arenas()
 NUM_THREADS = 6
@@ -41,7 +41,7 @@ def test_threads_share_few_arenas() -> None:
 FREEING = """
 import sys
 from contextlib import nullcontext
-from common.allocator import freeing_at_once
+from common.process.allocator import freeing_at_once
 
 def resident():
     (line,) = [line for line in open("/proc/self/status") if line.startswith("RssAnon")]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from baton import worker_process
 from baton.cli import serve
+from baton.stack import worker_process
 from common.config import RouterSettings, WorkerSettings
-from common.garbage import LOOKS_BETWEEN, YOUNG_OBJECTS, look_rarely
+from common.process.garbage_collection import LOOKS_BETWEEN, YOUNG_OBJECTS, look_rarely
 from common.types import WorkerRole
 
 
@@ -43,9 +43,9 @@ def test_a_worker_that_is_ready_looks_rarely(monkeypatch: pytest.MonkeyPatch) ->
         args[-1]("127.0.0.1:1")  # it answers there
         return 0
 
-    monkeypatch.setattr("baton.worker_process.serve", serve_nothing)
-    monkeypatch.setattr("baton.worker_process.setup_logging", lambda *_args, **_kwargs: None)
-    monkeypatch.setattr("baton.worker_process.ensure_model", lambda *_args: Path("model"))
+    monkeypatch.setattr("baton.stack.worker_process.serve", serve_nothing)
+    monkeypatch.setattr("baton.stack.worker_process.setup_logging", lambda *_args, **_kwargs: None)
+    monkeypatch.setattr("baton.stack.worker_process.ensure_model", lambda *_args: Path("model"))
     assert worker_process.main(WorkerSettings(connector="shared_storage"), WorkerRole.DECODE) == 0
     assert gc.get_threshold()[0] == YOUNG_OBJECTS
     assert gc.get_freeze_count() > 0

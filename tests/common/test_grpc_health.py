@@ -8,7 +8,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from common.grpc_health import MAX_WATCHERS, NOT_SERVING, SERVING, Health
+from common.grpc.health import MAX_WATCHERS, NOT_SERVING, SERVING, Health
 
 REQUEST = health_pb2.HealthCheckRequest()
 

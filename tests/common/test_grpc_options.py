@@ -7,8 +7,8 @@ from pathlib import Path
 import grpc._cython.cygrpc
 import pytest
 
-from common import grpc_options
-from common.grpc_options import Options, client_server_options, worker_server_options
+from common.grpc import options as grpc_options
+from common.grpc.options import Options, client_server_options, worker_server_options
 
 WORKER = worker_server_options(max_message_bytes=1 << 20, max_streams=8)
 CLIENTS = client_server_options(max_message_bytes=1 << 20, max_connections=8, max_streams=8)

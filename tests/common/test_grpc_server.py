@@ -13,9 +13,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.grpc_health import SERVING, Health
-from common.grpc_options import MAX_MESSAGE_BYTES, MAX_PENDING_CALLS, client_server_options, worker_server_options
-from common.grpc_server import UNKNOWN, make_server
+from common.grpc.health import SERVING, Health
+from common.grpc.options import MAX_MESSAGE_BYTES, MAX_PENDING_CALLS, client_server_options, worker_server_options
+from common.grpc.server import UNKNOWN, make_server
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 NAMES = [b"/a\xdb/b", b"\xff", b"", b"/", b"/grpc.health.v1.Health/\xc3", b"/grpc.health.v1.Health/Nothing"]

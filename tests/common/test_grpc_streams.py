@@ -9,7 +9,7 @@ from contextlib import aclosing
 import grpc
 import pytest
 
-from common.grpc_streams import MAX_AHEAD, MAX_AHEAD_BYTES, MessageStream, uncancelled
+from common.grpc.streams import MAX_AHEAD, MAX_AHEAD_BYTES, MessageStream, uncancelled
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 
 Call = grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeEvent]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from baton.report import RequestReport, Timings, Usage
+from baton.client.report import RequestReport, Timings, Usage
 from common.sampling import SamplingParams
 from common.types import WorkerLoad, WorkerState
 from kv_store.base import BlockRef

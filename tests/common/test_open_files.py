@@ -9,7 +9,7 @@ import pytest
 
 CODE = """
 import resource, sys
-from common.open_files import allow_open_files
+from common.process.open_files import allow_open_files
 soft, hard, wanted = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 print(allow_open_files(wanted), *resource.getrlimit(resource.RLIMIT_NOFILE))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.restarts import MAX_DELAY_S, WINDOW_S, Restarts
+from common.process.restarts import MAX_DELAY_S, WINDOW_S, Restarts
 
 
 def test_delays_double_up_to_a_limit() -> None:

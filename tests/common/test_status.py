@@ -6,7 +6,7 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, status_pb2
 
 from common.errors import UnavailableError
-from common.grpc_status import error_of_call
+from common.grpc.status import error_of_call
 
 
 def test_details_that_cannot_be_read_are_left_out() -> None:

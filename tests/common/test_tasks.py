@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from common.errors import BatonError, InternalError, StartupError
-from common.tasks import VitalTasks, count_tasks
+from common.process.tasks import VitalTasks, count_tasks
 
 
 async def returns() -> None:
@@ -80,7 +80,7 @@ async def test_a_vital_task_that_was_cancelled_ends_nothing() -> None:
 def test_a_thread_that_ends_by_an_exception_ends_its_process() -> None:
     program = """
 import threading, time
-from common.tasks import end_with_threads
+from common.process.tasks import end_with_threads
 end_with_threads()
 threading.Thread(target=lambda: 1 / 0, daemon=True).start()
 time.sleep(60)
@@ -91,7 +91,7 @@ time.sleep(60)
 
 
 async def test_tasks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.tasks.COUNT_INTERVAL_S", 0.0)
+    monkeypatch.setattr("common.process.tasks.COUNT_INTERVAL_S", 0.0)
     counting = asyncio.create_task(count_tasks())
     waiting = [asyncio.create_task(asyncio.sleep(60)) for _ in range(3)]
     for tasks, number in ((waiting, 5), ([], 2)):  # with the test and the one that counts

@@ -15,10 +15,10 @@ from common.config import EngineSettings
 from common.sampling import SamplingParams
 from engine import messages as m
 from engine.core import EngineCore
-from engine.draws import draw
 from engine.local.device import LocalDevice
 from engine.models.decoder import Decoder
 from engine.models.transformers_model import TransformersModel
+from engine.sampling.draws import draw
 from engine.step import StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from engine.device_choice import DeviceChoice, choose_device, num_driver_devices
+from engine.local.device_choice import DeviceChoice, choose_device, num_driver_devices
 
 
 def no_torch() -> str:
@@ -54,7 +54,7 @@ def test_a_device_that_torch_cannot_use_is_named(caplog: pytest.LogCaptureFixtur
 def test_a_machine_without_one_does_not_load_torch() -> None:
     """So `baton up` decides in a moment."""
     script = (
-        "import sys; from engine.device_choice import choose_device; "
+        "import sys; from engine.local.device_choice import choose_device; "
         "print(choose_device('auto').device, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -12,8 +12,8 @@ import pytest
 
 from common.cpu import Cpu, read_cpu
 from common.model_files import checkpoint_dtype, open_model
-from engine.dtype import DtypeChoice, choose_dtype, fast_dtypes, resolve_dtype
 from engine.kernels.choice import Choice
+from engine.loading.dtype import DtypeChoice, choose_dtype, fast_dtypes, resolve_dtype
 
 ZEN3 = "fpu sse4_2 fma avx avx2"
 ICE_LAKE = f"{ZEN3} avx512f avx512bw avx512_vnni"
@@ -161,7 +161,7 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     """So `baton up` can resolve it, which starts in a moment."""
     model = write_model(tmp_path, {"dtype": "float16"})
     script = (
-        "import sys, pathlib; from engine.dtype import resolve_dtype; "
+        "import sys, pathlib; from engine.loading.dtype import resolve_dtype; "
         f"print(resolve_dtype('auto', pathlib.Path({str(model)!r}), 'cuda').dtype, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

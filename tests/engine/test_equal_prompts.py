@@ -6,7 +6,7 @@ import pytest
 
 from engine import messages as m
 from engine.core import EngineCore
-from engine.schedule import SchedulerOutput
+from engine.scheduling.schedule import SchedulerOutput
 from tests.engine.fakes import BLOCK_SIZE, FakeDevice, add, assert_idle, make_core, reference, run, tokens_of
 from tests.engine.test_shared_fetches import make_slow_pair
 

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import StartupError
 from common.model_files import model_identity, open_model
-from engine.embedded_model import ensure_model, find_model
+from engine.loading.embedded_model import ensure_model, find_model
 from engine.local.memory import weight_bytes
 from tests.engine.gguf_files import Type, Written, write_gguf
 from tests.engine.test_model_families import check

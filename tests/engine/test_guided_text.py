@@ -19,25 +19,25 @@ from common.config import EngineSettings
 from common.guided import Guided
 from common.sampling import SamplingParams, TokenSequence
 from common.types import FinishReason, SampledToken
-from engine import grammars as grammars_module
 from engine import messages as m
 from engine.core import EngineCore
-from engine.draws import draw
-from engine.grammars import GrammarCompiler
-from engine.guide import Guide, make_masks
 from engine.local.device import LocalDevice
-from engine.logit_changes import LogitChanges
-from engine.sampler import join_masks, mask_logits, sample
+from engine.sampling import grammars as grammars_module
+from engine.sampling.draws import draw
+from engine.sampling.grammars import GrammarCompiler
+from engine.sampling.guide import Guide, make_masks
+from engine.sampling.logit_changes import LogitChanges
+from engine.sampling.sampler import join_masks, mask_logits, sample
 from engine.speculation.speculation import Drafter
 from engine.step import StepRow
 from kv_store.base import ConnectorConfig
 from kv_store.memory import MemoryConnector
-from router.text.thought import Thought, after_thought
 from tests.chaos.tiny_model import write_tiny_model
 from tests.common.test_grammar_process import HOSTILE
 from tests.engine.fakes import BLOCK_SIZE, FakeDevice, assert_idle, next_token, run, tokens_of
 from tests.integration.schemas import schemas
 from tests.router.tiny_tokenizer import eos_id, tiny_tokenizer, tokenizer_files, vocab_size
+from text.thought import Thought, after_thought
 
 SCHEMA = {
     "type": "object",

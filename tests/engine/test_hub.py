@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 
 from common.errors import StartupError
-from engine.hub import hub_model, is_hub_name
+from engine.loading.hub import hub_model, is_hub_name
 from tests.engine.tiny_models import advance, make_model, make_runner, random_sequences
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SCRIPT = """
 import sys
 from common.errors import StartupError
-from engine.embedded_model import ensure_model
+from engine.loading.embedded_model import ensure_model
 try:
     print(ensure_model(sys.argv[1], "/nowhere", lambda line: print("report:", line)))
 except StartupError as error:

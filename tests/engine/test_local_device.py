@@ -14,8 +14,8 @@ from common.config import EngineSettings
 from common.cpu import read_cpu
 from common.errors import InternalError, StartupError
 from common.model_files import open_model
-from engine.dtype import fast_dtypes, resolve_dtype
 from engine.kernels.choice import choose
+from engine.loading.dtype import fast_dtypes, resolve_dtype
 from engine.local.device import LocalDevice
 from engine.local.memory import weight_bytes
 from engine.step import StepRow

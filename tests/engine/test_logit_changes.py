@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.sampling import SamplingParams
-from engine.draws import draw
-from engine.logit_changes import LogitChanges
 from engine.request import Request
-from engine.sampler import sample
+from engine.sampling.draws import draw
+from engine.sampling.logit_changes import LogitChanges
+from engine.sampling.sampler import sample
 
 VOCAB = 12
 EOS = frozenset({7})

@@ -16,8 +16,8 @@ import torch
 
 from common.errors import StartupError
 from common.model_files import checkpoint_dtype, model_identity, open_model, tokenizer_files
-from engine import embedded_model
-from engine.embedded_model import ensure_model
+from engine.loading import embedded_model
+from engine.loading.embedded_model import ensure_model
 from tests.engine.tiny_models import full_logprobs, make_model
 
 NAME = "smollm2-135m-instruct"
@@ -77,7 +77,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def converter(cache: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "engine.embedded_model", "--cache-dir", str(cache)]
+    command = [sys.executable, "-m", "engine.loading.embedded_model", "--cache-dir", str(cache)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -120,8 +120,8 @@ def test_converted_model_is_the_gguf(tmp_path: Path) -> None:
 
     from common.config import EngineSettings
     from common.sampling import SamplingParams
-    from engine.draws import draw
     from engine.local.device import LocalDevice
+    from engine.sampling.draws import draw
     from engine.step import StepRow
 
     path = ensure_model(NAME, str(tmp_path), lambda line: None)

@@ -16,12 +16,12 @@ from tokenizers import Tokenizer
 
 from common.errors import StartupError
 from common.model_files import checkpoint_dtype, model_identity, open_model, tokenizer_files
-from engine import weights
-from engine.checkpoints.gguf_config import end_token_ids
-from engine.checkpoints.gguf_file import GgufFile, GgufTensor, read_gguf
-from engine.checkpoints.gguf_tensors import COMPUTED_AS_THEY_ARE, GgufRows
-from engine.embedded_model import ensure_model, find_model
 from engine.kernels.grouped import PackedGrouped, PackedParts
+from engine.loading import weights
+from engine.loading.checkpoints.gguf_config import end_token_ids
+from engine.loading.checkpoints.gguf_file import GgufFile, GgufTensor, read_gguf
+from engine.loading.checkpoints.gguf_tensors import COMPUTED_AS_THEY_ARE, GgufRows
+from engine.loading.embedded_model import ensure_model, find_model
 from engine.local.device import LocalDevice
 from engine.local.memory import weight_bytes
 from engine.models.decoder import Decoder

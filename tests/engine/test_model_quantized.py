@@ -16,8 +16,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from common.errors import StartupError
 from common.model_files import open_model
-from engine.checkpoints.hf_quantized import quantized_tensors, scheme_of
 from engine.kernels.grouped import PackedGrouped, PackedParts, QuantizedTensor
+from engine.loading.checkpoints.hf_quantized import quantized_tensors, scheme_of
 from engine.local.memory import weight_bytes
 from engine.models.decoder import Decoder
 from tests.engine.kernels.variants import VARIANTS, best_and_slow_others, kernels

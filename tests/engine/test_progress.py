@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from engine.progress import with_progress
+from engine.loading.progress import with_progress
 
 
 class Terminal(io.StringIO):

@@ -12,8 +12,8 @@ import torch
 from common.sampling import SamplingParams
 from common.types import SampledToken
 from engine import messages as m
-from engine import prompt_scores
 from engine.local import scores as local_scores
+from engine.sampling import prompt_scores
 from tests.engine.fakes import add, assert_idle, make_core, run, tokens_of
 from tests.engine.kernels.variants import torch_best_and_slow_others
 from tests.engine.test_model_engine import engine, params, prompts

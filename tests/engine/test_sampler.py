@@ -15,10 +15,10 @@ import torch
 
 from common.sampling import SamplingParams, TokenSequence
 from common.types import SampledToken
-from engine import sampler
-from engine.draws import draw
-from engine.logit_changes import LogitChanges
-from engine.sampler import sample, uniform
+from engine.sampling import sampler
+from engine.sampling.draws import draw
+from engine.sampling.logit_changes import LogitChanges
+from engine.sampling.sampler import sample, uniform
 from engine.step import Draw
 from tests.engine.kernels.variants import VARIANTS, kernels, slow_but_the_best
 

@@ -19,8 +19,8 @@ from engine.blocks.block_manager import BlockManager
 from engine.messages import RequestMode
 from engine.remote_kv import WaitingRoom
 from engine.request import Request
-from engine.schedule import SchedulerConfig, SchedulerOutput
-from engine.scheduler import Scheduler
+from engine.scheduling.schedule import SchedulerConfig, SchedulerOutput
+from engine.scheduling.scheduler import Scheduler
 from kv_store.base import BlockRef
 
 TRACES = sorted((Path(__file__).parent / "traces").glob("*.trace"))

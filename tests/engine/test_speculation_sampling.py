@@ -15,9 +15,9 @@ from common.sampling import SamplingParams, TokenSequence
 from common.types import SampledToken
 from engine import messages as m
 from engine.core import EngineCore
-from engine.grammars import GrammarCompiler
 from engine.request import Request
-from engine.sampler import sample
+from engine.sampling.grammars import GrammarCompiler
+from engine.sampling.sampler import sample
 from engine.speculation.speculation import Drafter
 from engine.step import StepRow
 from kv_store.base import ConnectorConfig

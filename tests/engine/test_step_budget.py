@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.step_budget import StepBudget
+from engine.scheduling.step_budget import StepBudget
 
 
 def test_what_is_left_bounds_what_a_request_gets() -> None:

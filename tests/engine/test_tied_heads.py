@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.model_files import open_model
-from engine.checkpoints import safetensors_file
-from engine.checkpoints.own_head import has_own_head
+from engine.loading.checkpoints import safetensors_file
+from engine.loading.checkpoints.own_head import has_own_head
 from engine.local.memory import weight_bytes
 from tests.engine.test_model_families import check
 from tests.engine.tiny_models import advance, edit_config, make_model, make_runner, random_sequences

@@ -22,14 +22,14 @@ from engine.attention.base import AttentionShape
 from engine.attention.flashinfer import FlashInferBackend
 from engine.device import DeviceInfo
 from engine.device_copies import read, to_device
-from engine.draws import draw
 from engine.local.device import LocalDevice
 from engine.local.vocabulary import Padding
-from engine.logit_changes import LogitChanges
 from engine.models import grouped_product
 from engine.models.grouped_product import Groups
 from engine.models.registry import build_model
-from engine.sampler import mask_logits
+from engine.sampling.draws import draw
+from engine.sampling.logit_changes import LogitChanges
+from engine.sampling.sampler import mask_logits
 from engine.step import Draw, Scoring, StepRow
 from tests.engine.tiny_models import FAMILIES, make_model
 

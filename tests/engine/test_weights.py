@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import StartupError
 from common.model_files import open_model
-from engine import weights
-from engine.checkpoints import safetensors_file
-from engine.checkpoints.safetensors_file import SafetensorsFile
-from engine.weights import load_weights
+from engine.loading import weights
+from engine.loading.checkpoints import safetensors_file
+from engine.loading.checkpoints.safetensors_file import SafetensorsFile
+from engine.loading.weights import load_weights
 from tests.engine.test_model_families import check
 from tests.engine.tiny_models import advance, make_model, make_runner, random_sequences
 

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.config import EngineSettings
 from common.sampling import SamplingParams
 from common.types import SampledToken
-from engine.draws import draw
 from engine.local.device import LocalDevice
+from engine.sampling.draws import draw
 from engine.step import StepRow
 
 VOCAB_SIZE = 96

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from baton.client import Client
+from baton.client.sync_client import Client
 from common.errors import BatonError
 
 

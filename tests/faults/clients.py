@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton.processes import tethered
+from baton.stack.processes import tethered
 from tests.faults.client_process import Ask, Told
 from tests.integration.stack import CALL_TIMEOUT_S, wait_for
 

@@ -18,9 +18,9 @@ from common.sampling import SamplingParams  # noqa: E402
 from engine import messages as m  # noqa: E402
 from engine.core import EngineCore  # noqa: E402
 from engine.device_copies import read  # noqa: E402
-from engine.draws import draw  # noqa: E402
 from engine.local.device import LocalDevice  # noqa: E402
-from engine.logit_changes import LogitChanges  # noqa: E402
+from engine.sampling.draws import draw  # noqa: E402
+from engine.sampling.logit_changes import LogitChanges  # noqa: E402
 from engine.step import StepRow  # noqa: E402
 from kv_store.base import ConnectorConfig  # noqa: E402
 from kv_store.memory import MemoryConnector  # noqa: E402

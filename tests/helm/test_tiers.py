@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton import lmcache_server
+from baton.stack import lmcache_server
 from tests.helm.chart import CHART, HELM, Object, arguments, find, helm, pod_spec, render, settings_of
 
 pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not installed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from baton.report import Result
+from baton.client.report import Result
 from tests.integration.prompts import BY_NAME
 from tests.integration.reference import Expected
 from tests.integration.stack import Service

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.config import DEFAULT_MODEL, default_cache_dir
-from engine.embedded_model import ensure_model, package_is_installed
+from engine.loading.embedded_model import ensure_model, package_is_installed
 from tests.integration import reference
 from tests.integration.reference import Expected
 from tests.integration.stack import RUNNING, Stack, running

@@ -13,10 +13,10 @@ import jsonschema
 
 from common.guided import Guided
 from common.sampling import SamplingOptions
-from router.text.thought import Thought, after_thought
 from tests.chaos.tiny_model import random_prompt, write_tiny_model
 from tests.integration.schemas import AGE, FLAG, array, record, text
 from tests.router.tiny_tokenizer import eos_id, ids_of
+from text.thought import Thought, after_thought
 
 NUM_PROMPT_TOKENS = 75  # no whole number of blocks or chunks
 

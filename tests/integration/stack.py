@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol, TypedDict
 
-from baton.client import Client
-from baton.report import FleetWorker
-from baton.stack_plan import free_ports
+from baton.client.report import FleetWorker
+from baton.client.sync_client import Client
+from baton.stack.stack_plan import free_ports
 from common.errors import BatonError
 from common.types import WorkerState
 from tests.kube.processes import Process

@@ -14,7 +14,7 @@ import pytest
 import decode_service.servicer as decode_service
 import prefill_service.servicer as prefill_service
 from common.config import WorkerSettings
-from common.grpc_options import MAX_MESSAGE_BYTES, worker_server_options
+from common.grpc.options import MAX_MESSAGE_BYTES, worker_server_options
 from common.types import WorkerRole
 from kv_store.base import BlockRef
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from baton.client import Answer
-from baton.report import Result
+from baton.client.report import Result
+from baton.client.sync_client import Answer
 from common.sampling import SamplingOptions
 from tests.chaos.tiny_model import random_prompt, reference_answer, write_tiny_model
 from tests.faults import watch

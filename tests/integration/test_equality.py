@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.report import Result
+from baton.client.report import Result
 from common.types import FinishReason
 from router.policy.place import IN_PLACE_MARGIN
 from tests.integration.ask import Salt, ask

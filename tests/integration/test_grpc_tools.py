@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from baton.call_errors import CancelledError
-from baton.client import Client
+from baton.client.call_errors import CancelledError
+from baton.client.sync_client import Client
 from common.errors import DeadlineError
 from tests.integration.ask import Salt
 from tests.integration.reference import Expected

@@ -11,8 +11,8 @@ import jsonschema
 import openai
 import pytest
 
-from baton.client import Client
-from baton.report import Result
+from baton.client.report import Result
+from baton.client.sync_client import Client
 from common.config import DEFAULT_MODEL
 from common.errors import InvalidArgumentError
 from common.guided import Guided

@@ -19,8 +19,8 @@ import httpx
 import pytest
 
 from baton import LLM, SamplingParams
-from baton.client import Client
-from baton.report import Result
+from baton.client.report import Result
+from baton.client.sync_client import Client
 from common.types import FinishReason
 from tests.faults import watch
 from tests.integration.ask import Salt

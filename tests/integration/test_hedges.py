@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from baton.report import Result
-from router.serving.prefill_times import MIN_PROMPTS
+from baton.client.report import Result
+from router.running.prefill_times import MIN_PROMPTS
 from tests.chaos.tiny_model import random_prompt
 from tests.integration.ask import Salt
 from tests.integration.stack import START_TIMEOUT_S, Fleet, descendants, running, wait_for

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.client import Client
-from baton.report import Result
+from baton.client.report import Result
+from baton.client.sync_client import Client
 from tests.chaos.tiny_model import random_prompt, write_tiny_model
 from tests.faults.disk import FreezingDisk
 from tests.integration.stack import Fleet, running

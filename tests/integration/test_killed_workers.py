@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from baton.client import Client
-from baton.report import Result
+from baton.client.report import Result
+from baton.client.sync_client import Client
 from common.sampling import SamplingOptions
 from tests.integration.ask import Salt, check
 from tests.integration.prompts import BY_NAME

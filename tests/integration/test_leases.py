@@ -15,10 +15,10 @@ import pytest
 from prometheus_client import REGISTRY
 
 import prefill_service.servicer as prefill_service
-from baton.client import Client
+from baton.client.sync_client import Client
 from common.config import WorkerSettings
 from common.errors import DeadlineError
-from common.grpc_options import LOSS_NOTICED_S, MAX_MESSAGE_BYTES, worker_server_options
+from common.grpc.options import LOSS_NOTICED_S, MAX_MESSAGE_BYTES, worker_server_options
 from common.types import WorkerRole
 from protos.baton.v1 import prefill_pb2, prefill_pb2_grpc, types_pb2
 from tests.chaos.tiny_model import random_prompt, write_tiny_model

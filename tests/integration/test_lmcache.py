@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from baton import lmcache_server
-from baton.report import Result
+from baton.client.report import Result
+from baton.stack import lmcache_server
 from tests.chaos.tiny_model import random_prompt, write_tiny_model
 from tests.integration.prompts import BY_NAME
 from tests.integration.reference import Expected

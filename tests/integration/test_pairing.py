@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.report import FleetWorker
-from baton.stack_plan import free_ports
+from baton.client.report import FleetWorker
+from baton.stack.stack_plan import free_ports
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from tests.chaos.tiny_model import random_prompt, write_tiny_model
 from tests.integration.ask import Salt

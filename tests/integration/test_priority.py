@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.report import Result
+from baton.client.report import Result
 from common.sampling import SamplingOptions
 from tests.chaos.tiny_model import random_prompt, write_tiny_model
 from tests.integration.ask import Salt

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from baton.client import Client
-from baton.report import Result
+from baton.client.report import Result
+from baton.client.sync_client import Client
 from tests.engine.gguf_files import write_gguf
 from tests.engine.test_model_gguf import MIXED
 from tests.engine.test_model_quantized import FIXTURES, dequantized, matrices

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.client import Client
+from baton.client.sync_client import Client
 from tests import release_before
 from tests.chaos.tiny_model import write_tiny_model
 from tests.faults import watch

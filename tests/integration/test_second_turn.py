@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from baton.report import Result
+from baton.client.report import Result
 from tests.chaos.tiny_model import random_prompt, reference_answer
 from tests.faults import watch
 from tests.integration.ask import Salt

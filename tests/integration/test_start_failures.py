@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.stack_plan import free_ports
+from baton.stack.stack_plan import free_ports
 from tests.integration.stack import alive, baton, descendants
 
 pytestmark = pytest.mark.timeout(600)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.stack_plan import free_ports
+from baton.stack.stack_plan import free_ports
 from tests.chaos.tiny_model import random_prompt, write_tiny_model
 from tests.integration.stack import Fleet, running, wait_for
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.report import Result
+from baton.client.report import Result
 from common.cache_hints import Retain
 from tests.integration import ask as asking
 from tests.integration.prompts import BY_NAME

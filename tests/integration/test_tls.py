@@ -15,10 +15,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.client import Client
-from baton.stack_plan import free_ports
+from baton.client.sync_client import Client
+from baton.stack.stack_plan import free_ports
 from common.errors import BatonError
-from common.grpc_transport import name_options
+from common.grpc.transport import name_options
 from tests.integration.ask import Salt
 from tests.integration.stack import CALL_TIMEOUT_S, ClientOptions, Fleet, baton, kill, ready_fields, running, wait_for
 from tests.kube.certificates import make_ca, make_leaf

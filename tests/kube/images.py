@@ -27,7 +27,7 @@ _PACKAGES = (
     "baton", "bench", "common", "decode_service", "engine", "kv_store", "prefill_service", "protos", "router", "worker",
 )  # fmt: skip
 _SUFFIXES = {".py", ".pyi", ".proto", ".cpp", ".h", ".mjs", ".typed"}  # what is installed of them; see pyproject.toml
-_CONVERTERS = ("engine/embedded_model.py", "engine/gguf_llama.py")  # what made the model inside
+_CONVERTERS = ("engine/loading/embedded_model.py", "engine/loading/gguf_llama.py")  # what made the model inside
 _BASE = "docker.io/library/python:{}-slim-bookworm"
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from baton.client import Client
+from baton.client.sync_client import Client
 from common.errors import BatonError, UnavailableError
 
 QUESTIONS = ("What is the capital of Japan?", "Name three colours.", "Count from one to ten.")

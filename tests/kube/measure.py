@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from baton.client import Client
+from baton.client.sync_client import Client
 from tests.kube import audit, images
 from tests.kube.cluster import Cluster, why_not
 from tests.kube.control_plane import tool

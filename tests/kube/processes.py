@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from baton.processes import tethered
+from baton.stack.processes import tethered
 
 _HOLD = "while :; do sleep 3600 & wait $!; done"  # process 1 of the namespace; a shell reaps orphans while it waits
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.client import Client
+from baton.client.sync_client import Client
 from tests.kube.cluster import Cluster
 from tests.kube.load import Load
 from tests.kube.processes import wait_until

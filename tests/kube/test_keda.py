@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.client import Client
+from baton.client.sync_client import Client
 from tests.kube import controllers
 from tests.kube.cluster import Cluster
 from tests.kube.load import busy

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from baton.client import Client
+from baton.client.sync_client import Client
 from common.errors import UnauthenticatedError, UnavailableError
 from tests.kube import certificates
 from tests.kube.cluster import Cluster

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.client import Client
+from baton.client.sync_client import Client
 from common.errors import UnauthenticatedError, UnavailableError
 from tests.kube.certificates import make_ca, make_leaf
 from tests.kube.cluster import Cluster

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.client import Client
+from baton.client.sync_client import Client
 from tests.kube import images
 from tests.kube.cluster import Cluster
 from tests.kube.control_plane import NODE_ADDRESS

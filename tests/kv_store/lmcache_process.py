@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from baton import lmcache_server
+from baton.stack import lmcache_server
 from common.errors import StartupError
 from kv_store.lmcache.client import LMCacheClient
 

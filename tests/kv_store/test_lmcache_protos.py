@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from google.protobuf import descriptor_pb2
 
-from baton import lmcache_server
+from baton.stack import lmcache_server
 from protos.lmcache.mp import server_pb2
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from baton.client import Client
+from baton.client.sync_client import Client
 from common.config import DEFAULT_MODEL
 from common.errors import InvalidArgumentError
-from engine.embedded_model import package_is_installed
+from engine.loading.embedded_model import package_is_installed
 from tests.integration.stack import CALL_TIMEOUT_S, Stack, baton
 
 QUESTION = "What is the capital of Japan?"

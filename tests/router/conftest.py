@@ -16,8 +16,8 @@ from prometheus_client import REGISTRY
 from common.config import RouterSettings
 from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2_grpc, router_pb2_grpc
+from router.running.dispatch import DispatchLimits
 from router.server import serve
-from router.serving.dispatch import DispatchLimits
 from tests.router.fake_worker import FakeWorker
 
 SETTINGS = {"http_listen": "127.0.0.1:0", "grpc_listen": "127.0.0.1:0", "drain_timeout": 5.0}

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 import grpc
 
 from common.errors import BatonError
-from common.grpc_options import MAX_MESSAGE_BYTES, worker_server_options
-from common.grpc_status import error_of_call, status_details
-from common.grpc_transport import add_port
+from common.grpc.options import MAX_MESSAGE_BYTES, worker_server_options
+from common.grpc.status import error_of_call, status_details
+from common.grpc.transport import add_port
 from common.tls import TlsFiles
 from common.types import WorkerRole
 from protos.baton.v1 import (

@@ -22,18 +22,18 @@ from common.sampling import SamplingParams
 from common.types import FinishReason, SampledToken, TokenLogprob
 from common.validation import ModelLimits
 from protos.baton.v1 import inference_pb2, types_pb2
-from router.api.rest.answer import Answer
-from router.api.rest.formats import AnswerFormat, ChatFormat, CompletionFormat, JsonObject
-from router.api.rest.large_json import json_parts
+from router.api.rest.openai.answer import Answer
+from router.api.rest.openai.formats import AnswerFormat, ChatFormat, CompletionFormat, JsonObject
+from router.api.rest.openai.large_json import json_parts
 from router.fleet.served_model import ServedModel
+from router.running.request import GenerationRequest, Output
 from router.serving.choices import MAX_AHEAD, candidates, merged
-from router.serving.request import GenerationRequest, Output
-from router.text.answer_parts import ToolCallDelta
-from router.text.text_offsets import TextOffsets
-from router.text.tokenizer import Tokenizer
 from tests.router.conftest import StartRouter
 from tests.router.fake_worker import FakeWorker
 from tests.router.tiny_tokenizer import ids_of, tiny_tokenizer, vocab_size
+from text.answer_parts import ToolCallDelta
+from text.text_offsets import TextOffsets
+from text.tokenizer import Tokenizer
 
 LIMITS = ModelLimits(model="tiny", max_model_len=256, vocab_size=vocab_size(), max_token_bytes=8)
 REPORT, USAGE = types_pb2.RequestReport(), types_pb2.Usage(prompt_tokens=1, completion_tokens=1)

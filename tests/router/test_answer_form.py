@@ -14,14 +14,14 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from common.errors import InvalidArgumentError
 from common.guided import MAX_GRAMMAR_CHARS, Guided, check_grammar, grammar_of
-from router.text.answer_form import ChatAnswer
-from router.text.answer_parser import AnswerReader
-from router.text.answer_parts import Pieces, Reading
-from router.text.conversation import Tool, Tools
-from router.text.response_templates import response_template
 from tests.router import chat_templates
 from tests.router.published_templates import published
 from tests.router.tiny_tokenizer import eos_id, tokenizer_files
+from text.answer_form import ChatAnswer
+from text.answer_parser import AnswerReader
+from text.answer_parts import Pieces, Reading
+from text.conversation import Tool, Tools
+from text.response_templates import response_template
 
 ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 MARKS = ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]")
@@ -343,8 +343,8 @@ def test_too_much_in_all() -> None:
     ],
 )
 def test_published_templates(name: str, options: dict[str, Any], opening: str | None) -> None:
-    from router.text.chat_template import ChatTemplate
-    from router.text.conversation import Conversation
+    from text.chat_template import ChatTemplate
+    from text.conversation import Conversation
 
     source = published(name)
     template = response_template(None, source)

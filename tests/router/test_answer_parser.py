@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import UnavailableError
-from router.text.answer_parser import AnswerReader
-from router.text.answer_parts import PartsParser, TextPart
-from router.text.conversation import Tool, Tools
-from router.text.detokenizer import Detokenizer
-from router.text.forced_calls import forced_reading
-from router.text.response_templates import response_template
-from router.text.tokenizer import Tokenizer
 from tests.router import chat_templates
 from tests.router.tiny_tokenizer import tiny_tokenizer, tokenizer_files
+from text.answer_parser import AnswerReader
+from text.answer_parts import PartsParser, TextPart
+from text.conversation import Tool, Tools
+from text.detokenizer import Detokenizer
+from text.forced_calls import forced_reading
+from text.response_templates import response_template
+from text.tokenizer import Tokenizer
 
 WEATHER = Tool(
     name="get_weather",

@@ -15,14 +15,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
-from baton.client import Client
+from baton.client.sync_client import Client
 from common.config import RouterSettings
 from common.errors import ConfigError, StartupError, UnauthenticatedError
 from common.validation import MAX_SALT_CHARS
 from protos.baton.v1 import demand_pb2, demand_pb2_grpc, inference_pb2, inference_pb2_grpc, router_pb2
 from router.api.api_keys import ApiKeys
+from router.limits.clients import ApiClient
 from router.server import serve
-from router.serving.clients import ApiClient
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, StartRouter, sample
 from tests.router.fake_worker import ANSWER, FakeWorker

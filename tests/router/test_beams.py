@@ -10,15 +10,15 @@ import grpc
 import httpx
 import pytest
 
-from baton.async_client import AsyncClient
+from baton.client.async_client import AsyncClient
 from common.beam_search import Beam, BeamSearch, BeamSearchParams
 from common.errors import InvalidArgumentError, OverloadedError, UnavailableError
 from common.sampling import MAX_LOGPROBS
 from common.types import FinishReason, TokenLogprob
+from router.limits.fair_queue import FairQueue
 from router.processes.messages import Enter, Message, Placed
 from router.processes.remote_queue import RemoteQueue
-from router.serving import beams
-from router.serving.fair_queue import FairQueue
+from router.running import beams
 from tests.each_case import each_case
 from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches, sample

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from common.block_hash import block_hashes, root_hash
-from common.grpc_transport import Channels
+from common.grpc.transport import Channels
 from protos.baton.v1 import worker_pb2_grpc
 from router.fleet import block_watch
 from router.fleet.block_watch import BlockWatch

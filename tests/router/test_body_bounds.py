@@ -17,20 +17,20 @@ from common.validation import ModelLimits
 from protos.baton.v1 import inference_pb2, types_pb2
 from protos.messages import message_of
 from router.api import grpc_chat
-from router.api.rest import chat_messages, guided, responses_input
-from router.api.rest.generation_bodies import ChatBody
-from router.api.rest.guided import MAX_SCHEMA_BYTES
-from router.api.rest.parsing import parse
-from router.api.rest.responses_body import ResponsesBody
+from router.api.rest.openai import chat_messages, guided, responses_input
+from router.api.rest.openai.generation_bodies import ChatBody
+from router.api.rest.openai.guided import MAX_SCHEMA_BYTES
+from router.api.rest.openai.parsing import parse
+from router.api.rest.openai.responses_body import ResponsesBody
 from router.fleet.served_model import ServedModel
-from router.serving import preparation as preparing
-from router.serving import request as asking
+from router.preparing import preparation as preparing
+from router.preparing.preparation import Preparation
+from router.running import request as asking
+from router.running.request import GenerationRequest, Prompt
+from router.running.threads import SHORT, TextThreads
 from router.serving.choices import candidates
-from router.serving.preparation import Preparation
-from router.serving.request import GenerationRequest, Prompt
-from router.serving.threads import SHORT, TextThreads
-from router.text.conversation import MAX_CALLS, MAX_PARTS, MAX_TOOLS, MAX_VALUES, Conversation, Tool, make_tools
 from tests.router.tiny_tokenizer import tiny_tokenizer, vocab_size
+from text.conversation import MAX_CALLS, MAX_PARTS, MAX_TOOLS, MAX_VALUES, Conversation, Tool, make_tools
 
 Json = dict[str, Any]
 ResultT = TypeVar("ResultT")

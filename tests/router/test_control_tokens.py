@@ -14,10 +14,10 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as RustTokenizer
 
 from common.errors import InvalidArgumentError
-from router.text.chat_template import ChatTemplate
-from router.text.conversation import Conversation
-from router.text.tokenizer import Tokenizer
 from tests.router.tiny_tokenizer import CORPUS
+from text.chat_template import ChatTemplate
+from text.conversation import Conversation
+from text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

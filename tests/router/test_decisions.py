@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.types import WorkerRole
 from router.fleet.endpoint import Endpoint
 from router.policy.base import Reasons, RoutingDecision
-from router.serving.decisions import MAX_DECISIONS, MAX_REASON_CHARS, MAX_REASONS, Decisions
+from router.running.decisions import MAX_DECISIONS, MAX_REASON_CHARS, MAX_REASONS, Decisions
 from tests.router.test_answer import requests
 
 D = Endpoint(worker_id="d", role=WorkerRole.DECODE, address="d")

@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 import pytest
 
-from common.call_window import MAX_EVENTS, MAX_TOKENS, STARTS_KEY, TOKEN_COST, WINDOW_BYTES
 from common.errors import InvalidArgumentError
-from common.grpc_options import REQUEST_OTHER_BYTES
-from common.grpc_status import rich_status
+from common.grpc.call_window import MAX_EVENTS, MAX_TOKENS, STARTS_KEY, TOKEN_COST, WINDOW_BYTES
+from common.grpc.options import REQUEST_OTHER_BYTES
+from common.grpc.status import rich_status
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, types_pb2
 from router.fleet.call_outbox import CallOutbox
 from router.fleet.decode_call import CallFailedError, DecodeCall, SingleCall

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from router.serving.demand import Demand
+from router.limits.demand import Demand
 
 
 @pytest.mark.parametrize("num_turns", range(5))

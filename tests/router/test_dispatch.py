@@ -12,15 +12,15 @@ import openai
 import pytest
 
 from common.errors import InvalidArgumentError, OverloadedError, SlowReaderError, UnavailableError
-from common.grpc_status import error_of_call
+from common.grpc.status import error_of_call
 from common.retry_budget import RetryBudget
 from common.types import WorkerRole
 from protos.baton.v1 import inference_pb2, types_pb2, worker_pb2
 from router.fleet import registry
 from router.fleet.endpoint import Endpoint
 from router.policy.base import Reasons, RoutingDecision, RoutingRequest
-from router.serving.dispatch import Dispatcher, DispatchLimits
-from router.serving.progress import Progress
+from router.running.dispatch import Dispatcher, DispatchLimits
+from router.running.progress import Progress
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker, reaches, sample
 from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.test_answer import requests

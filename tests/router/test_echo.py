@@ -11,10 +11,10 @@ import pytest
 from common.choices import Choices
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import types_pb2
-from router.api.rest.answer import Answer
-from router.api.rest.echo import EchoedPrompt
-from router.api.rest.formats import CompletionFormat
-from router.serving.request import Output
+from router.api.rest.openai.answer import Answer
+from router.api.rest.openai.echo import EchoedPrompt
+from router.api.rest.openai.formats import CompletionFormat
+from router.running.request import Output
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter
 from tests.router.fake_worker import ANSWER, FakeWorker

@@ -19,21 +19,21 @@ import pytest
 
 from baton import LLM
 from baton import SamplingParams as LLMParams
-from baton.async_client import AsyncClient
 from baton.cli.main import main
-from baton.client import Client
+from baton.client.async_client import AsyncClient
+from baton.client.sync_client import Client
 from common.guided import Guided
 from common.sampling import SamplingParams, TokenSequence, TypeForm, parameters
 from common.validation import ModelLimits
 from engine import messages as m
 from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2
-from router.serving import admission
-from router.text.tokenizer import Tokenizer
+from router.limits import admission
 from tests.each_case import each_case
 from tests.router import nested_parameters
 from tests.router.conftest import RunningRouter
 from tests.router.fake_worker import MAX_MODEL_LEN, FakeWorker
 from tests.router.tiny_tokenizer import ids_of, vocab_size
+from text.tokenizer import Tokenizer
 from worker import convert
 
 EXAMPLES: tuple[tuple[TypeForm, object, str], ...] = (

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from common.errors import DeadlineError, OverloadedError
-from router.serving.fair_queue import FairQueue, name_of
+from router.limits.fair_queue import FairQueue, name_of
 
 
 class Clock:

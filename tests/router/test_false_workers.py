@@ -11,7 +11,7 @@ import httpx
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from common.grpc_status import DETAILS_KEY, error_of_call
+from common.grpc.status import DETAILS_KEY, error_of_call
 from common.peers import MAX_COUNT, milliseconds, seconds_to_wait
 from common.types import WorkerLoad, WorkerRole
 from protos.baton.v1 import decode_pb2, inference_pb2, types_pb2

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from common.errors import OverloadedError
-from router.serving.gate import MAX_DELAY_S, Gate, GateLimits
+from router.limits.gate import MAX_DELAY_S, Gate, GateLimits
 
 
 def refuse(gate: Gate) -> float:

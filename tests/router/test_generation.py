@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 from common.choices import Choices
 from common.sampling import SamplingParams
 from common.types import FinishReason, SampledToken
-from router.api.rest.answer import Answer
-from router.api.rest.formats import ChatFormat
-from router.api.rest.large_json import json_parts
-from router.api.rest.responses import ResponseAnswer
-from router.api.rest.tools import JsonObject
-from router.serving.demand import Demand
+from router.api.rest.openai.answer import Answer
+from router.api.rest.openai.formats import ChatFormat
+from router.api.rest.openai.large_json import json_parts
+from router.api.rest.openai.responses import ResponseAnswer
+from router.api.rest.openai.tools import JsonObject
+from router.limits.demand import Demand
+from router.running.progress import NewTokens, Progress
+from router.running.request import GenerationRequest, Output
 from router.serving.generation import Generation
-from router.serving.progress import NewTokens, Progress
-from router.serving.request import GenerationRequest, Output
-from router.text.answer_parser import AnswerReader
-from router.text.conversation import Tool, Tools
-from router.text.response_templates import response_template
 from tests.router import chat_templates
 from tests.router.test_answer import keep, requests
 from tests.router.tiny_tokenizer import byte_ids, eos_id, tiny_tokenizer
+from text.answer_parser import AnswerReader
+from text.conversation import Tool, Tools
+from text.response_templates import response_template
 
 F = Tool(name="f", description="", parameters={"type": "object", "properties": {"x": {"type": "integer"}}})
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": %d}}\n</tool_call>'
@@ -118,7 +118,7 @@ def as_sent(whole: JsonObject) -> Any:
 
 @pytest.fixture(autouse=True)
 def equal_call_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.text.answer_parser.new_call_id", lambda: "c")
+    monkeypatch.setattr("text.answer_parser.new_call_id", lambda: "c")
 
 
 CASES = [

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from common.config import RouterSettings
 from common.errors import StartupError
-from common.grpc_status import DETAILS_KEY
+from common.grpc.status import DETAILS_KEY
 from common.types import WorkerRole, WorkerState
 from protos.baton.v1 import inference_pb2, router_pb2, types_pb2, worker_pb2
 from router.api.fleet_service import ask_worker

@@ -8,14 +8,14 @@ from collections.abc import AsyncGenerator
 import grpc
 import pytest
 
-from baton.async_client import AsyncClient
-from baton.client import Client
+from baton.client.async_client import AsyncClient
+from baton.client.sync_client import Client
 from common.choices import ChoiceOptions, Choices
 from common.errors import InvalidArgumentError, UnavailableError
 from common.types import FinishReason, SampledToken
 from protos.baton.v1 import inference_pb2, types_pb2
+from router.running.request import Output
 from router.serving.choices import likeliest
-from router.serving.request import Output
 from tests.each_case import each_case
 from tests.router.conftest import RunningRouter, StartRouter, StartWorker
 from tests.router.fake_worker import ANSWER, FakeWorker

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.baton.v1 import inference_pb2, types_pb2
-from router.api.rest import embeddings, large_json
-from router.api.rest.embeddings import EmbeddingsBody, embeddings_parts
-from router.api.rest.large_json import PART_BYTES, JsonList, json_parts
-from router.serving import embedding
-from router.serving.embedding import MAX_AT_ONCE, Embedded, EmbedRequest
-from router.serving.request import Prompt
+from router.api.rest.openai import embeddings, large_json
+from router.api.rest.openai.embeddings import EmbeddingsBody, embeddings_parts
+from router.api.rest.openai.large_json import PART_BYTES, JsonList, json_parts
+from router.running import embedding
+from router.running.embedding import MAX_AT_ONCE, Embedded, EmbedRequest
+from router.running.request import Prompt
 from tests.router.conftest import RunningRouter, StartRouter
 from tests.router.fake_worker import FakeWorker
 from tests.router.test_answer import requests

@@ -16,10 +16,10 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.grpc_status import error_of_call
+from common.grpc.status import error_of_call
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-from router.api.rest.limits import LimitMiddleware
-from router.serving.gate import Gate
+from router.api.rest.http.limits import LimitMiddleware
+from router.limits.gate import Gate
 from tests.router.conftest import RunningRouter, StartRouter, reaches, sample
 from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.processes.running import running

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.serving.prefill_times import (
+from router.running.prefill_times import (
     FIXED_TOKENS,
     LATE_FACTOR,
     MIN_LATE_S,

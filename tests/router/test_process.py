@@ -9,7 +9,7 @@ import sys
 import grpc
 import pytest
 
-from common.grpc_options import LOSS_NOTICED_S
+from common.grpc.options import LOSS_NOTICED_S
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.router.fake_worker import ANSWER, FakeWorker
 from tests.router.processes.running import running

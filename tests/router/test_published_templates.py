@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidArgumentError
-from router.text.chat_template import ChatTemplate
-from router.text.conversation import Call, Conversation, Tools, make_message, named_results
 from tests.router.published_templates import NAMES, WITHOUT_TOOLS, published
 from tests.router.test_answer_parser import WEATHER, read
+from text.chat_template import ChatTemplate
+from text.conversation import Call, Conversation, Tools, make_message, named_results
 
 TOOLS = Tools(tools=(WEATHER,))
 SPECIAL = {"bos_token": "<BOS>", "eos_token": "<EOS>"}

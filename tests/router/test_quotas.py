@@ -12,13 +12,13 @@ import httpx
 import pytest
 
 from common.errors import OverloadedError, StartupError
-from common.grpc_status import error_of_call
-from common.watched_files import WatchedFiles
+from common.grpc.status import error_of_call
+from common.process.watched_files import WatchedFiles
 from protos.baton.v1 import demand_pb2, demand_pb2_grpc, inference_pb2, worker_pb2
-from router.serving.prefix_hints import PrefixHint, PrefixHints
-from router.serving.quotas import Quotas
-from router.serving.threads import TextThreads
-from router.serving.token_bucket import TokenBucket
+from router.limits.quotas import Quotas
+from router.limits.token_bucket import TokenBucket
+from router.running.prefix_hints import PrefixHint, PrefixHints
+from router.running.threads import TextThreads
 from tests.router.conftest import StartRouter, StartWorker
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from common.config import TlsSettings
 from common.tls import TlsFiles
-from router.api.rest import protocol
+from router.api.rest.http import protocol
 from tests.each_case import each_case
 from tests.kube.certificates import make_ca, make_leaf
 from tests.router.conftest import RunningRouter, StartRouter

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from prometheus_client import generate_latest
 
-from common.grpc_transport import Channels
+from common.grpc.transport import Channels
 from common.types import WorkerRole, WorkerState
 from router.fleet import worker_watch
 from router.fleet.endpoint import Endpoint

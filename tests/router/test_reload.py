@@ -15,9 +15,9 @@ from baton.settings import load
 from common.config import RouterSettings
 from common.errors import StartupError
 from router.fleet.registry import Registry
+from router.limits.fair_queue import FairQueue
 from router.reload import Reload, SettingsFile, policy_of
-from router.serving.dispatch import Dispatcher
-from router.serving.fair_queue import FairQueue
+from router.running.dispatch import Dispatcher
 from tests.router.conftest import sample
 from tests.router.fake_worker import FakeWorker
 from tests.router.processes.running import running, running_with_file

@@ -10,9 +10,9 @@ import pytest
 
 from baton import LLM, AsyncClient, Client
 from protos.baton.v1 import inference_pb2
-from router.text.tokenizer import Tokenizer
 from tests.router.conftest import RunningRouter
 from tests.router.fake_worker import FakeWorker
+from text.tokenizer import Tokenizer
 
 SOON = -5
 

@@ -11,10 +11,9 @@ import openai
 import pytest
 
 from common.types import FinishReason
-from router.api.rest.responses import ResponseAnswer
-from router.api.rest.responses_body import ResponsesBody
-from router.serving.request import OBJECT_BYTES, Output
-from router.text.answer_parts import TextPart, ToolCallDelta
+from router.api.rest.openai.responses import ResponseAnswer
+from router.api.rest.openai.responses_body import ResponsesBody
+from router.running.request import OBJECT_BYTES, Output
 from tests.each_case import each_case
 from tests.router import chat_templates
 from tests.router.conftest import RunningRouter, StartWorker
@@ -23,6 +22,7 @@ from tests.router.test_answer import REPORT, USAGE, FakeGeneration, requests
 from tests.router.test_tools import prompt_of
 from tests.router.tiny_tokenizer import byte_ids, ids_of
 from tests.router.tool_calls import TWO_CALLS
+from text.answer_parts import TextPart, ToolCallDelta
 
 TOOL: Any = {
     "type": "function",

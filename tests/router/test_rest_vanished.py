@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from router.api.rest import listener
+from router.api.rest.http import listener
 from tests.faults import network as networks
 from tests.faults.network import Network
 from tests.router.conftest import StartRouter

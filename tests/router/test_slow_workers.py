@@ -16,11 +16,11 @@ from router.fleet.decode_call import Arrived
 from router.fleet.registry import Registry
 from router.fleet.track_record import MIN_ANSWERS, SLOW_S
 from router.policy.registry import create_policy
-from router.serving.decisions import Decisions
-from router.serving.dispatch import Dispatcher
-from router.serving.prefill_times import MIN_LIKE
-from router.serving.progress import Progress
-from router.serving.request import Siblings
+from router.running.decisions import Decisions
+from router.running.dispatch import Dispatcher
+from router.running.prefill_times import MIN_LIKE
+from router.running.progress import Progress
+from router.running.request import Siblings
 from tests.router.test_answer import requests
 
 WORKERS = tuple(f"127.0.0.1:{number}" for number in range(1, 5))
@@ -177,7 +177,7 @@ async def test_a_client_that_reads_slowly_is_not_its_workers_fault(fleet: Fleet)
 
 
 async def test_each_decision_is_a_line_of_the_debug_log(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "router.serving.routes"):
+    with caplog.at_level(logging.DEBUG, "router.running.routes"):
         address = await fleet.ask()
     (line,) = [record for record in caplog.records if record.getMessage() == "routed"]
     assert line.levelno == logging.DEBUG

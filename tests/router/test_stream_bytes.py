@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 import h11
 import pytest
 
-from router.api.rest.disconnect import ClientGoneError, EventStream, unless_gone
-from router.api.rest.protocol import ON_GONE, WRITE_PIECE, _take_body, _write_piece
+from router.api.rest.http.protocol import ON_GONE, WRITE_PIECE, _take_body, _write_piece
+from router.api.rest.openai.disconnect import ClientGoneError, EventStream, unless_gone
 from tests.router.conftest import StartRouter
 from tests.router.fake_worker import ANSWER, FakeWorker
 

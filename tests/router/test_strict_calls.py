@@ -14,9 +14,6 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from common.errors import InvalidArgumentError
 from common.guided import Guided, check_grammar, grammar_of
-from router.text.answer_parser import AnswerReader
-from router.text.conversation import Tool, Tools
-from router.text.response_templates import response_template
 from tests.common.test_guided import matches, tokenizer
 from tests.each_case import each_case
 from tests.router import chat_templates
@@ -24,6 +21,9 @@ from tests.router.conftest import RunningRouter, StartRouter, StartWorker
 from tests.router.fake_worker import FakeWorker
 from tests.router.tiny_tokenizer import eos_id, tokenizer_files, vocab_size
 from tests.router.tool_calls import ASK, TOOL, TWO_TOOLS, worker
+from text.answer_parser import AnswerReader
+from text.conversation import Tool, Tools
+from text.response_templates import response_template
 
 __all__ = ["tokenizer", "worker"]
 

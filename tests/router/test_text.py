@@ -16,12 +16,12 @@ from tokenizers import decoders, models, pre_tokenizers
 from common import model_files
 from common.chat_templates import template_error
 from common.errors import InvalidArgumentError, UnavailableError
-from router.text.chat_template import ChatTemplate
-from router.text.conversation import Conversation, Tool, Tools
-from router.text.detokenizer import MAX_PENDING, REPLACEMENT, Detokenizer
-from router.text.stop_strings import StopStrings
-from router.text.tokenizer import Tokenizer, load_tokenizer
 from tests.router.tiny_tokenizer import byte_ids, eos_id, ids_of, tiny_tokenizer, tokenizer_files, vocab_size
+from text.chat_template import ChatTemplate
+from text.conversation import Conversation, Tool, Tools
+from text.detokenizer import MAX_PENDING, REPLACEMENT, Detokenizer
+from text.stop_strings import StopStrings
+from text.tokenizer import Tokenizer, load_tokenizer
 
 TEXTS = [
     "hello world",

@@ -15,10 +15,10 @@ from common.guided import Guided
 from common.sampling import SamplingParams
 from common.validation import ModelLimits
 from router.fleet.served_model import ServedModel
-from router.serving.preparation import Preparation
-from router.serving.threads import SHORT, TextThreads
-from router.text.conversation import Conversation
+from router.preparing.preparation import Preparation
+from router.running.threads import SHORT, TextThreads
 from tests.router.tiny_tokenizer import tiny_tokenizer, vocab_size
+from text.conversation import Conversation
 
 LONG = SHORT + 1
 

@@ -17,10 +17,10 @@ import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.client import Client
+from baton.client.sync_client import Client
 from common.config import RouterSettings, TlsSettings
 from common.errors import ConfigError, StartupError, UnavailableError
-from common.grpc_transport import Channels, name_options
+from common.grpc.transport import Channels, name_options
 from common.tls import TlsFiles
 from common.types import WorkerRole, WorkerState
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc

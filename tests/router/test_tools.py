@@ -434,8 +434,8 @@ ADDRESSED = {"$id": "https://example.com/tool", "$defs": {"A": {"$anchor": "here
 def test_schemas_of_several_tools(parameters: dict[str, object], good: object, bad: object, choice: str) -> None:
     """Each as if its tool were the only one. Two of them have the same id."""
     from common.guided import check_grammar, check_guided, grammar_of
-    from router.text.conversation import Tool, Tools
-    from router.text.forced_calls import forced_guide
+    from text.conversation import Tool, Tools
+    from text.forced_calls import forced_guide
 
     made = (Tool(name="f", parameters={**ADDRESSED, "required": ["z"]}), Tool(name="g", parameters=parameters))
     named = "g" if choice == "named" else ""
@@ -455,8 +455,8 @@ def test_schemas_of_several_tools(parameters: dict[str, object], good: object, b
 @pytest.mark.parametrize("named", ["", "f"])
 def test_a_tools_long_schema_is_counted_in_characters_of_its_text(named: str) -> None:
     from common.guided import check_guided
-    from router.text.conversation import Tool, Tools
-    from router.text.forced_calls import forced_guide
+    from text.conversation import Tool, Tools
+    from text.forced_calls import forced_guide
 
     guided = forced_guide(
         Tools(tools=(Tool(name="f", parameters={"const": "漢" * 11_000}),), choice="required", named=named)

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from baton.client import Client
+from baton.client.sync_client import Client
 from common.config import RouterSettings
 from common.errors import ConfigError, StartupError
 from router.run import run

@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from common import metrics
-from router.api.rest.protocol import MAX_AHEAD_BYTES, Connections
+from router.api.rest.http.protocol import MAX_AHEAD_BYTES, Connections
 from tests.router.conftest import StartRouter
 from tests.router.fake_worker import ANSWER, FakeWorker
 

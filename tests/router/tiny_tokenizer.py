@@ -7,8 +7,8 @@ import json
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from router.text.tokenizer import Tokenizer as RouterTokenizer
-from router.text.tokenizer import load_tokenizer
+from text.tokenizer import Tokenizer as RouterTokenizer
+from text.tokenizer import load_tokenizer
 
 EOS = "<|im_end|>"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", EOS)

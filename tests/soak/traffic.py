@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.client import Client
+from baton.client.sync_client import Client
 from tests.chaos.cases import Case
 from tests.chaos.load import REQUEST_TIMEOUT_S, ClientThread, Tally
 from tests.integration.stack import Fleet

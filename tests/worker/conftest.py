@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from common.config import WorkerSettings
-from common.grpc_options import CHANNEL_OPTIONS
+from common.grpc.options import CHANNEL_OPTIONS
 from common.types import WorkerRole
 from decode_service import servicer as decode_servicer
 from prefill_service import servicer as prefill_servicer

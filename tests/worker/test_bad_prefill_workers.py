@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from common.errors import OverloadedError
-from common.grpc_status import status_details
+from common.grpc.status import status_details
 from protos.baton.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
 from tests.worker.conftest import StartWorker, decode_request
 from tests.worker.words import REMOTE, VOCAB_SIZE

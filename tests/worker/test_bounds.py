@@ -13,10 +13,10 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.stack_plan import free_ports
+from baton.stack.stack_plan import free_ports
 from common import metrics
 from common.config import WorkerSettings
-from common.grpc_status import DETAILS_KEY
+from common.grpc.status import DETAILS_KEY
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, worker_pb2, worker_pb2_grpc
 from tests.worker.conftest import RunningWorker, StartWorker, decode_request
 from tests.worker.words import ANSWER, FLOOD, WAIT

@@ -7,7 +7,7 @@ from typing import cast
 
 import grpc
 
-from common.grpc_transport import Channels
+from common.grpc.transport import Channels
 from worker.channels import IDLE_S, ChannelPool
 
 

@@ -13,9 +13,9 @@ import grpc
 import pytest
 from google.rpc import code_pb2, status_pb2
 
-from common.call_window import MAX_TOKENS, STARTS_KEY, TOKEN_COST, WINDOW_BYTES
 from common.errors import BatonError, InvalidArgumentError, OverloadedError
-from common.grpc_status import DETAILS_KEY, error_of_call
+from common.grpc.call_window import MAX_TOKENS, STARTS_KEY, TOKEN_COST, WINDOW_BYTES
+from common.grpc.status import DETAILS_KEY, error_of_call
 from protos.baton.v1 import decode_pb2, types_pb2
 from tests.worker.conftest import RunningWorker, StartWorker, decode_request
 from tests.worker.fake_engine import Script, answer_to

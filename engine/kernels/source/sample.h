@@ -1,4 +1,4 @@
-// From a row of logits to a token, as engine/sampler.py has it with torch. A row is worked through by one thread, in its
+// From a row of logits to a token, as engine/sampling/sampler.py has it with torch. A row is worked through by one thread, in its
 // cache, so what a row gives depends neither on the other rows nor on the number of threads.
 //
 //     logits -> changed -> weights e^((x - largest) / temperature) -> the least weight kept -> drawn

@@ -8,21 +8,22 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from common.version import VERSION
-from router.api.rest import errors, openapi
-from router.api.rest.auth import OPEN_PATHS
-from router.api.rest.body_types import Body
-from router.api.rest.direct import DirectApp, Endpoint
-from router.api.rest.disconnect import ClientGoneError
-from router.api.rest.embeddings import EmbeddingHandlers, EmbeddingsBody
-from router.api.rest.errors import as_baton, error_response
-from router.api.rest.generate import GenerationHandlers
-from router.api.rest.generation_bodies import ChatBody, CompletionBody
+from router.api.rest import openapi
+from router.api.rest.http import errors
+from router.api.rest.http.auth import OPEN_PATHS
+from router.api.rest.http.direct import DirectApp, Endpoint
+from router.api.rest.http.errors import as_baton, error_response
 from router.api.rest.information import DEFAULT_DECISIONS, InformationHandlers
-from router.api.rest.prefix import PrefixBody, PrefixHandlers, RetainPrefixBody
-from router.api.rest.responses_body import ResponsesBody
-from router.api.rest.sampling_fields import schemas
-from router.api.rest.tokenization import DetokenizeBody, TokenizeBody, TokenizerHandlers
-from router.serving.decisions import MAX_DECISIONS
+from router.api.rest.openai.body_types import Body
+from router.api.rest.openai.disconnect import ClientGoneError
+from router.api.rest.openai.embeddings import EmbeddingHandlers, EmbeddingsBody
+from router.api.rest.openai.generate import GenerationHandlers
+from router.api.rest.openai.generation_bodies import ChatBody, CompletionBody
+from router.api.rest.openai.prefix import PrefixBody, PrefixHandlers, RetainPrefixBody
+from router.api.rest.openai.responses_body import ResponsesBody
+from router.api.rest.openai.sampling_fields import schemas
+from router.api.rest.openai.tokenization import DetokenizeBody, TokenizeBody, TokenizerHandlers
+from router.running.decisions import MAX_DECISIONS
 from router.serving.front import Front
 
 CLIENT_GONE_STATUS = 499  # nobody reads it; access logs know it

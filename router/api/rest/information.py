@@ -13,10 +13,10 @@ from common.errors import InvalidArgumentError, ModelNotFoundError
 from common.version import VERSION
 from router.api.api_keys import current_client
 from router.api.rest.docs_page import docs_page
-from router.api.rest.errors import json_response
-from router.api.rest.handlers import Handlers
+from router.api.rest.http.errors import json_response
 from router.api.rest.metrics_page import MetricsPage
-from router.serving.decisions import MAX_DECISIONS
+from router.api.rest.openai.handlers import Handlers
+from router.running.decisions import MAX_DECISIONS
 from router.serving.front import Front
 
 DEFAULT_DECISIONS = 50  # at /decisions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from router.serving.token_bucket import TokenBucket
+from router.limits.token_bucket import TokenBucket
 
 SHARE = 0.1  # of the event loop's time that making pages may take
 BURST_S = 0.5  # of that time, after a while without them: some hundred pages

@@ -14,9 +14,9 @@ import pytest
 
 from common.config import DEFAULT_MODEL, EngineSettings, default_cache_dir
 from common.sampling import SamplingParams
-from engine.draws import draw
-from engine.embedded_model import ensure_model, package_is_installed
+from engine.loading.embedded_model import ensure_model, package_is_installed
 from engine.local.device import LocalDevice
+from engine.sampling.draws import draw
 from engine.step import StepRow
 from tests.engine.kernels.variants import VARIANTS
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from common.sampling import SamplingParams
-from engine.draws import draw
 from engine.kernels.grouped import PackedParts
 from engine.kernels.library import PackedLinear, WeightKind
 from engine.models.decoder import Decoder
+from engine.sampling.draws import draw
 from engine.step import StepRow
 from tests.engine.kernels.variants import VARIANTS, each_variant, kernels
 from tests.engine.tiny_models import make_model, make_runner

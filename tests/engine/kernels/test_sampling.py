@@ -11,11 +11,11 @@ import torch
 
 from common.guided import Guided
 from common.sampling import SamplingParams, TokenSequence
-from engine.draws import draw
-from engine.grammars import GrammarCompiler
-from engine.guide import make_masks
-from engine.logit_changes import LogitChanges
-from engine.sampler import sample, uniform
+from engine.sampling.draws import draw
+from engine.sampling.grammars import GrammarCompiler
+from engine.sampling.guide import make_masks
+from engine.sampling.logit_changes import LogitChanges
+from engine.sampling.sampler import sample, uniform
 from tests.engine.kernels.variants import VARIANTS, best_and_slow_other_variants, best_and_slow_others, kernels
 from tests.router.tiny_tokenizer import eos_id, tokenizer_files, vocab_size
 
@@ -70,7 +70,7 @@ def changed(logits: torch.Tensor, params: SamplingParams, prompt: list[int], out
 
 
 def by_definition(values: torch.Tensor, params: SamplingParams, index: int) -> int | None:
-    """The token that these logits give, drawn as engine/sampler.py says it."""
+    """The token that these logits give, drawn as engine/sampling/sampler.py says it."""
     if values.max() == float("-inf"):
         return None
     if params.is_greedy:

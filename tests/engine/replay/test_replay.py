@@ -15,12 +15,12 @@ from common.batch_time import StepShape
 from common.errors import StartupError
 from common.sampling import SamplingParams
 from common.types import SampledToken
-from engine.draws import draw
 from engine.local.device import LocalDevice
-from engine.logit_changes import LogitChanges
 from engine.replay.recorder import RecordingDevice
 from engine.replay.replay import ComparedStep, replay
 from engine.replay.step_file import RecordedStep, StepFileHeader, StepFileWriter, read_steps
+from engine.sampling.draws import draw
+from engine.sampling.logit_changes import LogitChanges
 from engine.step import Draw, Drawn, Scoring, StepInput, StepOutput, StepRow
 from tests.engine.kernels.variants import ALL
 from tests.engine.tiny_models import BLOCK_SIZE, VOCAB_SIZE, make_model, make_runner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from common.grpc_server import add_handlers
+from common.grpc.server import add_handlers
 from protos.baton.v1 import decode_pb2, decode_pb2_grpc
 
 

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 CODE = """
 import json, sys
-import common.restarts, router.processes.parent
+import common.process.restarts, router.processes.parent
 from common.config import RouterSettings
 from baton.cli import serve
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 
 from common.config import RouterSettings
 from common.errors import UnavailableError
-from common.tasks import VitalTasks
+from common.process.tasks import VitalTasks
 from router.processes import member as member_module
 from router.processes import messages, remote_queue
 from router.processes.child import Child

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from common.errors import StartupError
-from router.api.rest.listener import listen
+from router.api.rest.http.listener import listen
 from router.processes.ports import held
 
 

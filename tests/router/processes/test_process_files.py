@@ -14,7 +14,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.grpc_transport import name_options
+from common.grpc.transport import name_options
 from common.tls import TlsFiles
 from protos.baton.v1 import inference_pb2, inference_pb2_grpc
 from tests.kube.certificates import make_ca, make_leaf

@@ -131,7 +131,7 @@ async def test_a_killed_process_is_replaced(worker: FakeWorker, tmp_path: Path) 
 
 @pytest.mark.slow
 async def test_a_process_that_ends_too_often_ends_the_router(worker: FakeWorker) -> None:
-    rarely = "router.processes.parent.MAX_RESTARTS = 1; common.restarts.FIRST_DELAY_S = 0.01"
+    rarely = "router.processes.parent.MAX_RESTARTS = 1; common.process.restarts.FIRST_DELAY_S = 0.01"
     async with running(rarely, decode=[worker.address]) as router:
         os.kill(router.pids()[-1], signal.SIGKILL)
         await until(router, "baton_router_process_restarts_total", 1)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from common.errors import InvalidArgumentError, OverloadedError, StartupError
+from router.limits.gate import Gate, GateLimits
+from router.limits.ledger import Ledger, LocalLedger
+from router.limits.quotas import Quotas
 from router.processes import shared_folder
 from router.processes.shared_ledger import ROWS_AT_ONCE, TOTAL, SharedLedger
-from router.serving.gate import Gate, GateLimits
-from router.serving.ledger import Ledger, LocalLedger
-from router.serving.quotas import Quotas
 
 Open = Callable[[int | None], SharedLedger]
 

@@ -1,0 +1,289 @@
+"""A small synchronous client of a router's gRPC API.
+
+    with Client("127.0.0.1:50051") as client:
+        answer = client.chat("What is the capital of Japan?", temperature=0)
+        for chunk in answer:
+            print(chunk.text, end="", flush=True)
+        print(answer.result().usage)
+
+Errors are those of `common.errors`. Leaving a stream early (`cancel`, or the end of the client) ends the request on
+every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self, TypeVar, Unpack
+
+import grpc
+from google.protobuf.message import Message
+
+from baton.client.call_errors import to_baton_error
+from baton.client.fleet import fleet_worker
+from baton.client.messages import Tool
+from baton.client.received import Received
+from baton.client.report import Chunk, Embeddings, FleetWorker, ModelCard, Prefix, Result
+from baton.client.requests import (
+    Messages,
+    PrefixOptions,
+    call_hints,
+    chat_messages,
+    choices_message,
+    embed_message,
+    embeddings_of,
+    num_answers,
+    prefix_message,
+    prefix_of,
+    retain_message,
+    sampling_message,
+    sampling_options,
+    template_options,
+    tool_choice_message,
+    tool_messages,
+)
+from common.cache_hints import Retain
+from common.choices import AnswerOptions
+from common.errors import ConfigError
+from common.grpc.options import CLIENT_CHANNEL_OPTIONS
+from common.grpc.transport import channel_credentials, name_options
+from common.tls import TlsFiles
+from protos.baton.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc
+
+Request = TypeVar("Request", bound=Message)
+Response = TypeVar("Response", bound=Message)
+
+
+class Answer:
+    """An answer that is arriving, or several: iterate over the chunks, then ask for its `result()`, or the `results()`
+    of all."""
+
+    def __init__(
+        self, call: Iterator[inference_pb2.GenerateResponse], router: str, choices: inference_pb2.Choices
+    ) -> None:
+        self._call = call
+        self._cancel: Callable[[], object] = call.cancel  # type: ignore[attr-defined]  # a call is also an iterator
+        self._router = router
+        self._received = Received(num_answers(choices))
+
+    def __iter__(self) -> Iterator[Chunk]:
+        try:
+            for message in self._call:
+                yield self._received.add(message)
+        except grpc.RpcError as error:
+            raise to_baton_error(error, self._router) from error
+
+    def result(self) -> Result:
+        """The whole answer, the first one if there are several; reads what has not arrived yet."""
+        return self.results()[0]
+
+    def results(self) -> list[Result]:
+        """All `n` of them, whole."""
+        for _ in self:
+            pass
+        return self._received.results()
+
+    @property
+    def text(self) -> str:
+        """What has arrived so far of the first answer."""
+        return self._received.text
+
+    def cancel(self) -> None:
+        """Ends the request. Iterating on raises a BatonError."""
+        self._cancel()
+
+
+class Client:
+    """`router` is host:port. `timeout` is each request's deadline in seconds; the router's own limit if None.
+
+    TLS is spoken with `tls`, or if any of the files is given: `tls_ca` is whom to trust (the public CAs if None),
+    `tls_cert` and `tls_key` what to show to a router that asks for it, `tls_server_name` the name in the router's
+    certificate if that is not the host of `router`. Raises `ConfigError` and `StartupError` for files of no use.
+    """
+
+    def __init__(
+        self,
+        router: str = "127.0.0.1:50051",
+        *,
+        timeout: float | None = None,
+        api_key: str | None = None,
+        tls: bool = False,
+        tls_ca: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
+        tls_server_name: str | None = None,
+    ) -> None:
+        self._router = router
+        self._timeout = timeout
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
+            raise ConfigError("api_key", "is of printable ASCII without spaces")
+        self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+        options = [*CLIENT_CHANNEL_OPTIONS, *name_options(tls_server_name)]
+        if tls or tls_ca is not None or tls_cert is not None or tls_key is not None:
+            credentials = channel_credentials(TlsFiles(tls_cert, tls_key, tls_ca))
+            self._channel = grpc.secure_channel(router, credentials, options=options)
+        elif tls_server_name is not None:
+            raise ConfigError("tls_server_name", "is for TLS: --tls or --tls-ca is missing")
+        else:
+            self._channel = grpc.insecure_channel(router, options=options)
+        self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._fleet = router_pb2_grpc.RouterServiceStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends every request in flight."""
+        self._channel.close()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        add_special_tokens: bool = True,
+        model: str = "",
+        request_id: str = "",
+        cache_salt: str = "",
+        retain: Retain | None = None,
+        priority: int = 0,
+        session: str = "",
+        explain: bool = False,
+        **options: Unpack[AnswerOptions],
+    ) -> Answer:
+        """Continues a prompt, given as text or as token ids. `options` are sampling parameters, and those of
+        `common.choices`: with `n=3` the answer has three `results()`, and chunks tell them apart by `index`.
+
+        Requests of one `session` go to one worker, if the router's policy minds sessions. With `explain` the result's
+        `report.routing` says why the request went where it went."""
+        request = inference_pb2.GenerateRequest(
+            request_id=request_id,
+            model=model,
+            prompt=prompt if isinstance(prompt, str) else "",
+            prompt_token_ids=() if isinstance(prompt, str) else prompt,
+            add_special_tokens=add_special_tokens,
+            sampling_params=sampling_message(sampling_options(options)),
+            choices=choices_message(options),
+            cache_salt=cache_salt,
+            retain=retain_message(retain),
+            priority=priority,
+        )
+        metadata = (*self._metadata, *call_hints(session, explain=explain))
+        call = self._inference.Generate(request, timeout=self._timeout, metadata=metadata)
+        return Answer(call, self._router, request.choices)
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Tool] = (),
+        tool_choice: str = "auto",
+        parallel_tool_calls: bool = True,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        model: str = "",
+        request_id: str = "",
+        cache_salt: str = "",
+        retain: Retain | None = None,
+        priority: int = 0,
+        session: str = "",
+        explain: bool = False,
+        **options: Unpack[AnswerOptions],
+    ) -> Answer:
+        """Answers a conversation: (role, content) pairs and messages, or one question.
+
+        `tool_choice`: auto, none, required, or the name of the tool that has to be called. `session`, `explain` and
+        `options` as in `generate`."""
+        request = inference_pb2.ChatRequest(
+            request_id=request_id,
+            model=model,
+            messages=chat_messages(messages),
+            tools=tool_messages(tools),
+            tool_choice=tool_choice_message(tool_choice),
+            parallel_tool_calls=parallel_tool_calls,
+            chat_template_kwargs=template_options(chat_template_kwargs),
+            sampling_params=sampling_message(sampling_options(options)),
+            choices=choices_message(options),
+            cache_salt=cache_salt,
+            retain=retain_message(retain),
+            priority=priority,
+        )
+        metadata = (*self._metadata, *call_hints(session, explain=explain))
+        call = self._inference.Chat(request, timeout=self._timeout, metadata=metadata)
+        return Answer(call, self._router, request.choices)
+
+    def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        pooling: str = "last",
+        dimensions: int = 0,
+        normalize: bool = True,
+        add_special_tokens: bool = True,
+        model: str = "",
+        request_id: str = "",
+        cache_salt: str = "",
+    ) -> Embeddings:
+        """A vector for each text, or list of token ids, and their `usage`. `pooling`: last or mean; `dimensions` 0:
+        all."""
+        request = embed_message(
+            inputs,
+            pooling=pooling,
+            dimensions=dimensions,
+            normalize=normalize,
+            add_special_tokens=add_special_tokens,
+            model=model,
+            request_id=request_id,
+            cache_salt=cache_salt,
+        )
+        return embeddings_of(self._ask(self._inference.Embed, request))
+
+    def retain_prefix(self, seconds: float, **prefix: Unpack[PrefixOptions]) -> Prefix:
+        """Has all workers that have a prompt's KV evict it after others, for so long; 0: no longer. Which prompt:
+        `prompt` or `messages`, and what else requests have beside them."""
+        request = inference_pb2.RetainPrefixRequest(prefix=prefix_message(prefix), seconds=seconds)
+        return prefix_of(self._ask(self._inference.RetainPrefix, request))
+
+    def evict_prefix(self, **prefix: Unpack[PrefixOptions]) -> Prefix:
+        """Has all workers forget a prompt's KV, in the store too."""
+        request = inference_pb2.EvictPrefixRequest(prefix=prefix_message(prefix))
+        return prefix_of(self._ask(self._inference.EvictPrefix, request))
+
+    def prefetch_prefix(self, *, session: str = "", **prefix: Unpack[PrefixOptions]) -> Prefix:
+        """Has a prompt's KV brought from host memory and the store onto the decode worker that a request of this
+        session would go to now."""
+        request = inference_pb2.PrefetchPrefixRequest(prefix=prefix_message(prefix))
+        return prefix_of(self._ask(self._inference.PrefetchPrefix, request, call_hints(session, explain=False)))
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True, model: str = "") -> list[int]:
+        request = inference_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
+        return list(self._ask(self._inference.Tokenize, request).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str = "") -> str:
+        request = inference_pb2.DetokenizeRequest(
+            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
+        return self._ask(self._inference.Detokenize, request).text
+
+    def models(self) -> list[ModelCard]:
+        response = self._ask(self._inference.ListModels, inference_pb2.ListModelsRequest())
+        return [ModelCard(model.id, model.max_model_len) for model in response.models]
+
+    def fleet(self) -> list[FleetWorker]:
+        """Every worker that the router knows, asked now."""
+        response = self._ask(self._fleet.GetFleet, router_pb2.GetFleetRequest())
+        return [fleet_worker(worker) for worker in response.workers]
+
+    def _ask(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[Request, Response],
+        request: Request,
+        hints: tuple[tuple[str, str], ...] = (),
+    ) -> Response:
+        try:
+            return method(request, timeout=self._timeout, metadata=(*self._metadata, *hints))
+        except grpc.RpcError as error:
+            raise to_baton_error(error, self._router) from error

@@ -1,0 +1,246 @@
+"""A whole stack on this machine: workers and a router as child processes, started and ended together.
+
+    up:    workers and router start at once -> every one has said that it is ready -> the whole answers
+    then:  a child that ends is started again, unless it does so too often: that ends the stack
+    down:  router ends (its answers finish first) -> workers end
+
+All processes start at once, since each needs about the same time to import what it needs. `baton.stack.stack_plan` says
+which there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from baton.settings import PREFIX
+from baton.stack.processes import Child, Ended, Event, Events, Finished, Ready, Signalled, start
+from common.errors import BatonError, StartupError
+from common.process.restarts import WINDOW_S, Restarts
+
+log = logging.getLogger(__name__)
+
+LMCACHE = "lmcache"  # the child's name
+_POLL_S = 0.02  # between questions whether the router has found its workers
+_KILL_GRACE_S = 5.0  # beyond its own drain timeout, until a child is killed
+
+
+@dataclass(slots=True, frozen=True)
+class Addresses:
+    """Where a stack answers."""
+
+    http: str  # URL
+    grpc: str  # host:port
+
+
+@dataclass(slots=True)
+class Stack:
+    """Child processes of which `router` is one, and the state of bringing them up and down."""
+
+    commands: Mapping[str, Sequence[str]]  # name to argv
+    drain_timeout: float  # seconds
+    start_timeout: float  # seconds
+    router: str = "router"
+    max_restarts: int = 0  # of each child, within WINDOW_S
+    variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # of each child; no others of ours
+    front_cores: Sequence[int] = ()  # for all but the engines, which choose their own; anywhere if empty
+    not_ready: Callable[[Addresses], str] = lambda _: ""  # why the whole does not answer yet; empty if it does
+    events: Events = field(default_factory=Events)
+    children: list[Child] = field(default_factory=list)
+    ready: dict[str, Mapping[str, str]] = field(default_factory=dict)  # child's name to the fields of its ready line
+    _starts: dict[str, float] = field(default_factory=dict)  # children to be started again: time.monotonic()
+
+    def start(self) -> Addresses | Signalled:
+        """Starts all; waits for every ready line, and then until the whole answers. Returns a signal that came first.
+
+        Raises StartupError when a child ends or `start_timeout` passes.
+        """
+        for name in self.commands:
+            self.children.append(self._spawn(name))
+        deadline = time.monotonic() + self.start_timeout
+        while why := self._why_not_ready():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise StartupError(f"not ready after {self.start_timeout:g} s (--start-timeout): {why}")
+            match self._next(left if len(self.ready) < len(self.children) else _POLL_S):
+                case Ready(child, fields):
+                    self.ready[child.name] = fields
+                case Ended(child):
+                    raise StartupError(f"{child.name} could not start: {child.reason()}")
+                case Signalled() as event:
+                    return event
+                case Finished(_, BatonError() as error):  # the work has not begun: it is a defect of ours
+                    raise error
+        return self.addresses()
+
+    def addresses(self) -> Addresses:
+        fields = self.ready[self.router]
+        return Addresses(fields["http"], fields["grpc"])
+
+    def _why_not_ready(self) -> str:
+        late = ", ".join(child.name for child in self.children if child.name not in self.ready)
+        return f"waiting for {late}" if late else self.not_ready(self.addresses())
+
+    def watch(self) -> Signalled | Finished:
+        """Waits for a signal or for the work beside the stack, and starts children again that end. Raises StartupError
+        when one does so too often."""
+        restarts = Restarts(self.max_restarts)
+        while True:
+            due = min(self._starts.values(), default=None)
+            match self._next(None if due is None else due - time.monotonic()):
+                case None:
+                    self._start_again()
+                case Ready(child):
+                    kind = _kind(child)
+                    log.info("a %s is back", kind, extra={kind: child.name})
+                case Ended(child):
+                    self._plan_restart(child, restarts)
+                case Signalled() | Finished() as event:
+                    return event
+
+    def _plan_restart(self, child: Child, restarts: Restarts) -> None:
+        now = time.monotonic()
+        delay_s = restarts.delay_s(child.name, now)
+        if delay_s is None:
+            often = self.max_restarts > 0
+            times = f" {self.max_restarts + 1} times in {WINDOW_S / 60:g} minutes" if often else ""
+            raise StartupError(f"{child.name} went away{times}: {child.reason()}")
+        kind = _kind(child)
+        log.warning(
+            "a %s went away, starting it again",
+            kind,
+            extra={kind: child.name, "reason": child.reason(), "delay_s": delay_s},
+        )
+        self._starts[child.name] = now + delay_s
+
+    def _start_again(self) -> None:
+        """Starts the children again whose time has come."""
+        for position, child in enumerate(self.children):
+            if self._starts.get(child.name, math.inf) <= time.monotonic():
+                del self._starts[child.name]
+                self.children[position] = self._spawn(child.name)
+
+    def _spawn(self, name: str) -> Child:
+        environ = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
+        environ |= self.variables.get(name, {})
+        environ["PYTHONUNBUFFERED"] = "1"
+        cores = () if name == LMCACHE else self.front_cores  # it copies KV, for prefill and decode alike
+        command = self.commands[name]
+        if name == self.router and name in self.ready:
+            command = _at(self.addresses(), command)
+        return start(name, command, self.events, environ=environ, cores=cores)
+
+    def _workers(self) -> list[Child]:
+        return [child for child in self.children if child.name not in (self.router, LMCACHE)]
+
+    def drain(self) -> bool:
+        """Ends the router, then the workers, each after what it has in hand, then what they need.
+
+        False if that was cut short, by another signal or because it took longer than `drain_timeout`.
+        """
+        workers = self._workers()
+        routers = [child for child in self.children if child.name == self.router]
+        servers = [child for child in self.children if child.name == LMCACHE]
+        for group in (routers, workers, servers):
+            for child in group:
+                child.terminate()
+            deadline = time.monotonic() + self.drain_timeout + _KILL_GRACE_S
+            while any(child.running for child in group):
+                event = self._next(deadline - time.monotonic())
+                if event is None:
+                    late = ", ".join(child.name for child in group if child.running)
+                    log.warning("not drained in time, ending at once", extra={"processes": late})
+                if event is None or isinstance(event, Signalled):
+                    self.kill()
+                    return False
+        return True
+
+    def kill(self) -> None:
+        """Ends everything at once, and waits until it is gone."""
+        for child in self.children:
+            child.kill()
+        for child in self.children:
+            child.join(_KILL_GRACE_S)
+
+    def _next(self, timeout: float | None) -> Event | None:
+        """The next event; None when `timeout` seconds pass without one."""
+        try:
+            return self.events.get(timeout=None if timeout is None else max(0.0, timeout))
+        except queue.Empty:
+            return None
+
+
+def _kind(child: Child) -> str:
+    """What log lines call a child that may be started again."""
+    return {LMCACHE: "server", "router": "router"}.get(child.name, "worker")
+
+
+def _at(addresses: Addresses, command: Sequence[str]) -> list[str]:
+    """A router's command with the ports that it found, where it was told to take free ones."""
+    listens = {"--http-listen=": addresses.http, "--grpc-listen=": addresses.grpc}
+    again = list(command)
+    for index, word in enumerate(command):
+        for flag, address in listens.items():
+            if word.startswith(flag) and word.endswith(":0"):
+                again[index] = f"{word.removesuffix('0')}{address.rstrip('/').rpartition(':')[2]}"
+    return again
+
+
+def run(
+    stack: Stack, *, on_ready: Callable[[Addresses], None] | None = None, work: Callable[[Addresses], int] | None = None
+) -> int:
+    """Brings the stack up, runs `work` beside it (or waits for a signal), and takes it down. Returns the exit code.
+
+    `work` runs in a thread of its own. Without it, a signal is how a stack is meant to end: exit code 0 once drained.
+    """
+    with _signals_into(stack.events):
+        try:
+            started = stack.start()
+            if isinstance(started, Signalled):
+                return 128 + started.signum
+            if on_ready is not None:
+                on_ready(started)
+            if work is not None:
+                threading.Thread(target=_work, args=(work, started, stack.events), daemon=True).start()
+            drained = False
+            try:
+                event = stack.watch()
+            finally:
+                drained = stack.drain()
+            if isinstance(event, Signalled):
+                return 0 if work is None and drained else 128 + event.signum
+            if event.error is not None:
+                raise event.error
+            return event.code
+        finally:
+            stack.kill()
+
+
+def _work(work: Callable[[Addresses], int], addresses: Addresses, events: Events) -> None:
+    finished = Finished(1)  # if `work` raises what it should not: the thread's own hook prints that
+    try:
+        finished = Finished(work(addresses))
+    except BatonError as error:
+        finished = Finished(1, error)
+    finally:
+        events.put(finished)
+
+
+@contextlib.contextmanager
+def _signals_into(events: Events) -> Iterator[None]:
+    """SIGINT and SIGTERM become events while inside."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(one, lambda signum, _frame: events.put(Signalled(signum))) for one in signals]
+    try:
+        yield
+    finally:
+        for one, handler in zip(signals, before, strict=True):
+            signal.signal(one, handler)

@@ -1,0 +1,165 @@
+"""Weights from a checkpoint's files straight into place, tensor by tensor: never a second whole copy of the model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from safetensors import safe_open
+from tqdm import tqdm
+
+from common.errors import StartupError
+from common.model_files import ModelFiles
+from engine.kernels.grouped import QuantizedTensor
+from engine.kernels.library import Kernels
+from engine.layers import Place
+from engine.loading.checkpoints.checkpoint import CheckpointTensor, readable
+from engine.loading.checkpoints.gguf_file import read_gguf
+from engine.loading.checkpoints.gguf_weights import gguf_tensors
+from engine.loading.checkpoints.hf_quantized import quantized_tensors, scheme_of
+from engine.loading.checkpoints.safetensors_file import SafetensorsFile
+
+log = logging.getLogger(__name__)
+
+_LOG_INTERVAL_S = 5.0
+
+
+def load_weights(
+    files: ModelFiles,
+    places: Mapping[str, Place],
+    *,
+    kernels: Kernels | None = None,
+    may_skip: Callable[[str], bool] = lambda _: False,
+    rename: Callable[[str], str | None] = str,
+) -> None:
+    """Copies each tensor of the files into its place, converting dtype and device on the way.
+
+    `places` names every tensor that the model needs and where it goes; a place may be a part of a merged weight.
+    A quantised matrix stays so if there are `kernels`. `rename` gives a name in the files its name in `places`, None if
+    the tensor is of no use. `may_skip` says of a name that has no place whether that is all right. Raises
+    `StartupError` that names a tensor which is missing, not known, or of another shape.
+
+    What is read shows on a terminal as a bar, elsewhere as a line in the log every few seconds.
+    """
+    is_plain = not files.is_gguf and scheme_of(files.config) is None
+    progress = _Progress(sum(file.stat().st_size for file in files.weight_files))
+    formats: dict[str, int] = {}
+    missing = set(places)
+    try:
+        for each in _tensors(files):
+            name = rename(each.name)
+            if name is None:
+                progress.add(each.num_bytes)
+                continue
+            place = places.get(name)
+            if place is None:
+                if not may_skip(name):
+                    raise StartupError(f"{each.file} has tensor {each.name}, which this architecture does not know")
+                continue
+            _fill(place, each, kernels, packs=is_plain)
+            formats[each.format] = formats.get(each.format, 0) + 1
+            progress.add(each.num_bytes)
+            missing.discard(name)
+    finally:
+        progress.close()
+    if missing:
+        first = min(missing)
+        others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise StartupError(f"model {files.path} lacks tensor {first}{others}; download it again")
+    _log_formats(files, formats, kernels)
+    log.info("weights loaded", extra={"model": str(files.path), "tensors": len(places)})
+
+
+def _tensors(files: ModelFiles) -> Iterator[CheckpointTensor]:
+    if files.is_gguf:
+        return gguf_tensors(files.weight_files[0])
+    scheme = scheme_of(files.config)
+    return _safetensors(files) if scheme is None else quantized_tensors(files, scheme)
+
+
+def _fill(place: Place, each: CheckpointTensor, kernels: Kernels | None, *, packs: bool) -> None:
+    """`packs`: matrices go straight into the kernels' layout, if there are kernels."""
+    tensor = each.tensor
+    if tuple(tensor.shape) != tuple(place.shape):
+        raise StartupError(
+            f"{each.file}: tensor {each.name} has shape {list(tensor.shape)}, config.json asks for {list(place.shape)}"
+        )
+    if not isinstance(tensor, QuantizedTensor):
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            raise StartupError(
+                f"{each.file}: tensor {each.name} is {tensor.dtype}. It looks quantised, but config.json has no "
+                "quantization_config that says how; take another checkpoint of this model"
+            )
+        with readable(each.file):
+            for start, rows in ((0, tensor),) if isinstance(tensor, torch.Tensor) else tensor.pieces():
+                _put(place, start, rows, kernels if packs else None)
+    elif isinstance(place, torch.Tensor):
+        raise StartupError(f"{each.file}: tensor {each.name} is quantised as {each.format}, and no matrix")
+    elif kernels is not None:
+        if kernels.quantization != "none":
+            raise StartupError(f"{each.file} is quantised already ({each.format}); take away --quantization")
+        place.take(tensor, kernels)
+    else:
+        plain = place.plain()
+        for start, stop in tensor.pieces():
+            plain[start:stop].copy_(tensor.rows(start, stop).dequantize())
+
+
+def _put(place: Place, start: int, rows: torch.Tensor, kernels: Kernels | None) -> None:
+    """Rows of a plain tensor from number `start` on, packed if there are `kernels` and the place packs."""
+    if isinstance(place, torch.Tensor):
+        plain = place
+    elif kernels is None or not place.pack(start, rows, kernels):
+        plain = place.plain()
+    else:
+        return
+    (plain[start : start + rows.shape[0]] if rows.dim() else plain).copy_(rows)
+
+
+def _log_formats(files: ModelFiles, formats: Mapping[str, int], kernels: Kernels | None) -> None:
+    """Says what quantised weights became, if there are any."""
+    counts = ", ".join(f"{name}: {count}" for name, count in sorted(formats.items()) if name)
+    if counts and kernels is None:
+        log.warning(
+            "there are no kernels for quantised weights here, they are widened and take the memory of a plain model",
+            extra={"model": str(files.path), "quantised": counts},
+        )
+    elif counts:
+        log.info("quantised weights stay as they are", extra={"model": str(files.path), "quantised": counts})
+
+
+class _Progress:
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes, self._num_read = num_bytes, 0
+        self._logged_at = time.monotonic()
+        self._bar = tqdm(total=num_bytes, unit="B", unit_scale=True, desc="weights", disable=None, leave=False)
+
+    def add(self, num_bytes: int) -> None:
+        self._num_read += num_bytes
+        self._bar.update(num_bytes)
+        if self._bar.disable and time.monotonic() > self._logged_at + _LOG_INTERVAL_S:
+            self._logged_at = time.monotonic()
+            log.info("loading weights", extra={"percent": 100 * self._num_read // self._num_bytes})
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def check_files(files: ModelFiles) -> None:
+    """Raises `StartupError` that names a file which cannot be read, or is not whole. Reads their heads alone."""
+    if files.is_gguf:
+        read_gguf(files.weight_files[0])
+        return
+    for file in files.weight_files:
+        with readable(file), safe_open(file, framework="pt"):
+            pass
+
+
+def _safetensors(files: ModelFiles) -> Iterator[CheckpointTensor]:
+    """The tensors in the order in which they lie in the files, so that a disk reads front to back."""
+    for path in files.weight_files:
+        with readable(path), SafetensorsFile(path) as file:
+            for tensor in file.tensors:
+                yield CheckpointTensor(path, tensor.name, tensor, tensor.nbytes)

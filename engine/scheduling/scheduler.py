@@ -1,0 +1,294 @@
+"""Decides what the next engine step computes. Pure: it returns effects, the engine carries them out.
+
+There is no prefill phase and no decode phase. Each step gives every running request the tokens that it lacks, within
+one token budget: decodes (one missing token) first, then prompts, in chunks, into what is left. If blocks run out, the
+request that was admitted last gives its blocks back. A request whose KV comes from elsewhere is parked in the
+`WaitingRoom`, and `take_back` brings it back.
+
+A step may check tokens beyond those that it has to compute (`engine.speculation`). They get what the decodes left of
+the budget, and no request is preempted for them.
+
+One step, in order: `schedule` -> the engine carries out copies and the forward pass -> `update` with sampled tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from common.types import FinishReason, SampledToken
+from engine.blocks.block_manager import BlockManager
+from engine.integrity import problems
+from engine.messages import RequestMode
+from engine.remote_kv import Publish, WaitingRoom, next_publication
+from engine.request import Request, RequestStatus
+from engine.scheduling.equal_prompts import EqualPrompts
+from engine.scheduling.preemption import victim
+from engine.scheduling.schedule import NewToken, SchedulerConfig, SchedulerOutput, StepResult
+from engine.scheduling.step_budget import StepBudget
+from engine.scheduling.waiting_queue import WaitingQueue
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager, room: WaitingRoom) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.requests: dict[str, Request] = {}  # every request that is not finished, or that is leased
+        self._room = room  # parked: WAITING_FOR_REMOTE_KV
+        self._equal_prompts = EqualPrompts(blocks, room)
+        self._waiting = WaitingQueue(config.queue_policy, self._equal_prompts)
+        self._running: list[Request] = []  # in the order of admission
+
+    # ------------------------------------------------------------------------------------------- requests
+
+    def add(self, request: Request) -> None:
+        if request.request_id in self.requests:
+            raise ValueError(f"request {request.request_id} exists already")
+        self.requests[request.request_id] = request
+        self._waiting.add(request)
+
+    def take_back(self, request: Request) -> None:
+        """Takes a parked request back: it goes on with the KV that came, or starts again."""
+        if request.status is RequestStatus.WAITING:
+            self._waiting.put_first(request)
+        else:
+            self._running.append(request)
+
+    def release(self, request_id: str) -> None:
+        """Ends a request in any state, also a leased one. Blocks that a transfer holds become free when the transfer
+        ends."""
+        if (request := self.requests.get(request_id)) is not None:
+            self._finish(request, RequestStatus.FINISHED_ABORTED)
+
+    def stop(self, request_id: str) -> None:
+        """Computes no more of a request. If blocks of it were published, its decode worker may be reading them, so it
+        is leased until `release`; else it has ended."""
+        if (request := self.requests.get(request_id)) is None:
+            return
+        if not request.num_published_blocks:
+            self._finish(request, RequestStatus.FINISHED_ABORTED)
+        elif request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+            self._offer(request)
+            request.status = RequestStatus.FINISHED_LEASED
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could compute something now or once blocks are free."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running) + len(self._room)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_held_back(self) -> int:
+        """How many of `num_waiting` wait for the KV of a request that runs: there is room for them."""
+        return self._waiting.num_held_back
+
+    @property
+    def num_leases(self) -> int:
+        return sum(request.status is RequestStatus.FINISHED_LEASED for request in self.requests.values())
+
+    @property
+    def num_queued_prompt_tokens(self) -> int:
+        """Prompt tokens whose KV this engine still has to compute."""
+        here = (*self._waiting, *self._running)
+        return sum(max(request.num_prompt_tokens - request.num_computed_tokens, 0) for request in here)
+
+    @property
+    def decodes(self) -> list[Request]:
+        """Requests that lack no more KV than that of their last token."""
+        return [one for one in self._running if one.num_missing_tokens == 1 and one.num_output_tokens]
+
+    # ------------------------------------------------------------------------------------------- schedule
+
+    def schedule(self, now: float, drafts: Mapping[Request, Sequence[int]] = MappingProxyType({})) -> SchedulerOutput:
+        """Fills one step's token budget. `drafts`: tokens that may follow, of some of `decodes`."""
+        output = SchedulerOutput()
+        budget = StepBudget(self.config.max_num_batched_tokens, self.config.chunk_size)
+        for is_decode in (True, False):
+            for request in list(self._running):
+                if (request.num_missing_tokens == 1) is not is_decode or request in output.num_tokens:
+                    continue
+                self._schedule_running(request, budget, output)
+            if is_decode:
+                self._schedule_drafts(drafts, budget, output)
+        self._admit(budget, output, now)
+        output.host_copies = self.blocks.take_copies()
+        return output
+
+    def _schedule_running(self, request: Request, budget: StepBudget, output: SchedulerOutput) -> None:
+        """Schedules one running request, preempting others if blocks run out."""
+        if request.status is not RequestStatus.RUNNING:
+            return
+        num_new = budget.chunk(request.num_missing_tokens)
+        if request.num_missing_tokens > 1 and self.blocks.cache.is_enabled and not request.needs_every_token:
+            before = request.num_computed_tokens
+            self.blocks.adopt_computed(request)  # by others, since the last step
+            output.publishes += self._publish(request) if request.num_computed_tokens > before else []
+            num_new = self._equal_prompts.up_to_known(request, budget.chunk(request.num_missing_tokens), output.names)
+        if num_new <= 0:
+            return
+        while not self.blocks.append(request, request.num_computed_tokens + num_new):
+            other = victim(request, self._running, output.num_tokens, self.config.queue_policy)
+            if other is None:
+                return
+            self._preempt(other, output)
+            if other is request:
+                return
+        budget.take(num_new)
+        output.num_tokens[request] = num_new
+        output.names.update(self._equal_prompts.names(request, num_new))
+
+    def _schedule_drafts(
+        self, drafts: Mapping[Request, Sequence[int]], budget: StepBudget, output: SchedulerOutput
+    ) -> None:
+        """Adds drafts to requests of this step, as far as budget and blocks suffice."""
+        for request, draft in drafts.items():
+            kept = list(draft[: budget.fitting(len(draft))])
+            if kept and request in output.num_tokens and self.blocks.append(request, request.num_tokens + len(kept)):
+                output.drafts[request] = kept
+                budget.take(len(kept))
+
+    def _preempt(self, request: Request, output: SchedulerOutput) -> None:
+        self._running.remove(request)
+        request.num_preemptions += 1
+        if self.config.preemption_mode == "swap" and self.blocks.swap_out(request):
+            request.status = RequestStatus.SWAPPED
+        else:
+            self.blocks.free(request)
+            request.num_computed_tokens = 0
+            request.status = RequestStatus.PREEMPTED
+        self._waiting.put_first(request)
+        output.preempted.append(request)
+
+    # ------------------------------------------------------------------------------------------ admission
+
+    def admit_remote(self, now: float) -> SchedulerOutput:
+        """Parks newcomers from the queue's head, in mid-step. Stops if a block would be copied to host memory: a device
+        copies after the step, and a fetch into the block does not wait for that."""
+        output, nothing = SchedulerOutput(), StepBudget(0, self.config.chunk_size)
+        while (request := self._first_waiting()) and not self.blocks.may_demote(request.num_tokens):
+            if not self._admit_one(request, nothing, output, now):
+                break
+        output.host_copies = self.blocks.take_copies()
+        return output
+
+    def _admit(self, budget: StepBudget, output: SchedulerOutput, now: float) -> None:
+        """Admits requests in the order of the queue, up to the first one that does not fit."""
+        while (request := self._first_waiting()) is not None:
+            if not self._admit_one(request, budget, output, now):
+                return
+
+    def _first_waiting(self) -> Request | None:
+        return self._waiting.first(self._running, self.config.max_num_seqs - self.num_running)
+
+    def _admit_one(self, request: Request, budget: StepBudget, output: SchedulerOutput, now: float) -> bool:
+        """Admits a request of the queue. Returns False if it has to wait."""
+        if self.num_running >= self.config.max_num_seqs or output.preempted:
+            return False  # what was just preempted must not come back in the same step
+        if budget.is_spent and (request.mode is not RequestMode.REMOTE or request.status is not RequestStatus.WAITING):
+            return False
+        if not (self.blocks.swap_in(request) if request.status is RequestStatus.SWAPPED else self._allocate(request)):
+            return False
+        self._waiting.remove(request)
+        if request.scheduled_time is None:
+            request.scheduled_time = now
+            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if request.status is RequestStatus.WAITING and self._room.park(request):
+            return True
+        request.status = RequestStatus.RUNNING
+        self._running.append(request)
+        output.publishes += self._publish(request)
+        self._schedule_running(request, budget, output)
+        return True
+
+    def _allocate(self, request: Request) -> bool:
+        """Blocks for all tokens known so far, the cached prefix shared. Returns False if there are too few.
+
+        All of them at once, so that a prefill never runs out of blocks half-way, and a remote prompt has blocks to be
+        fetched into.
+        """
+        num_found = self.blocks.find_prefix(request)
+        num_promoted = self.blocks.counts.promoted
+        if not self.blocks.allocate(request, request.num_tokens, num_found):
+            return False
+        request.num_computed_tokens = num_found * self.blocks.block_size
+        if request.scheduled_time is None:
+            num_from_host = self.blocks.counts.promoted - num_promoted
+            self.blocks.counts.host_hits += num_from_host
+            self.blocks.counts.device_hits += num_found - num_from_host
+        return True
+
+    # --------------------------------------------------------------------------------------------- update
+
+    def update(self, output: SchedulerOutput, tokens: Sequence[Sequence[SampledToken]]) -> StepResult:
+        """Takes in a step's results; `tokens` in the order of `output.num_tokens`: none for those that are not done,
+        and beyond the first, one after each token that was drafted rightly."""
+        result = StepResult()
+        for (request, num_new), news in zip(output.num_tokens.items(), tokens, strict=True):
+            if request.status is not RequestStatus.RUNNING:
+                continue  # aborted or failed meanwhile
+            self._computed(request, num_new, result)
+            if not news:
+                continue
+            if num_new > 1:  # a prompt is done; others may need it long before the answer is done
+                self._offer(request)
+            if request.mode is RequestMode.PREFILL:
+                self._running.remove(request)
+                request.status = RequestStatus.FINISHED_LEASED
+                result.tokens.append(NewToken(request, news[0], None))
+                continue
+            result.tokens.append(self.append(request, news[0]))
+            for token in news[1:]:
+                if request.status is not RequestStatus.RUNNING:
+                    break
+                self._computed(request, 1, result)  # the token before it, which was drafted
+                result.tokens.append(self.append(request, token))
+            if request in output.drafts and request.status is RequestStatus.RUNNING:
+                self.blocks.shrink(request, request.num_tokens)
+        return result
+
+    def _computed(self, request: Request, num_new: int, result: StepResult) -> None:
+        """Notes that the KV of the request's next `num_new` tokens is computed."""
+        request.num_computed_tokens += num_new
+        self.blocks.name_computed(request)
+        result.publishes += self._publish(request)
+        if self.config.window and request.mode is not RequestMode.PREFILL:  # a decode worker reads a prefill's
+            self.blocks.free_unseen(request, request.num_computed_tokens + 1 - self.config.window)
+
+    def _publish(self, request: Request) -> list[Publish]:
+        return next_publication(request, self.blocks, only_at_end=self.config.announce == "end")
+
+    def append(self, request: Request, token: SampledToken) -> NewToken:
+        """Adds a token to the answer, sampled here or by a prefill worker; ends the request if it is the last one."""
+        reason = request.append(token.token_id, self.config.eos_token_ids, self.config.max_model_len)
+        if reason is not None:
+            is_stop = reason is FinishReason.STOP
+            self._finish(request, RequestStatus.FINISHED_STOPPED if is_stop else RequestStatus.FINISHED_LENGTH)
+        return NewToken(request, token, reason)
+
+    def _offer(self, request: Request) -> None:
+        """Queues what a request computed to be written to the store, unless its handoff has brought it there."""
+        if request.mode is not RequestMode.PREFILL or not self.config.handoff_is_store:
+            self.blocks.write_back.offer(request)
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        self._room.leave(request)
+        if request in self._running:
+            self._running.remove(request)
+        elif request in self._waiting:
+            self._waiting.remove(request)
+        self._offer(request)
+        request.status = status
+        self.blocks.free(request)
+        del self.requests[request.request_id]
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong with blocks or queues; empty if nothing is."""
+        return problems(self.requests, [*self._waiting, *self._running], self._room, self.blocks)

@@ -1,0 +1,30 @@
+"""Asks HTTP requests for their API key, before anything of them but their head is read."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from common.errors import UnauthenticatedError
+from router.api.api_keys import ApiKeys, current_client
+from router.api.rest.http.errors import error_response
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics"})
+"""For probes and Prometheus. Everything else needs a key, unknown paths too."""
+
+
+class KeyMiddleware:
+    """An ASGI application around another."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            try:
+                current_client.set(self._keys.client(Headers(scope=scope).get("authorization"), "rest"))
+            except UnauthenticatedError as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

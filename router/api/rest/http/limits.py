@@ -1,0 +1,60 @@
+"""What holds for every HTTP request, whatever its path: its place among the requests in flight, and its time."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from common.errors import DeadlineError, OverloadedError
+from router.api.api_keys import current_client
+from router.api.rest.http.auth import OPEN_PATHS
+from router.api.rest.http.error_body import HeadTooLargeError
+from router.api.rest.http.errors import error_response
+from router.api.rest.http.protocol import MAX_HEAD_BYTES
+from router.limits.gate import Gate
+
+
+class LimitMiddleware:
+    """An ASGI application around another, inside the one that asks for keys."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _head_bytes(scope) > MAX_HEAD_BYTES:  # one that came at once, h11 lets it pass
+            error = HeadTooLargeError(f"the request's head has more than {MAX_HEAD_BYTES} bytes")
+            await error_response(error)(scope, receive, send)
+            return
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        client = current_client.get()
+        try:
+            with self._gate.requests(client.name if client else ""), self._gate.bytes_held() as held:
+                scope.setdefault("state", {})["held_bytes"] = held
+                await self._timed(scope, receive, send)
+        except OverloadedError as error:  # nothing was sent: only the gate raises it here
+            await error_response(error)(scope, receive, send)
+
+    async def _timed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A client that takes its answer too slowly is cut off."""
+        has_begun = False
+
+        async def sending(message: object) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)  # type: ignore[arg-type]
+
+        try:
+            async with asyncio.timeout(self._gate.limits.answer_timeout_s):
+                await self._app(scope, receive, sending)
+        except TimeoutError:
+            if not has_begun:
+                await error_response(DeadlineError("the answer took too long"))(scope, receive, send)
+
+
+def _head_bytes(scope: Scope) -> int:
+    target = len(scope["raw_path"]) + len(scope["query_string"])
+    return target + sum(len(name) + len(value) + len(b": \r\n") for name, value in scope["headers"])

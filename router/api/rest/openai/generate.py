@@ -1,0 +1,206 @@
+"""`/v1/chat/completions`, `/v1/completions` and `/v1/responses`: from a body to the answer that is made of it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from common.sampling import kept_tokens
+from common.validation import check_model
+from router.api.api_keys import current_client
+from router.api.rest.openai.answer import Answer
+from router.api.rest.openai.disconnect import EventStream, json_answer, unless_gone
+from router.api.rest.openai.echo import Echo
+from router.api.rest.openai.formats import AnswerFormat, ChatFormat, CompletionFormat
+from router.api.rest.openai.generation_bodies import ChatBody, CompletionBody
+from router.api.rest.openai.handlers import Handlers, request_id_of
+from router.api.rest.openai.large_json import json_parts
+from router.api.rest.openai.parsing import parse
+from router.api.rest.openai.responses import ResponseAnswer
+from router.api.rest.openai.responses_body import ResponsesBody
+from router.api.rest.openai.tools import NamedTool
+from router.fleet.served_model import ServedModel
+from router.limits.admission import Ending
+from router.limits.clients import CallHints, call_hints
+from router.limits.gate import HeldBytes
+from router.running.request import GenerationRequest, Prompt
+from router.serving.choices import Hold, candidates
+
+DEFAULT_COMPLETION_TOKENS = 16  # what OpenAI's text completion gives if max_tokens is not set
+
+TextBody = ChatBody | CompletionBody | ResponsesBody
+
+Prompts = Callable[[ServedModel, int | None], Awaitable[list[Prompt]]]
+"""Makes a body's prompts; of each so many tokens at most, the last ones."""
+AnswerMaker = Callable[[Sequence[GenerationRequest], str, Hold], Answer | ResponseAnswer]
+Ask = Callable[[contextlib.ExitStack], Awaitable[Answer | ResponseAnswer]]
+
+
+class GenerationHandlers(Handlers):
+    async def chat(self, request: Request) -> Response:
+        arrived_at = time.monotonic()
+        body = parse(ChatBody, await self._read(request))
+        chat_format = ChatFormat(
+            is_named_call=isinstance(body.tool_choice, NamedTool) and body.tool_choice.is_named,
+            also_reasoning=self._front.also_reasoning,
+        )
+
+        async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
+            conversation = body.conversation(model.limits)
+            echoed.append(body.echoed(conversation))
+            return [await self._front.preparation.chat_prompt(model, conversation, keep=keep)]
+
+        echoed: list[str] = []
+        echo = Echo(echoed, is_prompt=False) if body.echo else None
+        make_answer = self._answer_maker(body, chat_format, echo)
+        return await self._generate(request, body, prompts, make_answer, arrived_at)
+
+    async def responses(self, request: Request) -> Response:
+        arrived_at = time.monotonic()
+        body = parse(ResponsesBody, await self._read(request))
+
+        async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
+            conversation = body.response_conversation(model.limits)
+            return [await self._front.preparation.chat_prompt(model, conversation, "input", keep=keep)]
+
+        def answer(requests: Sequence[GenerationRequest], request_id: str, hold: Hold) -> ResponseAnswer:
+            return ResponseAnswer(
+                self._front.generation,
+                requests[0],
+                request_id,
+                body.echoed(),
+                wants_logprobs=body.wants_logprobs,
+                wants_kept_reasoning=body.wants_kept_reasoning,
+                hold=hold,
+            )
+
+        return await self._generate(request, body, prompts, answer, arrived_at)
+
+    async def completions(self, request: Request) -> Response:
+        arrived_at = time.monotonic()
+        body = parse(CompletionBody, await self._read(request))
+
+        async def prompts(model: ServedModel, keep: int | None) -> list[Prompt]:
+            special = body.add_special_tokens is not False
+            given = body.prompts()
+            prepare = self._front.preparation.prompts
+            made = await prepare(model, given, "prompt", add_special_tokens=special, keep=keep)
+            for prompt, one in zip(given, made, strict=True) if body.echo else ():
+                is_known = isinstance(prompt, str) and not one.is_cut
+                echoed.append(str(prompt) if is_known else await self._text(model, one.token_ids))
+            return made
+
+        echoed: list[str] = []
+        echo = Echo(echoed, generates=not body.is_only_echo) if body.echo else None
+        make_answer = self._answer_maker(body, CompletionFormat(), echo)
+        return await self._generate(request, body, prompts, make_answer, arrived_at)
+
+    async def _text(self, model: ServedModel, token_ids: list[int]) -> str:
+        """A prompt's text, with its control tokens."""
+        return await self._front.preparation.detokenize(model, token_ids, "prompt", skip_special_tokens=False)
+
+    def _answer_maker(
+        self, body: ChatBody | CompletionBody, answer_format: AnswerFormat, echo: Echo | None = None
+    ) -> AnswerMaker:
+        return lambda requests, request_id, hold: Answer(
+            self._front.generation,
+            requests,
+            answer_format,
+            request_id=request_id,
+            choices=body.choices,
+            echo=echo,
+            wants_logprobs=body.wants_logprobs,
+            wants_prompt_logprobs=body.prompt_logprobs is not None,
+            wants_token_ids=bool(body.return_token_ids),
+            wants_usage_chunk=body.wants_usage_chunk,
+            wants_usage_so_far=body.wants_usage_so_far,
+            hold=hold,
+        )
+
+    async def _generate(
+        self, request: Request, body: TextBody, prompts: Prompts, make_answer: AnswerMaker, arrived_at: float
+    ) -> Response:
+        request_id = request_id_of(request, body.request_id)
+        hints = call_hints(request.headers, body.session())
+        held: HeldBytes = request.state.held_bytes  # what comes of the body counts like the body
+        ask = partial(self._answer, body, prompts, make_answer, request_id, arrived_at, hints, held.grow)
+        headers = {"X-Request-Id": request_id}
+        if not body.stream:
+            return await json_answer(request, _whole(ask), headers)
+        first, events = await unless_gone(request, _streamed(ask))
+        return EventStream(first, events, headers)
+
+    async def _answer(
+        self,
+        body: TextBody,
+        prompts: Prompts,
+        make_answer: AnswerMaker,
+        request_id: str,
+        arrived_at: float,
+        hints: CallHints,
+        hold: Hold,
+        within: contextlib.ExitStack,
+    ) -> Answer | ResponseAnswer:
+        """`within` has to stay open until the answer's end."""
+        client, admission = current_client.get(), self._front.admission
+        ending = within.enter_context(admission.running("rest", client=client))
+        model = await admission.serving()
+        check_model(body.model or "", model.limits)
+        body.check()
+        sampling = body.sampling()
+        is_whole = not body.stream or isinstance(body, ResponsesBody)  # whose last events repeat all that it said
+        given = await prompts(model, kept_tokens(sampling, model.limits, name=body.field_name))
+        requests = self._front.preparation.requests(
+            model,
+            given,
+            sampling,
+            request_id=request_id,
+            cache_salt=body.cache_salt or "",
+            retain=None if body.retain is None else body.retain.value(),
+            priority=body.priority or 0,
+            arrived_at=arrived_at,
+            default_max_tokens=DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionBody) else None,
+            name=body.field_name,
+            client=client,
+            hints=hints,
+            choices=body.choices,
+            is_whole=is_whole,
+        )
+        first, check = requests[0], self._front.preparation.check_guided
+        await check(first.sampling_params, first.sampling_field, first.tools, first.form)
+        choices = candidates(requests, body.choices)
+        if len(choices) > 1:
+            within.enter_context(admission.gate.requests(client.name if client else "", len(choices) - 1))
+        field = "prompt" if len(given) > 1 else body.choices.field()
+        within.enter_context(self._front.generation.allowed(choices, field))
+        answer = make_answer(choices, request_id, hold)
+        if body.stream:
+            within.callback(_count_failure, answer, ending)
+        return answer
+
+
+def _count_failure(answer: Answer | ResponseAnswer, ending: Ending) -> None:
+    """A stream tells a failure as an event, and raises nothing."""
+    if answer.failure is not None:
+        ending.failed(answer.failure)
+
+
+async def _whole(ask: Ask) -> AsyncGenerator[bytes, None]:
+    """Parts of one JSON object."""
+    with contextlib.ExitStack() as within:
+        answer = await ask(within)
+        for part in json_parts(await answer.whole()):
+            yield part
+
+
+async def _streamed(ask: Ask) -> tuple[bytes, AsyncGenerator[bytes, None]]:
+    """The first of the server-sent events, and the others."""
+    with contextlib.ExitStack() as within:
+        answer = await ask(within)
+        events = answer.events(within.pop_all())
+    return await anext(events), events  # it has begun: from here on it closes `within` itself

@@ -1,0 +1,105 @@
+"""`/v1/cache/retain`, `evict` and `prefetch`: a prompt whose KV is to be kept for a while, forgotten, or ready."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from common.errors import InvalidArgumentError
+from common.validation import ModelLimits, check_model
+from protos.baton.v1 import worker_pb2
+from router.api.api_keys import current_client
+from router.api.rest.http.errors import json_response
+from router.api.rest.openai.body_types import Body
+from router.api.rest.openai.chat_messages import ChatMessage, conversation_of
+from router.api.rest.openai.disconnect import unless_gone
+from router.api.rest.openai.handlers import Handlers
+from router.api.rest.openai.parsing import parse
+from router.api.rest.openai.tools import FunctionTool, JsonObject, chat_tools
+from router.limits.clients import call_hints
+from router.running.prefix_hints import Hinted
+from text.conversation import Conversation
+
+
+class PrefixBody(Body, kw_only=True):
+    """A prompt, as in a request for an answer."""
+
+    model: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[FunctionTool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    prompt: str | list[int] | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    num_tokens: int | None = None  # of so many of its first tokens
+
+    def check(self) -> None:
+        """Raises `InvalidArgumentError` for what is well formed and still cannot be done."""
+        if (self.messages is None) is (self.prompt is None):
+            raise InvalidArgumentError("messages", "set one of messages and prompt")
+        mine, others = ("messages", ("add_special_tokens",)), ("prompt", ("tools", "chat_template_kwargs"))
+        given, unfit = mine if self.prompt is None else others
+        for name in unfit:
+            if getattr(self, name) is not None:
+                raise InvalidArgumentError(name, f"is not for {given}")
+
+    def conversation(self, limits: ModelLimits) -> Conversation:
+        tools = chat_tools(self.tools or (), None, parallel=True)
+        return conversation_of(self.messages or [], tools, self.chat_template_kwargs, limits)
+
+
+class RetainPrefixBody(PrefixBody, kw_only=True):
+    seconds: float
+
+
+def prefix_json(hinted: Hinted) -> JsonObject:
+    return {
+        "num_tokens": hinted.num_tokens,
+        "num_blocks": hinted.num_blocks,
+        "workers": [dataclasses.asdict(one) for one in hinted.workers],
+    }
+
+
+class PrefixHandlers(Handlers):
+    async def retain(self, request: Request) -> Response:
+        body = parse(RetainPrefixBody, await self._read(request))
+        return await self._hint(request, body, worker_pb2.CACHE_ACTION_RETAIN, body.seconds)
+
+    async def evict(self, request: Request) -> Response:
+        body = parse(PrefixBody, await self._read(request))
+        return await self._hint(request, body, worker_pb2.CACHE_ACTION_EVICT)
+
+    async def prefetch(self, request: Request) -> Response:
+        body = parse(PrefixBody, await self._read(request))
+        return await self._hint(request, body, worker_pb2.CACHE_ACTION_PREFETCH)
+
+    async def _hint(
+        self,
+        request: Request,
+        body: PrefixBody,
+        action: worker_pb2.CacheAction.ValueType,
+        seconds: float | None = None,
+    ) -> Response:
+        client, front = current_client.get(), self._front
+        with front.admission.running("rest", client=client):
+            model = await front.admission.serving()
+            check_model(body.model or "", model.limits)
+            body.check()
+            if body.prompt is None:
+                prompt = await front.preparation.chat_prompt(model, body.conversation(model.limits))
+            else:
+                special = body.add_special_tokens is not False
+                (prompt,) = await front.preparation.prompts(model, [body.prompt], "prompt", add_special_tokens=special)
+            hint = front.preparation.prefix_hint(
+                model,
+                prompt,
+                num_tokens=body.num_tokens or 0,
+                cache_salt=body.cache_salt or "",
+                seconds=seconds,
+                client=client,
+                hints=call_hints(request.headers),
+            )
+            return json_response(prefix_json(await unless_gone(request, front.prefix_hints.give(hint, action))))

@@ -1,0 +1,321 @@
+"""The body of `/v1/responses`. Nothing is stored here: each request brings its whole conversation."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, ClassVar
+
+from msgspec import UNSET
+
+from common.choices import Choices
+from common.errors import InvalidArgumentError
+from common.guided import Guided
+from common.sampling import parameters
+from common.validation import ModelLimits, check_messages
+from router.api.rest.openai.body_types import (
+    Body,
+    Given,
+    RetainBody,
+    check_service_tier,
+    is_given,
+    refuse_if_asked,
+    refuse_unless,
+    session_of,
+)
+from router.api.rest.openai.guided import schema_text
+from router.api.rest.openai.responses_input import InputItem, num_parts, turns_of
+from router.api.rest.openai.sampling_fields import with_sampling
+from router.api.rest.openai.tools import JsonObject, allowed_mode
+from text.conversation import (
+    Conversation,
+    Json,
+    Tool,
+    Tools,
+    ValueCount,
+    check_effort,
+    check_num_parts,
+    check_num_tools,
+    check_options,
+    make_message,
+    make_tools,
+    named_results,
+)
+
+LOGPROBS, KEPT_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
+INCLUDED = (LOGPROBS, KEPT_REASONING)  # what `include` may ask for
+
+
+class ResponseTool(Body, kw_only=True):
+    kinds = ("function",)
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseToolName(Body, kw_only=True):
+    kinds = ("function",)
+
+    type: str
+    name: str
+
+
+class ResponseToolChoice(Body, kw_only=True):
+    kinds = ("function", "allowed_tools")
+
+    type: str
+    name: str = ""
+    mode: str | None = None  # this and `tools`: of type allowed_tools
+    tools: list[ResponseToolName] | None = None
+
+    def json(self) -> JsonObject:
+        if self.type != "allowed_tools":
+            return {"type": self.type, "name": self.name}
+        names = [{"type": one.type, "name": one.name} for one in self.tools or ()]
+        return {"type": self.type, "mode": self.mode, "tools": names}
+
+
+class TextFormat(Body, kw_only=True):
+    type: str
+    name: str | None = None  # this and the description are notes
+    description: str | None = None
+    schema: Given = UNSET
+    strict: bool | None = None  # every schema is kept to the letter
+
+
+class TextOptions(Body, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: Given = UNSET
+
+
+class ResponseStreamOptions(Body, kw_only=True):
+    include_obfuscation: Given = UNSET  # whether chunks are padded to hide their lengths; none are
+
+
+class Reasoning(Body, kw_only=True):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None  # an older name
+
+
+@with_sampling
+class ResponsesBody(Body, kw_only=True, dict=True):
+    input: str | list[InputItem]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: str | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    truncation: str | None = None  # nothing is cut: input that does not fit is refused
+    reasoning: Reasoning | None = None
+    metadata: dict[str, str] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+
+    # Not OpenAI's.
+    cache_salt: str | None = None
+    retain: RetainBody | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # Of what is stored.
+    store: bool | None = None
+    previous_response_id: Given = UNSET
+    conversation: Given = UNSET
+    prompt: Given = UNSET
+    background: Given = UNSET
+
+    context_management: Given = UNSET
+    max_tool_calls: Given = UNSET
+    moderation: Given = UNSET
+
+    # OpenAI's, as in chat.
+    user: Given = UNSET
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: Given = UNSET
+    prompt_cache_retention: Given = UNSET
+    prompt_cache_options: Given = UNSET
+
+    choices: ClassVar[Choices] = Choices()
+    unsupported: ClassVar[tuple[str, ...]] = ("context_management", "max_tool_calls", "moderation")
+    stored: ClassVar[tuple[str, ...]] = ("store", "previous_response_id", "conversation", "prompt", "background")
+
+    def check(self) -> None:
+        """Raises `InvalidArgumentError` for what is well formed and still cannot be done."""
+        refuse_if_asked(self, self.stored, "is not supported: nothing is stored; send the whole conversation")
+        refuse_if_asked(self, self.unsupported)
+        check_service_tier(self.service_tier)
+        for index, one in enumerate(self.include or ()):
+            if one not in INCLUDED:
+                raise InvalidArgumentError(f"include[{index}]", f"must be one of {', '.join(INCLUDED)}, not {one!r}")
+        if self.top_logprobs and not self.wants_logprobs:
+            raise InvalidArgumentError("top_logprobs", f'needs include to have "{LOGPROBS}"')
+        if self.stream_options is not None and not self.stream:
+            raise InvalidArgumentError("stream_options", "is only allowed with stream")
+        if self.truncation not in (None, "auto", "disabled"):
+            raise InvalidArgumentError("truncation", 'must be "auto" or "disabled"')
+        if self.reasoning is not None:
+            for name in ("summary", "generate_summary"):
+                if getattr(self.reasoning, name) not in (None, "auto"):
+                    reason = 'must be "auto": there are no summaries, and answers have the reasoning itself'
+                    raise InvalidArgumentError(f"reasoning.{name}", reason)
+        if self.text is not None:
+            refuse_unless(self.text, "verbosity", "medium", where="text")
+        self.guided_text  # noqa: B018 - raises if it is wrong
+        for name in ("logprobs", "prompt_logprobs", "max_tokens", "max_completion_tokens", "guided"):
+            if getattr(self, name, None) is not None:
+                raise InvalidArgumentError(name, "is not a field of responses")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    @property
+    def wants_kept_reasoning(self) -> bool:
+        return KEPT_REASONING in (self.include or ())
+
+    def session(self) -> str:
+        """The session that the body names; empty if it names none."""
+        return session_of(self)
+
+    @cached_property
+    def guided_text(self) -> Guided | None:
+        """The form that the answer has; None for any text. It is read once: a schema may be long."""
+        wanted = self.text.format if self.text is not None else None
+        if wanted is None:
+            return None
+        if wanted.type not in ("text", "json_object", "json_schema"):
+            raise InvalidArgumentError("text.format.type", "must be one of text, json_object, json_schema")
+        if wanted.type != "json_schema":
+            for name in ("name", "description", "schema", "strict"):
+                value = getattr(wanted, name)
+                if is_given(value) if name == "schema" else value is not None:
+                    raise InvalidArgumentError(f"text.format.{name}", 'is only for type "json_schema"')
+            return Guided(json_object=True) if wanted.type == "json_object" else None
+        schema = schema_text(wanted.schema, "text.format.schema")
+        if not schema:
+            raise InvalidArgumentError("text.format.schema", "is required")
+        return Guided(json_schema=schema)
+
+    def sampling(self) -> dict[str, object]:
+        """The sampling parameters that the client set."""
+        given = {name: value for name in parameters() if (value := getattr(self, name)) is not None}
+        if isinstance(given.get("stop"), str):
+            given["stop"] = (given["stop"],)
+        if self.max_output_tokens is not None:
+            given["max_tokens"] = self.max_output_tokens
+        if (guided := self.guided_text) is not None:
+            given["guided"] = guided
+        if self.wants_logprobs:
+            given["logprobs"] = self.top_logprobs or 0
+        return given
+
+    def field_name(self, name: str) -> str:
+        """The client's name for a sampling parameter."""
+        names = {"max_tokens": "max_output_tokens", "guided": "text.format", "logprobs": "top_logprobs"}
+        return names.get(name, name)
+
+    def response_conversation(self, limits: ModelLimits) -> Conversation:
+        options = self.chat_template_kwargs or {}
+        check_options(options, "chat_template_kwargs")
+        return Conversation(
+            messages=named_results(self._messages(limits)),
+            tools=self._tools(),
+            template_options=options,
+            effort=check_effort(self._effort, "reasoning.effort"),
+            effort_field="reasoning.effort",
+        )
+
+    @property
+    def _effort(self) -> str | None:
+        return None if self.reasoning is None else self.reasoning.effort
+
+    def _messages(self, limits: ModelLimits) -> list[Json]:
+        messages = []
+        if self.instructions:
+            messages.append(make_message("instructions", role="system", content=self.instructions))
+        if isinstance(self.input, str):
+            return [*messages, make_message("input", role="user", content=self.input)]
+        check_messages(len(self.input), limits, "input")
+        check_num_parts(num_parts(self.input), "input")
+        values = ValueCount()
+        return messages + [turn.message(values) for turn in turns_of(self.input)]
+
+    def _tools(self) -> Tools:
+        check_num_tools(len(self.tools or ()), "tools")
+        tools = []
+        for index, one in enumerate(self.tools or ()):
+            if one.type != "function":
+                raise InvalidArgumentError(f"tools[{index}].type", f'must be "function", not {one.type!r}')
+            given: dict[str, Any] = {} if one.parameters is None else {"parameters": one.parameters}
+            tools.append(Tool(name=one.name, description=one.description, strict=bool(one.strict), **given))
+        parallel = self.parallel_tool_calls is not False
+        choice = self.tool_choice
+        if isinstance(choice, ResponseToolChoice) and choice.type == "allowed_tools":
+            for index, entry in enumerate(choice.tools or ()):
+                if entry.type != "function":
+                    raise InvalidArgumentError(f"tool_choice.tools[{index}].type", 'must be "function"')
+            return make_tools(
+                tools,
+                "tools",
+                choice=allowed_mode(choice.mode or "", "tool_choice.mode"),
+                allowed=[entry.name for entry in choice.tools or ()],
+                allowed_field="tool_choice.tools",
+                parallel=parallel,
+            )
+        if isinstance(choice, ResponseToolChoice):
+            for name in ("mode", "tools"):
+                if getattr(choice, name) is not None:
+                    raise InvalidArgumentError(f"tool_choice.{name}", 'is only for type "allowed_tools"')
+            if choice.type != "function":
+                raise InvalidArgumentError(
+                    "tool_choice.type", f'must be "function" or "allowed_tools", not {choice.type!r}'
+                )
+            if not choice.name:
+                raise InvalidArgumentError("tool_choice.name", "must not be empty")
+            return make_tools(tools, "tools", choice="required", named=choice.name, parallel=parallel)
+        return make_tools(tools, "tools", choice=choice or "auto", parallel=parallel)
+
+    def _format(self) -> JsonObject:
+        wanted = self.text.format if self.text is not None else None
+        if wanted is None:
+            return {"type": "text"}
+        given = {name: getattr(wanted, name) for name in ("type", "name", "description", "schema", "strict")}
+        return {name: value for name, value in given.items() if value is not UNSET and value is not None}
+
+    def echoed(self) -> JsonObject:
+        """What a response repeats of its request."""
+        choice = self.tool_choice
+        named = choice.json() if isinstance(choice, ResponseToolChoice) else None
+        return {
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": self._effort, "summary": self.reasoning.summary if self.reasoning else None},
+            "store": False,
+            "text": {"format": self._format()},
+            "tool_choice": named or choice or "auto",
+            "top_logprobs": self.top_logprobs or 0,
+            "tools": [
+                {
+                    "type": "function",
+                    "name": one.name,
+                    "description": one.description,
+                    "parameters": one.parameters,
+                    "strict": bool(one.strict),
+                }
+                for one in self.tools or ()
+            ],
+            "truncation": self.truncation or "disabled",
+        }

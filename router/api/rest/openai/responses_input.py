@@ -1,0 +1,163 @@
+"""The input of `/v1/responses`: items of several kinds, and the messages that they make together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import ClassVar
+
+from msgspec import UNSET, field
+
+from common.errors import InvalidArgumentError
+from router.api.rest.openai.body_types import Body, Given, is_list, refuse_if_asked
+from router.api.rest.openai.kept_reasoning import given_back
+from text.conversation import Call, Json, ValueCount, joined_parts, make_message
+
+FIELDS = {
+    "message": {"role", "content", "name"},
+    "function_call": {"call_id", "name", "arguments"},
+    "function_call_output": {"call_id", "name", "output"},
+    "reasoning": {"content", "summary", "encrypted_content"},
+}
+"""The fields that each kind of item has."""
+FIELDS_OF_OTHERS = {kind: sorted({*chain.from_iterable(FIELDS.values())} - own) for kind, own in FIELDS.items()}
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
+
+
+class Part(Body, kw_only=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    prompt_cache_breakpoint: Given = UNSET  # where a prompt's cached part may end; here it may end anywhere
+
+    # Answers have these, and clients send them back. Prompts have no place for them.
+    annotations: Given = UNSET
+    logprobs: Given = UNSET
+
+
+class InputItem(Body, kw_only=True):
+    """One of several kinds, by `type`: a message, a function's call, its output, reasoning."""
+
+    kinds = tuple(FIELDS)
+
+    type: str = "message"
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+    summary: list[Part] | None = None
+    encrypted_content: str | None = None
+
+    # Answers have these, and clients send them back. Prompts have no place for them.
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+    # Answers have these, too. Each must be empty.
+    caller: Given = UNSET
+    namespace: Given = UNSET
+    async_: Given = field(default=UNSET, name="async")
+
+    unsupported: ClassVar[tuple[str, ...]] = ("caller", "namespace", "async_")
+
+
+class Turn:
+    """Items that make one message: an assistant's reasoning, words and calls are items of their own."""
+
+    def __init__(self, where: str, role: str) -> None:
+        self.where = where
+        self.role = role
+        self.content: str | None = None
+        self.reasoning: str | None = None
+        self.calls: list[Call] = []
+        self.call_id: str | None = None
+        self.name: str | None = None
+
+    def message(self, values: ValueCount) -> Json:
+        return make_message(
+            self.where,
+            role=self.role,
+            content=self.content if self.content is not None or self.calls else "",
+            name=self.name,
+            calls=self.calls,
+            tool_call_id=self.call_id,
+            reasoning=self.reasoning,
+            values=values,
+        )
+
+
+def num_parts(items: Sequence[InputItem]) -> int:
+    """How many parts all items have whose text is given in parts."""
+    given = (text for item in items for text in (item.content, item.output, item.summary))
+    return sum(len(text) for text in given if isinstance(text, list))
+
+
+def turns_of(items: list[InputItem]) -> list[Turn]:
+    turns: list[Turn] = []
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
+        refuse_if_asked(item, item.unsupported, where=where)
+        for name in FIELDS_OF_OTHERS.get(item.type, ()):
+            if getattr(item, name) is not None:
+                raise InvalidArgumentError(f"{where}.{name}", f"is not a field of type {item.type!r}")
+        if item.type == "function_call_output":
+            if not item.call_id:
+                raise InvalidArgumentError(f"{where}.call_id", "must not be empty")
+            turn = Turn(where, "tool")
+            turn.call_id, turn.content, turn.name = item.call_id, _text(item.output, f"{where}.output"), item.name
+            turns.append(turn)
+        elif item.type == "message" and item.role != "assistant":
+            turn = Turn(where, item.role or "")
+            turn.content, turn.name = _text(item.content, f"{where}.content"), item.name
+            turns.append(turn)
+        else:
+            last = turns[-1] if turns and turns[-1].role == "assistant" else None
+            _add(item, where, last, turns)
+    return turns
+
+
+def _add(item: InputItem, where: str, last: Turn | None, turns: list[Turn]) -> None:
+    """An assistant's item joins its turn, or begins one."""
+    begins = last is None or (item.type == "reasoning" and (last.content is not None or bool(last.calls)))
+    begins = begins or (item.type == "message" and last is not None and (last.content is not None or bool(last.calls)))
+    if last is None or begins:
+        last = Turn(where, "assistant")
+        turns.append(last)
+    if item.type == "message":
+        last.content, last.name = _text(item.content, f"{where}.content"), item.name
+    elif item.type == "function_call":
+        given = {"call_id": item.call_id or "", "name": item.name or "", "arguments": item.arguments or ""}
+        last.calls.append(Call(**given, item=where))
+    elif item.type == "reasoning":
+        kept = given_back(item.encrypted_content, f"{where}.encrypted_content") if item.encrypted_content else ""
+        text = _text(item.content or kept or item.summary or "", f"{where}.content")
+        last.reasoning = f"{last.reasoning}\n{text}" if last.reasoning and text else text or last.reasoning
+    else:
+        raise InvalidArgumentError(f"{where}.type", f"{item.type!r} is not supported")
+
+
+def _text(content: str | list[Part] | None, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise InvalidArgumentError(where, "is required")
+    texts = []
+    for index, part in enumerate(content):
+        if part.type == "refusal":
+            if part.refusal is None:
+                raise InvalidArgumentError(f"{where}[{index}].refusal", "must be a string")
+            texts.append(part.refusal)
+            continue
+        if part.refusal is not None:
+            raise InvalidArgumentError(f"{where}[{index}].refusal", f"is not a field of type {part.type!r}")
+        if part.type not in (*TEXT_PARTS, "summary_text"):
+            raise InvalidArgumentError(f"{where}[{index}].type", "only parts of text are supported")
+        if part.text is None:
+            raise InvalidArgumentError(f"{where}[{index}].text", "must be a string")
+        for name in ("annotations", "logprobs"):
+            if not is_list(getattr(part, name)):
+                raise InvalidArgumentError(f"{where}[{index}].{name}", "must be a list")
+        texts.append(part.text)
+    return joined_parts(texts)

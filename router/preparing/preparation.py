@@ -1,0 +1,401 @@
+"""From what a client wrote to a request that workers take: validated, rendered, tokenized."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from common.cache_hints import Retain, check_num_tokens, check_retain, check_retain_s
+from common.choices import Choices
+from common.errors import InvalidArgumentError
+from common.guided import Guided
+from common.sampling import FieldName, Given, SamplingParams, checked, fitted
+from common.validation import (
+    check_cache_salt,
+    check_messages,
+    check_model,
+    check_priority,
+    check_prompt,
+    check_request_id,
+    check_text,
+    check_token_count,
+    check_token_ids,
+)
+from protos.baton.v1 import embed_pb2
+from router.fleet.served_model import ServedModel
+from router.limits.clients import ApiClient, CallHints
+from router.limits.fair_queue import name_of
+from router.preparing.answer_budget import AnswerBudget
+from router.preparing.bad_words import bad_words_ids
+from router.preparing.guided import Grammars
+from router.preparing.sampling_size import check_size
+from router.running.beams import beam_params, beam_sampling
+from router.running.embedding import MAX_DIMENSIONS, EmbedRequest
+from router.running.prefix_hints import PrefixHint
+from router.running.request import GenerationRequest, Prompt, SamplingMessages, new_request_id
+from router.running.threads import SHORT, TextThreads
+from text import generic_tools
+from text.answer_form import ChatAnswer
+from text.conversation import Conversation, Tools, read_through
+
+ONE_ANSWER = Choices()
+VALUE_CHARS = 12  # rendering a value of JSON takes about as long as tokenizing this many characters
+
+
+class Preparation:
+    """Shared by both interfaces of a router. Counts and sizes are checked before any work is done on a text, and long
+    texts are worked on in `threads`, one of a request at a time. Grammars are parsed in `grammar_threads`."""
+
+    def __init__(
+        self,
+        *,
+        request_timeout_s: float,
+        control_tokens: bool,
+        threads: TextThreads,
+        grammar_threads: TextThreads | None = None,
+        max_answer_tokens: int | None = None,
+        max_retain_s: float = math.inf,
+        generic_tools: bool = True,
+    ) -> None:
+        """`control_tokens`: whether text of control tokens in messages becomes control tokens. `max_answer_tokens`: see
+        `AnswerBudget`. `max_retain_s`: for so long a request may have its prompt's KV retained.
+        `generic_tools`: whether tools are told in words to models that have no form for them."""
+        self._request_timeout_s = request_timeout_s
+        self._max_answer_tokens = max_answer_tokens
+        self._max_retain_s = max_retain_s
+        self._control_tokens = control_tokens
+        self._generic_tools = generic_tools
+        self._threads = threads
+        self._grammars = Grammars(grammar_threads or threads)
+
+    async def prompts(
+        self,
+        model: ServedModel,
+        prompts: Sequence[str | list[int]],
+        field: str,
+        *,
+        add_special_tokens: bool = True,
+        has_answer: bool = True,
+        keep: int | None = None,
+    ) -> list[Prompt]:
+        """Each prompt is a text or token ids. The first prompt that is wrong or too long raises an error, and none
+        after it is tokenized. An embedding has no answer, so its prompt may fill the model's context. `keep`: of each
+        prompt so many tokens at most, the last ones (`kept_tokens`)."""
+        size = 0
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                check_text(prompt, model.limits, field)
+                size += len(prompt)
+            else:
+                check_prompt(_last(prompt, keep), model.limits, field, has_answer=has_answer)
+        made = []
+        for prompt in prompts:
+            token_ids = prompt
+            if isinstance(token_ids, str):
+                encode = partial(model.tokenizer.encode, token_ids, add_special_tokens=add_special_tokens)
+                token_ids = await self._threads.run(size, encode)
+            kept = _last(token_ids, keep)
+            if isinstance(prompt, str):
+                check_prompt(kept, model.limits, field, has_answer=has_answer)
+            made.append(Prompt(kept, field, is_cut=len(kept) < len(token_ids)))
+        return made
+
+    async def chat_prompt(
+        self,
+        model: ServedModel,
+        conversation: Conversation,
+        field: str = "messages",
+        *,
+        has_answer: bool = True,
+        keep: int | None = None,
+    ) -> Prompt:
+        """The template writes special tokens out itself, so none are added. `field`: the client's name for messages.
+        `has_answer`, `keep`: see `prompts`."""
+        messages, tools = conversation.messages, conversation.tools
+        check_messages(len(messages), model.limits, field)
+        texts, num_values = read_through([list(messages), dict(conversation.template_options)])
+        total = "".join(texts)
+        if total:
+            check_text(total, model.limits, field)
+        described, num_of_tools = "", 0
+        if tools.tools:
+            texts, num_of_tools = read_through([tool.as_json() for tool in tools.tools])
+            described = "".join(texts)
+            check_text(described, model.limits, "tools")
+        reader, free, notes = model.tokenizer.chat_form(tools).reader, None, _notes(conversation)
+        if self._generic_tools and model.tokenizer.needs_generic_tools(conversation):
+            size = 0 if model.tokenizer.has_generic_reader(tools) else SHORT + 1
+            reader = await self._threads.run(size, partial(model.tokenizer.generic_reader, tools))
+            conversation = replace(conversation, has_generic_tools=True)
+            notes.append(generic_tools.NOTE)
+        if tools.shown and not tools.is_forced:
+            if reader is None or not reader.knows_calls:
+                raise InvalidArgumentError("tools", "the shape in which this model writes calls of tools is not known")
+            free = reader.strict.format(tools)
+        encode = partial(
+            model.tokenizer.encode_chat,
+            conversation,
+            control_tokens=self._control_tokens,
+            check=lambda text: check_text(text, model.limits, field),
+        )
+        size = len(total) + len(described) + VALUE_CHARS * (num_values + num_of_tools)
+        try:
+            token_ids, text = await self._threads.run(size, encode)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(field if error.field == "messages" else error.field, error.reason) from error
+        token_ids = _last(token_ids, keep)
+        check_prompt(token_ids, model.limits, field, has_answer=has_answer)
+        if reader is None:
+            return Prompt(token_ids, field, ChatAnswer(tools=tools), notes=tuple(notes))
+        continued = conversation.continued
+        if continued is None and not (conversation.asks_answer or model.tokenizer.always_asks_answer(tools)):
+            text = ""  # nothing of the answer is written: what the messages end with is not its beginning
+        answer = ChatAnswer(
+            tools=tools,
+            reading=reader.reading(text, tools, continued),
+            thought=reader.thought(text, continued),
+            calls=reader.strict if tools.shown else None,
+            free=free,
+            tokens=reader.tokens,
+        )
+        return Prompt(token_ids, field, answer, notes=tuple(notes))
+
+    async def check_guided(
+        self, params: SamplingParams, name: FieldName, tools: Tools | None = None, form: Guided | None = None
+    ) -> None:
+        """Parses the grammar of guided text; `tools` and `form` are the request's. Raises `InvalidArgumentError`. A
+        worker may still refuse the grammar, for example for a token that its model lacks."""
+        await self._grammars.check(params.guided, name, tools, form)
+
+    async def tokenize(self, model: ServedModel, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
+        if text:
+            check_text(text, model.limits, field)
+        encode = partial(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return await self._threads.run(len(text), encode)
+
+    async def detokenize(
+        self, model: ServedModel, token_ids: Sequence[int], field: str, *, skip_special_tokens: bool
+    ) -> str:
+        check_token_count(len(token_ids), model.limits, field)
+        check_token_ids(token_ids, model.limits, field)
+        decode = partial(model.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._threads.run(len(token_ids), decode)
+
+    def requests(
+        self,
+        model: ServedModel,
+        prompts: Sequence[Prompt],
+        sampling: Given,
+        *,
+        model_name: str = "",
+        request_id: str = "",
+        cache_salt: str = "",
+        retain: Retain | None = None,
+        priority: int = 0,
+        arrived_at: float,
+        timeout_s: float | None = None,
+        default_max_tokens: int | None = None,
+        name: FieldName = str,
+        client: ApiClient | None = None,
+        hints: CallHints | None = None,
+        choices: Choices = ONE_ANSWER,
+        choices_name: FieldName = str,
+        is_whole: bool = False,
+    ) -> list[GenerationRequest]:
+        """One for each of a body's prompts. Validates all of it, `sampling` once. `timeout_s` is the client's own
+        deadline, counted from `arrived_at` and no longer than the router's; `client` is whose key came with the
+        request, `hints` what came beside it; `choices` are asked for to each prompt, and `choices_name` says how the
+        client calls their fields. `is_whole`: whether answers are kept until they are whole."""
+        check_model(model_name, model.limits)
+        if request_id:
+            check_request_id(request_id)
+        check_cache_salt(cache_salt)
+        check_priority(priority)
+        if retain is not None:
+            check_retain(retain, self._max_retain_s)
+        form, reading, tools = None, None, None
+        if (answer := prompts[0].answer) is not None:  # of a chat, which has one prompt
+            form = None if sampling.get("guided") is None else _checked(model, sampling, name).guided
+            if form is None or answer.tools.is_forced:
+                form, name = None, _blaming_tools(name)
+            guided, reading = answer.with_form(form, name)
+            if guided is not None:
+                sampling, tools = {**sampling, "guided": guided}, answer.tools if answer.tools.shown else None
+            form = None if guided == form else form
+        if choices.use_beam_search:
+            sampling = beam_sampling(sampling, name)
+        params, wire = _checked(model, sampling, name), SamplingMessages()
+        made = []
+        for prompt in prompts:
+            own = self._fitted(
+                params,
+                sampling,
+                model,
+                prompt,
+                choices,
+                num_answers=len(prompts) * choices.num_candidates,
+                default_max_tokens=default_max_tokens,
+                is_whole=is_whole,
+                name=name,
+            )
+            beams = beam_params(choices, own, model.eos_token_ids, choices_name) if choices.use_beam_search else None
+            request = GenerationRequest(
+                request_id=request_id or new_request_id(),
+                model=model,
+                prompt_token_ids=prompt.token_ids,
+                sampling_params=own,
+                sampling_messages=wire,
+                cache_salt=client.cache_salt(cache_salt) if client else cache_salt,
+                retain=retain,
+                priority=priority,
+                arrived_at=arrived_at,
+                deadline=arrived_at + min(self._request_timeout_s, math.inf if timeout_s is None else timeout_s),
+                client=client.name if client else "",
+                tenant=client.tenant if client else "",
+                session=_session(client, hints),
+                notes=prompt.notes,
+                explain=hints is not None and hints.explain,
+                prompt_field=prompt.field,
+                reading=reading,
+                form=form,
+                tools=tools,
+                sampling_field=name,
+                beams=beams,
+            )
+            made.append(request)
+        return made
+
+    def _fitted(
+        self,
+        params: SamplingParams,
+        sampling: Given,
+        model: ServedModel,
+        prompt: Prompt,
+        choices: Choices,
+        *,
+        num_answers: int,
+        default_max_tokens: int | None,
+        is_whole: bool,
+        name: FieldName,
+    ) -> SamplingParams:
+        """`params`, made of `sampling`, for one prompt of a body that asks for so many answers in all."""
+        budget = AnswerBudget.of(
+            model,
+            sampling,
+            choices,
+            max_answer_tokens=self._max_answer_tokens,
+            num_answers=num_answers,
+            num_prompt_tokens=len(prompt.token_ids),
+            is_whole=is_whole,
+            name=name,
+        )
+        most = budget.most()
+        own = fitted(
+            params,
+            sampling,
+            model.limits,
+            num_prompt_tokens=len(prompt.token_ids),
+            draw_seed=lambda: secrets.randbits(63),
+            default_max_tokens=most if default_max_tokens is None else min(default_max_tokens, most),
+            name=name,
+        )
+        budget.check(own, is_max_given="max_tokens" in sampling)
+        return own
+
+    def prefix_hint(
+        self,
+        model: ServedModel,
+        prompt: Prompt,
+        *,
+        num_tokens: int = 0,
+        cache_salt: str = "",
+        seconds: float | None = None,
+        client: ApiClient | None = None,
+        hints: CallHints | None = None,
+    ) -> PrefixHint:
+        """The hint about the prompt's first `num_tokens` tokens; 0: all of them. `seconds` says how long to retain
+        their KV, if that is what the client asks; 0: no longer."""
+        check_cache_salt(cache_salt)
+        check_num_tokens(num_tokens, "num_tokens")
+        if seconds:
+            check_retain_s(seconds, self._max_retain_s, "seconds")
+        return PrefixHint(
+            model=model,
+            token_ids=prompt.token_ids[: num_tokens or len(prompt.token_ids)],
+            cache_salt=client.cache_salt(cache_salt) if client else cache_salt,
+            session=_session(client, hints),
+            seconds=seconds or 0.0,
+            tenant=name_of(client.name, client.tenant) if client else name_of("", ""),
+            charged=(client.name, client.tenant) if client else ("", ""),
+        )
+
+    def embed_request(
+        self,
+        model: ServedModel,
+        prompts: Sequence[Prompt],
+        *,
+        request_id: str = "",
+        pooling: embed_pb2.Pooling.ValueType = embed_pb2.POOLING_LAST,
+        dimensions: int = 0,
+        normalize: bool = True,
+        cache_salt: str = "",
+        arrived_at: float,
+        timeout_s: float | None = None,
+        client: ApiClient | None = None,
+    ) -> EmbedRequest:
+        """The request for the embeddings of `prompts`, checked as `requests` checks its own. `dimensions` 0: all."""
+        if request_id:
+            check_request_id(request_id)
+        check_cache_salt(cache_salt)
+        if not 0 <= dimensions <= MAX_DIMENSIONS:
+            raise InvalidArgumentError("dimensions", f"must be in [1, {MAX_DIMENSIONS}], not {dimensions}")
+        return EmbedRequest(
+            request_id=request_id or new_request_id(),
+            model=model,
+            prompts=prompts,
+            pooling=pooling,
+            dimensions=dimensions,
+            normalize=normalize,
+            cache_salt=client.cache_salt(cache_salt) if client else cache_salt,
+            deadline=arrived_at + min(self._request_timeout_s, math.inf if timeout_s is None else timeout_s),
+            client=client.name if client else "",
+            tenant=client.tenant if client else "",
+        )
+
+
+def _last(token_ids: list[int], keep: int | None) -> list[int]:
+    return token_ids if keep is None else token_ids[-keep:]
+
+
+def _checked(model: ServedModel, sampling: Given, name: FieldName) -> SamplingParams:
+    """All that holds for each prompt of a body."""
+    params = checked(sampling, model.limits, name=name)
+    check_size(params, name)
+    if params.bad_words:
+        params = replace(params, bad_words_ids=bad_words_ids(model, params, name))
+        check_size(params, name, "bad_words")
+    return params
+
+
+def _blaming_tools(name: FieldName) -> FieldName:
+    """The client's names for the parameters of an answer whose form the tools alone give."""
+    return lambda given: "tools" if given == "guided" else name(given)
+
+
+def _notes(conversation: Conversation) -> list[str]:
+    """What the report says of the conversation as it came."""
+    calls = [call for message in conversation.messages for call in message.get("tool_calls", ())]
+    return [
+        f"messages: the arguments of call {call['id']!r} are not the JSON text of an object; passed on as they are"
+        for call in calls
+        if isinstance(call["function"]["arguments"], str)
+    ]
+
+
+def _session(client: ApiClient | None, hints: CallHints | None) -> str:
+    """The session as routing knows it; those of two tenants are never the same."""
+    return json.dumps([client.tenant if client else "", hints.session]) if hints and hints.session else ""

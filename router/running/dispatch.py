@@ -1,0 +1,196 @@
+"""Runs one request on the fleet to its end, even if workers fail or drain.
+
+    pick ──> Decode ──tokens──> caller
+      ^         │
+      │         ├─ lost before the first token: the same request to another decode worker (a retry)
+      ├─────────┼─ lost after it: prompt and tokens so far to another one (a migration); the caller notices nothing
+      └─────────┴─ drains and offers the request: the same, planned, and only if there is another one (a handover)
+
+Every token that the caller has received is in `output_token_ids` of the next attempt, and a worker only sends tokens
+after those: none comes twice, none is missing. Seed and position decide each draw, so the text is the same too.
+Cancelling the task that iterates cancels the call to the worker, and its deadline is what is left of the request's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+
+from common import metrics
+from common.errors import BatonError, InternalError, OverloadedError, UnavailableError
+from common.retry_budget import RetryBudget
+from common.types import FinishReason
+from router.fleet.registry import Registry
+from router.policy.base import Policy, RoutingDecision
+from router.running.attempts import FULL, Attempts, HandoverError, WorkerLostError
+from router.running.decisions import Decisions
+from router.running.progress import NewTokens, Progress
+from router.running.request import GenerationRequest
+from router.running.routes import Route, Routes
+
+log = logging.getLogger(__name__)
+
+_TOKEN_ID = attrgetter("token_id")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class DispatchLimits:
+    num_retries: int = 3  # other decode workers tried before the first token
+    num_migrations: int = 8  # decode workers lost and replaced after it; handovers don't count
+    recovery_wait_s: float = 10.0  # a request that lost its worker waits this long for one to be ready
+
+
+class Dispatcher:
+    """Shared by all requests of a router."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        policy: Policy,
+        *,
+        limits: DispatchLimits | None = None,
+        budget: RetryBudget | None = None,
+        decisions: Decisions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.routes = Routes(registry, policy, decisions, clock)
+        self._registry = registry
+        self._limits = limits or DispatchLimits()
+        self._budget = budget or RetryBudget()
+        self._attempts = Attempts(registry, self._budget, clock)
+        self._clock = clock
+
+    async def run(self, request: GenerationRequest, progress: Progress) -> AsyncGenerator[NewTokens, None]:
+        """Yields tokens until one batch has a `finish_reason`; fills `progress` as it goes.
+
+        Raises `UnavailableError` if no decode worker is left, `OverloadedError` if all refuse,
+        `DeadlineError`, `SlowReaderError`, `InvalidArgumentError` if a worker refuses the request itself.
+        """
+        self._budget.request()
+        sent: list[int] = []  # tokens that the caller has
+        route = await self.routes.route(request)
+        decision = await self._pick(request, route, progress, None)
+        while True:
+            progress.report.decode_worker = decision.decode.address
+            elsewhere = partial(self.routes.elsewhere, request, route, decision.decode)
+            try:
+                async with aclosing(self._attempts.run(request, decision, sent, progress, elsewhere)) as attempt:
+                    async for new in attempt:
+                        sent.extend(map(_TOKEN_ID, new.tokens))
+                        yield new
+                        if new.finish_reason is not None:
+                            return
+            except HandoverError as handover:
+                decision = handover.decision
+                self._count_handover(request, route, progress, decision)
+            except WorkerLostError as error:
+                if not error.gone:
+                    route.refuse(decision.decode)
+                else:
+                    route.tried.add(decision.decode.incarnation)
+                    self._registry.suspect(*decision.decode.incarnation, str(error))
+                if ended := _ended_by(request, sent):
+                    yield ended
+                    return
+                self._allow_another(request, progress, error, has_tokens=bool(sent))
+                decision = await self._pick(request, route, progress, error)
+
+    async def _pick(
+        self, request: GenerationRequest, route: Route, progress: Progress, lost: WorkerLostError | None
+    ) -> RoutingDecision:
+        """A first attempt takes a worker now, or waits a moment for one whose connection has just broken. A request
+        that lost its worker prefers another one, takes the same one if that is back and there is no other, and waits a
+        little for either."""
+        give_up_at = self._clock() + (self._limits.recovery_wait_s if lost else self._registry.reconnect_wait_s())
+        while True:
+            try:
+                decision = self.routes.pick(request, route)
+            except UnavailableError as error:
+                if lost is not None and lost.code == FULL:
+                    raise _overloaded(f"every decode worker is full ({lost})", lost) from error
+                left = min(give_up_at, request.deadline) - self._clock()
+                if left <= 0:
+                    raise UnavailableError(f"{error.message}; {lost}" if lost else error.message) from error
+                await self._registry.changed(left)
+                continue
+            cause = "new" if lost is None else "migration" if progress.num_output_tokens else "retry"
+            self.routes.note(request, route, progress, decision, cause)
+            return decision
+
+    def _allow_another(
+        self, request: GenerationRequest, progress: Progress, lost: WorkerLostError, *, has_tokens: bool
+    ) -> None:
+        """Counts the next attempt, or raises if there must be none."""
+        report = progress.report
+        within_budget = self._budget.spend(self._clock())
+        extra = {"request_id": request.request_id, "decode_worker": report.decode_worker, "reason": str(lost)}
+        if has_tokens:
+            # A stream that a client already reads is not given up for the budget's sake.
+            if report.num_migrations - report.num_handovers >= self._limits.num_migrations:
+                raise UnavailableError(f"gave up after {report.num_migrations} migrations; last: {lost}") from lost
+            report.num_migrations += 1
+            metrics.router_migrations.labels(lost.code).inc()
+            log.warning("decode worker lost, migrating", extra={**extra, "num_tokens": progress.num_output_tokens})
+            return
+        if not within_budget:
+            metrics.router_retries_refused.inc()
+            message = f"decode worker lost and the retry budget is spent; {lost}"
+            raise (_overloaded(message, lost) if lost.code == FULL else UnavailableError(message)) from lost
+        if progress.num_retries >= self._limits.num_retries:
+            raise _given_up(lost, progress.num_retries) from lost
+        progress.num_retries += 1
+        report.num_retries += 1
+        metrics.router_retries.labels(lost.code).inc()
+        log.warning("decode worker lost, retrying", extra=extra)
+
+    def _count_handover(
+        self, request: GenerationRequest, route: Route, progress: Progress, decision: RoutingDecision
+    ) -> None:
+        """Counts a handover, which does not use the retry budget: a drain is no fault, and happens once in a worker's
+        life."""
+        report = progress.report
+        report.num_migrations += 1
+        report.num_handovers += 1
+        metrics.router_migrations.labels("drain").inc()
+        self.routes.note(request, route, progress, decision, "handover")
+        log.info(
+            "decode worker drains, handing over",
+            extra={
+                "request_id": request.request_id,
+                "decode_worker": report.decode_worker,
+                "to": decision.decode.address,
+                "num_tokens": progress.num_output_tokens,
+            },
+        )
+
+
+def _overloaded(message: str, lost: WorkerLostError) -> OverloadedError:
+    return OverloadedError(message) if lost.retry_after_s is None else OverloadedError(message, lost.retry_after_s)
+
+
+def _given_up(lost: WorkerLostError, num_retries: int) -> BatonError:
+    message = f"gave up after {num_retries} retries; last: {lost}"
+    if lost.code == FULL:
+        return _overloaded(message, lost)
+    if lost.code in ("INTERNAL", "UNKNOWN"):
+        return InternalError(message)
+    return UnavailableError(message)
+
+
+def _ended_by(request: GenerationRequest, sent: list[int]) -> NewTokens | None:
+    """The finish reason if a lost worker had generated the whole answer but did not get to say so."""
+    if not sent:
+        return None
+    params = request.sampling_params
+    last = sent[-1]
+    is_eos = not params.ignore_eos and last in request.model.eos_token_ids
+    if len(sent) > params.min_tokens and (is_eos or last in params.stop_token_ids):
+        return NewTokens([], FinishReason.STOP, last)
+    if len(sent) >= params.max_tokens:
+        return NewTokens([], FinishReason.LENGTH)
+    return None

@@ -1,0 +1,166 @@
+"""What the interfaces, the front and the dispatcher pass to each other: a request, and pieces of its answer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from common.beam_search import BeamSearchParams
+from common.cache_hints import Retain
+from common.guided import Guided
+from common.sampling import FieldName, SamplingParams
+from common.types import FinishReason, SampledToken
+from protos.baton.v1 import types_pb2
+from protos.messages import message_of
+from router.fleet.served_model import ServedModel
+from text.answer_form import ChatAnswer
+from text.answer_parts import Part, Reading, ToolCallDelta
+from text.conversation import Tools
+
+
+@dataclass(slots=True, frozen=True)
+class Prompt:
+    """What is to be continued. `field` is the client's name for it."""
+
+    token_ids: list[int]
+    field: str
+    answer: ChatAnswer | None = None  # of a chat: what the answer may be
+    is_cut: bool = False  # whether it lacks its first tokens, as `truncate_prompt_tokens` asked
+    notes: tuple[str, ...] = ()  # of its report: what was made of the client's words that it may not expect
+
+
+@dataclass(slots=True, eq=False)
+class Siblings:
+    """All answers to one prompt. They go to one decode worker, which has the prompt's blocks once for all of them."""
+
+    decode: tuple[str, str] | None = None  # `Endpoint.incarnation` of where the first one went
+
+
+@dataclass(slots=True)
+class Charge:
+    """Prompt tokens that were charged to the client's limits, and that no worker was asked for yet."""
+
+    num_tokens: int = 0
+
+
+OBJECT_BYTES = 112  # a token's logprob, with its numbers
+_OWN = ("max_tokens", "seed", "prompt_logprobs")  # sampling parameters in which answers to one body differ
+
+
+@dataclass(slots=True, eq=False)
+class SamplingMessages:
+    """Sampling parameters as workers take them, for all answers to a body: what may be long is converted once."""
+
+    _params: SamplingParams | None = None  # those of `_message`
+    _message: types_pb2.SamplingParams = field(default_factory=types_pb2.SamplingParams)
+
+    def of(self, params: SamplingParams) -> types_pb2.SamplingParams:
+        """Nobody changes what this returns."""
+        known = self._params
+        if known is None:
+            self._params, self._message = params, message_of(params, types_pb2.SamplingParams)
+            return self._message
+        if replace(params, **{name: getattr(known, name) for name in _OWN}) != known:
+            self._params, self._message = params, message_of(params, types_pb2.SamplingParams)
+        message = types_pb2.SamplingParams()
+        message.CopyFrom(self._message)
+        message.max_tokens, message.seed = params.max_tokens, params.seed
+        message.ClearField("prompt_logprobs")
+        if params.prompt_logprobs is not None:
+            message.prompt_logprobs = params.prompt_logprobs
+        return message
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class GenerationRequest:
+    """One answer to be generated: validated, and as workers take it. Made by `Preparation.requests`."""
+
+    request_id: str
+    model: ServedModel
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    sampling_messages: SamplingMessages = field(default_factory=SamplingMessages)
+    cache_salt: str = ""
+    retain: Retain | None = None
+    priority: int = 0
+    arrived_at: float
+    deadline: float  # time.monotonic() at which the client gives up
+    client: str = ""  # name of the API key
+    tenant: str = ""  # of the API key
+    session: str = ""  # requests of one session belong together; empty: it belongs to none
+    notes: tuple[str, ...] = ()  # `Prompt.notes`
+    explain: bool = False  # whether the client wants to know why the request went where it went
+    prompt_field: str = "prompt"  # the client's name for the prompt
+    reading: Reading | None = None  # None if the answer is nothing but text
+    form: Guided | None = None  # the client's own, if the form of the whole answer is another one
+    tools: Tools | None = None  # whose schemas are a part of the answer's form
+    siblings: Siblings = field(default_factory=Siblings)
+    charge: Charge = field(default_factory=Charge)
+    beams: BeamSearchParams | None = None  # the answers to the prompt are those of a beam search
+    is_follow_up: bool = False  # a further step of a request whose way was told of
+    sampling_field: FieldName = str  # from a sampling parameter's name to the client's name for it
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.sampling_params.prompt_logprobs is not None
+
+    def client_field(self, field: str) -> str:
+        """The client's name for a field of `DecodeRequest`, as workers name it in errors."""
+        if field in ("prompt_token_ids", "output_token_ids"):
+            return self.prompt_field
+        name = field.removeprefix("sampling_params.")
+        return field if name == field else self.sampling_field(name)
+
+    def numbered(self, index: int, *, is_first: bool) -> GenerationRequest:
+        """The index-th of several answers to one request: another id and seed, the same everything else. Only the first
+        answer to a prompt asks for the prompt's logprobs: to score a prompt is to compute all of it."""
+        if index == 0:
+            return self
+        params = self.sampling_params
+        return replace(
+            self,
+            request_id=f"{self.request_id}-{index}",
+            sampling_params=replace(
+                params,
+                seed=(params.seed + index + 2**63) % 2**64 - 2**63,
+                prompt_logprobs=params.prompt_logprobs if is_first else None,
+            ),
+            charge=Charge(),
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Output:
+    """A piece of an answer; the last one has `finish_reason`, `report` and `usage`. Nobody changes it, but it is not
+    frozen: that would triple what it costs to make one for each token."""
+
+    text: str  # whole characters; may lag behind `tokens`
+    tokens: list[SampledToken]
+    prompt_logprobs: Sequence[SampledToken] = ()  # further tokens, from the second on
+    reasoning: str = ""
+    num_reasoning_tokens: int = 0  # of `tokens`; 0 without `reasoning`
+    tool_calls: Sequence[ToolCallDelta] = ()
+    parts: Sequence[Part] = ()  # text, reasoning and calls in their order; empty if there is nothing but text
+    logprob: float | None = None  # of all tokens of the answer together; of a beam search
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string, or the stop token's id, that ended it
+    is_cut: bool = False  # it ended inside a call of a tool, whatever ended it
+    report: types_pb2.RequestReport | None = None
+    usage: types_pb2.Usage | None = None
+
+    @property
+    def num_kept_bytes(self) -> int:
+        """About what it takes to keep this."""
+        tokens = [*self.tokens, *self.prompt_logprobs]
+        num_objects = 4 + len(tokens) + sum(len(token.top_logprobs) for token in tokens)
+        return OBJECT_BYTES * num_objects + len(self.text) + len(self.reasoning)
+
+    @property
+    def is_only_text(self) -> bool:
+        """Whether it has a text, and nothing that needs telling beside it."""
+        return bool(self.text) and not (self.finish_reason or self.reasoning or self.tool_calls or self.prompt_logprobs)
+
+
+def new_request_id() -> str:
+    return os.urandom(16).hex()

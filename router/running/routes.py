@@ -1,0 +1,138 @@
+"""Decides by the policy where a request goes next, and notes each decision."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from prometheus_client import Counter
+
+from common import metrics
+from common.block_hash import block_hashes, extra_keys, root_hash
+from common.errors import UnavailableError
+from common.sampling import SamplingParams, parameters
+from protos.convert import LATER_PARAMETERS
+from router.fleet.endpoint import Endpoint
+from router.fleet.registry import Registry
+from router.policy.base import Policy, RoutingDecision, RoutingRequest
+from router.running.decisions import Decisions, bounded_lines
+from router.running.progress import Progress
+from router.running.request import GenerationRequest
+
+log = logging.getLogger(__name__)
+
+MAX_TOKENS_HERE = 2**13  # of a prompt whose blocks are named at once, in less than a millisecond; others by a thread
+
+_LATER = [(name, parameters()[name].default) for name in LATER_PARAMETERS]
+
+
+@dataclass(slots=True)
+class Route:
+    """What decides where a request goes next: its blocks, and the decode workers it was on (`Endpoint.incarnation`)."""
+
+    block_names: Sequence[bytes]
+    tried: set[tuple[str, str]] = field(default_factory=set)
+    refused: set[tuple[str, str]] = field(default_factory=set)  # of `tried`, those that are there and said no
+
+    def refuse(self, endpoint: Endpoint) -> None:
+        self.tried.add(endpoint.incarnation)
+        self.refused.add(endpoint.incarnation)
+
+
+class Routes:
+    """The routes of all requests of a router."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        policy: Policy,
+        decisions: Decisions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.policy = policy  # another one may take its place at any time
+        self._registry = registry
+        self._decisions = decisions or Decisions()
+        self._clock = clock
+
+    async def route(self, request: GenerationRequest) -> Route:
+        """Chooses the route of a request that was nowhere yet. The blocks that it looks for leave out the prompt's last
+        token, which is always computed."""
+        model, token_ids = request.model, request.prompt_token_ids
+        name = partial(
+            block_hashes,
+            root_hash(model.fingerprint),
+            token_ids[: len(token_ids) - 1],
+            model.block_size,
+            extra_keys(cache_salt=request.cache_salt),
+        )
+        return Route(name() if len(token_ids) <= MAX_TOKENS_HERE else await asyncio.to_thread(name))
+
+    def pick(self, request: GenerationRequest, route: Route) -> RoutingDecision:
+        """Raises `UnavailableError` if no decode worker can take the request now."""
+        endpoints = self._registry.endpoints()
+        routing = RoutingRequest(
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_tokens=len(request.prompt_token_ids) + request.sampling_params.max_tokens,
+            fingerprint=request.model.fingerprint,
+            tried=frozenset(route.tried),
+            cached_blocks=self._registry.blocks.index.match(route.block_names, self._clock()),
+            session=request.session,
+            beside=request.siblings.decode,
+            parameters=_later_parameters(request.sampling_params),
+            in_place=request.wants_prompt_logprobs,
+        )
+        try:
+            return self.policy.pick(routing, endpoints)
+        except UnavailableError:
+            if route.tried == route.refused:
+                raise
+            return self.policy.pick(replace(routing, tried=frozenset(route.refused)), endpoints)
+
+    def elsewhere(self, request: GenerationRequest, route: Route, draining: Endpoint) -> RoutingDecision | None:
+        """The worker that could go on instead of one that drains; None if none can now. The worker asks again."""
+        route.refuse(draining)
+        try:
+            return self.pick(request, route)
+        except UnavailableError:
+            return None
+
+    def note(
+        self, request: GenerationRequest, route: Route, progress: Progress, decision: RoutingDecision, cause: str
+    ) -> None:
+        """The request goes where `decision` says: its blocks will be there, and people may ask why."""
+        _decided("in_place" if decision.in_place else "remote").inc()
+        metrics.router_expected_cached_tokens.inc(decision.num_cached_tokens)
+        request.siblings.decode = request.siblings.decode or decision.decode.incarnation
+        now, index = self._clock(), self._registry.blocks.index
+        for address in load_of(decision):
+            index.expect(address, route.block_names, now)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("routed", extra={"request_id": request.request_id, "reasons": decision.reasons.lines()})
+        if request.is_follow_up:
+            return
+        self._decisions.add(request, decision, cause)
+        if request.explain:
+            progress.report.routing.extend(f"{cause}: {reason}" for reason in bounded_lines(decision.reasons))
+
+
+@functools.cache
+def _decided(place: str) -> Counter:
+    return metrics.router_decisions.labels(place)
+
+
+def load_of(decision: RoutingDecision) -> dict[str, int]:
+    """Workers that this request is load on, until they say so themselves, and the prompt tokens that they compute."""
+    missing = decision.num_missing_tokens
+    if decision.in_place or not decision.prefill:
+        return {decision.decode.address: missing}
+    return {decision.decode.address: 0, decision.prefill[0].address: missing}
+
+
+def _later_parameters(params: SamplingParams) -> frozenset[str]:
+    """Sampling parameters that `params` uses and that an older worker would ignore."""
+    return frozenset([name for name, default in _LATER if getattr(params, name) != default])
