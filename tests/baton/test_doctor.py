@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from baton.cli.main import main
-from baton.doctor.checks import Level, doctor, examine, tuning
+from baton.doctor import checks as doctor
+from baton.doctor import tuning
+from baton.doctor.checks import Level, examine
 from baton.doctor.speed import CpuSpeed, measure_cpu
 from baton.doctor.tuning import Measured, measure_products, rules_of
 from baton.settings import UP_SETTINGS

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from baton.settings import load
-from baton.stack.local_stack import Stack, run, stack_plan
+from baton.stack import stack_plan
+from baton.stack.local_stack import Stack, run
 from baton.template_check import warn_of_template
 from common.config import UpSettings
 from common.errors import ConfigError, StartupError

@@ -68,7 +68,7 @@ def on_the_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Copies, lis
         reads.append(sum(tensor.numel() for tensor in tensors))
         return [[float(tensor.dtype != torch.bool)] * tensor.numel() for tensor in tensors]
 
-    for name in ("sampler", "local.device", "local.scores"):
+    for name in ("sampling.sampler", "local.device", "local.scores"):
         monkeypatch.setattr(f"engine.{name}.read", fake_read)
     with Copies() as copies:
         yield copies, reads

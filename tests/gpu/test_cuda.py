@@ -219,7 +219,7 @@ def test_a_step_waits_for_the_device_once(model_dir: Path, attention: str, monke
         num_reads = 0
         with monkeypatch.context() as patch:
             patch.setattr(runner._model, "forward", watched)
-            for module in ("local.device", "sampler"):
+            for module in ("local.device", "sampling.sampler"):
                 patch.setattr(f"engine.{module}.read", read_once)
             try:
                 tokens = runner.execute(steps)
