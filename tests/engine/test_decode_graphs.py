@@ -17,9 +17,9 @@ from common.config import EngineSettings
 from common.sampling import SamplingParams
 from engine.attention.base import AttentionShape
 from engine.attention.flashinfer import FlashInferBackend
-from engine.draws import draw
 from engine.local.device import LocalDevice
 from engine.local.graphs import DecodeGraphs, Replay, graph_sizes
+from engine.sampling.draws import draw
 from engine.step import Scoring, StepRow
 from tests.engine.fake_flashinfer import fake_flashinfer
 from tests.engine.tiny_models import FAMILIES, VOCAB_SIZE, full_logprobs, make_model
