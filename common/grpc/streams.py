@@ -96,7 +96,8 @@ class MessageStream(Generic[MessageT]):
                 if self._is_closed:
                     return
         except (Exception, asyncio.CancelledError) as error:  # raised where messages are taken
-            self._failure = error
+            if not self._is_closed:  # nobody would take it, and its stack holds this frame
+                self._failure = error
         finally:
             self._has_ended = True
             _wake(self._news)
@@ -106,7 +107,7 @@ class MessageStream(Generic[MessageT]):
         return len(self._ahead) >= MAX_AHEAD or self._num_bytes >= MAX_AHEAD_BYTES
 
     async def aclose(self) -> None:
-        self._is_closed = True
+        self._is_closed, self._failure = True, None
         _wake(self._room)
         if self._ends_by_itself and not self._call.done():
             timer = asyncio.get_running_loop().call_later(END_S, self._call.cancel)
