@@ -3,7 +3,8 @@
     python -m bench.engine [--peers transformers,llamacpp,vllm] [--llamacpp DIR] [--vllm PYTHON] [--quick]
                            [--rows TEXT] [--kernels VARIANT] [--minutes 40] [--json FILE]
 
-Prefill of one prompt to its first token, and decode in batches after contexts that are filled outside the clock. The
+Prefill of one prompt to its first token, decode in batches after contexts that are filled outside the clock, and steps
+that decode beside a prompt (transformers computes the prompt in a pass of its own). The
 limit is what this machine's memory bandwidth and its fastest library's products of the model's own shapes allow
 (weights, KV and attention counted), measured before and after each repetition. `limit` takes the bandwidth of the best
 moment, and is what bars are held to; `sustained` takes the mean of half a second, which is how long a row takes. Two
@@ -48,6 +49,7 @@ from bench.engine_systems import (
 )
 from bench.limit import Limit, Machine
 from common.config import DEFAULT_MODEL, default_cache_dir
+from common.cpu import read_cpu
 from engine.kernels.choice import TORCH, choose
 from engine.loading.embedded_model import ensure_model
 
@@ -56,8 +58,10 @@ QUANTIZATIONS = ("int8", "int4")
 SLOW_S = 60.0  # a peer's row that takes longer runs once
 ROWS = [Row(1, 128), Row(1, 512), Row(1, 2048)]
 ROWS += [Row(batch, context, steps) for context in (128, 2048) for batch, steps in ((1, 32), (8, 16), (32, 8))]
+MIXED = Row(8, 128, 4, 256)
+ROWS.append(MIXED)
 FEW_ROWS = [Row(1, 512), Row(1, 128, 32), Row(8, 128, 16)]
-QUICK_ROWS = [Row(1, 512), Row(1, 128, 16), Row(8, 128, 8), Row(32, 128, 4)]
+QUICK_ROWS = [Row(1, 512), Row(1, 128, 16), Row(8, 128, 8), Row(32, 128, 4), MIXED]
 WARM_UP = [Row(1, 64), Row(1, 64, 4)]
 LLAMA_1B = {
     "hidden_size": 2048,
@@ -119,7 +123,8 @@ def run_part(part: Part, model_dir: Path, args: argparse.Namespace, stop_at: flo
             before = machine.measure()
             for row in part.rows:
                 for name, system in systems.items():
-                    if (name, row.name) in slow or (name in QUANTIZATIONS and row.batch * bool(row.steps) > 8):
+                    is_left_out = name in QUANTIZATIONS and row.steps > 0 and (row.batch > 8 or row.chunk > 0)
+                    if (name, row.name) in slow or is_left_out:
                         continue
                     _say(f"run {number + 1}/{args.repeats}: {row.name}: {name}")
                     seconds = system.measure(row)
@@ -141,6 +146,7 @@ def run_part(part: Part, model_dir: Path, args: argparse.Namespace, stop_at: flo
         "model": part.model,
         "dtype": part.dtype,
         "threads": part.threads,
+        "cpu": read_cpu().title,
         "kernels": kernels,
         "read_gb_s": [one.read_gb_s for one in limits],
         "sustained_gb_s": [one.sustained_gb_s for one in limits],
@@ -157,8 +163,8 @@ def print_part(part: Part, kernels: str, rates: dict[str, dict[str, list[float]]
     gflop = {tokens: statistics.median(one.gflop_s[tokens] for one in limits) for tokens in limits[0].gflop_s}
     systems = list(dict.fromkeys(name for row in rates.values() for name in row))
     table = Table(
-        title=f"{part.model}, {part.dtype}, {part.threads} threads, kernels {kernels}, {len(limits)} repetitions: "
-        "tokens/s\n"
+        title=f"{read_cpu().title}\n"
+        f"{part.model}, {part.dtype}, {part.threads} threads, kernels {kernels}, {len(limits)} repetitions: tokens/s\n"
         f"{read:.1f} GB/s read at best, {sustained:.1f} sustained; "
         "GFLOP/s by tokens in a step: " + ", ".join(f"{tokens}: {rate:.0f}" for tokens, rate in gflop.items())
     )

@@ -50,25 +50,37 @@ class MissingPeerError(BatonError):
 
 @dataclass(slots=True, frozen=True)
 class Row:
-    """Prefill of `context` tokens if `steps` is 0, else `steps` tokens of each of `batch` sequences after `context`."""
+    """Prefill of `context` tokens if `steps` is 0, else `steps` tokens of each of `batch` sequences after `context`.
+
+    With a `chunk`, each of these steps also computes the prompt of so many tokens of one more sequence.
+    """
 
     batch: int
     context: int
     steps: int = 0
+    chunk: int = 0
 
     @property
     def name(self) -> str:
         if not self.steps:
             return f"prefill {self.context}"
+        if self.chunk:
+            return f"mixed: {self.batch} decodes beside a prompt's chunk of {self.chunk}"
         return f"decode, batch {self.batch}, context {self.context}"
 
     @property
     def num_tokens(self) -> int:
-        return self.batch * self.steps if self.steps else self.context
+        return (self.batch + self.chunk) * self.steps if self.steps else self.context
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence before the clock begins, or of the chunk."""
+        return max(self.context, self.chunk)
 
     @property
     def num_blocks(self) -> int:
-        return self.batch * -(-(self.context + self.steps + 2) // _BLOCK_SIZE)
+        sequences = self.batch * -(-(self.context + self.steps + 2) // _BLOCK_SIZE)
+        return sequences + -(-(self.chunk + 2) // _BLOCK_SIZE)
 
 
 class System(Protocol):
@@ -134,6 +146,8 @@ class BatonEngine:
     ) -> float:
         if not row.steps:
             return self.generate([_prompt(row.context)], 1, clock=clock)
+        if row.chunk:
+            return self._measure_mixed(row, clock)
         prompts = [_prompt(row.context) for _ in range(row.batch)]
         return self.generate(prompts, row.steps, is_filled=True, clock=clock, params=params)
 
@@ -160,6 +174,29 @@ class BatonEngine:
         while self.core.step():
             self.core.take_events()
         return seconds
+
+    def _measure_mixed(self, row: Row, clock: Callable[[], float]) -> float:
+        prompts = [_prompt(row.context) for _ in range(row.batch)]
+        for number, prompt in enumerate(prompts):
+            self._add(str(number), prompt, row.steps + 2)
+        self._fill(prompts)
+        seconds = 0.0
+        for number in range(row.steps):
+            self._add(f"chunk {number}", _prompt(row.chunk), 1)
+            start = clock()
+            num_tokens = self._step()
+            seconds += clock() - start
+            if num_tokens != row.batch + 1:
+                raise RuntimeError(f"a step gave {num_tokens} tokens to {row.batch} sequences and a prompt")
+        for number in range(row.batch):
+            self.core.handle(m.Release(str(number)))
+        while self.core.step():
+            self.core.take_events()
+        return seconds
+
+    def _add(self, name: str, prompt: list[int], num_new: int) -> None:
+        params = replace(GREEDY, max_tokens=num_new, ignore_eos=True)
+        self.core.handle(m.AddRequest(request_id=name, prompt_token_ids=prompt, sampling_params=params))
 
     def _fill(self, prompts: list[list[int]]) -> None:
         """One step that takes all prompts in whole, or the first ones would decode while others are filled."""
@@ -199,10 +236,13 @@ class Transformers:
                     torch.full(shape, 0.01, dtype=self._dtype), torch.full(shape, 0.01, dtype=self._dtype), layer
                 )
             ids = torch.full((row.batch, 1), 100)
+        chunk = torch.tensor([_prompt(row.chunk)]) if row.chunk else None
         start = clock()
         for _ in range(max(1, row.steps)):
             logits = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
             ids = logits[:, -1].argmax(-1, keepdim=True)
+            if chunk is not None:  # in a pass of its own: its model takes no such batch
+                self._model(chunk, use_cache=True, logits_to_keep=1).logits.argmax(-1)
         return clock() - start
 
 
@@ -242,7 +282,8 @@ class _OtherProcess:
 
     def measure(self, row: Row) -> float:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"batch": row.batch, "context": row.context, "steps": row.steps}) + "\n")
+        asked = {"batch": row.batch, "context": row.context, "steps": row.steps, "chunk": row.chunk}
+        self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         return float(self._answer()["seconds"])
 
@@ -287,10 +328,12 @@ class Vllm(_OtherProcess):
         check_vllm(python)
         config = json.loads((model_dir / "config.json").read_text())
         token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
-        blocks = max(row.batch * (row.context // _VLLM_BLOCK_SIZE + 2) for row in rows) + 8
+        blocks = (
+            max(row.batch * (row.context // _VLLM_BLOCK_SIZE + 2) + row.chunk // _VLLM_BLOCK_SIZE for row in rows) + 8
+        )
         kv_bytes = blocks * _VLLM_BLOCK_SIZE * token * getattr(torch, dtype).itemsize
         script = Path(__file__).with_name("vllm_peer.py")
-        max_context = max(row.context for row in rows)
+        max_context = max(row.longest for row in rows)
         command = [str(python), str(script), str(model_dir), dtype, str(max_context), str(kv_bytes)]
         super().__init__("vllm", command, _vllm_environment(python, threads))
 

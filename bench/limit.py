@@ -43,11 +43,13 @@ class Limit:
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         kv = 2 * layers * kv_heads * dim  # elements of a token
         seen = row.context / 2 if not row.steps else row.context + row.steps / 2  # tokens that a token sees
-        tokens = row.batch if row.steps else row.context
+        tokens = row.batch + row.chunk if row.steps else row.context
         read_s = (weights + head + row.batch * row.context * kv * bool(row.steps)) * itemsize / self.read_gb_s
         multiplied_s = 0.0
         if tokens > 1:
-            multiplied = 2 * tokens * (weights + 2 * layers * heads * dim * seen) + 2 * row.batch * head
+            attended = row.batch * seen + row.chunk * row.chunk / 2 if row.steps else tokens * seen
+            multiplied = 2 * tokens * weights + 4 * layers * heads * dim * attended
+            multiplied += 2 * (row.batch + bool(row.chunk)) * head
             multiplied_s = multiplied / self.gflop_s[step_tokens(row)]
         return max(read_s, multiplied_s) / 1e9 * max(1, row.steps)
 
@@ -63,7 +65,7 @@ class Limit:
 
 
 def step_tokens(row: Row) -> int:
-    return row.batch if row.steps else min(row.context, CHUNK)
+    return row.batch + row.chunk if row.steps else min(row.context, CHUNK)
 
 
 def shapes_of(config: dict[str, int]) -> list[tuple[tuple[int, int], int]]:
@@ -85,8 +87,8 @@ class Machine:
         choice = choose(AUTO)
         self._kernels = None if choice.instruction_set == TORCH else Kernels(choice, num_threads)
         self._dtypes = dict.fromkeys((getattr(torch, dtype), torch.float32))  # either may be the faster one
-        self._decoded = {step_tokens(row) for row in rows if row.steps} - {1}
-        prompts = {step_tokens(row) for row in rows if not row.steps}
+        self._decoded = {step_tokens(row) for row in rows if row.steps and not row.chunk} - {1}
+        prompts = {step_tokens(row) for row in rows if not row.steps or row.chunk}
         self._step_tokens = sorted(self._decoded | prompts)
         self._shapes = shapes_of(config) if self._step_tokens else []
         self._weights = [self._ways(torch.full(shape, 0.01)) for shape, _ in self._shapes]

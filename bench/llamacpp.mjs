@@ -2,8 +2,9 @@
 //
 //     node bench/llamacpp.mjs FOLDER MODEL.gguf THREADS      FOLDER: where `npm install node-llama-cpp` ran
 //
-// {"batch": sequences, "context": tokens, "steps": tokens} is answered with {"seconds": s}: of a prompt to its first token
-// if there are no steps, else of so many tokens of each sequence. Contexts are filled outside the clock.
+// {"batch": sequences, "context": tokens, "steps": tokens, "chunk": tokens} is answered with {"seconds": s}: of a prompt to
+// its first token if there are no steps, else of so many tokens of each sequence, each beside a prompt of `chunk` tokens if
+// that is not 0. Contexts are filled outside the clock.
 import {mkdtempSync, rmSync} from "node:fs";
 import {tmpdir} from "node:os";
 import {join} from "node:path";
@@ -46,8 +47,8 @@ async function prefill(num_tokens) {
     return seconds;
 }
 
-async function decode({batch, context: num_tokens, steps}) {
-    const context = await open(batch, num_tokens + steps + 8);
+async function decode({batch, context: num_tokens, steps, chunk}) {
+    const context = await open(batch + (chunk ? 1 : 0), Math.max(num_tokens + steps, chunk) + 8);
     const sequences = Array.from({length: batch}, () => context.getSequence());
     await sequences[0].evaluateWithoutGeneratingNewTokens(tokens(num_tokens - 1));
     const state = join(scratch, "state");
@@ -57,10 +58,21 @@ async function decode({batch, context: num_tokens, steps}) {
     }
     await Promise.all(sequences.map((sequence) => generate(sequence, [100], 1)));
     const start = now();
-    await Promise.all(sequences.map((sequence) => generate(sequence, [101], steps)));
+    if (chunk) await decodeBesidePrompts(sequences, context.getSequence(), steps, chunk);
+    else await Promise.all(sequences.map((sequence) => generate(sequence, [101], steps)));
     const seconds = now() - start;
     await context.dispose();
     return seconds;
+}
+
+async function decodeBesidePrompts(sequences, prompt, steps, chunk) {
+    for (let i = 0; i < steps; i++) {
+        await Promise.all([
+            ...sequences.map((sequence) => generate(sequence, [101], 1)),
+            generate(prompt, tokens(chunk), 1)
+        ]);
+        await prompt.clearHistory();
+    }
 }
 
 for await (const line of createInterface({input: process.stdin})) {

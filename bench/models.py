@@ -1,6 +1,7 @@
 """Baton's own decoder, transformers' code on Baton's cache, and transformers itself: the same weights and tokens.
 
-    python -m bench.models [--models smollm2-135m,llama-1b,qwen3-moe] [--dtype bfloat16] [--repeats 5] [--json FILE]
+    python -m bench.models [--models smollm2-135m,llama-1b,qwen3-moe] [--dtype bfloat16] [--kernels VARIANT]
+                           [--repeats 5] [--json FILE]
 
 Milliseconds of a prefill of 512 tokens and of a decode step after 128 tokens, one sequence and eight. One thread, and
 the seconds of that thread on the CPU, so that other work on the machine disturbs little; the systems take turns.
@@ -22,9 +23,11 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from bench.engine import LLAMA_1B, random_model
-from bench.engine_systems import BatonEngine, Row, Transformers
+from bench.engine_systems import BatonEngine, Row, Transformers, add_kernels_option, check_kernels
 from bench.measure import interleave, print_table
 from common.config import DEFAULT_MODEL, default_cache_dir
+from common.cpu import read_cpu
+from engine.kernels.choice import AUTO, choose
 from engine.loading.embedded_model import ensure_model
 from engine.models import registry
 
@@ -49,12 +52,12 @@ RANDOM: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def on_transformers_code(model_dir: Path, dtype: str) -> BatonEngine:
+def on_transformers_code(model_dir: Path, dtype: str, kernels: str = AUTO) -> BatonEngine:
     """The engine as it would be if Baton had no decoder of its own for this model."""
     config = json.loads((model_dir / "config.json").read_text())
     served = {config["model_type"]: config["architectures"][0]}
     with mock.patch.multiple(registry, FAMILIES={}, VERIFIED=served):
-        return BatonEngine(model_dir, dtype, 1, num_blocks=NUM_BLOCKS)
+        return BatonEngine(model_dir, dtype, 1, num_blocks=NUM_BLOCKS, kernels=kernels)
 
 
 def milliseconds(system: BatonEngine | Transformers) -> Callable[[], Mapping[str, float]]:
@@ -66,9 +69,11 @@ def main() -> None:
     known = (SMALL, *RANDOM)
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(known))
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    add_kernels_option(parser)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    check_kernels(parser, args)
     if unknown := set(args.models) - set(known):
         parser.error(f"--models: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
     torch.set_num_threads(1)
@@ -79,12 +84,17 @@ def main() -> None:
             if name in RANDOM:
                 model_dir = stack.enter_context(random_model(RANDOM[name](), model_dir))
             systems = {
-                "native": milliseconds(BatonEngine(model_dir, args.dtype, 1, num_blocks=NUM_BLOCKS)),
-                "transformers' code": milliseconds(on_transformers_code(model_dir, args.dtype)),
+                "native": milliseconds(
+                    BatonEngine(model_dir, args.dtype, 1, num_blocks=NUM_BLOCKS, kernels=args.kernels)
+                ),
+                "transformers' code": milliseconds(on_transformers_code(model_dir, args.dtype, args.kernels)),
                 "transformers": milliseconds(Transformers(model_dir, args.dtype, 1)),
             }
             rows = interleave(systems, args.repeats)
-        title = f"{name}, {args.dtype}, one thread: milliseconds of CPU time, prefill or decode step"
+        title = (
+            f"{read_cpu().title}\n{name}, {args.dtype}, kernels {choose(args.kernels).instruction_set}, one thread: "
+            "milliseconds of CPU time, prefill or decode step"
+        )
         print_table(title, rows, ratio=("transformers' code", "native"))
         results[name] = {row: {system: asdict(figure) for system, figure in each.items()} for row, each in rows.items()}
     if args.json:

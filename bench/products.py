@@ -1,6 +1,6 @@
 """Products of the kernels with weights of each kind: one token, whose weights are read from caches, and 512 tokens.
 
-    python -m bench.products [--kernels auto]
+    python -m bench.products [--kernels VARIANT]
 
 One thread, whose seconds on the CPU are counted. The best of 40 rounds of 50 products with one token, and of 8 with
 512.
@@ -16,7 +16,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from engine.kernels.choice import AUTO, INSTRUCTION_SETS, TORCH, choose
+from bench.engine_systems import add_kernels_option, check_kernels
+from common.cpu import read_cpu
+from engine.kernels.choice import TORCH, choose
 from engine.kernels.library import Kernels, WeightKind
 from engine.layers import linear_kernel
 
@@ -39,13 +41,15 @@ def best_s(work: Callable[[], object], rounds: int, times: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernels", choices=(AUTO, *INSTRUCTION_SETS), default=AUTO)
-    choice = choose(parser.parse_args().kernels)
+    add_kernels_option(parser)
+    args = parser.parse_args()
+    check_kernels(parser, args)
+    choice = choose(args.kernels)
     if choice.instruction_set == TORCH:
         parser.error(f"no kernels: {choice.reason}")
     torch.set_num_threads(1)
     kernels = Kernels(choice, 1)
-    table = Table(title=f"{choice.instruction_set}, one thread")
+    table = Table(title=f"{read_cpu().title}\n{choice.instruction_set}, one thread")
     for name in ("weights", "one token, µs", "GB/s", "512 tokens, GFLOP/s", "torch"):
         table.add_column(name, justify="right")
     one, many = torch.randn(ONE_TOKEN), torch.randn(MANY)

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from bench.engine_systems import GREEDY, BatonEngine, Row, add_kernels_option, check_kernels
 from common.config import DEFAULT_MODEL, default_cache_dir
+from common.cpu import read_cpu
 from common.sampling import SamplingParams, TokenSequence
 from engine.loading.embedded_model import ensure_model
 
@@ -102,7 +103,8 @@ def main() -> None:
     watch = Stopwatch(kernels.library)
     kernels.library = watch  # type: ignore[assignment]
     table = Table(
-        title=f"{args.dtype}, {args.quantization}, {kernels.choice.variant}, one thread: milliseconds of a decode step"
+        title=f"{read_cpu().title}\n{args.dtype}, {args.quantization}, {kernels.choice.instruction_set}, one thread: "
+        "milliseconds of a decode step"
     )
     for name in ("batch", "context", "whole", "beside the kernels", "share"):
         table.add_column(name, justify="right")
@@ -115,7 +117,7 @@ def main() -> None:
 
 
 def compare_sampling(engine: BatonEngine, title: str, rows: Sequence[Row], repeats: int) -> None:
-    table = Table(title=f"{title}, one thread: milliseconds of a decode step")
+    table = Table(title=f"{read_cpu().title}\n{title}, one thread: milliseconds of a decode step")
     for name in ("batch", "context", "greedy", "each its own parameters", "times"):
         table.add_column(name, justify="right")
     for row in rows:

@@ -2,10 +2,10 @@
 
     PYTHON bench/vllm_peer.py MODEL_DIR DTYPE MAX_CONTEXT KV_BYTES
 
-{"batch": sequences, "context": tokens, "steps": tokens} is answered with {"seconds": s}: of a prompt to its first token
-if there are no steps, else of so many tokens of each sequence. vLLM's own DecodeBenchConnector fills contexts with a
-constant, outside the clock. Engine and model are in this one process, so no message between processes counts; threads
-are as OMP_NUM_THREADS says.
+{"batch": sequences, "context": tokens, "steps": tokens, "chunk": tokens} is answered with {"seconds": s}: of a prompt
+to its first token if there are no steps, else of so many tokens of each sequence, each beside a prompt of `chunk`
+tokens if that is not 0. vLLM's own DecodeBenchConnector fills contexts with a constant, outside the clock. Engine and
+model are in this one process, so no message between processes counts; threads are as OMP_NUM_THREADS says.
 """
 
 from __future__ import annotations
@@ -57,24 +57,26 @@ class Peer:
         ).llm_engine
         self._num_requests = 0
 
-    def measure(self, batch: int, context: int, steps: int) -> float:
+    def measure(self, batch: int, context: int, steps: int, chunk: int) -> float:
         start = time.perf_counter()
         names = [self._add(context, is_filled=steps > 0) for _ in range(batch)]
         self._step(batch)
         if steps:
             start = time.perf_counter()
             for _ in range(steps):
-                self._step(batch)
+                if chunk:
+                    names.append(self._add(chunk, is_filled=False, num_new=1))
+                self._step(batch + bool(chunk))
         seconds = time.perf_counter() - start
         self._engine.abort_request(names)
         while self._engine.has_unfinished_requests():
             self._engine.step()
         return seconds
 
-    def _add(self, context: int, *, is_filled: bool) -> str:
+    def _add(self, context: int, *, is_filled: bool, num_new: int = _MAX_NEW) -> str:
         params = SamplingParams(
             temperature=0.0,
-            max_tokens=_MAX_NEW,
+            max_tokens=num_new,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,

@@ -56,6 +56,20 @@ class Cpu:
     name: str  # as the system names it; empty if it does not
     flags: frozenset[str]  # that every core has, and that no variable takes away
     limits: tuple[str, ...] = ()  # variables that take some away, as NAME=VALUE
+    vendor: str = ""  # such as GenuineIntel; Arm's: its implementer, such as 0x41; empty if the system does not say
+    family: int = 0
+    model: int = 0  # of the family; Arm's: its part
+
+    @property
+    def kind(self) -> str:
+        """Names all CPUs of one design, such as GenuineIntel-6-207; empty if the system does not say."""
+        return f"{self.vendor}-{self.family}-{self.model}" if self.vendor else ""
+
+    @property
+    def title(self) -> str:
+        """For people, and for tables of measurements: hypervisors give one name to many kinds."""
+        name = self.name or "unknown CPU"
+        return f"{name} ({self.vendor} family {self.family} model {self.model})" if self.vendor else name
 
     @property
     def has_bf16(self) -> bool:
@@ -82,7 +96,7 @@ def read_cpu(cpuinfo: Path = _CPUINFO, environ: Mapping[str, str] = os.environ) 
         text = cpuinfo.read_text(errors="replace")
     except FileNotFoundError:
         text = ""
-    name, cores = "", []
+    name, vendor, cores, numbers = "", "", [], {"family": 0, "model": 0}
     for line in text.splitlines():
         key, _, value = line.partition(":")
         match key.strip():
@@ -90,6 +104,12 @@ def read_cpu(cpuinfo: Path = _CPUINFO, environ: Mapping[str, str] = os.environ) 
                 cores.append(frozenset(value.split()))
             case "model name":
                 name = value.strip()
+            case "vendor_id" | "CPU implementer":
+                vendor = value.strip()
+            case "cpu family" | "CPU architecture":
+                numbers["family"] = _number(value)
+            case "model" | "CPU part":
+                numbers["model"] = _number(value)
     whole = frozenset[str]().union(*cores[:1]).intersection(*cores)
     flags, limits = whole, []
     for limit in read_limits(environ):
@@ -97,4 +117,12 @@ def read_cpu(cpuinfo: Path = _CPUINFO, environ: Mapping[str, str] = os.environ) 
         if taken:
             flags -= taken
             limits.append(limit.setting)
-    return Cpu(name, flags, tuple(limits))
+    return Cpu(name, flags, tuple(limits), vendor, **numbers)
+
+
+def _number(text: str) -> int:
+    """Decimal, or hexadecimal with 0x; 0 for what is neither."""
+    try:
+        return int(text.strip(), 0)
+    except ValueError:
+        return 0

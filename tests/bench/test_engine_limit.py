@@ -40,6 +40,14 @@ def test_a_row_is_held_to_the_rate_of_its_own_number_of_tokens() -> None:
         assert limit.seconds(row, CONFIG, 2) == pytest.approx(flop / rate / 1e9)
 
 
+def test_a_prompt_beside_decodes_counts_with_its_own_attention_and_its_head() -> None:
+    limit, row = Limit(1e9, 1e9, {24: 2.0}), Row(8, 32, 2, 16)
+    attention = 2 * 2 * 2 * 64 * (8 * (32 + 1) + 16 * 16 / 2)
+    flop = 2 * (2 * 24 * WEIGHTS + attention + 2 * 9 * HEAD)
+    assert row.num_tokens == 48
+    assert limit.seconds(row, CONFIG, 2) == pytest.approx(flop / 2.0 / 1e9)
+
+
 def test_one_token_is_held_to_reading_at_best_and_sustained() -> None:
     limit, row = Limit(20.0, 10.0, {8: 1e-9}), Row(1, 16, 4)
     num_bytes = 2 * (WEIGHTS + HEAD + 16 * 2 * 2 * 2 * 16)

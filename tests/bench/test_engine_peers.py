@@ -46,13 +46,13 @@ def test_vllm_gets_room_for_the_largest_row_and_its_threads(
     monkeypatch.setenv("PYTHONPATH", "/ours")  # whose modules are not for it
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3, 5, 4})
     python = make_peer(tmp_path)
-    vllm = Vllm(python, tmp_path, "bfloat16", 2, [Row(1, 2048), Row(8, 200, 16)])
+    vllm = Vllm(python, tmp_path, "bfloat16", 2, [Row(1, 2048), Row(8, 200, 16), Row(2, 16, 4, 256)])
     try:
         assert vllm.measure(Row(8, 200, 16)) == 0.5
     finally:
         vllm.close()
     seen = json.loads((tmp_path / "seen.json").read_text())
-    assert seen["asked"] == {"batch": 8, "context": 200, "steps": 16}
+    assert seen["asked"] == {"batch": 8, "context": 200, "steps": 16, "chunk": 0}
     blocks = 8 * 3 + 8  # of 128 tokens: those of 216 tokens and one to spare, and a few beside
     assert seen["argv"][1:] == [str(tmp_path), "bfloat16", "2048", str(blocks * 128 * 2 * 2 * 3 * 16 * 2)]
     env = seen["env"]

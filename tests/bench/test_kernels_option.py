@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench import engine as bench_engine
-from bench.engine_systems import BatonEngine, add_kernels_option, check_kernels
+from bench import engine_systems
+from bench.engine_systems import BatonEngine, Row, Transformers, add_kernels_option, check_kernels
 from engine.kernels.choice import AUTO
 from tests.engine.kernels.variants import ALL, VARIANTS
 from tests.engine.tiny_models import make_model
@@ -46,3 +47,13 @@ def test_the_engine_computes_with_it(tmp_path: Path, kernels: str) -> None:
     path = make_model(tmp_path / "model")
     engine = BatonEngine(path, "float32", 1, num_blocks=20, kernels=kernels)
     assert (engine.kernels.choice.instruction_set if engine.kernels is not None else "torch") == kernels
+
+
+def test_a_mixed_row_decodes_beside_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_systems, "_prompt", lambda num_tokens: [1] * num_tokens)
+    path = make_model(tmp_path / "model", {"vocab_size": 128})
+    row = Row(2, 20, 3, 16)
+    engine = BatonEngine(path, "float32", 1, num_blocks=row.num_blocks + 8, kernels="torch")
+    assert engine.measure(row) > 0
+    assert not engine.core.has_work
+    assert Transformers(path, "float32", 1).measure(row) > 0
