@@ -31,7 +31,8 @@ from common.sampling import SamplingParams
 from common.types import SampledToken
 from engine import messages as m
 from engine.core import EngineCore
-from engine.kernels.choice import AUTO, INSTRUCTION_SETS, TORCH, choose
+from engine.kernels.choice import AUTO, TORCH, choose
+from engine.kernels.kinds import INSTRUCTION_SETS
 from engine.kernels.library import Kernels
 from engine.local.device import LocalDevice
 from engine.sampling.grammars import GrammarCompiler

@@ -146,6 +146,8 @@ class EngineCore:
             dtype_reason=info.dtype_reason,
             device=info.device,
             device_reason=info.device_reason,
+            kernels=info.kernels,
+            kernels_reason=info.kernels_reason,
             peer=self._connector.describe(),
         )
 

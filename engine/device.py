@@ -39,6 +39,8 @@ class DeviceInfo:
     dtype_reason: str
     device: str  # as torch names it
     device_reason: str
+    kernels: str = ""  # the variant of the CPU kernels that computes, or torch
+    kernels_reason: str = ""
     free_rows: float  # that a step multiplies while it reads the weights: engine/speculation/step_cost.py
 
 

@@ -181,6 +181,8 @@ class EngineReady(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     dtype_reason: str  # why the spec's dtype is what it is
     device: str  # "cpu", "cuda" or "cuda:N"
     device_reason: str  # why it is that one
+    kernels: str = ""  # the variant of the CPU kernels that computes, or torch
+    kernels_reason: str = ""  # why it is that one
     peer: bytes  # KVConnector.describe()
 
 

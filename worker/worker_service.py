@@ -62,6 +62,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             fingerprint_but_dtype=ready.spec.fingerprint_but_dtype(),
             device=ready.device,
             device_reason=ready.device_reason,
+            kernels=ready.kernels,
+            kernels_reason=ready.kernels_reason,
             version=VERSION,
             sampling_parameters=sorted(SAMPLING_PARAMETERS),
             chat_template_error=worker.chat_template_error,

@@ -191,6 +191,7 @@ def print_fleet(workers: Sequence[FleetWorker], *, wide: bool = False) -> None:
     console = Console(width=width, highlight=False)
     console.print(table)
     reasons = [(one.dtype, one.dtype_reason) for one in workers] + [(one.device, one.device_reason) for one in workers]
+    reasons += [(f"kernels {one.kernels}", one.kernels_reason) for one in workers]
     for what, reason in dict.fromkeys(reasons):
         if reason:
             console.print(f"{what}: {reason}", markup=False)

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import logging
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -29,10 +31,11 @@ def doctor(settings: UpSettings, *, as_json: bool, tune: bool) -> int:
         from baton.doctor.checks import Level, examine
 
         findings = []
-        for finding in examine(settings, tune=tune):
-            findings.append(finding)
-            if not as_json:
-                print_finding(finding)
+        with _progress_bar(is_shown=tune and sys.stderr.isatty()) as progress:
+            for finding in examine(settings, tune=tune, progress=progress):
+                findings.append(finding)
+                if not as_json:
+                    print_finding(finding)
     finally:
         logging.disable(logging.NOTSET)
     problems = sum(one.level is Level.PROBLEM for one in findings)
@@ -42,6 +45,20 @@ def doctor(settings: UpSettings, *, as_json: bool, tune: bool) -> int:
     else:
         print(f"\n{_count(problems, 'problem')}, {_count(hints, 'hint')}")
     return 1 if problems else 0
+
+
+@contextmanager
+def _progress_bar(*, is_shown: bool) -> Iterator[Callable[[str, float], None]]:
+    """Yields what is told the work and the share of it that is done. The bar stands below the findings."""
+    if not is_shown:
+        yield lambda _what, _share: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("tune", total=1.0, visible=False)
+        yield lambda what, share: bar.update(task, description=f"tune: {what}", completed=share, visible=share < 1.0)
 
 
 def print_finding(finding: Finding) -> None:
@@ -84,7 +101,7 @@ DOCTOR = SettingsCommand(
         click.Option(
             ["--tune"],
             is_flag=True,
-            help="measure which library multiplies faster, and write it to --cache-dir for engines on this machine",
+            help="measure what makes whole steps of this model fastest, and write it to --cache-dir for engines here",
         ),
     ],
 )

@@ -26,6 +26,8 @@ def fleet_worker(worker: router_pb2.FleetWorker) -> FleetWorker:
         dtype_reason=worker.info.dtype_reason,
         device=worker.info.device,
         device_reason=worker.info.device_reason,
+        kernels=worker.info.kernels,
+        kernels_reason=worker.info.kernels_reason,
         breaker=worker.breaker,
         num_queued_prompt_tokens=load.num_queued_prompt_tokens,
         num_known_blocks=worker.num_known_blocks,

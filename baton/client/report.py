@@ -104,6 +104,8 @@ class FleetWorker:
     dtype_reason: str = ""
     device: str = ""  # likewise
     device_reason: str = ""
+    kernels: str = ""  # variant of the CPU kernels, or torch; empty if the worker does not say
+    kernels_reason: str = ""
     breaker: str = ""  # "closed", "open", "half open" or "slow", to this router
     num_queued_prompt_tokens: int = 0
     num_known_blocks: int = 0  # KV blocks that the router knows it to have

@@ -10,26 +10,26 @@ import importlib.metadata
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 import torch
 
-from baton.doctor import cluster_check
-from baton.doctor.speed import ROWS, SIZE, measure_cpu
-from baton.doctor.tuning import GAIN, measure_products, rules_of
+from baton.doctor import cluster_check, tuning
+from baton.doctor.speed import ROWS, SIZE, CpuSpeed, measure_cpu
+from baton.doctor.tuning import Seconds, StepMeasurer
 from baton.stack import lmcache_server
 from baton.stack.kv_directory import private_parent
 from baton.stack.stack_plan import usable_cores
-from common.config import DEFAULT_MODEL, UpSettings
+from common.config import DEFAULT_MODEL, EngineSettings, UpSettings
 from common.cpu import read_cpu, read_limits
 from common.errors import BatonError
-from common.model_files import checkpoint_dtype, open_model
+from common.model_files import checkpoint_dtype, model_identity, open_model
 from engine.kernels.choice import AUTO, TORCH, Choice, built_variants, choose, cpu_instruction_sets
 from engine.kernels.library import DTYPES, choose_kernels
-from engine.kernels.table import Rule, Table, Tuned, load_table, shipped, tuned_file, write_tuned
+from engine.kernels.table import BrokenTableError, Rule, Table, Tuned, TunedFor, keep_tuned, shipped, tuned_file
 from engine.loading.dtype import DtypeChoice, choose_dtype, resolve_dtype
 from engine.loading.embedded_model import ORIGINAL_DTYPE, find_model, is_embedded
 from engine.loading.hub import is_hub_name
@@ -41,6 +41,10 @@ from engine.local.memory import weight_bytes
 from kv_store import registry
 
 GIB = 1 << 30
+FASTER = 1.1  # times as fast, to be worth advice
+
+Progress = Callable[[str, float], None]
+"""Hears what is measured, and which share of all is done."""
 
 
 class Level(StrEnum):
@@ -58,25 +62,24 @@ class Finding:
     facts: dict[str, object] = field(default_factory=dict)  # the same as values, for programs
 
 
-def examine(settings: UpSettings, *, tune: bool = False) -> Iterator[Finding]:
-    """All findings, in the order in which they are read. `settings` are those of `baton up`. `tune` measures products
-    and writes what the engines then compute them with."""
+def examine(
+    settings: UpSettings, *, tune: bool = False, progress: Progress = lambda _what, _share: None
+) -> Iterator[Finding]:
+    """All findings, in the order in which they are read. `settings` are those of `baton up`. `tune` measures steps of
+    the model and writes what engines then compute them with."""
     cores = settings.cpu_cores or usable_cores()
     num_threads = len(cores) or os.cpu_count() or 1
     torch.set_num_threads(num_threads)
     yield _cpu(num_threads)
     device, device_finding = _device(settings)
-    kernels, table, finding = _kernels(settings, device, will_tune=tune)
-    yield finding
-    yield device_finding
-    model, finding = _model(settings)
-    yield finding
-    dtype, finding = _dtype(settings, model, device, kernels)
-    yield finding
+    model, model_finding = _model(settings)
+    dtype, dtype_finding = _dtype(settings, model, device, _possible_kernels(settings))
+    kernels, table, finding = _kernels(settings, device, model, dtype, will_tune=tune)
+    yield from (finding, device_finding, model_finding, dtype_finding)
     yield from _quantization(settings, device, dtype, kernels)
     yield from _speed(settings, kernels, dtype, model, num_threads, None if tune else table)
     if tune:
-        yield _tune(settings, kernels, num_threads)
+        yield _tune(settings, kernels, model, dtype, num_threads, progress)
     yield from _connectors(settings)
     yield _cluster()
     yield _port(settings.host, settings.http_port, "http_port", "--http-port")
@@ -90,45 +93,65 @@ def _cpu(num_threads: int) -> Finding:
     memory = "" if available is None else f", {available / GIB:.1f} GiB of memory available"
     facts: dict[str, object] = {
         "name": cpu.name,
+        "kind": cpu.kind,
         "num_cores": num_threads,
         "instruction_sets": sets,
         "limits": limits,
         "available_memory_bytes": available,
     }
-    text = f"{cpu.name or 'unknown'}, {num_threads} cores ({', '.join(sets) or 'no instruction set known'}){memory}"
+    text = f"{cpu.title}, {num_threads} cores ({', '.join(sets) or 'no instruction set known'}){memory}"
     if limits:
         return Finding("cpu", Level.HINT, text, f"{' and '.join(limits)} keeps a part of it unused: unset it", facts)
     return Finding("cpu", Level.OK, text, facts=facts)
 
 
-def _kernels(settings: UpSettings, device: DeviceChoice, *, will_tune: bool) -> tuple[Choice, Table, Finding]:
-    """The table is what engines on this CPU read."""
+def _possible_kernels(settings: UpSettings) -> Choice:
+    """What was asked for, or what can run here in its place."""
+    try:
+        return choose(settings.kernels)
+    except BatonError:
+        return choose(AUTO)
+
+
+def _kernels(
+    settings: UpSettings, device: DeviceChoice, model: Path | None, dtype: DtypeChoice, *, will_tune: bool
+) -> tuple[Choice, Table, Finding]:
+    """What engines compute with, and the table that they read."""
+    name = "kernels"
     try:
         choice = choose(settings.kernels)
     except BatonError as error:
         fallback = choose(AUTO)
         advice = f"--kernels {fallback.instruction_set}"
-        return fallback, shipped(TORCH), Finding("kernels", Level.PROBLEM, error.message, advice)
+        return fallback, shipped(TORCH), Finding(name, Level.PROBLEM, error.message, advice)
     facts: dict[str, object] = {"kernels": choice.instruction_set, "reason": choice.reason, "built": built_variants()}
-    text, table = f"{choice.instruction_set}: {choice.reason}", shipped(choice.instruction_set)
+    table = shipped(choice.instruction_set)
     try:
-        asked = torch.float32 if settings.dtype == AUTO else getattr(torch, settings.dtype)  # auto has kernels, too
-        used = choose_kernels(settings.kernels, device=torch.device(device.device), dtype=asked)
+        used, used_table = choose_kernels(
+            settings.kernels,
+            device=torch.device(device.device),
+            dtype=getattr(torch, dtype.dtype),
+            cache_dir=None if will_tune else settings.cache_dir,  # tuning writes anew what is there
+            model="" if model is None else model_identity(model),
+        )
     except BatonError as error:
-        return choice, table, Finding("kernels", Level.PROBLEM, error.message, "--kernels auto; or --device cpu", facts)
-    if TORCH not in (choice.instruction_set, used.instruction_set) and not will_tune:  # which writes the table anew
-        try:
-            table = load_table(settings.cache_dir, read_cpu().name, choice.instruction_set)
-        except BatonError as error:
-            file = tuned_file(settings.cache_dir)
-            advice = f"delete {file}, or run baton doctor --tune again"
-            return choice, table, Finding("kernels", Level.PROBLEM, error.message.partition(";")[0], advice, facts)
+        if isinstance(error, BrokenTableError):
+            advice = f"delete {tuned_file(settings.cache_dir)}, or run baton doctor --tune again"
+            return choice, table, Finding(name, Level.PROBLEM, error.message.partition(";")[0], advice, facts)
+        return choice, table, Finding(name, Level.PROBLEM, error.message, "--kernels auto; or --device cpu", facts)
+    if TORCH not in (choice.instruction_set, used.instruction_set):  # or not for this device or dtype
+        choice, table = used, used_table
+        facts |= {"kernels": choice.instruction_set, "reason": choice.reason}
+    text = f"{choice.instruction_set}: {choice.reason}"
+    facts["rules"] = [dataclasses.asdict(rule) for rule in table.rules]
     if table.file:
         facts["tuned_in"] = table.file
-        text += f"; tuned for this CPU: {_describe(table.rules)} ({table.file})"
+        text += f"; tuned for this model: {_describe(table.rules)} ({table.file})"
+    elif table.rules:
+        text += f"; {_describe(table.rules)}"
     if choice.instruction_set != TORCH or settings.kernels == TORCH:
-        return choice, table, Finding("kernels", Level.OK, text, facts=facts)
-    return choice, table, Finding("kernels", Level.HINT, text, _kernels_advice(), facts)
+        return choice, table, Finding(name, Level.OK, text, facts=facts)
+    return choice, table, Finding(name, Level.HINT, text, _kernels_advice(), facts)
 
 
 def _kernels_advice() -> str:
@@ -225,6 +248,7 @@ def _quantization(settings: UpSettings, device: DeviceChoice, dtype: DtypeChoice
             settings.kernels if settings.kernels in (AUTO, TORCH) else kernels.instruction_set,
             device=torch.device(device.device),
             dtype=getattr(torch, dtype.dtype),
+            cache_dir=None,
             quantization=kind,
         )
     except BatonError as error:
@@ -256,46 +280,117 @@ def _speed(
     table: Table | None,
 ) -> Iterator[Finding]:
     """`table`: by which engines choose what multiplies; None if it is about to be measured."""
-    speed = measure_cpu(kernels, dtype.dtype, num_threads)
+    others = [] if settings.quantization != "none" else [one for one in _variants_here() if one not in ("avx2", "neon")]
+    speed = measure_cpu(kernels, dtype.dtype, num_threads, others)
     facts: dict[str, object] = {"read_gb_s": round(speed.read_gb_s, 2)}
     text = f"{speed.read_gb_s:.1f} GB/s read"
+    if speed.kernels_read_gb_s is not None:
+        facts["kernels_read_gb_s"] = round(speed.kernels_read_gb_s, 2)
+        text += f", {speed.kernels_read_gb_s / speed.read_gb_s:.0%} of it by the kernels with one token"
     if model is not None:
         most = speed.read_gb_s * 1e9 / _decode_bytes(model, dtype, settings.quantization)
         facts["max_decode_tokens_s"] = round(most, 1)
         text += f": weights let one stream decode {most:.0f} tokens/s on the CPU at most"
     yield Finding("bandwidth", Level.OK, text, facts=facts)
-    facts = {"dtype": dtype.dtype, "torch_gflop_s": round(speed.torch_gflop_s, 1), "kernels_gflop_s": None}
-    text = f"{speed.torch_gflop_s:.0f} GFLOP/s in {dtype.dtype} with torch"
-    if speed.kernels_gflop_s is None:
-        yield Finding("products", Level.OK, text, facts=facts)
-        return
-    facts["kernels_gflop_s"] = round(speed.kernels_gflop_s, 1)
-    text = f"{speed.kernels_gflop_s:.0f} GFLOP/s in {dtype.dtype} with {kernels.instruction_set}, {text}"
     torch_from = None if table is None else table.torch_from(dtype.dtype, SIZE * SIZE)
-    is_torch_used = table is None or (torch_from is not None and torch_from <= ROWS)
-    if is_torch_used or settings.quantization != "none" or speed.torch_gflop_s < GAIN * speed.kernels_gflop_s:
-        yield Finding("products", Level.OK, text, facts=facts)
-    else:
-        advice = "baton doctor --tune finds where torch is faster, and engines take it there"
-        yield Finding("products", Level.HINT, text, advice, facts)
+    yield _products(settings, kernels, dtype.dtype, speed, torch_from, is_tuning=table is None)
 
 
-def _tune(settings: UpSettings, kernels: Choice, num_threads: int) -> Finding:
-    if kernels.instruction_set == TORCH:
-        return Finding("tune", Level.HINT, f"nothing to choose: torch computes everything ({kernels.reason})")
-    measured = list(measure_products(kernels, num_threads))
-    rules = rules_of(measured)
-    file = tuned_file(settings.cache_dir)
+def _products(
+    settings: UpSettings, kernels: Choice, dtype: str, speed: CpuSpeed, torch_from: int | None, *, is_tuning: bool
+) -> Finding:
+    """What engines multiply with, and how far it is from the fastest way that this machine has."""
+    own = speed.kernels_gflop_s
+    rates = {TORCH: speed.torch_gflop_s, **speed.others_gflop_s}
+    if own is not None:
+        rates[kernels.instruction_set] = own
+    used = TORCH if own is None or (torch_from is not None and torch_from <= ROWS) else kernels.instruction_set
+    fastest = max(rates, key=lambda name: rates[name])
     facts: dict[str, object] = {
-        "file": str(file),
-        "rules": [dataclasses.asdict(one) for one in rules],
-        "products": [dataclasses.asdict(one) for one in measured],
+        "dtype": dtype,
+        "used": used,
+        "used_gflop_s": round(rates[used], 1),
+        "torch_gflop_s": round(speed.torch_gflop_s, 1),
+        "kernels_gflop_s": None if own is None else round(own, 1),
+        "limit": fastest,
+        "limit_gflop_s": round(rates[fastest], 1),
     }
+    text = f"{rates[used]:.0f} GFLOP/s in {dtype} with {used}, which engines use"
+    if used != fastest:
+        text += f": {rates[used] / rates[fastest]:.0%} of the fastest way here"
+    rest = sorted((name for name in rates if name != used), key=lambda name: rates[name], reverse=True)
+    text += "".join(f"; {rates[name]:.0f} with {name}" for name in rest)
+    if is_tuning or own is None or settings.quantization != "none" or rates[fastest] < FASTER * rates[used]:
+        return Finding("products", Level.OK, text, facts=facts)
+    advice = "baton doctor --tune finds out whether whole steps of this model are faster with it"
+    return Finding("products", Level.HINT, text, advice, facts)
+
+
+def _variants_here() -> list[str]:
+    """That can run, weakest first."""
+    choice = choose(AUTO)
+    return [] if choice.instruction_set == TORCH else [*choice.slower, choice.instruction_set]
+
+
+def _tune(
+    settings: UpSettings,
+    kernels: Choice,
+    model: Path | None,
+    dtype: DtypeChoice,
+    num_threads: int,
+    progress: Progress,
+) -> Finding:
+    name = "tune"
+    if kernels.instruction_set == TORCH or getattr(torch, dtype.dtype) not in DTYPES:
+        return Finding(name, Level.HINT, f"nothing to choose: torch computes everything ({kernels.reason})")
+    if model is None:
+        return Finding(name, Level.HINT, "there is no model yet whose steps could be measured", "baton up, once")
+    cpu = read_cpu()
+    of = TunedFor(cpu.kind or cpu.name, model_identity(model), dtype.dtype, settings.quantization)
+    engine = EngineSettings(
+        device="cpu",
+        dtype=dtype.dtype,
+        quantization=settings.quantization,
+        num_threads=num_threads,
+        block_size=settings.block_size,
+        num_blocks=tuning.num_blocks(settings.block_size),
+    )
+    variants = [kernels.instruction_set] if settings.kernels != AUTO else tuning.possible_variants(_variants_here())
     try:
-        write_tuned(file, Tuned(read_cpu().name, kernels.instruction_set, rules))
+        found = tuning.tune(
+            variants,
+            has_rules=settings.quantization == "none",
+            measure=StepMeasurer(model, engine, of),
+            progress=progress,
+        )
+    except BatonError as error:
+        return Finding(name, Level.PROBLEM, error.message, "nothing was written")
+    shipped_s = found.seconds[None]
+    facts: dict[str, object] = {
+        "file": str(tuned_file(settings.cache_dir)),
+        "model": str(model),
+        "best": None if found.best is None else dataclasses.asdict(found.best),
+        "milliseconds": {
+            str(one or "as shipped"): {step: round(1e3 * each, 2) for step, each in seconds.items()}
+            for one, seconds in found.seconds.items()
+        },
+    }
+    tuned = None if found.best is None else Tuned(of, found.best.instruction_set, found.best.rules(dtype.dtype))
+    try:
+        file = keep_tuned(settings.cache_dir, of, tuned)
     except OSError as error:
-        return Finding("tune", Level.PROBLEM, f"{file}: {error.strerror}", "--cache-dir DIR", facts)
-    return Finding("tune", Level.OK, f"{_describe(rules)} (engines read {file})", facts=facts)
+        file = tuned_file(settings.cache_dir)
+        return Finding(name, Level.PROBLEM, f"{file}: {error.strerror}", "--cache-dir DIR", facts)
+    if found.best is None:
+        text = f"nothing makes some step faster and none slower than what is shipped ({_milliseconds(shipped_s)})"
+        return Finding(name, Level.OK, text, facts=facts)
+    gains = ", ".join(f"{step} {shipped_s[step] / each:.2f} times" for step, each in found.seconds[found.best].items())
+    text = f"{found.best}: as fast as shipped or faster in each step ({gains}); engines read {file}"
+    return Finding(name, Level.OK, text, facts=facts)
+
+
+def _milliseconds(seconds: Seconds) -> str:
+    return ", ".join(f"{step} {1e3 * each:.1f} ms" for step, each in seconds.items())
 
 
 def _describe(rules: Sequence[Rule]) -> str:

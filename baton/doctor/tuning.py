@@ -1,78 +1,166 @@
-"""Finds from how many tokens on torch's library multiplies faster than the kernels, by size of the weight."""
+"""Finds which variant of the kernels makes whole steps of a model fastest, and from how many tokens on torch's library.
+
+Lone products decide nothing: what lies between them is computed by the kernels in one go, and by torch in pieces. So
+each candidate loads the model as an engine would, and computes the steps that engines compute.
+"""
 
 from __future__ import annotations
 
 import math
+import random
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-import torch
+from common.config import EngineSettings
+from engine.kernels.choice import AUTO, TORCH
+from engine.kernels.table import Rule, Tuned, TunedFor, keep_tuned
+from engine.local.device import LocalDevice
+from engine.profile.design import Limits, Point, rows_of
 
-from engine.kernels.choice import Choice
-from engine.kernels.library import DTYPES, Kernels
-from engine.kernels.table import Rule
-from engine.layers import linear_kernel
+_CONTEXT, _MIXED = 128, 256
+STEPS = {
+    "prefill": Point(chunks=((512, 0),)),
+    "mixed": Point(decodes=(_CONTEXT,) * 8, chunks=((_MIXED, 0),)),
+    "batch 1": Point(decodes=(_CONTEXT,)),
+    "batch 8": Point(decodes=(_CONTEXT,) * 8),
+    "batch 32": Point(decodes=(_CONTEXT,) * 32),
+}
+TORCH_FROM = (32, 128)  # tokens of a step: a decode batch of 32 by torch too, or prompts alone
+NOISE = 1.02  # times as long: not slower
+GAIN = 1.05  # times as fast in some step, to be worth a table
+_REPETITIONS = 7
+_LONG_S = 1.5  # after which a step is not repeated
+_HOPELESS = 1.5  # times as long in its first step: a candidate is given up
 
-SHAPES = ((1024, 512), (2048, 2048), (8192, 2048))  # smallest first: [out_features, in_features]
-ROWS = (1, 8, 32, 128, 512)
-_REPETITIONS = 5
-_LONG_S = 1.0  # after which there is no other repetition
-GAIN = 1.1  # so much faster has torch to be: a weight that both multiply by lies in memory twice
+Seconds = Mapping[str, float]  # of each step, in its best repetition
 
 
 @dataclass(slots=True, frozen=True)
-class Measured:
-    """The best of a few repetitions that took turns."""
+class Candidate:
+    instruction_set: str
+    torch_from: int | None = None
 
-    dtype: str
-    out_features: int
-    in_features: int
-    rows: int
-    kernels_ms: float
-    torch_ms: float
+    def rules(self, dtype: str) -> tuple[Rule, ...]:
+        return (Rule(dtype, 0, self.torch_from),)
 
-
-def measure_products(choice: Choice, num_threads: int) -> Iterator[Measured]:
-    """Some half a minute. The number of torch's own threads is the caller's to set."""
-    kernels = Kernels(choice, num_threads)
-    for dtype in DTYPES:
-        for n, k in SHAPES:
-            weight = torch.randn(n, k).to(dtype)
-            both = kernels.pack(weight, None), linear_kernel(weight, None)
-            for rows in ROWS:
-                x = torch.randn(rows, k).to(dtype)
-                own_s, torch_s = _best_seconds([lambda x=x, one=one: one(x) for one in both])  # type: ignore[misc]
-                yield Measured(str(dtype).removeprefix("torch."), n, k, rows, own_s * 1e3, torch_s * 1e3)
+    def __str__(self) -> str:
+        return self.instruction_set + ("" if self.torch_from is None else f", torch from {self.torch_from} tokens on")
 
 
-def rules_of(measured: Sequence[Measured]) -> tuple[Rule, ...]:
-    """Rules for each dtype, of which the first is for all matrices. Between two sizes, the nearer one's counts."""
-    rules: list[Rule] = []
-    for dtype in dict.fromkeys(one.dtype for one in measured):
-        sizes = sorted({one.out_features * one.in_features for one in measured if one.dtype == dtype})
-        for before, size in zip([0, *sizes], sizes, strict=False):
-            torch_from: int | None = None
-            products = [one for one in measured if (one.dtype, one.out_features * one.in_features) == (dtype, size)]
-            for one in sorted(products, key=lambda one: one.rows, reverse=True):
-                if one.torch_ms * GAIN > one.kernels_ms:
-                    break
-                torch_from = one.rows
-            if not before or rules[-1].torch_from != torch_from:
-                rules.append(Rule(dtype, math.isqrt(before * size), torch_from))
-    return tuple(rules)
+@dataclass(slots=True, frozen=True)
+class Found:
+    """`seconds` by candidate; None in place of a candidate is what engines do without a table."""
+
+    best: Candidate | None
+    seconds: Mapping[Candidate | None, Seconds]
 
 
-def _best_seconds(works: Sequence[Callable[[], object]]) -> list[float]:
-    for work in works:
-        work()
-    best = [math.inf] * len(works)
-    begin = time.perf_counter()
-    for repetition in range(_REPETITIONS):
-        if repetition and time.perf_counter() - begin > _LONG_S:
+Measure = Callable[[Candidate | None, Seconds | None], Seconds]
+"""Seconds of the steps with a candidate. If a step takes hopelessly longer than in the second argument, what was
+measured until then."""
+
+
+def tune(
+    variants: Sequence[str], *, has_rules: bool, measure: Measure, progress: Callable[[str, float], None]
+) -> Found:
+    """`has_rules`: torch's library can multiply in the place of the kernels. `progress` hears what is measured, and the
+    share that is done.
+
+    A candidate is taken if in two runs no step is slower than without it, and one is clearly faster."""
+    seconds: dict[Candidate | None, Seconds] = {}
+    num_runs = len(variants) + (len(TORCH_FROM) if has_rules else 0) + 2
+    done = 0
+
+    def run(candidate: Candidate | None, against: Seconds | None = None) -> Seconds:
+        nonlocal done
+        progress(str(candidate or "as shipped"), done / num_runs)
+        done += 1
+        return measure(candidate, against)
+
+    seconds[None] = run(None)
+    plain = [Candidate(name) for name in variants]
+    for candidate in plain:
+        seconds[candidate] = run(candidate, seconds[None])
+    base = min(plain, key=lambda one: _score(seconds[one], seconds[None]))
+    for torch_from in TORCH_FROM if has_rules else ():
+        candidate = Candidate(base.instruction_set, torch_from)
+        seconds[candidate] = run(candidate, seconds[None])
+    better = [one for one in seconds if one is not None and is_better(seconds[one], seconds[None])]
+    best = min(better, key=lambda one: _score(seconds[one], seconds[None]), default=None)
+    if best is not None:
+        num_runs = done + 2
+        again = run(None)
+        against = {name: min(each, again[name]) for name, each in seconds[None].items()}
+        second = run(best, against)
+        if not (is_better(second, again) and is_better(seconds[best], against, gain=1.0)):
+            best = None
+    progress("", 1.0)
+    return Found(best, seconds)
+
+
+def is_better(seconds: Seconds, against: Seconds, gain: float = GAIN) -> bool:
+    """Whether no step is slower, and one is `gain` times as fast."""
+    if seconds.keys() != against.keys():
+        return False
+    ratios = [against[name] / each for name, each in seconds.items()]
+    return min(ratios) * NOISE >= 1 and max(ratios) >= gain
+
+
+def _score(seconds: Seconds, against: Seconds) -> float:
+    """The smaller, the faster: the mean over steps of the logarithm of how many times as long each takes."""
+    if seconds.keys() != against.keys():
+        return math.inf
+    return math.fsum(math.log(each / against[name]) for name, each in seconds.items()) / len(seconds)
+
+
+class StepMeasurer:
+    """A `Measure` that loads the model anew for each candidate."""
+
+    def __init__(self, model_dir: Path, settings: EngineSettings, of: TunedFor) -> None:
+        """`settings.kernels` is auto."""
+        self._model_dir, self._settings, self._of = model_dir, settings, of
+
+    def __call__(self, candidate: Candidate | None, against: Seconds | None) -> Seconds:
+        with tempfile.TemporaryDirectory() as folder:
+            kernels = AUTO if candidate is None else candidate.instruction_set
+            if candidate is not None:
+                tuned = Tuned(self._of, candidate.instruction_set, candidate.rules(self._of.dtype))
+                keep_tuned(folder, self._of, tuned)
+            changes = {"kernels": kernels, "cache_dir": folder}
+            device = LocalDevice(self._model_dir, self._settings.model_copy(update=changes))
+        device.kv_cache.normal_(0, 0.05)  # memory that nobody wrote to is faster to read than any other
+        device.warm_up()
+        return time_steps(device, against)
+
+
+def time_steps(device: LocalDevice, against: Seconds | None) -> Seconds:
+    """Those of `STEPS` that this device has room for."""
+    info = device.info
+    limits = Limits(info.num_blocks, info.spec.block_size, info.max_model_len, info.vocab_size, 32, 512)
+    best: dict[str, float] = {}
+    for name, point in STEPS.items():
+        longest = max([*point.decodes, *(new + past for new, past in point.chunks)])
+        if longest > limits.max_context or point.num_blocks(limits.block_size) > limits.num_blocks:
+            continue
+        rows = rows_of(point, limits, random.Random(0))  # noqa: S311 (no secret)
+        begin = time.perf_counter()
+        for number in range(_REPETITIONS):
+            if number and time.perf_counter() - begin > _LONG_S:
+                break
+            best[name] = min(best.get(name, math.inf), device.compute(rows).elapsed_s)
+        if against is not None and name in against and best[name] > _HOPELESS * against[name]:
             break
-        for number, work in enumerate(works):
-            start = time.perf_counter()
-            work()
-            best[number] = min(best[number], time.perf_counter() - start)
     return best
+
+
+def num_blocks(block_size: int) -> int:
+    """Of the KV cache, for all of `STEPS`."""
+    return max(point.num_blocks(block_size) for point in STEPS.values()) + 1
+
+
+def possible_variants(possible: Sequence[str]) -> list[str]:
+    """Those worth a run: the three that have the most."""
+    return [name for name in possible if name != TORCH][-3:]

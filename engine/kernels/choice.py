@@ -1,4 +1,4 @@
-"""Which variant of the kernels runs here: the best that the CPU has, unless a setting or the environment says less."""
+"""Which variant of the kernels runs here: the fastest on this kind of CPU, unless a setting or a variable says less."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from common.cpu import read_limits
+from common.cpu import Cpu, read_cpu, read_limits
 from common.errors import StartupError
 from engine.kernels.build import FEATURES, VARIANTS, library_file
+from engine.kernels.kinds import INSTRUCTION_SETS, ranked, rivals
 
-# Weakest first, in the order of `baton_cpu_has`. `amx` are the kernels of avx512_bf16, and oneDNN for many rows.
-INSTRUCTION_SETS = ("avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16")
 TORCH = "torch"
 AUTO = "auto"
+_UNKNOWN = Cpu("", frozenset())
 
 
 @dataclass(slots=True, frozen=True)
 class Choice:
     instruction_set: str  # one of INSTRUCTION_SETS, or TORCH
     reason: str
+    rivals: tuple[str, ...] = ()  # any of which could be the fastest here: nobody has measured this kind of CPU
+    slower: tuple[str, ...] = ()  # others that `auto` may take
 
     @property
     def variant(self) -> str:
@@ -43,10 +45,17 @@ def built_variants() -> list[str]:
 
 def choose(wanted: str = AUTO) -> Choice:
     """`wanted` is the setting `kernels`. Raises `StartupError` if it names one that cannot run here."""
-    return choose_among(wanted, cpu_instruction_sets(), built_variants(), os.environ)
+    return choose_among(wanted, cpu_instruction_sets(), built_variants(), os.environ, read_cpu())
 
 
-def choose_among(wanted: str, has: Collection[str], built: Collection[str], environ: Mapping[str, str]) -> Choice:
+def choose_among(
+    wanted: str,
+    has: Collection[str],
+    built: Collection[str],
+    environ: Mapping[str, str],
+    cpu: Cpu = _UNKNOWN,
+) -> Choice:
+    """`cpu` says the order of speed."""
     if wanted == TORCH:
         return Choice(TORCH, "--kernels torch")
     possible = [name for name in has if Choice(name, "").variant in built]
@@ -59,14 +68,17 @@ def choose_among(wanted: str, has: Collection[str], built: Collection[str], envi
         return Choice(TORCH, "no kernels were built (make install does, with a C++ compiler)")
     if not possible:
         return Choice(TORCH, "this CPU has no instruction set that there are kernels for")
+    possible = ranked(possible, cpu)
     best, reason = possible[-1], "the best that this CPU has"
+    if best != max(possible, key=INSTRUCTION_SETS.index):
+        reason = f"the fastest on this kind of CPU ({cpu.kind})"
     if not best.startswith("neon"):
         for limit in read_limits(environ):  # what users forbid oneDNN and torch is forbidden to the kernels too
             allowed = [name for name in possible if limit.allows(name)]
             if best not in allowed:
                 best, reason = allowed[-1] if allowed else TORCH, limit.setting
             possible = allowed
-    return Choice(best, reason)
+    return Choice(best, reason, rivals(possible, cpu), tuple(possible[:-1]))
 
 
 def _list(names: Collection[str]) -> str:

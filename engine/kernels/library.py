@@ -17,7 +17,7 @@ from common.errors import StartupError
 from engine.kernels.arena import Arena, Memory
 from engine.kernels.build import library_file
 from engine.kernels.choice import AUTO, TORCH, Choice, choose
-from engine.kernels.table import Table, load_table, shipped
+from engine.kernels.table import Table, TunedFor, load_tuned, shipped, tuned_file
 
 log = logging.getLogger(__name__)
 
@@ -424,39 +424,69 @@ def _kernels(choice: Choice, num_threads: int, quantization: str, table: Table) 
 
 
 def load_kernels(
-    wanted: str, *, device: torch.device, dtype: torch.dtype, cache_dir: str, quantization: str = "none"
-) -> Kernels | None:
-    """The kernels for this device and dtype, or None for torch, with as many threads as torch computes with.
+    wanted: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    cache_dir: str,
+    quantization: str = "none",
+    model: str = "",
+) -> tuple[Kernels | None, Choice]:
+    """The kernels for this device and dtype, or None for torch, with as many threads as torch computes with; and why.
 
-    `cache_dir` may hold what `baton doctor --tune` measured.
+    `cache_dir` may hold what `baton doctor --tune` found for `model`, as `model_identity` names it.
 
     Logs which and why. Raises `StartupError` as `choose_kernels` does.
     """
-    choice = choose_kernels(wanted, device=device, dtype=dtype, quantization=quantization)
+    choice, table = choose_kernels(
+        wanted, device=device, dtype=dtype, cache_dir=cache_dir, quantization=quantization, model=model
+    )
     if device.type != "cpu":
-        return None
-    is_used = choice.instruction_set != TORCH
-    table = load_table(cache_dir, read_cpu().name, choice.instruction_set) if is_used else shipped(TORCH)
+        return None, choice
     tuned = {"tuned_in": table.file} if table.file else {}
     log.info("kernels", extra={"kernels": choice.instruction_set, "reason": choice.reason, **tuned})
-    return _kernels(choice, torch.get_num_threads(), quantization, table) if is_used else None
+    is_used = choice.instruction_set != TORCH
+    return _kernels(choice, torch.get_num_threads(), quantization, table) if is_used else None, choice
 
 
-def choose_kernels(wanted: str, *, device: torch.device, dtype: torch.dtype, quantization: str = "none") -> Choice:
-    """What computes on this device in this dtype.
+def choose_kernels(
+    wanted: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    cache_dir: str | None,
+    quantization: str = "none",
+    model: str = "",
+) -> tuple[Choice, Table]:
+    """What computes on this device in this dtype, and which products are torch's. What was tuned for `model` goes
+    before what is shipped for this kind of CPU; on a kind that is unknown, what was measured once decides between
+    variants. Only what is shipped counts if `cache_dir` is None.
 
-    Raises `StartupError` if `wanted`, the setting `kernels`, names a variant that cannot run here, or if weights shall
-    be quantised and there are no kernels for that.
+    Raises `StartupError` if `wanted`, the setting `kernels`, names a variant that cannot run here, if weights shall be
+    quantised and there are no kernels for that, or if the file of what was tuned is broken.
     """
     if device.type != "cpu":
         if quantization != "none":
             raise StartupError(f"--quantization {quantization} needs --device cpu")
         if wanted not in (AUTO, TORCH):
             raise StartupError(f"--kernels {wanted} needs --device cpu: on {device} they would not be used")
-        return Choice(TORCH, "the kernels are for CPUs")
+        return Choice(TORCH, "the kernels are for CPUs"), shipped(TORCH)
     choice = choose(wanted)
     if dtype not in DTYPES:
         choice = Choice(TORCH, f"there are none for {dtype}")
     if quantization != "none" and choice.instruction_set == TORCH:
         raise StartupError(f"--quantization {quantization} needs the CPU kernels: {choice.reason}")
-    return choice
+    if choice.instruction_set == TORCH or cache_dir is None:
+        return choice, shipped(choice.instruction_set)
+    cpu, dtype_name = read_cpu(), str(dtype).removeprefix("torch.")
+    tuned = load_tuned(cache_dir, TunedFor(cpu.kind or cpu.name, model, dtype_name, quantization))
+    if tuned is not None and tuned.instruction_set in (choice.instruction_set, *choice.slower):
+        file = tuned_file(cache_dir)
+        if tuned.instruction_set != choice.instruction_set:
+            choice = Choice(tuned.instruction_set, f"tuned for this model on this kind of CPU ({file})")
+        return choice, Table(tuned.rules, str(file))
+    if choice.rivals:
+        from engine.kernels.trial import tried  # which needs this module
+
+        choice = tried(choice, cpu, dtype_name if quantization == "none" else quantization, cache_dir)
+    return choice, shipped(choice.instruction_set)

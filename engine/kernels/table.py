@@ -1,14 +1,14 @@
 """Which library multiplies by a weight that is not quantised: Baton's kernels, or torch's (oneDNN for bfloat16, MKL for
 float32).
 
-The shipped table has fixed rules for each instruction set. Nothing is measured at start, so equal workers compute equal
-bits. What `baton doctor --tune` measured on this kind of CPU takes its place.
+The shipped table has fixed rules for each instruction set, so equal workers compute equal bits. What `baton doctor
+--tune` found for a model on this kind of CPU takes its place, and the variant that it found takes that of the choice.
 """
 
 from __future__ import annotations
 
 import json
-import logging
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,9 +16,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from common.errors import StartupError
 
-log = logging.getLogger(__name__)
+FILE_NAME = "tuned-kernels.json"  # in the folder of --cache-dir
 
-FILE_NAME = "kernels.json"  # in the folder of --cache-dir
+
+class BrokenTableError(StartupError):
+    """The file of what was tuned holds something else."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,12 +44,27 @@ class Table:
 
 
 @dataclass(slots=True, frozen=True)
-class Tuned:
-    """The file that `baton doctor --tune` writes."""
+class TunedFor:
+    """What tuning was about, and what it applies to."""
 
-    cpu: str  # its name; on others the file says nothing
+    cpu: str  # its kind, as `Cpu.kind`, or its name if the system does not say that
+    model: str  # as `model_identity` names the weights
+    dtype: str
+    quantization: str
+
+
+@dataclass(slots=True, frozen=True)
+class Tuned:
+    """One result of `baton doctor --tune`."""
+
+    of: TunedFor
     instruction_set: str
     rules: tuple[Rule, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class _TunedFile:
+    tuned: tuple[Tuned, ...]
 
 
 # By instruction set; those that are missing compute all with the kernels.
@@ -62,26 +79,38 @@ def tuned_file(cache_dir: str) -> Path:
     return Path(cache_dir).expanduser() / FILE_NAME
 
 
-def write_tuned(file: Path, tuned: Tuned) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    scratch = file.with_suffix(".tmp")
-    scratch.write_text(json.dumps(asdict(tuned), indent=1) + "\n")
-    scratch.replace(file)
+def keep_tuned(cache_dir: str, of: TunedFor, tuned: Tuned | None) -> Path:
+    """Puts `tuned` in the place of what the file has for the same, or takes that away if it is None.
 
-
-def load_table(cache_dir: str, cpu: str, instruction_set: str) -> Table:
-    """What was tuned for this CPU and instruction set, else what is shipped.
-
-    Raises `StartupError` for a file that holds something else."""
+    Raises `OSError`."""
     file = tuned_file(cache_dir)
     try:
-        tuned = TypeAdapter(Tuned).validate_json(file.read_bytes())
+        before = _read(file)
+    except BrokenTableError:
+        before = ()  # of no use to anybody
+    after = (*(one for one in before if one.of != of), *(() if tuned is None else (tuned,)))
+    if not after:
+        file.unlink(missing_ok=True)
+        return file
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scratch = file.with_suffix(f".{os.getpid()}.tmp")
+    scratch.write_text(json.dumps(asdict(_TunedFile(after)), indent=1) + "\n")
+    scratch.replace(file)
+    return file
+
+
+def load_tuned(cache_dir: str, of: TunedFor) -> Tuned | None:
+    """What was found for this model on this kind of CPU; None if nothing was.
+
+    Raises `BrokenTableError` for a file that holds something else."""
+    return next((one for one in _read(tuned_file(cache_dir)) if one.of == of), None)
+
+
+def _read(file: Path) -> tuple[Tuned, ...]:
+    try:
+        return TypeAdapter(_TunedFile).validate_json(file.read_bytes()).tuned
     except FileNotFoundError:
-        return shipped(instruction_set)
+        return ()
     except (OSError, ValidationError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"{error.errors()[0]['loc']} is wrong"
-        raise StartupError(f"{file}: {reason}; delete it, or run baton doctor --tune again") from error
-    if (tuned.cpu, tuned.instruction_set) != (cpu, instruction_set):
-        log.info("kernels were tuned for another CPU", extra={"file": str(file), "tuned_for": tuned.cpu})
-        return shipped(instruction_set)
-    return Table(tuned.rules, str(file))
+        raise BrokenTableError(f"{file}: {reason}; delete it, or run baton doctor --tune again") from error

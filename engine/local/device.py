@@ -78,6 +78,8 @@ class LocalDevice(Device):
             dtype_reason=loaded.dtype_reason,
             device=str(loaded.device),
             device_reason=loaded.device_reason,
+            kernels=loaded.kernels_choice.instruction_set,
+            kernels_reason=loaded.kernels_choice.reason,
             free_rows=loaded.free_rows,
         )
         shape = AttentionShape(
@@ -104,6 +106,8 @@ class LocalDevice(Device):
                 "device_reason": self.info.device_reason,
                 "dtype": spec.dtype,
                 "dtype_reason": self.info.dtype_reason,
+                "kernels": self.info.kernels,
+                "kernels_reason": self.info.kernels_reason,
             },
         )
 

@@ -12,6 +12,7 @@ from common.config import EngineSettings
 from common.errors import StartupError
 from common.model_files import ModelFiles, model_identity, open_model
 from common.types import KVCacheSpec
+from engine.kernels.choice import Choice
 from engine.kernels.library import Kernels, load_kernels
 from engine.loading.dtype import resolve_dtype
 from engine.local.device_choice import choose_device
@@ -37,6 +38,7 @@ class LoadedModel:
     device: torch.device
     device_reason: str
     kernels: Kernels | None  # None: torch computes everything
+    kernels_choice: Choice
     padding: Padding
     free_rows: float  # that a step multiplies while it reads the weights
 
@@ -56,8 +58,14 @@ def load_model(model_dir: Path, settings: EngineSettings) -> LoadedModel:
     dtype: torch.dtype = getattr(torch, chosen.dtype)
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
-    kernels = load_kernels(
-        settings.kernels, device=device, dtype=dtype, cache_dir=settings.cache_dir, quantization=settings.quantization
+    identity = model_identity(model_dir)
+    kernels, kernels_choice = load_kernels(
+        settings.kernels,
+        device=device,
+        dtype=dtype,
+        cache_dir=settings.cache_dir,
+        quantization=settings.quantization,
+        model=identity,
     )
     max_model_len = longest_context(files, settings)
     token_ids = files.token_ids()
@@ -66,7 +74,7 @@ def load_model(model_dir: Path, settings: EngineSettings) -> LoadedModel:
     return LoadedModel(
         model=model,
         spec=KVCacheSpec(
-            model_id=_weights_identity(model_dir, settings.quantization, model.kv_variant),
+            model_id=_weights_identity(identity, settings.quantization, model.kv_variant),
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
@@ -81,6 +89,7 @@ def load_model(model_dir: Path, settings: EngineSettings) -> LoadedModel:
         device=device,
         device_reason=chosen_device.reason,
         kernels=kernels,
+        kernels_choice=kernels_choice,
         padding=Padding(token_ids.values(), model.vocab_size, device),
         free_rows=_free_rows(files, settings, dtype=dtype, device=device, kernels=kernels),
     )
@@ -115,10 +124,9 @@ def _free_rows(
     return free_rows(device.type, instruction_set, size, is_bfloat16=is_bfloat16)
 
 
-def _weights_identity(model_dir: Path, quantization: str, variant: str) -> str:
+def _weights_identity(identity: str, quantization: str, variant: str) -> str:
     """32 hex digits. KV of quantised weights, or of another `CausalLM.kv_variant`, is another model's: blocks are never
     exchanged with those of others."""
-    identity = model_identity(model_dir)
     if quantization == "none" and not variant:
         return identity
     return hashlib.blake2b(f"{identity} {quantization} {variant}".rstrip().encode(), digest_size=16).hexdigest()

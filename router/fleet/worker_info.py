@@ -12,7 +12,7 @@ MAX_EOS_TOKENS = 1024
 MAX_NAME_CHARS = 1024
 NAMES = (
     *("worker_id", "epoch", "model", "fingerprint", "fingerprint_but_dtype"),
-    *("dtype", "dtype_reason", "device", "device_reason"),
+    *("dtype", "dtype_reason", "device", "device_reason", "kernels", "kernels_reason"),
 )
 
 

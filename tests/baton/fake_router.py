@@ -181,6 +181,8 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, router_pb2_grpc.Ro
                         dtype_reason="the checkpoint's bfloat16 is slow here: this CPU has no [bf16]",
                         device="cpu",
                         device_reason="there is no CUDA device",
+                        kernels="avx512",
+                        kernels_reason="the fastest on this kind of CPU (GenuineIntel-6-207)",
                     ),
                     load=worker_pb2.WorkerLoad(
                         num_blocks=10, num_free_blocks=7, num_cached_blocks=2, num_leases=1, num_queued_prompt_tokens=77

@@ -168,6 +168,8 @@ def test_status_json_has_the_documented_keys(
         "dtype_reason": "the checkpoint's bfloat16 is slow here: this CPU has no [bf16]",
         "device": "cpu",
         "device_reason": "there is no CUDA device",
+        "kernels": "avx512",
+        "kernels_reason": "the fastest on this kind of CPU (GenuineIntel-6-207)",
         "breaker": "half open",
         "num_queued_prompt_tokens": 77,
         "num_known_blocks": 5,
@@ -179,13 +181,14 @@ def test_status_json_has_the_documented_keys(
 
 def test_status_table(router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--router", router[1]]) == 0
-    *table, reason, device = capsys.readouterr().out.splitlines()
+    *table, reason, device, kernels = capsys.readouterr().out.splitlines()
     header, prefill, decode = (line.split() for line in table)
     assert header[:4] == ["role", "address", "state", "dtype"]
     assert prefill == ["prefill", "p:1", "ready", "float32", "0", "0", "10", "7", "2", "1", "ok"]
     assert decode[:3] == ["decode", "d:1", "unreachable"]
     assert reason == "float32: the checkpoint's bfloat16 is slow here: this CPU has no [bf16]"
     assert device == "cpu: there is no CUDA device"
+    assert kernels == "kernels avx512: the fastest on this kind of CPU (GenuineIntel-6-207)"
 
 
 def test_wide_status_table(router: tuple[FakeRouter, str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,17 +16,19 @@ from baton.doctor import checks as doctor
 from baton.doctor import tuning
 from baton.doctor.checks import Level, examine
 from baton.doctor.speed import CpuSpeed, measure_cpu
-from baton.doctor.tuning import Measured, measure_products, rules_of
+from baton.doctor.tuning import Candidate, Found, StepMeasurer
 from baton.settings import UP_SETTINGS
+from common.config import EngineSettings
 from common.cpu import read_cpu
 from common.errors import StartupError
-from common.model_files import open_model
+from common.model_files import model_identity, open_model
 from engine.kernels.choice import TORCH, Choice, choose, choose_among
-from engine.kernels.table import Rule, Tuned, load_table, tuned_file, write_tuned
+from engine.kernels.table import Rule, Tuned, TunedFor, keep_tuned, tuned_file
 from engine.loading.dtype import DtypeChoice, choose_dtype
 from engine.local.device_choice import DeviceChoice
 from engine.local.memory import weight_bytes
-from tests.engine.tiny_models import make_model
+from engine.profile.design import Point
+from tests.engine.tiny_models import make_model, make_runner
 
 NAMES = ["cpu", "kernels", "device", "model", "dtype", "bandwidth", "products"]
 NAMES += ["shared_storage", "nixl", "lmcache", "cluster"]
@@ -39,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "measure_cpu", lambda kernels, dtype, num_threads: CpuSpeed(20.0, 300.0, 200.0))
+    monkeypatch.setattr(doctor, "measure_cpu", lambda *_: CpuSpeed(20.0, 300.0, 200.0, 15.0))
     monkeypatch.setattr(doctor.torch, "set_num_threads", lambda number: None)
 
 
@@ -54,6 +56,12 @@ def _no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def taken() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
+
+
+def keep(model: Path, folder: Path, *rules: Rule) -> Path:
+    """What tuning would have found for this model in float32."""
+    of = TunedFor(read_cpu().kind or read_cpu().name, model_identity(model), "float32", "none")
+    return keep_tuned(str(folder), of, Tuned(of, choose().instruction_set, rules))
 
 
 def findings(model: Path, **settings: object) -> dict[str, doctor.Finding]:
@@ -95,25 +103,23 @@ needs_kernels = pytest.mark.skipif(choose().instruction_set == TORCH, reason="no
 
 @needs_kernels
 def test_a_table_that_engines_read_is_named(model: Path, tmp_path: Path) -> None:
-    kernels = choose().instruction_set
-    write_tuned(tuned_file(str(tmp_path)), Tuned(read_cpu().name, kernels, (Rule("bfloat16", 0, 8),)))
-    found = findings(model, cache_dir=str(tmp_path))["kernels"]
-    assert (found.level, found.facts["tuned_in"]) == (Level.OK, str(tmp_path / "kernels.json"))
-    assert f"bfloat16 with torch from 8 tokens on ({tmp_path / 'kernels.json'})" in found.text
-    write_tuned(tuned_file(str(tmp_path)), Tuned("another CPU", kernels, ()))
-    assert "tuned_in" not in findings(model, cache_dir=str(tmp_path))["kernels"].facts
+    file = keep(model, tmp_path, Rule("float32", 0, 8))
+    found = findings(model, cache_dir=str(tmp_path), dtype="float32")["kernels"]
+    assert (found.level, found.facts["tuned_in"]) == (Level.OK, str(file))
+    assert f"tuned for this model: float32 with torch from 8 tokens on ({file})" in found.text
+    assert "tuned_in" not in findings(model, cache_dir=str(tmp_path), dtype="bfloat16")["kernels"].facts
 
 
 @needs_kernels
 def test_a_table_that_stops_engines_is_a_problem(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "kernels.json"
-    file.write_text('{"cpu": 1}')
+    file = tmp_path / "tuned-kernels.json"
+    file.write_text('{"tuned": 1}')
     found = findings(model, cache_dir=str(tmp_path))["kernels"]
     assert found.level is Level.PROBLEM
     assert found.text.startswith(f"{file}: ")
     assert found.advice == f"delete {file}, or run baton doctor --tune again"
     assert findings(model, cache_dir=str(tmp_path), dtype="float16")["kernels"].level is Level.OK  # has no kernels
-    monkeypatch.setattr(doctor, "measure_products", lambda kernels, num_threads: PRODUCTS)
+    made_up_steps(monkeypatch)
     settings = UP_SETTINGS.model_validate({"model": str(model), "cache_dir": str(tmp_path)})
     tuning_now = {one.name: one for one in examine(settings, tune=True)}
     assert (tuning_now["kernels"].level, tuning_now["tune"].level) == (Level.OK, Level.OK)
@@ -122,7 +128,7 @@ def test_a_table_that_stops_engines_is_a_problem(model: Path, tmp_path: Path, mo
 @needs_kernels
 def test_kernels_beside_a_cuda_device(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "choose_device", lambda _: DeviceChoice("cuda", "for a reason"))
-    (tmp_path / "kernels.json").write_text("{")
+    (tmp_path / "tuned-kernels.json").write_text("{")
     assert findings(model, cache_dir=str(tmp_path))["kernels"].level is Level.OK  # engines do not read the table
     found = findings(model, kernels=choose().instruction_set)["kernels"]
     assert found.level is Level.PROBLEM
@@ -178,7 +184,7 @@ def test_tuning_is_advised_if_torch_is_faster(
 ) -> None:
     monkeypatch.setattr(doctor, "measure_cpu", lambda *_: CpuSpeed(20.0, 300.0, torch_gflop_s))
     if rules:
-        write_tuned(tuned_file(str(tmp_path)), Tuned(read_cpu().name, choose().instruction_set, rules))
+        keep(model, tmp_path, *rules)
     found = findings(model, cache_dir=str(tmp_path), dtype="float32")["products"]
     assert (found.level, "--tune" in found.advice) == (level, level is Level.HINT)
 
@@ -321,47 +327,99 @@ def test_a_cuda_device_that_torch_cannot_use(model: Path, monkeypatch: pytest.Mo
     assert ("CUDA" in found.advice) == (asked == "auto"), "nothing is advised to those who asked for the CPU"
 
 
-PRODUCTS = [
-    Measured("float32", 10, 100, 1, 1.0, 2.0),
-    Measured("float32", 10, 100, 64, 1.0, 0.95),  # too little
-    Measured("bfloat16", 10, 100, 1, 1.0, 0.5),
-    Measured("bfloat16", 10, 100, 8, 1.0, 2.0),
-    Measured("bfloat16", 10, 100, 64, 1.0, 0.5),
-    Measured("bfloat16", 100, 160, 8, 1.0, 0.5),
-    Measured("bfloat16", 100, 160, 64, 1.0, 0.5),
-    Measured("bfloat16", 400, 160, 8, 1.0, 0.5),
-]
+SHIPPED = {"prefill": 100.0, "mixed": 50.0, "batch 1": 5.0, "batch 8": 6.0, "batch 32": 9.0}
 
 
-def test_rules_say_from_where_on_torch_stays_faster() -> None:
-    assert rules_of(PRODUCTS) == (
-        Rule("float32", 0, None),
-        Rule("bfloat16", 0, 64),
-        Rule("bfloat16", 4000, 8),
-    )
+def made_up_steps(
+    monkeypatch: pytest.MonkeyPatch, times: Callable[[Candidate], Mapping[str, float]] = lambda _: {}
+) -> None:
+    """Steps take as long as shipped but for what `times` says of a candidate."""
+
+    def measure(candidate: Candidate | None, against: object) -> Mapping[str, float]:
+        return SHIPPED if candidate is None else {**SHIPPED, **times(candidate)}
+
+    monkeypatch.setattr(doctor, "StepMeasurer", lambda *_: measure)
 
 
-@pytest.mark.skipif(choose().instruction_set == TORCH, reason="no kernels were built")
+def tuned_with(times: Callable[[Candidate], Mapping[str, float]], *, has_rules: bool = True) -> Found:
+    def measure(candidate: Candidate | None, against: object) -> Mapping[str, float]:
+        return SHIPPED if candidate is None else {**SHIPPED, **times(candidate)}
+
+    return tuning.tune(["avx512", "avx512_bf16"], has_rules=has_rules, measure=measure, progress=lambda *_: None)
+
+
+def test_tuning_takes_what_makes_a_step_faster_and_none_slower() -> None:
+    def times(one: Candidate) -> Mapping[str, float]:
+        if one.instruction_set == "avx512_bf16":
+            return {"prefill": 160.0}
+        return {32: {"prefill": 50.0, "batch 32": 10.0}, 128: {"prefill": 60.0}, None: {"batch 8": 5.9}}[one.torch_from]
+
+    found = tuned_with(times)
+    assert found.best == Candidate("avx512", 128), "with torch from 32 tokens on, batch 32 is slower"
+    assert set(found.seconds) == {
+        None,
+        *(Candidate("avx512", torch_from) for torch_from in (None, 32, 128)),
+        Candidate("avx512_bf16"),
+    }
+    assert tuned_with(times, has_rules=False).best is None, "too little is gained"
+
+
+@pytest.mark.parametrize("step", SHIPPED)
+def test_no_table_makes_any_step_slower(step: str) -> None:
+    gains = dict.fromkeys(SHIPPED, 1.0)
+    assert tuned_with(lambda _: gains).best is not None
+    assert tuned_with(lambda _: {**gains, step: SHIPPED[step] * 1.03}).best is None
+
+
+def test_what_was_faster_once_only_is_not_taken() -> None:
+    seen: list[Candidate | None] = []
+
+    def measure(candidate: Candidate | None, against: object) -> Mapping[str, float]:
+        seen.append(candidate)
+        is_lucky = candidate == Candidate("avx512") and seen.count(candidate) == 1
+        return {**SHIPPED, "prefill": 70.0} if is_lucky else SHIPPED
+
+    shares: list[float] = []
+    found = tuning.tune(["avx512"], has_rules=False, measure=measure, progress=lambda what, share: shares.append(share))
+    assert found.best is None
+    assert seen == [None, Candidate("avx512"), None, Candidate("avx512")]
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("given_up", [{"prefill": 40.0}, {}])
+def test_a_candidate_that_was_given_up_is_not_taken(given_up: dict[str, float]) -> None:
+    def measure(candidate: Candidate | None, against: object) -> Mapping[str, float]:
+        return SHIPPED if candidate is None else given_up
+
+    assert tuning.tune(["avx512"], has_rules=True, measure=measure, progress=lambda *_: None).best is None
+
+
+@needs_kernels
 def test_tuning_writes_what_engines_read(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "measure_products", lambda kernels, num_threads: PRODUCTS)
-    flags = ["--model", str(model), "--http-port=0", "--grpc-port=0", f"--cache-dir={tmp_path}"]
+    made_up_steps(monkeypatch, lambda one: {"prefill": 50.0} if one.torch_from == 128 else {})
+    flags = ["--model", str(model), "--http-port=0", "--grpc-port=0", f"--cache-dir={tmp_path}", "--dtype=float32"]
     assert main(["doctor", "--json", "--tune", *flags]) == 0
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["findings"]}["tune"]
-    assert found["text"].startswith(
-        "float32 with the kernels; bfloat16 with torch from 64 tokens on; "
-        "bfloat16 with torch from 8 tokens on if a matrix has 4,000 weights or more"
-    )
-    assert found["facts"]["products"][0]["torch_ms"] == 2.0
-    table = load_table(str(tmp_path), read_cpu().name, choose().instruction_set)
-    assert (table.rules, table.file) == (rules_of(PRODUCTS), found["facts"]["file"])
+    assert "torch from 128 tokens on" in found["text"]
+    assert "prefill 2.00 times" in found["text"]
+    assert found["facts"]["milliseconds"]["as shipped"]["prefill"] == 100_000
+    runner = make_runner(model, cache_dir=str(tmp_path))
+    assert runner._kernels is not None
+    assert runner._kernels.table.torch_from("float32", 1) == 128
+    made_up_steps(monkeypatch)
+    assert main(["doctor", "--json", "--tune", *flags]) == 0
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["findings"]}["tune"]
+    assert "nothing makes some step faster" in found["text"]
+    assert not tuned_file(str(tmp_path)).exists(), "what an earlier run found is no longer so"
 
 
 def test_a_table_that_cannot_be_written_is_a_problem(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "measure_products", lambda kernels, num_threads: PRODUCTS)
+    made_up_steps(monkeypatch, lambda _: {"prefill": 50.0})
     (tmp_path / "file").touch()
     settings = UP_SETTINGS.model_validate({"model": str(model), "cache_dir": str(tmp_path / "file"), "http_port": 0})
     found = {one.name: one for one in examine(settings, tune=True)}["tune"]
@@ -369,19 +427,55 @@ def test_a_table_that_cannot_be_written_is_a_problem(
     assert found.level is expected
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(choose().instruction_set == TORCH, reason="no kernels were built")
-def test_products_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "SHAPES", ((64, 64), (128, 64)))
-    measured = list(measure_products(choose(), 1))
-    assert len(measured) == 2 * 2 * len(tuning.ROWS)
-    assert all(one.kernels_ms > 0 and one.torch_ms > 0 for one in measured)
+@needs_kernels
+def test_there_is_nothing_to_tune_without_a_model_or_without_kernels(model: Path, tmp_path: Path) -> None:
+    for changes in ({"model": "nobody/nothing"}, {"kernels": "torch"}, {"dtype": "float16"}):
+        given = {"model": str(model), "cache_dir": str(tmp_path), "http_port": 0, "grpc_port": 0, **changes}
+        found = {one.name: one for one in examine(UP_SETTINGS.model_validate(given), tune=True)}["tune"]
+        assert found.level is Level.HINT
+    assert not list(tmp_path.iterdir())
+
+
+@needs_kernels
+def test_steps_are_measured_on_engines_with_the_candidate(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        tuning, "STEPS", {"prefill": Point(chunks=((20, 0),)), "batch 2": Point(decodes=(9, 9)), "long": Point((9999,))}
+    )
+    monkeypatch.setattr(tuning, "_LONG_S", 0.0)
+    settings = EngineSettings(device="cpu", dtype="float32", num_blocks=8, num_threads=1)
+    of = TunedFor(read_cpu().kind or read_cpu().name, model_identity(model), "float32", "none")
+    measure = StepMeasurer(model, settings, of)
+    for candidate in (None, Candidate(choose().instruction_set, 8)):
+        seconds = measure(candidate, None)
+        assert list(seconds) == ["prefill", "batch 2"], "there is no room for the third"
+        assert min(seconds.values()) > 0
+    assert list(measure(None, {"prefill": 1e-9})) == ["prefill"], "a hopeless candidate is given up"
+
+
+@pytest.mark.parametrize(("torch_from", "used"), [(None, None), (512, TORCH), (1024, None)])
+@needs_kernels
+def test_products_are_those_that_engines_use_and_held_to_the_fastest(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch_from: int | None, used: str | None
+) -> None:
+    monkeypatch.setattr(doctor, "measure_cpu", lambda *_: CpuSpeed(20.0, 300.0, 600.0, 15.0, {"other": 1200.0}))
+    keep(model, tmp_path, Rule("float32", 0, torch_from))
+    found = findings(model, cache_dir=str(tmp_path), dtype="float32")
+    used = used or choose().instruction_set
+    facts = found["products"].facts
+    assert (facts["used"], facts["limit"], facts["limit_gflop_s"]) == (used, "other", 1200.0)
+    share = "50%" if used == TORCH else "25%"
+    assert f"with {used}, which engines use: {share} of the fastest way here; 1200 with other" in found["products"].text
+    assert "75% of it by the kernels with one token" in found["bandwidth"].text
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_speeds(dtype: str) -> None:
     for kernels in {choose(), Choice("torch", "")}:
-        speed = measure_cpu(kernels, dtype, 1)
+        others = [] if kernels.instruction_set == TORCH else [*kernels.slower][-1:]
+        speed = measure_cpu(kernels, dtype, 1, others)
+        assert list(speed.others_gflop_s) == others
         assert speed.read_gb_s > 0.1
         assert speed.torch_gflop_s > 0.1
         assert (speed.kernels_gflop_s is None) == (kernels.instruction_set == "torch")

@@ -123,6 +123,8 @@ class WorkerInfo(_message.Message):
     DEVICE_REASON_FIELD_NUMBER: _builtins.int
     SAMPLING_PARAMETERS_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_ERROR_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
+    KERNELS_REASON_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: Global___WorkerRole.ValueType
     epoch: _builtins.str
@@ -148,6 +150,10 @@ class WorkerInfo(_message.Message):
     """why device is what it is, for people"""
     chat_template_error: _builtins.str
     """why the model's chat template cannot be used; empty if it can, or if none"""
+    kernels: _builtins.str
+    """variant of the CPU kernels that computes, or torch; empty if it is not known"""
+    kernels_reason: _builtins.str
+    """why kernels is what it is, for people"""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -178,10 +184,12 @@ class WorkerInfo(_message.Message):
         device_reason: _builtins.str = ...,
         sampling_parameters: _abc.Iterable[_builtins.str] | None = ...,
         chat_template_error: _builtins.str = ...,
+        kernels: _builtins.str = ...,
+        kernels_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chat_template_error", b"chat_template_error", "connector", b"connector", "device", b"device", "device_reason", b"device_reason", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "fingerprint_but_dtype", b"fingerprint_but_dtype", "max_model_len", b"max_model_len", "model", b"model", "role", b"role", "root_hash", b"root_hash", "sampling_parameters", b"sampling_parameters", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "chat_template_error", b"chat_template_error", "connector", b"connector", "device", b"device", "device_reason", b"device_reason", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "fingerprint", b"fingerprint", "fingerprint_but_dtype", b"fingerprint_but_dtype", "kernels", b"kernels", "kernels_reason", b"kernels_reason", "max_model_len", b"max_model_len", "model", b"model", "role", b"role", "root_hash", b"root_hash", "sampling_parameters", b"sampling_parameters", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

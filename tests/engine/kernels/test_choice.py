@@ -90,7 +90,8 @@ def test_without_built_kernels_torch_computes_and_the_log_says_so(
 ) -> None:
     monkeypatch.setattr("engine.kernels.choice.library_file", lambda name: building.library_file(name, tmp_path))
     with caplog.at_level(logging.INFO):
-        assert load_kernels("auto", device=torch.device("cpu"), dtype=torch.float32, cache_dir="") is None
+        kernels, choice = load_kernels("auto", device=torch.device("cpu"), dtype=torch.float32, cache_dir="")
+    assert (kernels, choice.instruction_set) == (None, "torch")
     (record,) = caplog.records
     assert vars(record)["kernels"] == "torch"
     assert "no kernels were built" in vars(record)["reason"]
@@ -99,7 +100,7 @@ def test_without_built_kernels_torch_computes_and_the_log_says_so(
 @pytest.mark.skipif(not VARIANTS, reason="no kernels were built")
 def test_a_dtype_without_kernels_is_torchs(tmp_path: Path) -> None:
     def load(wanted: str, device: str, dtype: torch.dtype) -> Kernels | None:
-        return load_kernels(wanted, device=torch.device(device), dtype=dtype, cache_dir=str(tmp_path))
+        return load_kernels(wanted, device=torch.device(device), dtype=dtype, cache_dir=str(tmp_path))[0]
 
     assert load("auto", "cpu", torch.float16) is None
     assert load("auto", "cpu", torch.bfloat16) is not None
