@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from bench.engine_systems import Row
+from common.types import KVCacheSpec
 from engine.kernels.choice import AUTO, TORCH, choose
 from engine.kernels.library import Kernels
 from engine.layers import linear_kernel
@@ -40,11 +41,13 @@ class Limit:
         *weights_of_layers, head = [n * k * times for (n, k), times in shapes_of(config)]
         weights = sum(weights_of_layers)
         layers, dim = config["num_hidden_layers"], config["head_dim"]
-        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        kv = 2 * layers * kv_heads * dim  # elements of a token
+        heads = config["num_attention_heads"]
         seen = row.context / 2 if not row.steps else row.context + row.steps / 2  # tokens that a token sees
         tokens = row.batch + row.chunk if row.steps else row.context
-        read_s = (weights + head + row.batch * row.context * kv * bool(row.steps)) * itemsize / self.read_gb_s
+        read = (weights + head) * itemsize
+        if row.steps:
+            read += row.batch * row.context * kv_of_token(config, itemsize).block_bytes
+        read_s = read / self.read_gb_s
         multiplied_s = 0.0
         if tokens > 1:
             attended = row.batch * seen + row.chunk * row.chunk / 2 if row.steps else tokens * seen
@@ -66,6 +69,18 @@ class Limit:
 
 def step_tokens(row: Row) -> int:
     return row.batch + row.chunk if row.steps else min(row.context, CHUNK)
+
+
+def kv_of_token(config: dict[str, int], itemsize: int) -> KVCacheSpec:
+    """The KV of one token, as a block of one token."""
+    return KVCacheSpec(
+        model_id="bench",
+        num_layers=config["num_hidden_layers"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        block_size=1,
+        dtype={4: "float32", 2: "bfloat16"}[itemsize],
+    )
 
 
 def shapes_of(config: dict[str, int]) -> list[tuple[tuple[int, int], int]]:

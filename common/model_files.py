@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.chat_templates import FOLDER
+from common.chat_templates import FOLDER, template_error
 from common.errors import StartupError
 from common.gguf_parts import is_gguf_name, parts_of
 from common.token_table import read_token_ids
@@ -173,6 +173,13 @@ def tokenizer_files(model_dir: str | Path) -> dict[str, bytes]:
     names = [name for name in TOKENIZER_FILES if (path / name).is_file()]
     names += sorted(FOLDER + file.name for file in (path / FOLDER).glob("*.jinja"))
     return {name: (path / name).read_bytes() for name in names}
+
+
+def broken_template(model_dir: Path) -> str:
+    """Why the model's chat template cannot be used, in one line with its file; empty if it can, or if there is none."""
+    if not (model_dir / "tokenizer.json").is_file():
+        return ""  # such a model does not start, for that reason
+    return template_error(tokenizer_files(model_dir))
 
 
 def checkpoint_dtype(files: ModelFiles) -> str:

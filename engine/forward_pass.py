@@ -33,6 +33,7 @@ class Pass:
     requests: list[Request]
     strays: dict[Request, GuideError]  # whose tokens their grammar does not allow or cannot follow
     checks: dict[Request, list[DraftedToken]]
+    drawing: set[Request]  # whose next token the pass draws
 
 
 class ForwardPass:
@@ -69,7 +70,7 @@ class ForwardPass:
         for request in last:
             request.num_pending = 1 + len(checks.get(request, ()))
         ticket = self._device.begin(StepInput(number=self._device.next_number(), rows=rows))
-        return Pass(ticket, list(output.num_tokens), strays, checks)
+        return Pass(ticket, list(output.num_tokens), strays, checks, last)
 
     def end(self, begun: Pass, meanwhile: Callable[[], None]) -> list[list[SampledToken]]:
         """Waits for the pass: the tokens of each of its requests, in order. A request whose row failed fails."""
@@ -78,7 +79,7 @@ class ForwardPass:
         rows = {request: list(islice(drawn, len(ones))) for request, ones in begun.checks.items()}
         tokens: list[list[SampledToken]] = []
         for row, request in enumerate(begun.requests):
-            is_drawing, request.num_pending = request.num_pending > 0, 0
+            request.num_pending = 0
             of_drafts = rows.get(request, [])
             if any(place in output.failures for place in (row, *of_drafts)):
                 # One batch is lost, not the worker: its requests fail with their ids, all others go on.
@@ -90,7 +91,7 @@ class ForwardPass:
             tokens.append([] if token is None else [token])
             if request in begun.strays:
                 self._fail_stray(request, begun.strays[request])
-            elif token is None and is_drawing and request.embed is None:
+            elif token is None and request in begun.drawing and request.embed is None:
                 self._end_without_token(request)
             elif token is not None and of_drafts:
                 ones = begun.checks[request]

@@ -62,7 +62,7 @@ class Request:
     min_remote_tokens: int = 0  # REMOTE: see `common.prefill_place`
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
-    num_pending: int = 0  # tokens that the step on the device draws for it: none of them is known yet
+    num_pending: int = 0  # tokens that a step on the device draws for this request, unknown until the step ends
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache or store when first admitted
     block_ids: array[int] = field(default_factory=block_table)  # int32, as attention reads it
     host_block_ids: list[int] = field(default_factory=list)  # while SWAPPED

@@ -16,7 +16,6 @@ from google.protobuf.message import DecodeError
 
 from common import metrics
 from common.cache_hints import MAX_RETAIN_S, Retain, check_retain
-from common.chat_templates import template_error
 from common.config import WorkerSettings
 from common.errors import (
     BatonError,
@@ -27,7 +26,7 @@ from common.errors import (
     error_of,
 )
 from common.grpc.transport import Channels
-from common.model_files import tokenizer_files
+from common.model_files import broken_template
 from common.retry_budget import RetryBudget
 from common.types import WorkerRole, WorkerState
 from common.validation import ModelLimits, check_priority, check_prompt
@@ -98,7 +97,7 @@ class Worker:
 
     async def wait_ready(self) -> None:
         """Waits for the engine. Raises `StartupError` with its reason."""
-        self.chat_template_error = await asyncio.to_thread(_template_error, Path(self.model_dir))
+        self.chat_template_error = await asyncio.to_thread(broken_template, Path(self.model_dir))
         if self.chat_template_error:
             log.error("no chats are served with a broken template", extra={"reason": self.chat_template_error})
         self._ready = await self.engine.wait_ready()
@@ -232,9 +231,3 @@ def ends_counted(service: str) -> Iterator[None]:
 def error_from(event: RequestFailed) -> BatonError:
     """The error that an engine's refusal stands for."""
     return error_of(event.grpc_code, event.reason, field=event.field)
-
-
-def _template_error(model_dir: Path) -> str:
-    if not (model_dir / "tokenizer.json").is_file():
-        return ""  # the engine says so, and does not start
-    return template_error(tokenizer_files(model_dir))

@@ -16,11 +16,10 @@ def replay(settings: EngineSettings, *, file: str, as_json: bool) -> int:
     from common.model_files import open_model
     from engine.loading.embedded_model import ensure_model
     from engine.local.device import LocalDevice
-    from engine.replay.replay import check_header
     from engine.replay.replay import replay as compute
     from engine.replay.step_file import read_steps
 
-    header, _ = read_steps(Path(file))
+    header, steps = read_steps(Path(file))
     given = settings.model_fields_set
     recorded: dict[str, object] = {
         "model": header.model,
@@ -33,11 +32,11 @@ def replay(settings: EngineSettings, *, file: str, as_json: bool) -> int:
     settings = settings.model_copy(update={name: value for name, value in recorded.items() if name not in given})
     folder = open_model(ensure_model(settings.model, settings.cache_dir, click.echo)).path
     device = LocalDevice(folder, settings)
-    check_header(header, device)
+    compared = compute(header, steps, device)
     device.warm_up()
     num_steps = num_rows = num_different = 0
     largest = recorded_s = elapsed_s = 0.0
-    for step in compute(Path(file), device):
+    for step in compared:
         num_steps += 1
         num_rows += step.num_rows
         num_different += len(step.differences)

@@ -12,6 +12,7 @@ from baton.cli.options import SettingsCommand
 from baton.settings import UP_SETTINGS, WORKER_SETTINGS, RouterCommandSettings
 from common.config import DEFAULT_MODEL, AutoscalerSettings, RouterSettings, UpSettings, WorkerSettings
 from common.logs import setup_logging
+from common.model_files import broken_template
 from common.process.garbage_collection import look_rarely
 from common.process.unix_sockets import socket_path
 from common.types import WorkerRole
@@ -57,11 +58,11 @@ def up(settings: UpSettings) -> int:
 def prepare_model(settings: S) -> S:
     """What is decided once, before several workers do so: makes sure that the model is on disk (progress to standard
     error), and chooses device and dtype, which all workers need alike."""
-    from baton.template_check import warn_of_template
     from engine.loading.embedded_model import ensure_model
 
     path = ensure_model(settings.model, settings.cache_dir, lambda line: print(line, file=sys.stderr, flush=True))
-    warn_of_template(path)
+    if reason := broken_template(path):
+        log.warning("chats will be refused, completions will not", extra={"reason": reason})
     device = choose_device(settings.device)
     log.info("device of all workers", extra={"device": device.device, "reason": device.reason})
     dtype = resolve_dtype(settings.dtype, path, device.device, settings.kernels)

@@ -106,8 +106,7 @@ class TorchBackend(AttentionBackend):
         stop = start + 1
         while stop < len(num_new) and num_new[stop] == 1:
             fewest, most = min(fewest, num_seen[stop]), max(most, num_seen[stop])
-            gathered = (stop + 1 - start) * most * self.planes_per_layer * self.planes.shape[1] * self.spec.itemsize
-            if most > 2 * fewest + 1 or gathered > _GROUP_BYTES:
+            if most > 2 * fewest + 1 or (stop + 1 - start) * most * self.spec.layer_bytes > _GROUP_BYTES:
                 break
             stop += 1
         return stop

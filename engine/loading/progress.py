@@ -3,33 +3,51 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TextIO, TypeVar
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self, TextIO
+
+from tqdm import tqdm
 
 log = logging.getLogger(__name__)
 
-Item = TypeVar("Item")
-
-_WIDTH = 30
-_LOG_EVERY_S = 5.0
+LOG_INTERVAL_S = 5.0
 
 
-def with_progress(
-    items: Sequence[Item], what: str, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Item]:
-    """Yields `items`, and says after each how many are done. `stream` is standard error if None."""
-    stream = stream or sys.stderr
-    is_terminal = stream.isatty()
-    logged = clock()
-    for done, item in enumerate(items):
-        yield item
-        done += 1
-        if is_terminal:
-            bar = "#" * (_WIDTH * done // len(items))
-            stream.write(f"\r{what} [{bar:{_WIDTH}}] {done}/{len(items)}" + ("\n" if done == len(items) else ""))
-            stream.flush()
-        elif clock() - logged >= _LOG_EVERY_S or (done == len(items) and clock() > logged):
-            logged = clock()
-            log.info(what, extra={"done": done, "of": len(items)})
+class Progress:
+    """Counts up to `total`, in `unit`s. Leave the context when the load has ended, also if it failed."""
+
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        unit: str,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        log_interval_s: float = LOG_INTERVAL_S,
+    ) -> None:
+        """`stream` is standard error if None."""
+        self._what, self._total = what, total
+        self._clock, self._log_interval_s = clock, log_interval_s
+        self._num_done = 0
+        self._logged_at = clock()
+        self._bar = tqdm(
+            total=total, unit=unit, unit_scale=True, desc=what, disable=None, leave=False, file=stream, mininterval=0.1
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+    def add(self, amount: int = 1) -> None:
+        self._num_done += amount
+        self._bar.update(amount)
+        if self._bar.disable and (now := self._clock()) - self._logged_at >= self._log_interval_s:
+            self._logged_at = now
+            log.info(self._what, extra={"percent": 100 * self._num_done // self._total})

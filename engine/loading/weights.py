@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from safetensors import safe_open
-from tqdm import tqdm
 
 from common.errors import StartupError
 from common.model_files import ModelFiles
@@ -20,10 +18,9 @@ from engine.loading.checkpoints.gguf_file import read_gguf
 from engine.loading.checkpoints.gguf_weights import gguf_tensors
 from engine.loading.checkpoints.hf_quantized import quantized_tensors, scheme_of
 from engine.loading.checkpoints.safetensors_file import SafetensorsFile
+from engine.loading.progress import LOG_INTERVAL_S, Progress
 
 log = logging.getLogger(__name__)
-
-_LOG_INTERVAL_S = 5.0
 
 
 def load_weights(
@@ -33,6 +30,7 @@ def load_weights(
     kernels: Kernels | None = None,
     may_skip: Callable[[str], bool] = lambda _: False,
     rename: Callable[[str], str | None] = str,
+    log_interval_s: float = LOG_INTERVAL_S,
 ) -> None:
     """Copies each tensor of the files into its place, converting dtype and device on the way.
 
@@ -41,13 +39,13 @@ def load_weights(
     the tensor is of no use. `may_skip` says of a name that has no place whether that is all right. Raises
     `StartupError` that names a tensor which is missing, not known, or of another shape.
 
-    What is read shows on a terminal as a bar, elsewhere as a line in the log every few seconds.
+    What is read shows on a terminal as a bar, elsewhere as a line in the log every `log_interval_s`.
     """
     is_plain = not files.is_gguf and scheme_of(files.config) is None
-    progress = _Progress(sum(file.stat().st_size for file in files.weight_files))
+    num_bytes = sum(file.stat().st_size for file in files.weight_files)
     formats: dict[str, int] = {}
     missing = set(places)
-    try:
+    with Progress("loading weights", num_bytes, "B", log_interval_s=log_interval_s) as progress:
         for each in _tensors(files):
             name = rename(each.name)
             if name is None:
@@ -62,8 +60,6 @@ def load_weights(
             formats[each.format] = formats.get(each.format, 0) + 1
             progress.add(each.num_bytes)
             missing.discard(name)
-    finally:
-        progress.close()
     if missing:
         first = min(missing)
         others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
@@ -128,23 +124,6 @@ def _log_formats(files: ModelFiles, formats: Mapping[str, int], kernels: Kernels
         )
     elif counts:
         log.info("quantised weights stay as they are", extra={"model": str(files.path), "quantised": counts})
-
-
-class _Progress:
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes, self._num_read = num_bytes, 0
-        self._logged_at = time.monotonic()
-        self._bar = tqdm(total=num_bytes, unit="B", unit_scale=True, desc="weights", disable=None, leave=False)
-
-    def add(self, num_bytes: int) -> None:
-        self._num_read += num_bytes
-        self._bar.update(num_bytes)
-        if self._bar.disable and time.monotonic() > self._logged_at + _LOG_INTERVAL_S:
-            self._logged_at = time.monotonic()
-            log.info("loading weights", extra={"percent": 100 * self._num_read // self._num_bytes})
-
-    def close(self) -> None:
-        self._bar.close()
 
 
 def check_files(files: ModelFiles) -> None:

@@ -24,7 +24,7 @@ from common.model_files import ModelFiles
 from common.process.allocator import freeing_at_once, give_back_freed
 from engine.attention.base import StepAttention
 from engine.kernels.library import Kernels
-from engine.loading.progress import with_progress
+from engine.loading.progress import Progress
 from engine.loading.weights import check_files
 from engine.models.adapted_attention import ADAPTED, adapt_attention
 from engine.models.attention_interface import (
@@ -236,19 +236,18 @@ class TransformersModel(CausalLM):
             if kernels is not None
             else [(top, [name]) for top, names in self._linears for name in names]
         )
-        if kernels is not None and quantises:
-            swapping = with_progress(groups, f"quantising weights to {kernels.quantization}")
-        else:
-            swapping = iter(groups)
+        what = f"quantising weights to {kernels.quantization}" if kernels and quantises else "replacing linear layers"
         num_swapped = 0  # elements
         num_freed_bytes = 0  # since memory was given back
-        for parent, names in swapping:
-            weights = _swap(parent, names, kernels)
-            num_swapped += sum(weight.numel() for weight in weights)
-            num_freed_bytes += sum(weight.nbytes for weight in weights)
-            if num_freed_bytes >= GIVE_BACK_BYTES:
-                give_back_freed()
-                num_freed_bytes = 0
+        with Progress(what, len(groups), "") as progress:
+            for parent, names in groups:
+                weights = _swap(parent, names, kernels)
+                num_swapped += sum(weight.numel() for weight in weights)
+                num_freed_bytes += sum(weight.nbytes for weight in weights)
+                if num_freed_bytes >= GIVE_BACK_BYTES:
+                    give_back_freed()
+                    num_freed_bytes = 0
+                progress.add()
         num_swapped += swap_heads(self._heads, self._base, kernels)
         give_back_freed()
         if quantises:

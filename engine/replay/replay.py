@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from common.errors import StartupError
 from common.types import SampledToken
 from engine.device import Device
-from engine.replay.step_file import RecordedStep, StepFileHeader, read_steps
+from engine.replay.step_file import RecordedStep, StepFileHeader
 from engine.step import StepOutput
 
 
@@ -25,7 +24,7 @@ class ComparedStep:
     elapsed_s: float
 
 
-def check_header(header: StepFileHeader, device: Device) -> None:
+def _check_header(header: StepFileHeader, device: Device) -> None:
     """Raises `StartupError` if the file's KV is not the device's: of another model, another dtype or block size."""
     ours, theirs = device.info.spec, header.spec
     for name in ("model_id", "dtype", "block_size", "num_layers", "num_kv_heads", "head_dim", "num_planes"):
@@ -37,10 +36,14 @@ def check_header(header: StepFileHeader, device: Device) -> None:
         raise StartupError(f"the steps name {header.num_blocks} blocks, here are {device.info.num_blocks}")
 
 
-def replay(path: Path, device: Device) -> Iterator[ComparedStep]:
-    """Computes the file's steps in their order. Raises `StartupError` if the file or device is wrong."""
-    header, steps = read_steps(path)
-    check_header(header, device)
+def replay(header: StepFileHeader, steps: Iterable[RecordedStep], device: Device) -> Iterator[ComparedStep]:
+    """Checks at once that the device can compute the steps of a file with this header; raises `StartupError` if not.
+    Then the steps are computed one by one, in their order, as the caller iterates."""
+    _check_header(header, device)
+    return _compared(steps, device)
+
+
+def _compared(steps: Iterable[RecordedStep], device: Device) -> Iterator[ComparedStep]:
     (plane,) = device.planes()
     for recorded in steps:
         for block_id, data in recorded.blocks.items():

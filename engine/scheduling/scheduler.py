@@ -124,8 +124,8 @@ class Scheduler:
 
     def _schedule_running(self, request: Request, budget: StepBudget, output: SchedulerOutput) -> None:
         """Schedules one running request, preempting others if blocks run out."""
-        if request.status is not RequestStatus.RUNNING:
-            return
+        if request.status is not RequestStatus.RUNNING or request.num_pending:
+            return  # preempted in this step, or its next token is not known before the step on the device ends
         num_new = budget.chunk(request.num_missing_tokens)
         if request.num_missing_tokens > 1 and self.blocks.cache.is_enabled and not request.needs_every_token:
             before = request.num_computed_tokens

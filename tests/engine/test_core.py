@@ -341,3 +341,14 @@ def test_status_says_what_is_there() -> None:
     core.handle(m.GetStatus(6))
     (status,) = core.take_events()
     assert "ref_cnt" in status.integrity
+
+
+def test_a_request_is_not_computed_again_before_its_next_token_is_known() -> None:
+    core, _ = make_core()
+    add(core, "a", [1, 2, 3], max_tokens=2)
+    begun = core.begin(core.prepare())
+    assert list(begun.output.num_tokens.values()) == [3]
+    assert not core.scheduler.schedule(now=0.0).num_tokens
+    core.end(begun)
+    assert tokens_of(core.take_events() + run(core))["a"] == reference([1, 2, 3], 2)
+    assert_idle(core)

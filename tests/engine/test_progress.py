@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from engine.loading.progress import with_progress
+from engine.loading.progress import Progress
 
 
 class Terminal(io.StringIO):
@@ -15,18 +15,22 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_shows_a_bar() -> None:
+def test_a_terminal_shows_a_bar_and_the_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     terminal = Terminal()
-    assert list(with_progress("abc", "quantising to int8", terminal)) == ["a", "b", "c"]
-    shown = terminal.getvalue().split("\r")
-    assert shown[1] == f"quantising to int8 [{'#' * 10}{' ' * 20}] 1/3"
-    assert shown[-1] == f"quantising to int8 [{'#' * 30}] 3/3\n"
+    with Progress("quantising to int8", 3, "", stream=terminal, log_interval_s=0) as progress:
+        for _ in range(3):
+            progress.add()
+    assert "quantising to int8" in terminal.getvalue()
+    assert "/3.00" in terminal.getvalue()
+    assert not caplog.records
 
 
 def test_a_log_gets_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    seconds = itertools.count(0, 3)
-    assert list(with_progress(range(8), "quantising", io.StringIO(), lambda: next(seconds))) == list(range(8))
-    done = [vars(record)["done"] for record in caplog.records]
-    assert done[-1] == 8
-    assert 2 <= len(done) < 8
+    seconds, stream = itertools.count(0, 3), io.StringIO()
+    with Progress("quantising", 8, "", stream=stream, clock=lambda: next(seconds), log_interval_s=5) as progress:
+        for _ in range(8):
+            progress.add()
+    assert [vars(record)["percent"] for record in caplog.records] == [25, 50, 75, 100]
+    assert not stream.getvalue()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import StartupError
 from common.model_files import open_model
-from engine.loading import weights
+from engine.loading import progress
 from engine.loading.checkpoints import safetensors_file
 from engine.loading.checkpoints.safetensors_file import SafetensorsFile
 from engine.loading.weights import load_weights
@@ -279,14 +279,11 @@ def test_a_type_that_torch_lacks_is_named(tmp_path: Path) -> None:
     assert f"{file}: tensor odd is U16, which is not supported" in refusal(path)
 
 
-def test_progress_is_logged_if_nobody_watches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(weights, "_LOG_INTERVAL_S", 0.0)
+def test_progress_is_logged_if_nobody_watches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = open_model(make_model(tmp_path / "model"))
     places = {name: torch.empty_like(tensor) for name, tensor in load_file(files.weight_files[0]).items()}
-    with caplog.at_level(logging.INFO, logger=weights.log.name):
-        load_weights(files, places)
+    with caplog.at_level(logging.INFO, logger=progress.log.name):
+        load_weights(files, places, log_interval_s=0.0)
     percents = [vars(record)["percent"] for record in caplog.records if hasattr(record, "percent")]
     assert percents == sorted(percents)
     assert percents[-1] in (98, 99, 100)

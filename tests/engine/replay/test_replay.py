@@ -114,7 +114,7 @@ def test_mixed_rows_are_equal_on_every_variant(model_dir: Path, tmp_path: Path, 
     """Also if the record begins after the prompts, whose KV is then in the file."""
     path = tmp_path / "steps"
     outputs = record(path, make_runner(model_dir, num_blocks=NUM_BLOCKS, kernels="torch"), skip=skip)
-    steps = list(replay(path, make_runner(model_dir, num_blocks=NUM_BLOCKS, kernels=kernels)))
+    steps = list(replay(*read_steps(path), make_runner(model_dir, num_blocks=NUM_BLOCKS, kernels=kernels)))
     assert [step.num_rows for step in steps] == [32] * (2 - skip)
     assert differences(steps) == []
     assert all(step.largest < 1e-4 for step in steps)
@@ -159,7 +159,7 @@ def test_a_changed_result_and_changed_kv_are_told(model_dir: Path, tmp_path: Pat
         writer = StepFileWriter(other, header)
         writer.add(changed)
         writer.close()
-        (step,) = replay(other, device)
+        (step,) = replay(*read_steps(other), device)
         if number == 1:
             assert step.largest > 1e-4 or step.differences
             assert all(line.startswith("row 8") for line in step.differences)
@@ -240,7 +240,7 @@ def test_files_that_are_none(model_dir: Path, tmp_path: Path, change: object, me
     record(path, device, skip=1)
     path.write_bytes(change(path.read_bytes()))  # type: ignore[operator]
     with pytest.raises(StartupError, match=message):
-        list(replay(path, device))
+        list(replay(*read_steps(path), device))
 
 
 def test_a_record_that_was_cut_off_ends_before(model_dir: Path, tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_record_that_was_cut_off_ends_before(model_dir: Path, tmp_path: Path) 
     device = make_runner(model_dir, num_blocks=NUM_BLOCKS, kernels="torch")
     record(path, device)
     path.write_bytes(path.read_bytes()[:-7])
-    assert [step.number for step in replay(path, device)] == [1]
+    assert [step.number for step in replay(*read_steps(path), device)] == [1]
 
 
 def test_steps_of_another_model(model_dir: Path, tmp_path: Path) -> None:
@@ -256,9 +256,9 @@ def test_steps_of_another_model(model_dir: Path, tmp_path: Path) -> None:
     record(path, make_runner(model_dir, num_blocks=NUM_BLOCKS, kernels="torch"))
     other = make_model(tmp_path / "another", {})
     with pytest.raises(StartupError, match="recorded with model_id"):
-        list(replay(path, make_runner(other, num_blocks=NUM_BLOCKS)))
+        list(replay(*read_steps(path), make_runner(other, num_blocks=NUM_BLOCKS)))
     with pytest.raises(StartupError, match=f"name {NUM_BLOCKS} blocks, here are 64"):
-        list(replay(path, make_runner(model_dir)))
+        list(replay(*read_steps(path), make_runner(model_dir)))
 
 
 def test_the_command(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
