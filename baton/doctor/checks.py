@@ -161,7 +161,7 @@ def _kernels_advice() -> str:
         return "install g++ or clang++, then `python -m engine.kernels.build` (or make install)"
     if not has:
         return "use a CPU with AVX2 and FMA, or a 64-bit Arm: those run the kernels"
-    if not any(Choice(name, "").variant in built for name in has):
+    if not any(name in built for name in has):
         return f"`python -m engine.kernels.build` here builds {', '.join(has)}; there is {', '.join(built)} only"
     return f"unset {' and '.join(limit.setting for limit in read_limits())}, which forbids them"
 

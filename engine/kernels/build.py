@@ -26,6 +26,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "avx2": ("-mavx2", "-mfma", "-mf16c", "-mbmi2"),
     "avx512": ("-march=x86-64-v4",),
     "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16"),
+    "amx": ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     "neon": ("-march=armv8.2-a",),
     "neon_bf16": ("-march=armv8.2-a+bf16",),
 }

@@ -160,7 +160,7 @@ class Kernels:
         self.table = shipped(choice.instruction_set) if table is None else table
         self.quantization = quantization
         self.num_threads = num_threads
-        self.library = _open(choice.variant)
+        self.library = _open(choice.instruction_set)
         self.team: int = self.library.baton_team(num_threads)
         self.arena = Arena()
         self.panel: int = 2 * self.library.baton_lanes()  # rows of a packed weight that lie together

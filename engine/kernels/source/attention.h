@@ -337,6 +337,8 @@ inline const bf16* round_rows(float* values, int rows, int64_t stride, int64_t c
         for (int64_t i = 0; i < columns; i += LANES) {
 #if defined(__AVX512BF16__)
             const auto halves = _mm512_cvtneps_pbh((__m512)load(values + r * stride + i));
+#elif defined(BATON_PLAIN_TILES)
+            const auto halves = rounded(load(values + r * stride + i));
 #else
             const auto halves = vcvt_bf16_f32((float32x4_t)load(values + r * stride + i));
 #endif

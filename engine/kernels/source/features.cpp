@@ -3,9 +3,13 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 
+#include <cerrno>
 #include <cstdint>
 
+#include "permission.h"
+
 extern "C" __attribute__((visibility("default"))) int baton_cpu_has(int feature);
+extern "C" __attribute__((visibility("default"))) int baton_tiles_refused();
 
 namespace {
 
@@ -26,11 +30,19 @@ uint32_t leaf7(uint32_t subleaf, int output) {
 
 bool has_avx512_bf16() { return has_avx512() && leaf7(1, 0) >> 5 & 1; }
 
-bool has_amx() {  // tiles, bfloat16 in them, and a system that keeps them
+bool has_tiles() {  // and bfloat16 in them, and a system that keeps them
     if (!has_avx512_bf16() || (leaf7(0, 3) >> 22 & 5) != 5) return false;
     uint32_t low, high;
     asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return (low >> 17 & 3) == 3;
+}
+
+int ask() {
+#if defined(__linux__)
+    return ask_for_tiles();
+#else
+    return ENOSYS;
+#endif
 }
 
 }  // namespace
@@ -41,9 +53,15 @@ extern "C" int baton_cpu_has(int feature) {
         case 0: return has_avx2();
         case 1: return has_avx512();
         case 2: return has_avx512_bf16();
-        case 3: return has_amx();
+        case 3: return has_tiles() && ask() == 0;
         default: return 0;
     }
+}
+
+// Why the system does not let this process use the tiles that the CPU has, as an errno; 0 if it does, or if there are none.
+extern "C" int baton_tiles_refused() {
+    __builtin_cpu_init();
+    return has_tiles() ? ask() : 0;
 }
 
 #else
@@ -53,6 +71,7 @@ extern "C" int baton_cpu_has(int feature) {
 #endif
 
 extern "C" __attribute__((visibility("default"))) int baton_cpu_has(int feature);
+extern "C" __attribute__((visibility("default"))) int baton_tiles_refused();
 
 namespace {
 
@@ -83,5 +102,7 @@ extern "C" int baton_cpu_has(int feature) {
         default: return 0;
     }
 }
+
+extern "C" int baton_tiles_refused() { return 0; }
 
 #endif

@@ -101,6 +101,11 @@ inline Floats widen_halves(Halves values) {
     return (Floats)_mm512_cvtph_ps((__m256i)values);
 #elif defined(__AVX2__)
     return (Floats)_mm256_cvtph_ps((__m128i)values);
+#elif defined(BATON_PLAIN_TILES)
+    const Words bits = __builtin_convertvector(values, Words), sign = (bits & 0x8000u) << 16;
+    const Floats size = (Floats)((bits & 0x7fffu) << 13) * 0x1p112f;
+    const Words is_endless = (Words)(size >= 0x1p16f) & 0x7f800000u;
+    return (Floats)((Words)size | is_endless | sign);
 #else
     typedef __fp16 HalfFloats __attribute__((vector_size(LANES * 2)));
     return __builtin_convertvector((HalfFloats)values, Floats);

@@ -2,6 +2,7 @@
 // Pointers and sizes come from engine/kernels/library.py, which checks shapes and types.
 
 #include "layer.h"
+#include "permission.h"
 #include "sample.h"
 
 #define BATON extern "C" __attribute__((visibility("default")))
@@ -19,7 +20,12 @@ void linear(Team& team, const Linear& linear, const T* x, int64_t stride, int64_
 
 }  // namespace
 
-BATON Team* baton_team(int num_threads) { return new Team(num_threads); }
+BATON Team* baton_team(int num_threads) {
+#if defined(__AMX_BF16__)
+    ask_for_tiles();  // before there are threads; choice.py chose this variant only if the answer was yes
+#endif
+    return new Team(num_threads);
+}
 BATON void baton_team_end(Team* team) { delete team; }
 
 BATON int baton_lanes() { return LANES; }

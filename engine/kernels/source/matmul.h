@@ -13,6 +13,7 @@
 #include <limits>
 
 #include "team.h"
+#include "tiles.h"
 #include "vector.h"
 
 namespace {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -12,7 +13,7 @@
 #endif
 
 // Whether this instruction set multiplies pairs of bfloat16 and adds both products to a float32.
-#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) || defined(BATON_PLAIN_TILES)
 #define BATON_BF16_PAIRS 1
 #else
 #define BATON_BF16_PAIRS 0
@@ -20,7 +21,7 @@
 
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(BATON_PLAIN_TILES)  // tiles.h
 constexpr int LANES = 16;
 #elif defined(__AVX2__)
 constexpr int LANES = 8;
@@ -76,6 +77,8 @@ inline Floats odd(Words pairs) { return (Floats)(pairs & 0xffff0000u); }
 inline Floats multiply_add_pairs(Floats sum, Words a, Words b) {
 #if defined(__AVX512BF16__)
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#elif defined(BATON_PLAIN_TILES)
+    return sum + (even(a) * even(b) + odd(a) * odd(b));
 #else
     return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
 #endif

@@ -17,11 +17,11 @@ from engine import layers
 from engine.kernels import table
 from engine.layers import Linear, LinearKernel
 from engine.models.decoder import Decoder
-from tests.engine.kernels.variants import CHOICES, slow_but_the_best
+from tests.engine.kernels.variants import VARIANTS, slow_but_the_best
 from tests.engine.tiny_models import advance, bfloat16_errors, make_model, make_runner, random_sequences
 
-pytestmark = pytest.mark.skipif(not CHOICES, reason="no kernels were built")
-each_choice = pytest.mark.parametrize("kernels", slow_but_the_best(CHOICES))
+pytestmark = pytest.mark.skipif(not VARIANTS, reason="no kernels were built")
+each_choice = pytest.mark.parametrize("kernels", slow_but_the_best(VARIANTS))
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from engine.kernels.library import STRUCT_BYTES, Kernels, check_structs, load_ke
 from tests.engine.kernels.variants import VARIANTS, kernels
 
 X86 = ["avx2", "avx512", "avx512_bf16"]
+AMX = [*X86, "amx"]
 
 
 @pytest.mark.parametrize(
@@ -25,8 +26,9 @@ X86 = ["avx2", "avx512", "avx512_bf16"]
         (["avx2"], X86, "avx2"),
         (X86, X86, "avx512_bf16"),
         (X86, ["avx2", "avx512"], "avx512"),
-        ([*X86, "amx"], X86, "amx"),
-        ([*X86, "amx"], ["avx2"], "avx2"),
+        (AMX, AMX, "amx"),
+        (AMX, X86, "avx512_bf16"),
+        (AMX, ["avx2"], "avx2"),
         (["neon"], ["neon", "neon_bf16"], "neon"),
         (["neon", "neon_bf16"], ["neon", "neon_bf16"], "neon_bf16"),
         (["neon", "neon_bf16"], ["neon"], "neon"),
@@ -54,14 +56,21 @@ def test_the_best_that_is_there(has: list[str], built: list[str], expected: str)
     ],
 )
 def test_limits_of_torch_and_onednn_are_limits_here(environ: dict[str, str], expected: str) -> None:
-    choice = choose_among("auto", [*X86, "amx"], X86, environ)
+    choice = choose_among("auto", AMX, AMX, environ)
     assert choice.instruction_set == expected
     if expected != "amx":
         assert choice.reason.partition("=")[0] in environ
 
 
-def test_amx_runs_the_kernels_of_avx512_bf16() -> None:
-    assert choose_among("amx", [*X86, "amx"], X86, {}).variant == "avx512_bf16"
+def test_tiles_that_the_system_refuses_leave_the_next_best_and_the_reason() -> None:
+    refused = {"amx": "Operation not permitted"}
+    choice = choose_among("auto", X86, AMX, {}, refused=refused)
+    assert choice.instruction_set == "avx512_bf16"
+    assert choice.reason == "the best that this CPU has, as the system refuses amx (Operation not permitted)"
+    with pytest.raises(
+        StartupError, match=r"--kernels amx is refused by the system \(Operation not permitted\); here work"
+    ):
+        choose_among("amx", X86, AMX, {}, refused=refused)
 
 
 def test_a_setting_is_stronger_than_the_environment() -> None:
@@ -129,7 +138,7 @@ def test_what_the_compiler_lacks_is_left_out(monkeypatch: pytest.MonkeyPatch, tm
     lacks = 'case "$*" in *avx512bf16*|*armv8*) echo "error: unrecognized option" >&2; exit 1;; esac; echo > "$output"'
     monkeypatch.setenv("CXX", fake_compiler(tmp_path / "c++", lacks))
     failed = building.build(tmp_path)
-    assert list(failed) in (["avx512_bf16"], ["neon", "neon_bf16"])
+    assert list(failed) in (["avx512_bf16", "amx"], ["neon", "neon_bf16"])
     assert set(failed.values()) == {"error: unrecognized option"}
     assert building.library_file(building.FEATURES, tmp_path).exists()
 

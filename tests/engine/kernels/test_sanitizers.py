@@ -14,6 +14,8 @@ from engine.kernels.build import SOURCE, VARIANTS
 from engine.kernels.choice import INSTRUCTION_SETS
 from tests.engine.kernels.variants import VARIANTS as RUNNABLE
 
+# The plain code in place of AMX's instructions says where a tile reads; sanitizers do not see what the instructions do.
+FLAGS = {**VARIANTS, "plain tiles": ("-DBATON_PLAIN_TILES",)}
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 ARM_COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
 
@@ -21,13 +23,13 @@ ARM_COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qe
 @pytest.mark.slow
 @pytest.mark.timeout(700)
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("variant", RUNNABLE)
+@pytest.mark.parametrize("variant", [*(name for name in RUNNABLE if name != "amx"), "plain tiles"])
 def test_sanitizers_find_nothing(variant: str, tmp_path: Path) -> None:
     program = tmp_path / "driver"
     flags = ["-std=c++17", "-O1", "-g", "-pthread", "-Wno-psabi", "-ffp-contract=fast", "-fno-math-errno"]
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     source = Path(__file__).with_name("driver.cpp")
-    command = [str(COMPILER), *flags, *sanitizers, *VARIANTS[variant], f"-I{SOURCE}", str(source), "-o", str(program)]
+    command = [str(COMPILER), *flags, *sanitizers, *FLAGS[variant], f"-I{SOURCE}", str(source), "-o", str(program)]
     subprocess.run(command, check=True, timeout=500)
     done = subprocess.run([program], capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "nothing found"), done.stderr[-3000:]

@@ -11,9 +11,6 @@ from engine.kernels.library import Kernels
 
 VARIANTS = [name for name in built_variants() if name in cpu_instruction_sets()]
 
-CHOICES = [name for name in cpu_instruction_sets() if Choice(name, "").variant in VARIANTS]
-"""What `--kernels` takes here beside torch: the variants, and `amx` if there are such units."""
-
 _NONE = [pytest.param("none", marks=pytest.mark.skip(reason="no kernels were built"))]
 
 
@@ -30,7 +27,7 @@ each_variant = pytest.mark.parametrize("variant", _ends_and_slow_others(VARIANTS
 
 best_and_slow_other_variants = pytest.mark.parametrize("variant", slow_but_the_best(VARIANTS) or _NONE)
 
-ALL = ["torch", *CHOICES]
+ALL = ["torch", *VARIANTS]
 """What a whole model can be computed with."""
 
 best_and_slow_others = slow_but_the_best(ALL)
