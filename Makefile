@@ -105,7 +105,7 @@ test-clients: $(STAMP) kernels clients ## Ask a real stack by stock clients: ope
 
 test-gpu: ## Run the tests that need a GPU, with PYTHON's own torch and no .venv
 	@# A bare machine lacks plugins that other tests need, and its own torch has warnings of its own.
-	@$(PYTHON) -m pytest -o addopts=-ra -o filterwarnings= -m gpu tests/gpu tests/engine
+	@$(PYTHON) -m pytest -o addopts=-ra -o filterwarnings= -m gpu tests/gpu
 
 lint: $(STAMP) ## Find mistakes (ruff)
 	@$(BIN)/ruff check $(SOURCES)

@@ -11,7 +11,8 @@ import torch
 def page_locked(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`tensor`, or a copy of it, from which copies to `device` need not wait for anything."""
     # Of memory that can be swapped out, CUDA may wait for what it computes before it copies.
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+    # Nor does it lock the pages of a view in which one element stands for several.
+    return tensor.contiguous().pin_memory() if device.type == "cuda" else tensor
 
 
 def to_device(

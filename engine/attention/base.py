@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from common.types import KVCacheSpec
@@ -57,13 +58,32 @@ class StepAttention(ABC):
         """
 
 
-class FixedDecode(StepAttention):
+class PagedStep(StepAttention):
+    """A step of a backend that reads K and V from the cache alone, so that whoever rotates K may have written both."""
+
+    writer: KVWriter
+    rows: torch.Tensor  # `KVWriter.rows` of the step
+
+    @abstractmethod
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """As `forward`, after K and V were written."""
+
+    def forward(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        self.writer.write(layer, self.rows, kv)
+        return self.attend(layer, q)
+
+
+class FixedDecode(PagedStep):
     """Attention of a fixed number of single tokens, whose tables lie at fixed addresses: a recorded graph of kernels
     reads them there each time it is replayed."""
 
     @abstractmethod
     def fill(self, sequences: Sequence[StepRow]) -> None:
         """Takes the tables of the next replay, in whose order its tokens lie. Does not wait for the device."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Before the first layer, and recorded like the layers: what is computed of the tables on the device."""
 
 
 class AttentionBackend(ABC):
@@ -111,17 +131,22 @@ class KVWriter:
         self._rows_per_layer = num_planes * spec.block_size
         self._rows_per_block = spec.num_layers * self._rows_per_layer
         self._planes = torch.arange(num_planes) * spec.block_size
+        self.planes_there = to_device(self._planes, backend.device)
 
     def rows(self, tables: StepTables) -> torch.Tensor:
         """The rows of layer 0 that each new token's K and V take, `[num_tokens, num_planes * num_kv_heads]` int64."""
-        blocks, offsets = map(torch.from_numpy, tables.slots())
-        return to_device((blocks.long() * self._rows_per_block + offsets)[:, None] + self._planes, self._device)
+        return to_device(torch.from_numpy(self.first_rows(tables))[:, None] + self._planes, self._device)
 
-    def fixed_rows(self, size: int) -> torch.Tensor:
-        """Memory for what `rows` gives for `size` tokens."""
-        return torch.zeros((size, len(self._planes)), dtype=torch.int64, device=self._device)
+    def first_rows(self, tables: StepTables) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """The first of each token's `rows`. The others are `planes_there` further on."""
+        blocks, offsets = tables.slots()
+        return blocks.astype(np.int64) * self._rows_per_block + offsets
 
     def write(self, layer: int, rows: torch.Tensor, kv: torch.Tensor) -> None:
         """`rows` as above, whichever the layer is."""
+        self.layer_rows(layer).index_put_((rows,), kv.flatten(1, 2))
+
+    def layer_rows(self, layer: int) -> torch.Tensor:
+        """`[any, head_dim]`: what `rows` are rows of, in this layer."""
         # The same numbers in a view that starts later are those of a later layer.
-        self._all_rows[layer * self._rows_per_layer :].index_put_((rows,), kv.flatten(1, 2))
+        return self._all_rows[layer * self._rows_per_layer :]

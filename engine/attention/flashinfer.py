@@ -21,11 +21,13 @@ import torch
 
 from common.errors import StartupError
 from common.types import KVCacheSpec
-from engine.attention.base import AttentionBackend, AttentionShape, FixedDecode, KVWriter, StepAttention
+from engine.attention.base import AttentionBackend, AttentionShape, FixedDecode, KVWriter, PagedStep, StepAttention
 from engine.attention.step_tables import Int32s, StepTables
 from engine.device_copies import page_locked, to_device
 from engine.step import StepRow
 
+# "auto" takes its kernels for Hopper there ("fa3"), which take minutes to compile at a first start.
+_PREFILL = "fa2"
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends for split-KV partial results
 
 
@@ -58,7 +60,9 @@ class FlashInferBackend(AttentionBackend):
         # Tensor cores pay off for decode if several query heads share a KV head.
         self._is_grouped = shape.num_heads // spec.num_kv_heads >= 4
         self._max_table_blocks = min(max_table_blocks or len(cache), len(cache))
-        self._fixed_ids: dict[int, torch.Tensor] = {}  # block ids of recorded graphs, by window
+        # By window, of recorded graphs: memory for block ids, and what the last plan was made of.
+        self.fixed_ids: dict[int, torch.Tensor] = {}
+        self._fixed_plans: dict[int, tuple[_Wrapper, Int32s, Int32s]] = {}
         # By window. They run one after another, so they share their workspaces.
         self.decode: dict[int, _Wrapper] = {}
         self.prefill: dict[int, _Wrapper] = {}
@@ -66,7 +70,9 @@ class FlashInferBackend(AttentionBackend):
             self.decode[window] = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 self._workspace, "HND", use_tensor_cores=self._is_grouped
             )
-            self.prefill[window] = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(prefill_workspace, "HND")
+            self.prefill[window] = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                prefill_workspace, "HND", backend=_PREFILL
+            )
 
     def prepare(self, sequences: Sequence[StepRow]) -> StepAttention:
         """Decodes first, then prefill chunks: the model runner's order. Other orders cost one index each layer."""
@@ -86,22 +92,34 @@ class FlashInferBackend(AttentionBackend):
     def fixed_decode(self, size: int) -> FixedDecode:
         """The largest size first: block ids of all sizes lie in the same memory."""
         for window in self.shape.distinct_windows():
-            if window not in self._fixed_ids:
+            if window not in self.fixed_ids:
                 shape = size * self._max_table_blocks
-                self._fixed_ids[window] = torch.zeros(shape, dtype=torch.int32, device=self.device)
+                self.fixed_ids[window] = torch.zeros(shape, dtype=torch.int32, device=self.device)
         return _FixedFlashInferDecode(self, size)
 
-    def fixed_wrapper(self, size: int, window: int) -> _Wrapper:
+    def fixed_wrapper(self, last_page_len: torch.Tensor, window: int) -> _Wrapper:
+        """For as many tokens as `last_page_len` has; their last blocks' lengths are read there."""
         wrapper: _Wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "HND",
             use_cuda_graph=True,
             use_tensor_cores=self._is_grouped,
-            paged_kv_indptr_buffer=torch.zeros(size + 1, dtype=torch.int32, device=self.device),
-            paged_kv_indices_buffer=self._fixed_ids[window],
-            paged_kv_last_page_len_buffer=torch.ones(size, dtype=torch.int32, device=self.device),
+            paged_kv_indptr_buffer=torch.zeros(len(last_page_len) + 1, dtype=torch.int32, device=self.device),
+            paged_kv_indices_buffer=self.fixed_ids[window],
+            paged_kv_last_page_len_buffer=last_page_len,
         )
         return wrapper
+
+    def plan_fixed(self, wrapper: _Wrapper, tables: StepTables, rows: Int32s, window: int) -> None:
+        """Plans the work if it is another than that of the last replay. A plan is about whole blocks: it holds until a
+        sequence gets a further one, and so for most steps of a small batch."""
+        ids, offsets = (each.numpy() for each in tables.flat(rows, window))
+        last = self._fixed_plans.get(window)
+        if last is None or last[0] is not wrapper or not np.array_equal(last[1], offsets):
+            self.plan_decodes(wrapper, tables, rows, window)
+        elif not np.array_equal(last[2], ids):
+            self.fixed_ids[window][: len(ids)].copy_(to_device(torch.from_numpy(ids), self.device))
+        self._fixed_plans[window] = wrapper, offsets, ids
 
     def plan_decodes(self, wrapper: _Wrapper, tables: StepTables, rows: Int32s, window: int) -> None:
         wrapper.plan(*self._tables(tables, rows, window), *self._sizes(), **self._options(window))
@@ -126,11 +144,11 @@ class FlashInferBackend(AttentionBackend):
         return page_locked(offsets, self.device), to_device(block_ids, self.device), page_locked(last, self.device)
 
 
-class _FlashInferStep(StepAttention):
+class _FlashInferStep(PagedStep):
     def __init__(self, backend: FlashInferBackend, tables: StepTables, *, num_decodes: int, num_chunks: int) -> None:
         self._cache = backend.cache
         self._shape = backend.shape
-        self._writer, self._rows = backend.writer, backend.writer.rows(tables)
+        self.writer, self.rows = backend.writer, backend.writer.rows(tables)
         self._decode = backend.decode if num_decodes else {}
         self._prefill = backend.prefill if num_chunks else {}
         self._num_decodes = num_decodes
@@ -138,8 +156,7 @@ class _FlashInferStep(StepAttention):
         if (tables.num_new[:num_decodes] != 1).any():
             self._order = to_device(_decodes_first(tables), backend.device)
 
-    def forward(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        self._writer.write(layer, self._rows, kv)
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         cache = self._cache[:, layer]
         if self._order is not None:
             q = q[self._order]
@@ -157,21 +174,34 @@ class _FlashInferStep(StepAttention):
 
 class _FixedFlashInferDecode(FixedDecode):
     def __init__(self, backend: FlashInferBackend, size: int) -> None:
+        device = backend.device
         self._backend = backend
-        self._rows = backend.writer.fixed_rows(size)
-        self._wrappers = {window: backend.fixed_wrapper(size, window) for window in backend.shape.distinct_windows()}
+        self.writer = backend.writer
+        # The first row of each token in the cache, and how many tokens its last block has.
+        self._given = torch.zeros((2, size), dtype=torch.int64, device=device)
+        self._staged = page_locked(torch.zeros((2, size), dtype=torch.int64), device)
+        self._last_page_len = torch.ones(size, dtype=torch.int32, device=device)
+        self._wrappers = {
+            window: backend.fixed_wrapper(self._last_page_len, window) for window in backend.shape.distinct_windows()
+        }
         self._all = np.arange(size, dtype=np.int32)
 
     def fill(self, sequences: Sequence[StepRow]) -> None:
         backend = self._backend
         tables = StepTables(sequences, backend.spec.block_size)
         for window, wrapper in self._wrappers.items():
-            backend.plan_decodes(wrapper, tables, self._all, window)
-        self._rows.copy_(backend.writer.rows(tables), non_blocking=True)
+            backend.plan_fixed(wrapper, tables, self._all, window)
+        staged = self._staged.numpy()
+        staged[0] = backend.writer.first_rows(tables)
+        staged[1] = tables.num_before % tables.block_size + 1
+        self._given.copy_(self._staged, non_blocking=True)
 
-    def forward(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    def begin(self) -> None:
+        self.rows = self._given[0][:, None] + self.writer.planes_there
+        self._last_page_len.copy_(self._given[1])
+
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         backend = self._backend
-        backend.writer.write(layer, self._rows, kv)
         return self._wrappers[backend.shape.window(layer)].run(q, backend.cache[:, layer]).flatten(1)
 
 

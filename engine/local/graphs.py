@@ -110,6 +110,7 @@ class DecodeGraphs:
         token_ids, positions = self._inputs[0, :size], self._inputs[1, :size]
 
         def compute() -> Outputs:
+            attention.begin()
             logits = self._model.logits(self._model.forward(token_ids, positions, attention, do_nothing))
             return logits, logits.argmax(dim=-1)
 

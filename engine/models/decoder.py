@@ -7,13 +7,14 @@ from collections.abc import Callable
 import torch
 
 from common.model_files import ModelFiles
-from engine.attention.base import StepAttention
+from engine.attention.base import PagedStep, StepAttention
 from engine.attention.native import NativeStep
 from engine.kernels.library import Kernels
 from engine.layers import Embedding, Linear, Place, RMSNorm, RotaryEmbedding
 from engine.loading.weights import load_weights
 from engine.models.base import CausalLM
 from engine.models.description import DecoderConfig
+from engine.models.fused import FusedDecoder
 from engine.models.layer import DecoderLayer
 from engine.models.native import NativeDecoder
 from engine.models.text_part import is_composite, text_name
@@ -34,6 +35,7 @@ class Decoder(CausalLM):
         self.soft_cap = config.soft_cap
         self.kv_variant = " ".join(sorted({rope.variant for rope in config.ropes if rope.variant}))
         self.native: NativeDecoder | None = None
+        self.fused: FusedDecoder | None = None
         self.embedding = Embedding(
             self.vocab_size,
             config.hidden_size,
@@ -90,6 +92,7 @@ class Decoder(CausalLM):
         is_exact = kernels is not None and kernels.quantization == "none"
         if self.config.tie_word_embeddings and self.head.packed is not None and is_exact:
             self.embedding.share(self.head.packed)
+        self.fused = FusedDecoder.of(self.config, self.layers, self.ropes)
         if kernels is not None:
             self.native = NativeDecoder(kernels, self.config, self.layers, self.norm, self.head, self.ropes)
 
@@ -104,6 +107,8 @@ class Decoder(CausalLM):
         native = self.native
         if native is not None and isinstance(attention, NativeStep) and len(token_ids) < native.below:
             return native.forward(hidden, attention, between_layers)
+        if self.fused is not None and isinstance(attention, PagedStep):
+            return self.fused.forward(hidden, positions, attention, between_layers)
         angles = [rope.angles(positions) for rope in self.ropes]
         for layer, index in zip(self.layers, self.config.rope_of_layer, strict=True):
             hidden = layer.forward(hidden, self.ropes[index], *angles[index], attention)

@@ -19,7 +19,7 @@ class _Wrapper:
 
     def _begin(self, workspace: torch.Tensor, kv_layout: str, backend: str) -> None:
         assert kv_layout == "HND"
-        assert backend == "auto"
+        assert backend in ("auto", "fa2", "fa3")
         assert workspace.dtype == torch.uint8
         assert not workspace.any(), "it must be zero when it is used first"
 

@@ -245,37 +245,3 @@ def test_chunks_are_not_tiled_if_bfloat16_units_would_not_pay_for_it(
     backend = attention_backend(cache, spec, SHAPE, "torch")
     assert isinstance(backend, cpu.TorchBackend)
     assert not backend.tiles_chunks
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["torch", "flashinfer"])
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"windows": (0, 37)}, {"windows": (24, 24)}, {"soft_cap": 2.0}, {"windows": (50, 0), "soft_cap": 2.0}],
-    ids=["plain", "windows", "one window", "capped", "capped windows"],
-)
-def test_on_a_gpu(name: str, changes: dict[str, object]) -> None:
-    """bfloat16 on the device against float32 here, first chunk, later chunk, single tokens."""
-    if name == "flashinfer":
-        pytest.importorskip("flashinfer")
-    spec = KVCacheSpec(model_id="m", num_layers=2, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
-    shape = replace(AttentionShape(num_heads=8, softmax_scale=0.125), **changes)
-    cache = torch.full((64, *spec.block_shape), float("nan"), dtype=torch.bfloat16)
-    device_cache = cache.cuda()
-    backends = [attention_backend(device_cache, spec, shape, name), attention_backend(cache, spec, shape, "reference")]
-    tables = [random.Random(i).sample(range(i * 16, i * 16 + 16), 16) for i in range(4)]
-    progress = [0] * 4
-    for sizes in ([40, 1, 17, 100], [1, 30, 1, 100], [1, 1, 1, 1]):
-        step = [
-            StepRow(token_ids=[0] * size, num_computed_tokens=done, block_ids=table)
-            for size, done, table in zip(sizes, progress, tables, strict=True)
-        ]
-        progress = [done + size for done, size in zip(progress, sizes, strict=True)]
-        prepared = [backend.prepare(step) for backend in backends]
-        for layer in range(2):
-            qkv = torch.randn(sum(sizes), 12, 64).bfloat16()
-            kv = qkv[:, 8:].view(-1, 2, 2, 64)
-            ours = prepared[0].forward(layer, qkv[:, :8].cuda(), kv.cuda())
-            expected = prepared[1].forward(layer, qkv[:, :8], kv)
-            torch.testing.assert_close(ours.cpu(), expected, atol=2e-2, rtol=2e-2)

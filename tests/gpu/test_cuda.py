@@ -189,18 +189,26 @@ EVERY_KIND = {
 }
 
 
-@pytest.mark.parametrize("attention", ["torch", "flashinfer"])
+@pytest.mark.parametrize("attention", ["torch", "flashinfer", "graphs"])
 def test_a_step_waits_for_the_device_once(model_dir: Path, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the start of the forward pass until its results are read, whatever waits raises."""
-    if attention == "flashinfer":
+    """From the moment that a step's tables go to the device until its results are read, whatever waits raises."""
+    is_graph = attention == "graphs"
+    if attention != "torch":
         pytest.importorskip("flashinfer")
-    settings = EngineSettings.model_validate({"device": "cuda", "dtype": "bfloat16", "num_blocks": 400})
-    runner = LocalDevice(model_dir, settings, attention=attention)
-    forward, num_reads = runner._model.forward, 0
+    settings = EngineSettings.model_validate(
+        {"device": "cuda", "dtype": "bfloat16", "num_blocks": 400, "max_num_seqs": 4}
+    )
+    runner = LocalDevice(model_dir, settings, attention="flashinfer" if is_graph else attention)
+    if is_graph:
+        runner.warm_up()
+        assert runner._graphs is not None
+    watched_object = runner._graphs if is_graph else runner._attention
+    watched_name = "run" if is_graph else "prepare"
+    prepare, num_reads = getattr(watched_object, watched_name), 0
 
-    def watched(*arguments: object) -> torch.Tensor:
+    def watched(*arguments: object) -> object:
         torch.cuda.set_sync_debug_mode("error")
-        return forward(*arguments)
+        return prepare(*arguments)
 
     def read_once(tensors: list[torch.Tensor]) -> list[list[float]]:
         nonlocal num_reads
@@ -213,12 +221,12 @@ def test_a_step_waits_for_the_device_once(model_dir: Path, attention: str, monke
         sample = draw(params=params, num_output_tokens=0, changes=changes)
         steps = [
             StepRow(token_ids=[7] * size, num_computed_tokens=start, block_ids=list(range(40)), draw=sample)
-            for start, size in ((50, 1), (200, 1), (16, 30))
+            for start, size in ((50, 1), (200, 1), (16, 1 if is_graph else 30))
         ]
         runner.execute(steps)  # libraries prepare themselves
         num_reads = 0
         with monkeypatch.context() as patch:
-            patch.setattr(runner._model, "forward", watched)
+            patch.setattr(watched_object, watched_name, watched)
             for module in ("local.device", "sampling.sampler"):
                 patch.setattr(f"engine.{module}.read", read_once)
             try:
@@ -227,6 +235,58 @@ def test_a_step_waits_for_the_device_once(model_dir: Path, attention: str, monke
                 torch.cuda.set_sync_debug_mode("default")
         assert all(token is not None for token in tokens), kind
         assert num_reads == 1, kind
+
+
+def test_recorded_steps(model_dir: Path) -> None:
+    """Steps by graphs are as close to float32 as those without, wait for the device once, and write only their KV."""
+    pytest.importorskip("flashinfer")
+    given = {"device": "cuda", "dtype": "bfloat16", "num_blocks": 400, "max_num_seqs": 6}
+    runner = LocalDevice(model_dir, EngineSettings.model_validate(given), attention="flashinfer")
+    runner.warm_up()
+    assert runner._graphs is not None
+    sample = draw(params=SamplingParams(temperature=0.0, logprobs=VOCAB_SIZE), num_output_tokens=0)
+    lengths = (1, 15, 16, 70, 200, 33)
+    rng = random.Random(2)
+    prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length + 1)] for length in lengths]
+    tables = [list(range(60 * i, 60 * i + 20)) for i in range(len(lengths))]
+    exact = torch.stack([expected_logprobs(model_dir, prompt)[-1] for prompt in prompts])
+
+    def errors(count: int) -> torch.Tensor:
+        """Of the last token of the first `count` prompts."""
+        runner.kv_cache.fill_(float("nan"))
+        runner.execute(
+            [
+                StepRow(token_ids=prompt[:-1], num_computed_tokens=0, block_ids=table)
+                for prompt, table in zip(prompts[:count], tables, strict=False)
+            ]
+        )
+        tokens = runner.execute(
+            [
+                StepRow(token_ids=prompt[-1:], num_computed_tokens=len(prompt) - 1, block_ids=table, draw=sample)
+                for prompt, table in zip(prompts[:count], tables, strict=False)
+            ]
+        )
+        ours = torch.stack([full_logprobs(token, VOCAB_SIZE) for token in tokens if token is not None])
+        return (ours - exact[:count]).square().mean().sqrt()
+
+    graphs = runner._graphs
+    for count in (1, 3, 5, 6):
+        by_graph = errors(count)
+        written = ~runner.kv_cache.isnan()
+        runner._graphs = None
+        without = errors(count)
+        assert torch.equal(written, ~runner.kv_cache.isnan())
+        runner._graphs = graphs
+        assert by_graph < 1.5 * without + 1e-3
+    for index in range(20):  # over the edges of blocks
+        rows = [
+            StepRow(token_ids=[3 + index], num_computed_tokens=len(prompt) + index, block_ids=table, draw=sample)
+            for prompt, table in zip(prompts, tables, strict=True)
+        ]
+        recorded, eager = [], []
+        for tokens, runner._graphs in ((recorded, graphs), (eager, None)):
+            tokens += [full_logprobs(token, VOCAB_SIZE) for token in runner.execute(rows) if token is not None]
+        assert (torch.stack(recorded) - torch.stack(eager)).square().mean().sqrt() < 2 * without + 1e-3, index
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,0 +1,115 @@
+"""Attention and the fused kernels on a CUDA device, against the formulas in float32 and against the layers in torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from common.types import KVCacheSpec  # noqa: E402
+from engine.attention.base import AttentionShape  # noqa: E402
+from engine.attention.registry import attention_backend  # noqa: E402
+from engine.layers import RMSNorm, RotaryEmbedding, silu_and_mul  # noqa: E402
+from engine.step import StepRow  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(600),
+]
+
+DEVICE = torch.device("cuda")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+# By dtype, absolute and relative: sums in another order, and angles that are not rounded.
+CLOSE = {torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2}, torch.float16: {"atol": 4e-3, "rtol": 4e-3}}
+each_dtype = pytest.mark.parametrize("dtype", CLOSE, ids=str)
+
+
+@pytest.mark.parametrize("name", ["torch", "flashinfer"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"windows": (0, 37)}, {"windows": (24, 24)}, {"soft_cap": 2.0}, {"windows": (50, 0), "soft_cap": 2.0}],
+    ids=["plain", "windows", "one window", "capped", "capped windows"],
+)
+def test_backends(name: str, changes: dict[str, object]) -> None:
+    """bfloat16 on the device against float32 here, first chunk, later chunk, single tokens. Some chunks are one token
+    longer than a multiple of 64."""
+    if name == "flashinfer":
+        pytest.importorskip("flashinfer")
+    spec = KVCacheSpec(model_id="m", num_layers=2, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
+    shape = replace(AttentionShape(num_heads=8, softmax_scale=0.125), **changes)
+    cache = torch.full((64, *spec.block_shape), float("nan"), dtype=torch.bfloat16)
+    device_cache = cache.cuda()
+    backends = [attention_backend(device_cache, spec, shape, name), attention_backend(cache, spec, shape, "reference")]
+    tables = [random.Random(i).sample(range(i * 16, i * 16 + 16), 16) for i in range(4)]
+    progress = [0] * 4
+    for sizes in ([40, 1, 65, 100], [1, 65, 1, 100], [1, 1, 129, 1], [1, 1, 1, 1]):
+        step = [
+            StepRow(token_ids=[0] * size, num_computed_tokens=done, block_ids=table)
+            for size, done, table in zip(sizes, progress, tables, strict=True)
+        ]
+        progress = [done + size for done, size in zip(progress, sizes, strict=True)]
+        prepared = [backend.prepare(step) for backend in backends]
+        for layer in range(2):
+            qkv = torch.randn(sum(sizes), 12, 64).bfloat16()
+            kv = qkv[:, 8:].view(-1, 2, 2, 64)
+            ours = prepared[0].forward(layer, qkv[:, :8].cuda(), kv.cuda())
+            expected = prepared[1].forward(layer, qkv[:, :8], kv)
+            torch.testing.assert_close(ours.cpu(), expected, atol=2e-2, rtol=2e-2)
+
+
+@needs_triton
+@each_dtype
+@pytest.mark.parametrize("size", [64, 576, 4096])
+def test_add_and_norm(dtype: torch.dtype, size: int) -> None:
+    from engine.kernels.fused import add_rms_norm
+
+    hidden, given = (torch.randn(37, size, device=DEVICE).to(dtype) for _ in range(2))
+    norm = RMSNorm(size, 1e-5, dtype=dtype, device=DEVICE)
+    norm.weight.normal_()
+    torch.testing.assert_close(add_rms_norm(hidden, None, norm.weight, 1e-5), norm(hidden), **CLOSE[dtype])
+    expected = hidden + given
+    normed = add_rms_norm(hidden, given, norm.weight, 1e-5)
+    torch.testing.assert_close(hidden, expected, atol=0, rtol=0)
+    torch.testing.assert_close(normed, norm(expected), **CLOSE[dtype])
+
+
+@needs_triton
+@each_dtype
+@pytest.mark.parametrize("width", [2 * 80, 2 * 14336])
+def test_silu(dtype: torch.dtype, width: int) -> None:
+    from engine.kernels.fused import silu_and_mul as fused
+
+    given = torch.randn(19, width, device=DEVICE).to(dtype)
+    torch.testing.assert_close(fused(given), silu_and_mul(given), **CLOSE[dtype])
+
+
+@needs_triton
+@each_dtype
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rotation_and_cache(dtype: torch.dtype, has_norms: bool, head_dim: int) -> None:
+    from engine.kernels.fused import rotate_and_write
+
+    num_q, num_kv, num_tokens = 6, 2, 11
+    qkv = torch.randn(num_tokens, num_q + 2 * num_kv, head_dim, device=DEVICE).to(dtype)
+    positions = torch.randint(0, 5000, (num_tokens,), device=DEVICE)
+    rope = RotaryEmbedding(1e4 ** -torch.linspace(0, 1, head_dim // 2), 1.0, 5000, dtype=dtype, device=DEVICE)
+    q_norm, k_norm = (RMSNorm(head_dim, 1e-5, dtype=dtype, device=DEVICE) for _ in range(2))
+    q_norm.weight.uniform_(0.5, 1.5)
+    k_norm.weight.uniform_(0.5, 1.5)
+    rows = 3 + torch.randperm(num_tokens * 2 * num_kv, device=DEVICE).view(num_tokens, -1)
+    cache, expected = (torch.full((rows.numel() + 9, head_dim), float("nan"), device=DEVICE).to(dtype) for _ in "12")
+    ours = qkv.clone()
+    norms = (q_norm.weight, k_norm.weight) if has_norms else None
+    rotate_and_write(ours, positions, rope.half_angles, norms, 1e-5, rows, cache)
+    if has_norms:
+        qkv[:, :num_q] = q_norm(qkv[:, :num_q])
+        qkv[:, num_q : num_q + num_kv] = k_norm(qkv[:, num_q : num_q + num_kv])
+    rope.rotate_(qkv[:, : num_q + num_kv], *rope.angles(positions))
+    expected[rows] = qkv[:, num_q:]
+    torch.testing.assert_close(ours[:, :num_q], qkv[:, :num_q], **CLOSE[dtype])
+    torch.testing.assert_close(cache, expected, equal_nan=True, **CLOSE[dtype])
